@@ -1,9 +1,21 @@
 """The errors that a user sees. They carry one clear message and never a traceback on the command line."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """Bad input: a recipe key, a file, a layout. The command line prints the message and exits with 2."""
 
 
 class CheckFailed(Exception):
-    """A check ran and its answer is no (`fivefold verify` beyond tolerance). The command line exits with 1."""
+    """A check ran and its answer is no (`fivefold verify` beyond tolerance): exit code 1."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the choice that is spelled most like `word`, or an empty string."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, list(choices), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""

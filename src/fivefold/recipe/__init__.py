@@ -1,0 +1,43 @@
+"""What to train: a strict recipe in TOML, its errors, and the numbers that follow from it. No torch."""
+
+from fivefold.recipe.count import count_parameters, flops_per_token
+from fivefold.recipe.explain import Explained, explain
+from fivefold.recipe.load import change, find, load, shipped
+from fivefold.recipe.resolve import resolve, resolve_model, tokens_per_step, total_steps
+from fivefold.recipe.schema import (
+    CheckpointSection,
+    DataSection,
+    LayoutSection,
+    ModelSection,
+    ObserveSection,
+    OptimSection,
+    PrecisionSection,
+    Recipe,
+    TrainSection,
+)
+from fivefold.recipe.write import to_toml
+
+__all__ = [
+    "CheckpointSection",
+    "DataSection",
+    "Explained",
+    "LayoutSection",
+    "ModelSection",
+    "ObserveSection",
+    "OptimSection",
+    "PrecisionSection",
+    "Recipe",
+    "TrainSection",
+    "change",
+    "count_parameters",
+    "explain",
+    "find",
+    "flops_per_token",
+    "load",
+    "resolve",
+    "resolve_model",
+    "shipped",
+    "to_toml",
+    "tokens_per_step",
+    "total_steps",
+]

@@ -7,47 +7,52 @@ H heads, K key-value heads, F feed-forward, V vocabulary, L layers, E experts.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Arch = Literal["llama", "gpt2", "bert"]
 Dtype = Literal["fp32", "bf16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    """What all sections share: strict types, no unknown keys, no infinities, no change after creation."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ModelSection(Section):
     arch: Arch = "llama"
     """Architecture: `llama` (RMSNorm, RoPE, SwiGLU, GQA), `gpt2` (LayerNorm, learned positions, GELU), `bert`
     (bidirectional encoder, masked-language-model loss)."""
-    layers: int = Field(6, ge=1)
+    layers: int = Field(default=6, ge=1)
     """L: number of transformer blocks."""
-    dim: int = Field(384, ge=1)
+    dim: int = Field(default=384, ge=1)
     """D: width of the model. Must be divisible by `heads`."""
-    heads: int = Field(6, ge=1)
+    heads: int = Field(default=6, ge=1)
     """H: number of query heads."""
-    kv_heads: int | None = Field(None, ge=1)
+    kv_heads: int | None = Field(default=None, ge=1)
     """K: number of key-value heads (grouped-query attention, arXiv 2305.13245); must divide `heads`.
-    None: as many as `heads`. Only `llama` has fewer."""
-    ffn_dim: int | None = Field(None, ge=1)
-    """F: inner width of the feed-forward layer. None: 4 D for `gpt2` and `bert`; for `llama` 8/3 D, rounded
+    Unset: as many as `heads`. Only `llama` has fewer."""
+    ffn_dim: int | None = Field(default=None, ge=1)
+    """F: inner width of the feed-forward layer. Unset: 4 D for `gpt2` and `bert`; for `llama` 8/3 D, rounded
     up to a multiple of 64."""
-    vocab_size: int | None = Field(None, ge=2)
-    """V: size of the vocabulary. None: the tokenizer's, rounded up to a multiple of 64."""
-    seq_len: int = Field(256, ge=2)
+    vocab_size: int | None = Field(default=None, ge=2)
+    """V: size of the vocabulary. Unset: the tokenizer's, rounded up to a multiple of 64."""
+    seq_len: int = Field(default=256, ge=2)
     """T: tokens in a training sequence."""
     tie_embeddings: bool | None = None
-    """The output layer shares the embedding's weight. None: true for `gpt2` and `bert`, false for `llama`."""
-    norm_eps: float | None = Field(None, gt=0)
-    """Added to the variance in RMSNorm and LayerNorm. None: 1e-5 (`llama`, `gpt2`), 1e-12 (`bert`)."""
-    rope_theta: float = Field(10000.0, gt=0)
+    """The output layer shares the embedding's weight. Unset: true for `gpt2` and `bert`, false for `llama`."""
+    norm_eps: float | None = Field(default=None, gt=0)
+    """Added to the variance in RMSNorm and LayerNorm. Unset: 1e-5 (`llama`, `gpt2`), 1e-12 (`bert`)."""
+    rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position embedding (arXiv 2104.09864). `llama` only."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
-    init_std: float = Field(0.02, gt=0)
+    init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; the projections back into the residual stream get this
     divided by sqrt(2 L) (GPT-2)."""
 
@@ -56,92 +61,95 @@ class DataSection(Section):
     source: str = "stdlib"
     """Where the text comes from: `stdlib` (the Python standard library's own source on this machine), a file,
     folder or glob of .txt .md .py .jsonl .parquet, `tokens:PATH` (uint16/uint32 token files: .bin of nanoGPT
-    or llm.c, .npy), `hf:NAME` (a Hugging Face data set; needs the extra `hf`)."""
+    or llm.c, .npy), `hf:NAME` (a Hugging Face data set; needs the extra `hf`). Relative paths are relative to
+    the current folder, not to the recipe's."""
     tokenizer: str = "bpe:4096"
     """`bpe:N` (byte-level BPE of N tokens, trained on the training text), `bytes`, `chars`, or the path of a
     Hugging Face `tokenizer.json`. Not used by `tokens:`."""
-    val_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of the text held out for validation: whole documents, or the end of the text when there is just one."""
+    val_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the text held out for validation: whole documents, or the end of the text when there is just
+    one."""
     text_key: str = "text"
     """The field that holds the text, in .jsonl and .parquet files and in `hf:` data sets."""
-    max_bad_fraction: float = Field(0.0, ge=0, le=1)
+    max_bad_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of documents that may be unreadable (not UTF-8, broken JSON): up to it they are counted and
     skipped, beyond it the run stops with an error that names file and offset."""
     cache: str | None = None
-    """Folder of tokenized shards. None: $FIVEFOLD_CACHE, else ~/.cache/fivefold."""
+    """Folder of tokenized shards. Unset: $FIVEFOLD_CACHE, else ~/.cache/fivefold."""
 
 
 class TrainSection(Section):
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
     """Optimizer steps. Exactly one of `steps` and `tokens` is given."""
-    tokens: int | None = Field(None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
     """Tokens to train on; rounded up to whole steps."""
-    global_batch_size: int = Field(16, ge=1)
+    global_batch_size: int = Field(default=16, ge=1)
     """Sequences in an optimizer step, over all ranks."""
-    microbatch_size: int | None = Field(None, ge=1)
-    """Sequences that one rank computes at once; gradients accumulate over microbatches. None: the whole
+    microbatch_size: int | None = Field(default=None, ge=1)
+    """Sequences that one rank computes at once; gradients accumulate over microbatches. Unset: the whole
     share of a rank, at most 8."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Initial weights, order of the data and dropout follow from it."""
-    val_every: int = Field(0, ge=0)
+    val_every: int = Field(default=0, ge=0)
     """Steps between validations. 0: ten times in a run."""
-    val_sequences: int = Field(64, ge=1)
+    val_sequences: int = Field(default=64, ge=1)
     """Sequences in a validation (the same ones every time)."""
-    sample_every: int = Field(0, ge=0)
+    sample_every: int = Field(default=0, ge=0)
     """Steps between samples of generated text. 0: at the end only."""
     sample_prompt: str = ""
     """How a sample starts."""
-    sample_tokens: int = Field(128, ge=1)
+    sample_tokens: int = Field(default=128, ge=1)
     """Length of a sample."""
 
 
 class OptimSection(Section):
     name: Literal["adamw"] = "adamw"
     """Optimizer: AdamW (arXiv 1711.05101)."""
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
-    min_lr: float | None = Field(None, ge=0)
-    """Learning rate at the end of the schedule. None: a tenth of `lr`."""
-    warmup_steps: int | None = Field(None, ge=0)
-    """Steps in which the learning rate grows linearly from 0. None: 2% of the run, at least 1 and at most 2000."""
+    min_lr: float | None = Field(default=None, ge=0)
+    """Learning rate at the end of the schedule. Unset: a tenth of `lr`."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Steps in which the learning rate grows linearly from 0. Unset: 2% of the run, at least 1 and at most
+    2000."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: cosine or linear decay to `min_lr`; `wsd` (warm-up, stable, decay: arXiv 2404.06395)
     stays at `lr` and decays linearly in the last `decay_fraction`; or constant."""
-    decay_fraction: float = Field(0.2, gt=0, le=1)
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """Share of the run in which `wsd` decays."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
-    grad_clip: float = Field(1.0, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient. 0: no clipping."""
 
 
 class LayoutSection(Section):
-    dp_replicate: int = Field(1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1)
     """Data-parallel replicas (DDP)."""
-    dp_shard: int = Field(1, ge=1)
+    dp_shard: int = Field(default=1, ge=1)
     """Data-parallel ranks that share states (ZeRO)."""
-    tp: int = Field(1, ge=1)
+    tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks."""
     sp: bool = False
     """Megatron sequence parallelism on the tensor axis."""
-    cp: int = Field(1, ge=1)
+    cp: int = Field(default=1, ge=1)
     """Context-parallel ranks."""
-    pp: int = Field(1, ge=1)
+    pp: int = Field(default=1, ge=1)
     """Pipeline stages' ranks."""
-    ep: int = Field(1, ge=1)
+    ep: int = Field(default=1, ge=1)
     """Expert-parallel ranks (re-divides the data and context axes)."""
-    zero: int = Field(0, ge=0, le=3)
+    zero: int = Field(default=0, ge=0, le=3)
     """ZeRO stage."""
     schedule: str = "1f1b"
     """Pipeline schedule."""
-    virtual_stages: int = Field(1, ge=1)
+    virtual_stages: int = Field(default=1, ge=1)
     """Pipeline stages a rank."""
-    microbatches: int | None = Field(None, ge=1)
-    """Microbatches in a step, a rank. None: follows from `global_batch_size` and `microbatch_size`."""
+    microbatches: int | None = Field(default=None, ge=1)
+    """Microbatches in a step, a rank. Unset: follows from `global_batch_size` and `microbatch_size`."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activations computed again in backward."""
 
@@ -155,21 +163,25 @@ class PrecisionSection(Section):
 
 
 class CheckpointSection(Section):
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Steps between checkpoints. 0: at the end of the run (and when it is interrupted) only."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are removed."""
 
 
 class ObserveSection(Section):
-    log_every: int = Field(1, ge=1)
+    log_every: int = Field(default=1, ge=1)
     """Steps between console lines."""
     tensorboard: bool = True
     """Write TensorBoard event files into RUN/tensorboard."""
 
 
 class Recipe(Section):
-    """What to train. Sections may be left out: every field has a default, except one of steps and tokens."""
+    """What to train. Sections may be left out: every field has a default, except one of steps and tokens.
+
+    Raises:
+        pydantic.ValidationError: a field is wrong, or fields contradict one another (see `rules.py`).
+    """
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -179,3 +191,12 @@ class Recipe(Section):
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Recipe:
+        from fivefold.recipe.rules import contradictions  # imports this file for its types only
+
+        found = [message for _, message in contradictions(self)]
+        if found:
+            raise ValueError("; ".join(found))
+        return self

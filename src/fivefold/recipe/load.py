@@ -1,0 +1,195 @@
+"""Reads a recipe: finds it, reads its TOML, applies overrides, and tells everything that is wrong at once."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fivefold.errors import UserError, did_you_mean
+from fivefold.layout import parse as parse_layout
+from fivefold.recipe import wording
+from fivefold.recipe.fields import KEYS, SECTIONS, optional, plain_type
+from fivefold.recipe.rules import contradictions
+from fivefold.recipe.schema import Recipe
+
+_SHIPPED = Path(__file__).parent.parent / "recipes"
+
+
+def load(name_or_path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
+    """Reads a recipe file, or a recipe that is shipped with Fivefold by its name.
+
+    Args:
+        name_or_path: `quickstart`, or `path/to/recipe.toml`.
+        overrides: `section.key=value` texts as after `--set`; values are TOML (`3e-4`, `true`,
+            `[0.9, 0.99]`), else plain text; `none` unsets a field that may be unset. Setting one of
+            `train.steps` and `train.tokens` drops the other.
+        layout: text as after `--layout`, such as `dp=2,zero=1`. It replaces the whole `[layout]` section:
+            what it does not name has its default. `overrides` come after it.
+
+    Raises:
+        UserError: naming the file, and every key that is wrong with its line, its value and what is allowed.
+    """
+    path = find(name_or_path)
+    text = _read(path)
+    return _Draft(_parse(text, path), _lines(text)).finish(f"recipe {name_or_path}", overrides, layout)
+
+
+def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
+    """A copy of a recipe with overrides as for `load`.
+
+    Raises:
+        UserError: as `load`.
+    """
+    return _Draft(recipe.model_dump(exclude_none=True), {}).finish("recipe", overrides, layout)
+
+
+def shipped() -> dict[str, str]:
+    """The recipes that come with Fivefold: name -> the first line of its comment."""
+    files = sorted(_SHIPPED.glob("*.toml"))
+    return {file.stem: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files}
+
+
+def find(name_or_path: str | Path) -> Path:
+    """The file of a shipped name or a path.
+
+    Raises:
+        UserError: there is none; says which shipped name is nearest.
+    """
+    names = [file.stem for file in sorted(_SHIPPED.glob("*.toml"))]
+    if str(name_or_path) in names:
+        return _SHIPPED / f"{name_or_path}.toml"
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    what = (
+        "a folder, not a recipe file" if path.is_dir() else "no such file, and no shipped recipe of this name"
+    )
+    hint = did_you_mean(path.stem, names)
+    raise UserError(f"recipe '{name_or_path}': {what}{hint or '.'} Shipped recipes: {', '.join(names)}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text at byte {error.start}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message, _, place = str(error).partition(" (at ")
+        # the place is "line 3, column 5", or "end of document"
+        line, column = re.findall(r"\d+", place) or (text.count("\n") + 1, len(text) - text.rfind("\n"))
+        raise UserError(f"{path}:{line}:{column}: not valid TOML: {message}") from None
+
+
+def _lines(text: str) -> dict[str, str]:
+    """Where each key stands: `optim.lr` -> `line 12`. By the look of the lines: tomllib tells no places."""
+    found, section = {}, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[+\s*([\w.-]+)\s*\]", line):
+            section = header[1]
+            found.setdefault(section, f"line {number}")
+        elif key := re.match(r"\s*([\w.-]+)\s*=", line):
+            found.setdefault(f"{section}.{key[1]}" if section else key[1], f"line {number}")
+    return found
+
+
+class _Draft:
+    """A recipe on its way from a parsed table to a `Recipe`, gathering what is wrong with it."""
+
+    def __init__(self, table: dict[str, Any], origins: dict[str, str]):
+        self.table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+        self.origins = origins  # key -> where it was written: a line, --set or --layout
+        self.problems: list[str] = []
+        self.wrong: set[str] = set()  # keys that have a problem of their own
+
+    def finish(self, name: str, overrides: Sequence[str], layout: str | None) -> Recipe:
+        """Applies layout and overrides, checks each field, then what fields must agree on."""
+        if layout is not None:
+            self._set_layout(layout)
+        self._override(overrides)
+        for key, value in self.table.items():
+            if key not in SECTIONS:
+                self._problem(key, wording.unknown_section(key, value))
+        sections = {section: self._section(section) for section in SECTIONS}
+        draft = Recipe.model_construct(**sections)
+        self.problems += [message for keys, message in contradictions(draft) if not keys & self.wrong]
+        if not (draft.train.steps or draft.train.tokens or {"train.steps", "train.tokens"} & self.wrong):
+            self.problems.append("train.steps or train.tokens must be given: how long to train")
+        if self.problems:
+            raise UserError(wording.together(name, self.problems))
+        return Recipe(**sections)
+
+    def _problem(self, key: str, message: str) -> None:
+        self.wrong.add(key)
+        self.problems.append(f"{self.origins[key]}: {message}" if key in self.origins else message)
+
+    def _set_layout(self, text: str) -> None:
+        try:
+            self.table["layout"] = parse_layout(text)
+        except UserError as error:
+            self.problems.append(str(error))
+        else:
+            self.origins |= {f"layout.{key}": "--layout" for key in self.table["layout"]}
+
+    def _override(self, overrides: Sequence[str]) -> None:
+        """Writes `section.key=value` texts into the table."""
+        given: set[str] = set()
+        for text in overrides:
+            key, equals, raw = (part.strip() for part in text.partition("="))
+            section, dot, name = key.partition(".")
+            if not (equals and section and dot and name):
+                self.problems.append(f"--set {text}: must look like section.key=value")
+                continue
+            values = self.table.setdefault(section, {})
+            if not isinstance(values, dict):
+                continue  # the file has `section = ...`, which is reported as such
+            given.add(key)
+            self.origins |= {key: f"--set {text}", section: self.origins.get(section, f"--set {text}")}
+            if raw.lower() == "none" and key in KEYS and optional(KEYS[key]):
+                values.pop(name, None)
+            else:
+                values[name] = _override_value(key, raw)
+        for one, other in (("steps", "tokens"), ("tokens", "steps")):
+            if f"train.{one}" in given and f"train.{other}" not in given:
+                self.table["train"].pop(other, None)
+
+    def _section(self, section: str) -> Any:
+        """One section, checked; what is wrong is noted and left at its default, and checking goes on."""
+        values, cls = self.table.get(section, {}), SECTIONS[section]
+        if not isinstance(values, dict):
+            self._problem(section, wording.not_a_section(section, values))
+            self.wrong |= {f"{section}.{name}" for name in cls.model_fields}
+            return cls()
+        # TOML has lists only, a strict tuple field wants a tuple
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            names = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
+        for name in names:
+            key, value = f"{section}.{name}", values[name]
+            self._problem(key, (wording.bad_value if key in KEYS else wording.unknown_key)(key, value))
+        return cls.model_validate({name: v for name, v in values.items() if name not in names})
+
+
+def _override_value(key: str, raw: str) -> Any:
+    """The value of an override: TOML if it reads as that and the field wants it, else the text itself."""
+    try:
+        parsed = tomllib.loads(f"v = {raw}")
+    except tomllib.TOMLDecodeError:
+        return raw
+    wants_text = key in KEYS and plain_type(KEYS[key]) is str
+    if parsed.keys() != {"v"} or (wants_text and not isinstance(parsed["v"], str)):
+        return raw
+    return parsed["v"]

@@ -1,0 +1,96 @@
+"""Fills in what a recipe leaves open, so that a saved recipe is explicit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.recipe.schema import ModelSection, Recipe
+
+
+def total_steps(recipe: Recipe) -> int:
+    """Optimizer steps of the run: `train.steps`, or `train.tokens` rounded up to whole steps.
+
+    Raises:
+        UserError: the recipe gives neither.
+    """
+    if recipe.train.steps:
+        return recipe.train.steps
+    if recipe.train.tokens:
+        return -(-recipe.train.tokens // tokens_per_step(recipe))
+    raise UserError("recipe: train.steps or train.tokens must be given: how long to train")
+
+
+def tokens_per_step(recipe: Recipe) -> int:
+    """Tokens in an optimizer step, over all ranks: B x T."""
+    return recipe.train.global_batch_size * recipe.model.seq_len
+
+
+def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
+    """The same recipe with every open field filled in; what is given stays. Resolving twice changes nothing.
+
+    Left as they are: `data.cache` and `precision.mode = "auto"`, which are matters of the machine.
+
+    Args:
+        vocab_size: ids that the data may hold (the tokenizer's size).
+
+    Raises:
+        UserError: `model.vocab_size` is smaller than `vocab_size`, or the length of the run is not given.
+    """
+    steps = total_steps(recipe)
+    train: dict[str, Any] = {
+        "steps": steps,
+        "tokens": None,
+        "microbatch_size": _microbatch_size(recipe),
+        "val_every": recipe.train.val_every or max(1, steps // 10),
+    }
+    share = recipe.train.global_batch_size // (recipe.layout.dp_replicate * recipe.layout.dp_shard)
+    layout = {"microbatches": share // train["microbatch_size"]}
+    optim: dict[str, Any] = {}
+    if recipe.optim.min_lr is None:
+        optim["min_lr"] = recipe.optim.lr if recipe.optim.schedule == "constant" else recipe.optim.lr / 10
+    if recipe.optim.warmup_steps is None:
+        optim["warmup_steps"] = min(max(1, round(0.02 * steps)), 2000)
+    return recipe.model_copy(
+        update={
+            "model": resolve_model(recipe.model, vocab_size=vocab_size),
+            "train": recipe.train.model_copy(update=train),
+            "optim": recipe.optim.model_copy(update=optim),
+            "layout": recipe.layout.model_copy(update=layout),
+        }
+    )
+
+
+def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
+    """The model section with every open field filled in.
+
+    Raises:
+        UserError: `model.vocab_size` is smaller than `vocab_size`.
+    """
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise UserError(
+            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {vocab_size} tokens; "
+            "make it larger or leave it out"
+        )
+    filled = {
+        "kv_heads": model.heads,
+        "ffn_dim": _round_up(-(-8 * model.dim // 3), 64) if model.arch == "llama" else 4 * model.dim,
+        "vocab_size": _round_up(vocab_size, 64),
+        "tie_embeddings": model.arch != "llama",
+        "norm_eps": 1e-12 if model.arch == "bert" else 1e-5,
+    }
+    return model.model_copy(update={name: v for name, v in filled.items() if getattr(model, name) is None})
+
+
+def _microbatch_size(recipe: Recipe) -> int:
+    """The given one; else as `layout.microbatches` wants it; else the share's largest divisor up to 8."""
+    if recipe.train.microbatch_size:
+        return recipe.train.microbatch_size
+    share = recipe.train.global_batch_size // (recipe.layout.dp_replicate * recipe.layout.dp_shard)
+    if recipe.layout.microbatches:
+        return share // recipe.layout.microbatches
+    return max(size for size in range(1, min(share, 8) + 1) if share % size == 0)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
