@@ -1,0 +1,209 @@
+"""Runs as Hugging Face folders, and back: safetensors and JSON only, nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fivefold.checkpoint import store
+from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
+from fivefold.errors import UserError
+from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
+from fivefold.recipe import DataSection, Recipe, TrainSection, load, resolve, to_toml
+
+MAX_SHARD_BYTES = 5_000_000_000  # the limit that transformers uses
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    *,
+    checkpoint: Path | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Writes a run's weights as a folder that `transformers` loads: config.json, generation_config.json,
+    model.safetensors (several and an index beyond `max_shard_bytes`), and the tokenizer if the run has one.
+
+    Args:
+        checkpoint: folder of the checkpoint; None: the run's latest.
+        dtype: "fp32" or "bf16" to convert; None: as stored.
+
+    Raises:
+        UserError: the run has no checkpoint, or `out` exists and is not empty.
+    """
+    recipe = load(run / "recipe.toml")
+    state = store.load(checkpoint or store.latest(run)).model
+    if dtype is not None:
+        state = {name: tensor.to(DTYPES[dtype]) for name, tensor in state.items()}
+    weights = to_hf(state, recipe.model)
+    with _new_folder(out) as folder:
+        token_ids = _write_text_files(run, folder, recipe)
+        config = hf_config(recipe.model, next(iter(weights.values())).dtype)
+        _write_json(folder / "config.json", config | token_ids)
+        _write_weights(folder, weights, max_shard_bytes)
+    return out
+
+
+def import_folder(source: Path, out: Path) -> Path:
+    """Makes a run folder (recipe.toml, a checkpoint of step 0, the tokenizer) of a Hugging Face folder.
+
+    The weights keep their dtypes, so that an export of the new run holds the same bytes. What to train it
+    on, and how long, are the defaults of a recipe: change them in recipe.toml or with `--set`.
+
+    Raises:
+        UserError: the folder is not a model that we compute exactly; the message names the keys, weights or
+        files.
+    """
+    config = _read_json(source / "config.json")
+    model = from_hf_config(config)
+    state = from_hf(_read_weights(source), model)
+    assert model.vocab_size is not None
+    has_tokenizer = (source / "tokenizer.json").is_file()
+    data = DataSection(tokenizer=str((out / "tokenizer.json").absolute()) if has_tokenizer else "bytes")
+    recipe = resolve(
+        Recipe(model=model, data=data, train=TrainSection(steps=1000)), vocab_size=model.vocab_size
+    )
+    with _new_folder(out) as folder:
+        text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
+        (folder / "recipe.toml").write_text(text, encoding="utf-8")
+        for name in TEXT_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        store.save(folder / "checkpoints" / "step-00000000", state, None, {"step": 0, "tokens": 0})
+    return out
+
+
+def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
+        return
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    total = sum(tensor.nbytes for tensor in weights.values())
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _read_weights(source: Path) -> dict[str, Tensor]:
+    """All tensors of model.safetensors, or of the files that its index names."""
+    if (source / INDEX).is_file():
+        weight_map = _read_json(source / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise UserError(f"{source / INDEX}: weight_map is missing or is not a table of file names")
+        files = sorted(set(weight_map.values()))
+        for file in files:
+            if Path(file).name != file:  # a file elsewhere on this machine is not part of the model
+                raise UserError(f"{source / INDEX}: {file!r} is not the name of a file beside it")
+    elif (source / WEIGHTS).is_file():
+        files = [WEIGHTS]
+    else:
+        raise UserError(_no_weights(source))
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            weights.update(load_file(source / file))
+        except FileNotFoundError:
+            raise UserError(f"{source / file} is missing, though {INDEX} names it") from None
+        except SafetensorError as error:
+            raise UserError(f"{source / file} is not a whole safetensors file: {error}") from None
+    return weights
+
+
+def _no_weights(source: Path) -> str:
+    pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in source.glob(pattern))
+    if not pickles:
+        return f"{source}: neither {WEIGHTS} nor {INDEX} is there"
+    return (
+        f"{source / pickles[0]}: pickle files are refused, for opening one can run any code it holds. Use the "
+        f"model's safetensors files ({WEIGHTS}); where it has none and you trust it, load it with transformers "
+        "and write it anew with save_pretrained(FOLDER), in an environment that you can throw away"
+    )
+
+
+def _write_text_files(run: Path, folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """Tokenizer and generation_config.json. Returns the special token ids that config.json repeats.
+
+    What an imported run brought along is passed on; what is missing is made from the run's tokenizer.
+    """
+    for name in TEXT_FILES:
+        if (run / name).is_file():
+            shutil.copyfile(run / name, folder / name)
+    tokens = _special_tokens(run / "tokenizer.json") if (run / "tokenizer.json").is_file() else {}
+    if tokens and not (folder / "tokenizer_config.json").exists():
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": recipe.model.seq_len}
+        names = {f"{role}_token": token for role, (token, _) in tokens.items()}
+        _write_json(
+            folder / "tokenizer_config.json", {**settings, **names, "clean_up_tokenization_spaces": False}
+        )
+    if not (folder / "generation_config.json").exists():
+        ids = {f"{role}_token_id": tokens[role][1] if role in tokens else None for role in ("bos", "eos")}
+        _write_json(folder / "generation_config.json", ids)
+    generation = _read_json(folder / "generation_config.json")
+    return {key: generation.get(key) for key in ("bos_token_id", "eos_token_id")}
+
+
+def _special_tokens(path: Path) -> dict[str, tuple[str, int]]:
+    """Role -> text and id, for the end token (documents begin after it, too) and BERT's mask token."""
+    try:
+        tokenizer = load_tokenizer(path)
+    except UserError:
+        return {}  # a tokenizer without an end token: exported as it is
+    added = {entry["id"]: entry["content"] for entry in json.loads(tokenizer.to_json())["added_tokens"]}
+    end = (added[tokenizer.end_id], tokenizer.end_id)
+    masks = {"mask": (text, i) for i, text in added.items() if text in KNOWN_MASKS}
+    return {"bos": end, "eos": end, **masks}
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its name when all is written, and vanishes when something fails."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder; name a new one")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.parent / f".{out.name}.{os.getpid()}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.replace(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return content
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

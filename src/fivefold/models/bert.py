@@ -1,0 +1,102 @@
+"""BERT: a post-norm encoder in which every token sees every other, trained on masked tokens (1810.04805).
+
+Sequences are packed full, so there is no padding and no attention mask; all tokens have type 0. GELU is the
+exact one (erf).
+
+Shapes: B batch, T tokens, D model width, H heads, d = D/H width of a head, F feed-forward width, V
+vocabulary, M masked tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fivefold import kernels
+from fivefold.models.cache import Cache
+from fivefold.models.layers import Linear, logits_or_loss
+from fivefold.recipe.schema import ModelSection
+
+TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, both are kept for exchange of weights
+
+
+class Attention(nn.Module):
+    """Self-attention in both directions. Rows of `qkv.weight`: H query, H key, H value heads."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        self.heads = model.heads
+        self.qkv = Linear(model.dim, 3 * model.dim)
+        self.out = Linear(model.dim, model.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        qkv = self.qkv(x_BTD)  # (B, T, 3 H d)
+        return self.out(kernels.qkv_attention(qkv, self.heads, self.heads, None, None, causal=False))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
+        self.up = Linear(model.dim, model.ffn_dim)
+        self.down = Linear(model.ffn_dim, model.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD)))
+
+
+class Block(nn.Module):
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
+        self.dropout = model.dropout
+        self.attention = Attention(model)
+        self.norm1 = nn.LayerNorm(model.dim, model.norm_eps)
+        self.mlp = FeedForward(model)
+        self.norm2 = nn.LayerNorm(model.dim, model.norm_eps)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = self.norm1(x_BTD + F.dropout(self.attention(x_BTD), self.dropout, self.training))
+        return self.norm2(x_BTD + F.dropout(self.mlp(x_BTD), self.dropout, self.training))
+
+
+class BERT(nn.Module):
+    """Encoder with the masked-language-model head: `transform`, GELU, `norm`, output layer with `head_bias`.
+
+    `head` is None where the output layer shares the embedding's weight.
+    """
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.vocab_size is not None, "a resolved recipe has vocab_size"
+        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
+        self.dropout = model.dropout
+        self.embed = nn.Embedding(model.vocab_size, model.dim)
+        self.embed_positions = nn.Embedding(model.seq_len, model.dim)
+        self.embed_types = nn.Embedding(TOKEN_TYPES, model.dim)
+        self.embed_norm = nn.LayerNorm(model.dim, model.norm_eps)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.transform = Linear(model.dim, model.dim)
+        self.norm = nn.LayerNorm(model.dim, model.norm_eps)
+        self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
+        self.head_bias = nn.Parameter(torch.zeros(model.vocab_size))
+
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
+        """Tokens (B, T) -> logits (B, T, V), fp32; with targets (B, T) -> mean loss over targets but -100.
+
+        With targets, the head works on the M masked tokens only. T may not exceed the recipe's `seq_len`.
+        """
+        assert cache is None, "an encoder has no use for a key-value cache"
+        positions_TD = self.embed_positions.weight[: tokens_BT.shape[1]]
+        x_BTD = self.embed(tokens_BT) + (positions_TD + self.embed_types.weight[0])
+        x_BTD = F.dropout(self.embed_norm(x_BTD), self.dropout, self.training)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        if targets_BT is not None:  # now (1, M, D) and (1, M): the tokens that count
+            masked_BT = targets_BT != -100
+            x_BTD, targets_BT = x_BTD[masked_BT].unsqueeze(0), targets_BT[masked_BT].unsqueeze(0)
+        x_BTD = self.norm(F.gelu(self.transform(x_BTD)))
+        return logits_or_loss(x_BTD, (self.head or self.embed).weight, targets_BT, self.head_bias)

@@ -1,0 +1,76 @@
+"""The key-value cache: what attention has computed for earlier tokens, kept for the tokens to come."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fivefold import kernels
+from fivefold.recipe.schema import ModelSection
+
+
+def cached_attention(
+    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, cache: LayerCache
+) -> Tensor:
+    """Attention of T new tokens, which follow those that the cache holds and are added to it.
+
+    qkv (B, T, (H + 2K) d); cos, sin (T, d/2) of the new positions, or None. Returns (B, T, H d).
+    """
+    B, T, width = qkv.shape
+    all_BTNd = qkv.view(B, T, heads + 2 * kv_heads, width // (heads + 2 * kv_heads))
+    q_BTHd, k_BTKd, v_BTKd = all_BTNd.split([heads, kv_heads, kv_heads], dim=2)
+    if cos is not None and sin is not None:
+        q_BTHd, k_BTKd = kernels.rope(q_BTHd, cos, sin), kernels.rope(k_BTKd, cos, sin)
+    k_BSKd, v_BSKd = cache.append(k_BTKd, v_BTKd)
+    # A single new token sees every token so far: nothing to mask.
+    return kernels.attention(q_BTHd, k_BSKd, v_BSKd, causal=T > 1).flatten(2)
+
+
+class LayerCache:
+    """Keys and values of one block, in buffers (B, capacity, K, d) of which the first `length` rows count."""
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.length = 0
+
+    def append(self, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds T tokens; returns views of all keys and values so far, (B, length, K, d)."""
+        start, stop = self.length, self.length + k_BTKd.shape[1]
+        assert stop <= self.k.shape[1], f"cache of {self.k.shape[1]} tokens asked to hold {stop}"
+        self.k[:, start:stop] = k_BTKd
+        self.v[:, start:stop] = v_BTKd
+        self.length = stop
+        return self.k[:, :stop], self.v[:, :stop]
+
+
+class Cache:
+    """One `LayerCache` a block, given to a model with each piece of text: the prompt, then token by token."""
+
+    def __init__(
+        self,
+        model: ModelSection,
+        *,
+        batch: int = 1,
+        capacity: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.capacity = capacity or model.seq_len
+        shape = (batch, self.capacity, model.kv_heads or model.heads, model.dim // model.heads)
+        self.layers = [LayerCache(shape, dtype, device) for _ in range(model.layers)]
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.layers[0].length
+
+    def clear(self) -> None:
+        """Forgets all tokens; the memory stays."""
+        for layer in self.layers:
+            layer.length = 0
+
+    def __getitem__(self, index: int) -> LayerCache:
+        return self.layers[index]

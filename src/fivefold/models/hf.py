@@ -1,0 +1,139 @@
+"""Exchange with Hugging Face `transformers`: names and shapes of weights and config.json, both ways.
+
+Each model states its weights as a list of `Entry` (hf_llama.py, hf_gpt2.py, hf_bert.py). The same list is
+read forwards and backwards, so the way out and the way in cannot drift apart. `transformers` itself is not
+needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import pydantic
+import torch
+from torch import Tensor
+
+from fivefold.errors import UserError
+from fivefold.models import build, hf_bert, hf_gpt2, hf_llama
+from fivefold.recipe.schema import ModelSection
+
+EXCHANGES: dict[str, ModuleType] = {"llama": hf_llama, "gpt2": hf_gpt2, "bert": hf_bert}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
+    """Our weights by name -> theirs, in the same dtypes. Fused matrices come apart as views."""
+    theirs: dict[str, Tensor] = {}
+    for entry in EXCHANGES[model.arch].entries(model):
+        tensor = state[entry.ours]
+        if entry.transpose:
+            tensor = tensor.t().contiguous()
+        parts = tensor.split(list(entry.rows)) if entry.rows else [tensor]
+        theirs.update(zip(entry.theirs, parts, strict=True))
+    return theirs
+
+
+def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
+    """Their weights by name -> ours, in the same dtypes.
+
+    Raises:
+        UserError: weights are missing, unknown, of another shape or dtype than `model` says, or stored
+        twice with
+            different values; all of it in one message.
+    """
+    exchange = EXCHANGES[model.arch]
+    given = {new: tensor for name, tensor in state.items() if (new := exchange.rename(name)) is not None}
+    entries = exchange.entries(model)
+    wanted = {name for entry in entries for name in entry.theirs}
+    problems = [f"weight {name} is missing" for name in sorted(wanted - given.keys())]
+    for name in sorted(given.keys() - wanted):
+        original = exchange.TIED.get(name)
+        if original is None:
+            problems.append(f"weight {name} is not part of {exchange.ARCHITECTURE}")
+        elif original in given and not torch.equal(given[name], given[original]):
+            problems.append(
+                f"weight {name} differs from {original}, though config.json says that they are tied"
+            )
+    _raise_all("the weights do not fit config.json", problems)
+
+    shapes = {name: parameter.shape for name, parameter in build(model).named_parameters()}
+    ours: dict[str, Tensor] = {}
+    for entry in entries:
+        parts = [given[name] for name in entry.theirs]
+        expected = shapes[entry.ours]
+        first_dims = entry.rows or ((expected[1] if entry.transpose else expected[0]),)
+        rest = (expected[0],) if entry.transpose else tuple(expected[1:])
+        for name, part, rows in zip(entry.theirs, parts, first_dims, strict=True):
+            if tuple(part.shape) != (rows, *rest):
+                problems.append(
+                    f"weight {name} has shape {tuple(part.shape)}, config.json asks for {(rows, *rest)}"
+                )
+            elif part.dtype not in DTYPES or part.dtype != parts[0].dtype:
+                allowed = f"{', '.join(DTYPES.values())}, the same for {' and '.join(entry.theirs)}"
+                problems.append(f"weight {name} has dtype {str(part.dtype)[6:]}; allowed: {allowed}")
+        if not problems:
+            tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+            ours[entry.ours] = tensor.t().contiguous() if entry.transpose else tensor
+    _raise_all("the weights do not fit config.json", problems)
+    return ours
+
+
+def hf_config(
+    model: ModelSection, dtype: torch.dtype = torch.float32, end_id: int | None = None
+) -> dict[str, Any]:
+    """Content of config.json for a resolved `[model]` section."""
+    exchange = EXCHANGES[model.arch]
+    return {
+        "architectures": [exchange.ARCHITECTURE],
+        **exchange.to_config(model),
+        "torch_dtype": DTYPES[dtype],
+        "bos_token_id": end_id,
+        "eos_token_id": end_id,
+    }
+
+
+def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
+    """Resolved `[model]` section from the content of config.json.
+
+    Raises:
+        UserError: a key is missing or asks for something that our models do not compute; names every such
+        key.
+    """
+    kind = config.get("model_type")
+    if kind not in EXCHANGES:
+        raise UserError(
+            f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(EXCHANGES)}'
+        )
+    exchange = EXCHANGES[kind]
+    try:
+        fields = exchange.from_config(config)
+        problems = exchange.problems(config)
+    except KeyError as error:
+        raise UserError(f"config.json: key {error} is missing") from error
+    for key, allowed in exchange.SUPPORTED.items():
+        if config.get(key, allowed[0]) not in allowed:
+            values = " or ".join(_text(value) for value in allowed if value is not None) or "null"
+            problems.append(f"{key} = {_text(config[key])}; only {values} is supported")
+    if config.get("quantization_config"):
+        problems.append("quantization_config is set; only unquantised weights are supported")
+    _raise_all("config.json asks for what our model does not compute", problems)
+    try:
+        return ModelSection(**fields)
+    except pydantic.ValidationError as error:
+        found = [
+            f"{e['loc'][0]} = {e['input']!r} (as our recipes call it): {e['msg']}" for e in error.errors()
+        ]
+        raise UserError("config.json: " + "; ".join(found)) from error
+
+
+def _text(value: object) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+def _raise_all(title: str, problems: list[str]) -> None:
+    """One error for all problems; a long list is cut."""
+    if problems:
+        more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise UserError("\n  ".join([f"{title}:", *problems[:8], *more]))

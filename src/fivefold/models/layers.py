@@ -1,0 +1,63 @@
+"""Small parts that the models share: linear layer, RMSNorm, rotary table, logits or loss.
+
+Every module runs in whatever dtype its parameters have. Norms, rotary tables and losses compute in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fivefold import kernels
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear` (same parameters, same names) through the project's own kernel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return kernels.linear(input, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, over the last dim, in fp32 inside (arXiv 1910.07467)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+
+class AddRMSNorm(RMSNorm):
+    """Adds a branch to the residual stream and normalises the sum in the same pass over memory."""
+
+    def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(x + branch, RMSNorm of it)."""
+        return kernels.add_rms_norm(x, branch, self.weight, self.eps)
+
+
+def rope_table(
+    start: int, stop: int, head_dim: int, theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles of positions start .. stop: two (stop - start, head_dim/2), fp32.
+
+    Angle of position t and pair i: t * theta ** (-2 i / head_dim) (arXiv 2104.09864). Computed anew in every
+    forward pass, which costs microseconds: a stored table would be rounded by `module.to(bfloat16)` and would
+    have to follow every change of device.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    positions = torch.arange(start, stop, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, 1.0 / theta**exponents)
+    return angles.cos(), angles.sin()
+
+
+def logits_or_loss(
+    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None
+) -> Tensor:
+    """Without targets: logits (B, T, V) in fp32. With: the mean cross-entropy over targets other than -100,
+    computed by chunks, so that the logits never exist as a whole."""
+    if targets_BT is None:
+        return kernels.linear(x_BTD, weight_VD, bias_V).float()
+    return kernels.linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V)

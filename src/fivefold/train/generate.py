@@ -1,0 +1,193 @@
+"""Text from a trained model: sampling token by token with a key-value cache, and text that streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.checkpoint import store
+from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+from fivefold.errors import UserError
+from fivefold.models import Cache, build
+from fivefold.recipe import ModelSection, Recipe, load
+
+BROKEN = "\ufffd"  # what a decoder gives for bytes that are no whole character (yet)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    max_tokens: int = 128
+    """Tokens to generate at most; fewer where the text ends."""
+    temperature: float = 0.8
+    """Divides the logits: 0 always takes the likeliest token, 1 samples from the model's distribution."""
+    top_k: int = 0
+    """Only the k likeliest tokens may come. 0: all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability may come (arXiv 1904.09751). 1: all."""
+    seed: int = 0
+    """The same seed gives the same text."""
+
+    def __post_init__(self) -> None:
+        for name, valid, allowed in (
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("top_p", 0 < self.top_p <= 1, "more than 0, at most 1"),
+        ):
+            if not valid:
+                raise UserError(f"{name} = {getattr(self, name)}: allowed is {allowed}")
+
+
+def open_run(
+    run: Path,
+    *,
+    checkpoint: Path | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> tuple[nn.Module, Recipe, Tokenizer | None]:
+    """The model of a run with the weights of a checkpoint (None: the latest), its recipe and its tokenizer.
+
+    Args:
+        dtype: of the weights; None: as stored.
+
+    Raises:
+        UserError: the folder is no run, or has no checkpoint.
+    """
+    recipe = load(run / "recipe.toml")
+    module = build(recipe.model)
+    state = store.load(checkpoint or store.latest(run)).model
+    module.load_state_dict({name: t.to(device, dtype) for name, t in state.items()}, assign=True)
+    tokenizer_file = run / "tokenizer.json"
+    return module.eval(), recipe, load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+
+
+def generate_text(
+    module: nn.Module, model: ModelSection, tokenizer: Tokenizer, prompt: str, sampling: Sampling
+) -> Iterator[str]:
+    """Continues a prompt; yields the new text in pieces, each of whole characters. An empty prompt starts a
+    document. Stops at the end token."""
+    ids = tokenizer.encode(prompt) or [tokenizer.end_id]
+    tokens = generate(module, model, ids, sampling, vocab_size=tokenizer.vocab_size, end_id=tokenizer.end_id)
+    return stream_text(tokens, tokenizer.decode, ids)
+
+
+def generate(
+    module: nn.Module,
+    model: ModelSection,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    vocab_size: int | None = None,
+    end_id: int | None = None,
+) -> Iterator[int]:
+    """Continues a prompt of token ids; yields the new ids one by one, without `end_id`, which ends the text.
+
+    The model sees at most `model.seq_len` tokens: of a longer prompt the last ones, and when a text grows
+    beyond them it goes on from its last half (computed anew). The module is in evaluation mode meanwhile.
+
+    Args:
+        vocab_size: only ids below it are sampled (a model's vocabulary may be padded). None: all.
+
+    Raises:
+        UserError: the model is a `bert`, the prompt is empty or holds an id that the model lacks, or the
+        model's
+            output is not finite.
+    """
+    _check(model, prompt)
+    was_training = module.training
+    module.eval()
+    try:
+        yield from _tokens(module, model, list(prompt[-model.seq_len :]), sampling, vocab_size, end_id)
+    finally:
+        module.train(was_training)
+
+
+def _tokens(
+    module: nn.Module,
+    model: ModelSection,
+    text: list[int],
+    sampling: Sampling,
+    vocab_size: int | None,
+    end_id: int | None,
+) -> Iterator[int]:
+    weight = next(module.parameters())
+    cache = Cache(model, dtype=weight.dtype, device=weight.device)
+    randomness = torch.Generator().manual_seed(sampling.seed)
+    new = text
+    for _ in range(sampling.max_tokens):
+        if cache.length + len(new) > cache.capacity:
+            cache.clear()
+            new = text[-(cache.capacity // 2) :]
+        logits = _next_logits(module, torch.tensor([new], device=weight.device), cache)
+        token = sample(logits[:vocab_size], sampling, randomness)
+        if token == end_id:
+            return
+        yield token
+        text.append(token)
+        new = [token]
+
+
+@torch.no_grad()  # here, and not in the generator, where it would stay on for the caller between tokens
+def _next_logits(module: nn.Module, tokens_1T: Tensor, cache: Cache) -> Tensor:
+    return module(tokens_1T, cache=cache)[0, -1].cpu()
+
+
+def sample(logits_V: Tensor, sampling: Sampling, randomness: torch.Generator) -> int:
+    """One token id of fp32 logits (V,)."""
+    if not logits_V.isfinite().all():
+        raise UserError("cannot sample: the model's output is not finite (its training has diverged)")
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    k = min(sampling.top_k or len(logits_V), len(logits_V))
+    values_k, ids_k = logits_V.topk(k)  # from the likeliest down
+    p_k = (values_k / sampling.temperature).softmax(0)
+    likelier_k = p_k.cumsum(0) - p_k  # probability of all that come before
+    p_k = p_k.where((likelier_k < sampling.top_p).index_fill(0, torch.tensor([0]), True), 0.0)
+    return int(ids_k[torch.multinomial(p_k, 1, generator=randomness)])
+
+
+def stream_text(
+    tokens: Iterable[int], decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()
+) -> Iterator[str]:
+    """Text of token ids, in pieces, as soon as it is certain: the pieces joined are the decoded whole.
+
+    A character of several bytes may be spread over tokens; its tokens are held back until it is whole. Some
+    tokenizers write a token differently at the start of a text, so tokens are decoded behind those before
+    them.
+
+    Args:
+        before: ids of the text in front, which is not yielded (the prompt).
+    """
+    front, held, sent = list(before), [], 0
+    start = len(decode(front))  # where the text of the held tokens begins
+    text = ""
+    for token in tokens:
+        held.append(token)
+        text = decode(front + held)[start:]
+        certain = text.removesuffix(BROKEN)  # only the last character can still be completed
+        if len(certain) > sent:
+            yield certain[sent:]
+            sent = len(certain)
+        if text and text == certain:
+            front, held, sent, text = held, [], 0, ""
+            start = len(decode(front))
+    if len(text) > sent:
+        yield text[sent:]
+
+
+def _check(model: ModelSection, prompt: Sequence[int]) -> None:
+    if model.arch == "bert":
+        raise UserError("bert sees both sides of a token and generates no text; use a llama or gpt2 run")
+    if not prompt:
+        raise UserError("cannot generate from an empty prompt: give at least one token")
+    worst = max(prompt, key=lambda token: token if token >= 0 else float("inf"))
+    if not 0 <= worst < (model.vocab_size or 0):
+        raise UserError(
+            f"prompt holds token id {worst}; the model knows ids 0 to {(model.vocab_size or 0) - 1}"
+        )
