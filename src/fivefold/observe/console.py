@@ -1,0 +1,229 @@
+"""What a training run prints: one line a step, validation, samples, notes, and the summary at its end.
+
+On a terminal: coloured lines above a progress bar, cut to its width. Elsewhere (file, pipe, CI): plain
+aligned lines without escape codes. Rank 0 prints, the other ranks are silent. Nothing here can stop a
+training run: a terminal that hangs up or a closed pipe only ends the printing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from fivefold.observe.format import duration, printable, short_number, size
+
+# Seconds between redraws of the bar: a redraw takes about a millisecond, steps may take less.
+_REDRAW_S = 0.25
+
+# What leaves the line first on a narrow terminal.
+_LEAST_IMPORTANT = ("wait", "mem", "norm", "lr", "mfu", "eta", "speed")
+
+
+class Console:
+    """Prints the run's progress.
+
+    total_steps: the step the run ends at; start_step: the one it (re)starts from; rank: only 0 prints;
+    log_every: steps between lines (the last step always gets one); file: where to (default: stdout);
+    terminal: None asks the file; clock: seconds, for the ETA.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        rank: int = 0,
+        start_step: int = 0,
+        log_every: int = 1,
+        file: TextIO | None = None,
+        terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total, self.silent, self.log_every = total_steps, rank != 0, log_every
+        self._file = file or sys.stdout
+        self._start, self._clock, self._drawn = start_step, clock, -math.inf
+        self._pace_from = (start_step, clock())
+        able = self._file.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        self.terminal = able if terminal is None else terminal
+        self._rich = RichConsole(file=self._file, force_terminal=True) if self.terminal else None
+        self._bar: Progress | None = None
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """One optimizer step is done: `metrics` is its line of metrics.jsonl; missing fields are left out."""
+        if self.silent:
+            return
+        step = metrics["step"]
+        if step % self.log_every == 0 or step == self.total:
+            fields = self._fields(metrics)
+            self._print(self._coloured(fields, metrics) if self._rich else "  ".join(fields.values()))
+        if self._rich and self._clock() - self._drawn > _REDRAW_S:
+            self._redraw(step)
+        if step == self._start + 1:  # the ETA leaves out the first step: start-up, compilation
+            self._pace_from = (step, self._clock())
+
+    def validation(self, metrics: Mapping[str, Any]) -> None:
+        """A validation is done: `step`, `val_loss` and, if known, `val_bits_per_byte`."""
+        text = f"validation  step {metrics['step']}  loss {metrics['val_loss']:.4f}"
+        if metrics.get("val_bits_per_byte") is not None:
+            text += f"  bits/byte {metrics['val_bits_per_byte']:.4f}"
+        self._say(text, "bold green")
+
+    def sample(self, text: str, step: int | None = None) -> None:
+        """Generated text, indented; control characters are shown as escapes: none reaches the terminal."""
+        self._say("sample" + (f"  step {step}" if step is not None else ""), "bold magenta")
+        self._say("".join(f"    | {line}\n" for line in printable(text).split("\n")).rstrip("\n"))
+
+    def note(self, text: str) -> None:
+        """A line of prose: where the run is saved, that it was interrupted, how to resume."""
+        self._say(printable(text), "cyan")
+
+    def summary(self, figures: Mapping[str, Any], paths: Mapping[str, Any], commands: Sequence[str]) -> None:
+        """The end of the run.
+
+        figures: of `summarize`; paths: name -> file or folder the run made; commands: what to try next.
+        """
+        rows = summary_rows(figures)
+        rows += [(name, self._encodable(printable(str(path)))) for name, path in paths.items()]
+        self.close()
+        if self._rich:
+            table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+            table.add_column(style="dim")
+            table.add_column(overflow="fold")
+            for name, value in rows:
+                table.add_row(Text(name), Text(value))
+            self._print("")
+            self._print(table)
+        else:
+            self._print("\n" + "\n".join(f"{name:<16} {value}" for name, value in rows))
+        if commands:
+            self._say("\nNext, try", "bold")
+            self._say("\n".join(f"  {printable(command)}" for command in commands))
+
+    def close(self) -> None:
+        """Take the progress bar away and leave the terminal as it was; more calls do nothing."""
+        bar, self._bar = self._bar, None
+        if bar:
+            self._guard(bar.stop)
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def eta(self, step: int) -> float:
+        """Seconds to the end, at the mean pace since the first step (validations and saves count)."""
+        first, since = self._pace_from
+        return (self._clock() - since) / (step - first) * (self.total - step) if step > first else math.nan
+
+    def _fields(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+        """The parts of a step's line, in order, each of constant width."""
+        digits, step = len(str(self.total)), metrics["step"]
+        fields = {"step": f"step {step:>{digits}}/{self.total}"}
+        for key, name, shown in (
+            ("loss", "loss", lambda v: f"loss {v:7.4f}"),
+            ("grad_norm", "norm", lambda v: f"norm {v:6.3f}"),
+            ("lr", "lr", lambda v: f"lr {v:.2e}"),
+            ("tokens_per_s", "speed", lambda v: f"{short_number(v):>6} tok/s"),
+            ("mfu", "mfu", lambda v: f"mfu {100 * v:4.1f}%"),
+            ("peak_memory_bytes", "mem", lambda v: f"mem {size(v):>8}"),
+        ):
+            if metrics.get(key) is not None:
+                fields[name] = shown(metrics[key])
+        if metrics.get("data_wait_s") is not None and metrics.get("step_s"):
+            fields["wait"] = f"wait {100 * metrics['data_wait_s'] / metrics['step_s']:4.1f}%"
+        left = self.eta(step)
+        fields["eta"] = f"eta {'' if math.isnan(left) else duration(left):>6}"
+        return fields
+
+    def _coloured(self, fields: dict[str, str], metrics: Mapping[str, Any]) -> Text:
+        """The line for a terminal: without the least important parts that do not fit its width."""
+        assert self._rich
+        for name in _LEAST_IMPORTANT:
+            if sum(map(len, fields.values())) + 2 * (len(fields) - 1) <= self._rich.width:
+                break
+            fields.pop(name, None)
+        alarm = not math.isfinite(metrics.get("loss", 0.0))
+        colours = {"loss": "bold red" if alarm else "bold", "step": "cyan", "speed": "green", "mfu": "green"}
+        line = Text("  ").join(Text(part, colours.get(name, "dim")) for name, part in fields.items())
+        line.no_wrap, line.overflow = True, "crop"
+        return line
+
+    def _redraw(self, step: int) -> None:
+        if self._bar is None:
+            columns = (
+                BarColumn(None),
+                TextColumn("{task.percentage:3.0f}%"),
+                TextColumn("{task.fields[eta]}"),
+            )
+            self._bar = Progress(
+                *columns, console=self._rich, auto_refresh=False, transient=True, expand=True
+            )
+            self._bar.add_task("", total=self.total, eta="")
+            self._guard(self._bar.start)
+        left = self.eta(step)
+        task = self._bar.task_ids[0]
+        self._bar.update(task, completed=step, eta="" if math.isnan(left) else duration(left) + " left")
+        self._guard(self._bar.refresh)
+        self._drawn = self._clock()
+
+    def _say(self, text: str, style: str = "") -> None:
+        if not self.silent:
+            text = self._encodable(text)
+            self._print(Text(text, style) if self._rich else text)
+
+    def _encodable(self, text: str) -> str:
+        """`text` with what the output's encoding lacks as escapes: a C locale must not end a run."""
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+
+    def _print(self, line: Any) -> None:
+        if rich := self._rich:
+            self._guard(lambda: rich.print(line, soft_wrap=isinstance(line, (str, Text))))
+        else:
+            self._guard(lambda: print(line, file=self._file, flush=True))
+
+    def _guard(self, write: Callable[[], object]) -> None:
+        """Run `write`; if the other end is gone (closed pipe, hung-up terminal), be silent from now on."""
+        if self.silent:
+            return
+        try:
+            write()
+        except OSError:
+            self.silent, self._bar = True, None
+            if self._file is sys.stdout:  # or the interpreter fails at exit, when it flushes what is left
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """`summarize`'s figures as (name, value) for people; a figure that is missing has no row."""
+    shown: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+        ("steps", "steps", lambda v: f"{v:,}"),
+        ("tokens", "tokens", lambda v: f"{short_number(v)} ({v:,})" if v >= 10_000 else str(v)),
+        ("train_s", "training time", duration),
+        ("loss", "train loss", lambda v: f"{v:.4f}"),
+        ("val_loss", "validation loss", lambda v: f"{v:.4f}" + best(v, "best_val_loss")),
+        ("val_bits_per_byte", "bits per byte", lambda v: f"{v:.4f}" + best(v, "best_val_bits_per_byte")),
+        ("tokens_per_s", "tokens/s", short_number),
+        ("mfu", "MFU", lambda v: f"{100 * v:.1f}%"),
+        ("data_wait", "data wait", lambda v: f"{100 * v:.2f}% of the time"),
+        ("peak_memory_bytes", "peak memory", size),
+        ("nonfinite", "NaN or inf loss", lambda v: f"{v} steps, first at step {figures['nonfinite_step']}"),
+    )
+
+    def best(last: float, key: str) -> str:
+        lowest = figures.get(key, last)
+        step = f", step {figures['best_val_step']}" if "best_val_step" in figures else ""
+        return (
+            f" (best {lowest:.4f}{step})" if lowest < last or (math.isnan(last) and lowest == lowest) else ""
+        )
+
+    return [(name, show(figures[key])) for key, name, show in shown if figures.get(key) is not None]

@@ -1,0 +1,55 @@
+"""Numbers and text as people read them; shared by the console and the report page."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+
+
+def short_number(value: float) -> str:
+    """Four significant digits and a thousands letter: 13.82M, 1,234, 950. Else `nan`, `inf`, `-inf`."""
+    if not math.isfinite(value):
+        return str(float(value))
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= factor:
+            return f"{value / (1e3 if letter == 'k' else factor):.4g}{letter}"
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def size(value: float) -> str:
+    """Bytes in binary units, three digits: `1.25 GiB`, `12.5 MiB`, `125 KiB`."""
+    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(value) >= factor:
+            scaled = value / factor
+            return f"{scaled:.{2 if scaled < 10 else 1 if scaled < 100 else 0}f} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: `0.4s`, `42s`, `3m05s`, `2h07m`, `4d03h`; `?` if it is not known."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return f"{days}d{h:02d}h" if days else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+def printable(text: str) -> str:
+    """`text` with everything that could steer a terminal written as an escape (`\\x1b`).
+
+    Kept: printable characters, newlines, tabs. Escaped: C0 and C1 controls (a terminal obeys escape
+    sequences), format characters (they reverse or hide text: "Trojan Source", arXiv 2111.00169), lone
+    surrogates, and separators that end a line outside of `\\n`.
+    """
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(_escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        return character
+    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,178 @@
+"""A run's numbers on disk: RUN/metrics.jsonl (one JSON object a line) and TensorBoard event files.
+
+Strict JSON has no NaN and no infinity. A value that is not finite is written as `null` and read back as NaN;
+a value that was not measured (`None`) is left out of its line. So every JSON reader takes the file, and "the
+loss was NaN" stays different from "no loss here".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError
+
+FILE = "metrics.jsonl"
+
+# TensorBoard groups charts by the part before the slash.
+_TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "val_loss": "val/loss",
+    "val_bits_per_byte": "val/bits_per_byte",
+    "step_s": "speed/step_s",
+    "data_wait_s": "speed/data_wait_s",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "peak_memory_bytes": "memory/peak_bytes",
+    "tokens": "train/tokens",
+}
+
+
+class MetricsWriter:
+    """Appends lines to `folder`/metrics.jsonl and, if asked, to `folder`/tensorboard. One process writes.
+
+    step: the step this run starts from (0: the beginning). Lines of later steps were left by a run that was
+    interrupted after its last checkpoint; they are dropped, since these steps are done again.
+    """
+
+    def __init__(self, folder: Path | str, tensorboard: bool = True, *, step: int = 0) -> None:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / FILE
+        if path.exists():
+            _drop_after(path, step)
+        # Line-buffered: a killed run loses at most the line it was writing.
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._events = _Events(folder / "tensorboard", step) if tensorboard else None
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Write one line. `metrics` has an integer `step`; its other values are numbers (also 0-d tensors and
+        arrays), text or None."""
+        line = {key: _plain(value) for key, value in metrics.items() if value is not None}
+        assert isinstance(line.get("step"), int), f"a metrics line needs an integer step: {metrics}"
+        self._file.write(json.dumps(_no_nan(line), allow_nan=False, ensure_ascii=False) + "\n")
+        if self._events:
+            self._events.write(line)
+
+    def close(self) -> None:
+        """Flush and close the files; more calls do nothing."""
+        self._file.close()
+        if self._events:
+            self._events.close()
+            self._events = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The lines of a metrics file, in order; `path` is the file or its run folder. Null becomes NaN.
+
+    A last line without its end (the run was killed while writing, or writes just now) is left out.
+    Raises: UserError if there is no such file, or if another line is not a JSON object with a step.
+    """
+    path = Path(path)
+    path = path / FILE if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"{path}: no metrics here; a run folder made by `fivefold train` has them")
+    return list(_lines(path))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Each complete line of `path` as a dict; read as bytes, so that a cut UTF-8 character is harmless."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                line = json.loads(raw)
+                valid = isinstance(line, dict) and isinstance(line.get("step"), int)
+            except ValueError:
+                valid, line = False, {}
+            if not valid:
+                shown = raw[:60].decode("utf-8", "backslashreplace").strip()
+                raise UserError(f"{path}, line {number}: not a JSON object with an integer `step`: {shown!r}")
+            yield {key: math.nan if value is None else value for key, value in line.items()}
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrite `path` without the lines after `step` and a truncated tail; a crash here loses nothing."""
+    kept = [line for line in _lines(path) if line["step"] <= step] if step > 0 else []
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for line in kept:
+            file.write(json.dumps(_no_nan(line), allow_nan=False, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor's or array's value as a Python number; lone surrogates as escapes (UTF-8 has none)."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
+
+
+def _no_nan(line: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+
+
+class _Events:
+    """One TensorBoard event file, written with TensorBoard's own record writer (imported here: 0.2 s; the
+    writer in torch.utils.tensorboard starts a thread and takes ten times as long)."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        # Any: the generated protobuf modules define their classes at run time.
+        event_pb2: Any = import_module("tensorboard.compat.proto.event_pb2")
+        summary_pb2: Any = import_module("tensorboard.compat.proto.summary_pb2")
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = any(folder.iterdir())
+        # TensorBoard sorts a folder's files by name: time first, then host and process.
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._put(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        if earlier:  # tells TensorBoard to hide what earlier files say about the steps from here on
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._put(self._event(wall_time=time.time(), step=step + 1 if step else 0, session_log=start))
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Write every number of `line` as a scalar, and a `sample` as text."""
+        summary = self._summary()
+        for key, value in line.items():
+            if key != "step" and isinstance(value, (int, float)):
+                summary.value.add(tag=_TAGS.get(key, f"other/{key}"), simple_value=float(value))
+            elif key == "sample":
+                entry = summary.value.add(tag="sample")
+                entry.metadata.plugin_data.plugin_name = "text"
+                entry.tensor.dtype = 7  # DT_STRING
+                entry.tensor.tensor_shape.dim.add(size=1)
+                # The text plugin renders Markdown: an indented block shows the sample as it is.
+                entry.tensor.string_val.append(
+                    "".join(f"    {row}\n" for row in str(value).splitlines()).encode()
+                )
+        if summary.value:
+            self._put(self._event(wall_time=time.time(), step=line["step"], summary=summary))
+
+    def _put(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

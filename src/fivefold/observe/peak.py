@@ -1,0 +1,203 @@
+"""How fast the hardware multiplies matrices: the denominator of MFU.
+
+MFU (PaLM, arXiv 2204.02311, appendix B) divides a model's FLOP/s by the device's dense peak. For the GPUs in
+`_GPUS` that is the vendor's figure. A processor has no honest data-sheet figure (its clock depends on the
+cores and instructions in use), so its rate is measured once and cached; so is that of an unlisted GPU.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.observe.cpu import cores, cpu_model
+
+_DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+# Dense peaks in TFLOP/s; fp16 equals bf16. Data sheets (those of NVIDIA from 2023 on count sparsity: halved):
+# "NVIDIA A100 Tensor Core GPU" (2021), "NVIDIA H100 Tensor Core GPU" (2023), "NVIDIA H200 Tensor Core GPU"
+# (2024), "NVIDIA DGX B200", "GB200 NVL72" (2024, per GPU), "NVIDIA L4", "NVIDIA L40S" (2023), "AMD Instinct
+# MI300X", "MI325X", "MI355X" (2023-2025), "MI250X" (2021; torch sees each half of it as a device: halved).
+# The first pattern found in the device's name counts.
+_GPUS: tuple[tuple[str, dict[str, float]], ...] = (
+    (r"gb200", {"bf16": 2500, "tf32": 1250, "fp32": 80}),
+    (r"b200", {"bf16": 2250, "tf32": 1125, "fp32": 75}),
+    (r"h[12]00.*nvl", {"bf16": 835.5, "tf32": 417.5, "fp32": 60}),
+    (r"h100.*pcie", {"bf16": 756.5, "tf32": 378, "fp32": 51}),
+    (r"h[12]00", {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}),
+    (r"a100", {"bf16": 312, "tf32": 156, "fp32": 19.5}),
+    (r"l40s", {"bf16": 362.05, "tf32": 183, "fp32": 91.6}),
+    (r"\bl4\b", {"bf16": 121, "tf32": 60, "fp32": 30.3}),
+    (r"mi355x", {"bf16": 2516.6, "fp32": 157.3}),
+    (r"mi3(00|25)x", {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+    (r"mi250x", {"bf16": 191.5, "fp32": 47.9}),
+)
+
+# A measurement that got less than this share of its cores was disturbed by other processes: the next calls
+# repeat it (up to _TRIES in all), and the best counts.
+_UNDISTURBED, _TRIES = 0.93, 3
+
+
+def device_peak(device: str, dtype: str, threads: int | None = None) -> float:
+    """Dense peak of one device in FLOP/s.
+
+    device: `cpu`, `cuda`, `cuda:1`; dtype: `fp32`, `bf16`, `fp16` or `tf32`; threads (CPU): how many cores
+    count as the device, None: all that this process may use.
+    """
+    if device == "cpu":
+        return ensure_matmul_rate(dtype, threads or cores())
+    import torch
+
+    name = torch.cuda.get_device_name(device)
+    listed = listed_peak(name, dtype)
+    if listed:
+        return listed
+    return _cached(f"{name} | torch {torch.__version__} | {dtype}", lambda: _measure(device, dtype, 1))
+
+
+def listed_peak(name: str, dtype: str) -> float | None:
+    """The data sheet's dense peak in FLOP/s of the GPU that calls itself `name`; None: not known.
+
+    A slice of a GPU (MIG) is not known: its share of the multiprocessors is not in the data sheet.
+    """
+    name, dtype = name.lower(), "bf16" if dtype == "fp16" else dtype
+    if "mig" in name.split():
+        return None
+    peaks = next((peaks for pattern, peaks in _GPUS if re.search(pattern, name)), {})
+    return peaks[dtype] * 1e12 if dtype in peaks else None
+
+
+def ensure_matmul_rate(dtype: str, threads: int) -> float:
+    """FLOP/s of dense square matrix products on `threads` cores of this processor, cached or measured now.
+
+    The measurement (about 3 s with start-up) runs in a process of its own, so the caller's OpenMP threads are
+    not started and it may fork ranks afterwards. Call it before the ranks start: they would disturb it.
+    Several processes may call it at once: one measures, the others wait and read.
+    Raises: UserError for an unknown dtype or threads < 1.
+    """
+    if dtype not in _DTYPES or threads < 1:
+        raise UserError(
+            f"matmul rate: dtype {dtype!r}, threads {threads}; allowed: {', '.join(_DTYPES)}; threads >= 1"
+        )
+    version = metadata.version("torch")
+    key = f"{cpu_model()} | {cores()} cores | torch {version} | {dtype} | {threads} threads"
+    return _cached(key, lambda: _measure_apart(dtype, threads))
+
+
+matmul_rate = ensure_matmul_rate
+
+
+def _measure_apart(dtype: str, threads: int) -> dict[str, Any]:
+    """`_measure` on the CPU in a new process, whose threads may use every core of this one."""
+    unset = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "OMP_PROC_BIND",
+        "OMP_PLACES",
+        "GOMP_CPU_AFFINITY",
+        "KMP_AFFINITY",
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    environment |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "fivefold.observe.peak", dtype, str(threads)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _measure(device: str, dtype: str, threads: int) -> dict[str, Any]:
+    """Multiply for about a second: {rate: FLOP/s, size, share: of the cores' time that this process got}."""
+    import torch
+
+    if device == "cpu":
+        torch.set_num_threads(threads)
+    wait = (lambda: None) if device == "cpu" else (lambda: torch.cuda.synchronize(device))
+    best: dict[str, Any] = {"rate": 0.0}
+    for size in (1024, 2048) if device == "cpu" else (4096, 8192):
+        a, b = (torch.randn(size, size, device=device).to(getattr(torch, _DTYPES[dtype])) for _ in range(2))
+        seconds, share = _time(lambda a=a, b=b: a @ b.T, wait, threads)  # as a linear layer: x @ weight.T
+        if 2 * size**3 / seconds > best["rate"]:
+            best = {"rate": 2 * size**3 / seconds, "size": size, "share": share}
+        if seconds > 0.25:  # a dtype without hardware: the larger size would take many seconds
+            break
+    return best
+
+
+def _time(work: Callable[[], object], wait: Callable[[], object], threads: int) -> tuple[float, float]:
+    """Median seconds of `work` over half a second, at least 3 times, after warming up; and the share of the
+    cores' time that this process got while it ran."""
+    for _ in range(2):
+        work()
+        wait()
+    laps, start, start_cpu = [], time.perf_counter(), time.process_time()
+    while len(laps) < 3 or time.perf_counter() - start < 0.5:
+        lap = time.perf_counter()
+        work()
+        wait()
+        laps.append(time.perf_counter() - lap)
+    return median(laps), (time.process_time() - start_cpu) / (time.perf_counter() - start) / threads
+
+
+def cache_folder() -> Path:
+    """$FIVEFOLD_CACHE, else ~/.cache/fivefold."""
+    return Path(os.environ.get("FIVEFOLD_CACHE") or Path.home() / ".cache" / "fivefold")
+
+
+def _cached(key: str, measure: Callable[[], dict[str, Any]]) -> float:
+    """The rate under `key` in the cache's file; measured, and written for the next time, if it is missing."""
+    path = cache_folder() / "matmul.json"
+    known = _read(path).get(key)
+    if known and (known["share"] > _UNDISTURBED or known["tries"] >= _TRIES):
+        return known["rate"]
+    with _lock(path.with_suffix(".lock")):
+        records = _read(path)
+        if records.get(key) != known:  # another process measured while this one waited
+            return records[key]["rate"]
+        new = measure()
+        tries = (known or {}).get("tries", 0) + 1
+        best = max((record for record in (known, new) if record), key=lambda record: record["rate"])
+        records[key] = {**best, "share": new["share"], "tries": tries}
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(records, indent=1))
+        temporary.replace(path)
+        return records[key]["rate"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The cache's records; a missing or broken file is an empty cache."""
+    try:
+        records = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    good = isinstance(records, dict) and all(
+        isinstance(record, dict) and {"rate", "share", "tries"} <= record.keys()
+        for record in records.values()
+    )
+    return records if good else {}
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time; the system releases the lock of a process that dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure("cpu", sys.argv[1], int(sys.argv[2]))))

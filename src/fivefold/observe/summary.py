@@ -1,0 +1,80 @@
+"""The headline figures of a run, from its metrics lines: for the console's end and the report's head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+
+def column(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of `key`, in order of steps; values may be NaN."""
+    pairs = [(line["step"], float(line[key])) for line in lines if isinstance(line.get(key), (int, float))]
+    pairs.sort(key=lambda pair: pair[0])
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def finite(values: Sequence[float]) -> list[float]:
+    """`values` without NaN and infinities."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Headline figures; a figure that the lines do not give is absent.
+
+    steps, tokens; train_s (time in steps); loss (mean over the last 5% of the steps, 1 to 100 of them),
+    val_loss (last), best_val_loss, best_val_step, val_bits_per_byte (last), best_val_bits_per_byte,
+    tokens_per_s and mfu (medians, after the first tenth of the steps, where caches and compilers warm up),
+    data_wait (share of the time in steps), peak_memory_bytes, nonfinite (number of steps whose loss is NaN or
+    infinite), nonfinite_step (the first).
+    """
+    found: dict[str, Any] = {}
+    steps, losses = column(lines, "loss")
+    if steps:
+        found["steps"] = steps[-1]
+        found["loss"] = _mean(losses[-min(100, max(1, len(losses) // 20)) :])
+        bad = [step for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
+        if bad:
+            found["nonfinite"], found["nonfinite_step"] = len(bad), bad[0]
+    tokens = finite(column(lines, "tokens")[1])
+    if tokens:
+        found["tokens"] = int(max(tokens))
+    found |= _validation(lines) | _speed(lines)
+    memory = finite(column(lines, "peak_memory_bytes")[1])
+    if memory:
+        found["peak_memory_bytes"] = max(memory)
+    return found
+
+
+def _validation(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key in ("val_loss", "val_bits_per_byte"):
+        steps, values = column(lines, key)
+        if values:
+            found[key] = values[-1]
+        pairs = [(value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+        if pairs:
+            found[f"best_{key}"], found[f"best_{key.removesuffix('_loss')}_step"] = min(pairs)
+    found.pop("best_val_bits_per_byte_step", None)
+    return found
+
+
+def _speed(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key in ("tokens_per_s", "mfu"):
+        values = finite(column(lines, key)[1])
+        if values:
+            found[key] = median(values[len(values) // 10 :])
+    steps, seconds = column(lines, "step_s")
+    total = math.fsum(finite(seconds))
+    if total > 0:
+        found["data_wait"] = math.fsum(finite(column(lines, "data_wait_s")[1])) / total
+        # Where only each n-th step was written, the others took as long.
+        written = len(steps) / max(1, steps[-1] - steps[0] + 1)
+        found["train_s"] = total * (1 if written > 0.9 else 1 / written)
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if finite(values) == list(values) else math.nan
