@@ -1,0 +1,103 @@
+"""Norm, gate and rotary embedding: one pass over memory on CPUs (native.c), PyTorch's own operations elsewhere.
+
+Legend: N rows (tokens), D model, F feed-forward, B batch, T sequence, H heads, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from fivefold.kernels import native
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in fp32 (arXiv 1910.07467). x (..., D)."""
+    if native.usable(x, weight):
+        return _RMSNorm.apply(x, None, weight, eps)[1]
+    return _plain_rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + residual, rms_norm(x + residual)): the residual stream and its norm in one pass. All (..., D)."""
+    if native.usable(x, residual, weight):
+        return _RMSNorm.apply(x, residual, weight, eps)
+    total = x + residual
+    return total, _plain_rms_norm(total, weight, eps)
+
+
+def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (F.rms_norm(x.float(), (x.shape[-1],), eps=eps) * weight.float()).to(x.dtype)
+
+
+class _RMSNorm(Function):
+    """(x, residual or None, weight (D)) -> (x + residual, its norm)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float):
+        x = x.contiguous()
+        total = x if residual is None else torch.empty_like(x)
+        residual = None if residual is None else residual.contiguous()
+        out, rows, dim = torch.empty_like(x), x.numel() // x.shape[-1], x.shape[-1]
+        rstd = torch.empty(rows, dtype=torch.float32)
+        native.call("rms_norm_forward", x.dtype, x, residual, weight, total, out, rstd, rows, dim, float(eps))
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.added = residual is not None
+        return (None if residual is None else total), out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None):
+        carry, dout = grads
+        x, weight, rstd = ctx.saved_tensors
+        if dout is None:  # only the sum was used
+            return carry, carry if ctx.added else None, None, None
+        dx, rows, dim = torch.empty_like(x), rstd.numel(), x.shape[-1]
+        threads = torch.get_num_threads()
+        dweight, scratch = torch.empty(dim), torch.empty(threads * dim)
+        carry = None if carry is None else carry.contiguous()
+        dout = dout.contiguous()
+        native.call(
+            "rms_norm_backward", x.dtype, dout, x, weight, rstd, carry, dx, dweight, scratch, rows, dim, threads
+        )  # fmt: skip
+        return dx, dx if ctx.added else None, dweight.to(weight.dtype), None
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv 2002.05202). gate_up (..., 2F): the gate's F columns, then up's. Returns (..., F)."""
+    if native.usable(gate_up):
+        return _SwiGLU.apply(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        width = out.shape[-1]
+        native.call("swiglu_forward", out.dtype, gate_up, out, out.numel() // width, width)
+        ctx.save_for_backward(gate_up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        (gate_up,), dout = ctx.saved_tensors, grads[0].contiguous()
+        dgate_up, width = torch.empty_like(gate_up), dout.shape[-1]
+        native.call("swiglu_backward", dout.dtype, dout, gate_up, dgate_up, dout.numel() // width, width)
+        return dgate_up
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864), halves convention: features i and i + d/2 rotate together.
+
+    x (B, T, H, d); cos, sin (T, d/2) in fp32. Computed in fp32, returned in x's dtype.
+    """
+    a, b = x.float().chunk(2, dim=-1)
+    c, s = cos[:, None, :], sin[:, None, :]  # (T, 1, d/2)
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)

@@ -1,0 +1,82 @@
+"""Output projection and cross-entropy in one: full logits never exist.
+
+The rows are taken in chunks; a chunk's logits are turned into their own gradient in place and multiplied into the
+gradients of input and weight at once, in forward (the idea of Liger Kernel, arXiv 2410.10989). Memory: one chunk's
+logits instead of N x V.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fivefold.kernels import native
+
+CHUNK_BYTES = 32 << 20  # logits alive at once; at V 4096 in bf16 that is 4096 rows, at V 128k 128 rows
+MIN_ROWS = 128  # fewer would make the products slow
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Mean over targets >= 0 of the cross-entropy of x @ weight.T + bias, in fp32.
+
+    x (N, D), weight (V, D), targets (N) int64 with -100 for "not counted", bias (V) or None. Returns a scalar; 0
+    where no target counts.
+    """
+    return _LinearCrossEntropy.apply(x, weight, targets, bias)
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+        N, V = x.shape[0], weight.shape[0]
+        rows = max(MIN_ROWS, CHUNK_BYTES // (V * x.element_size()))
+        rows = -(-N // -(-N // rows))  # chunks of equal size
+        scale = 1.0 / max(1, int((targets >= 0).sum()))
+        losses = torch.empty(N, dtype=torch.float32, device=x.device)
+        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
+        dx = torch.empty_like(x) if needs_x else None
+        dweight = dbias = None
+        for start in range(0, N, rows):
+            part = slice(start, start + rows)
+            logits = torch.mm(x[part], weight.t()) if bias is None else torch.addmm(bias, x[part], weight.t())
+            dlogits = _loss_and_gradient(logits, targets[part], losses[part], scale)
+            if dx is not None:
+                torch.mm(dlogits, weight, out=dx[part])
+            if needs_weight:
+                dweight = _add(dweight, dlogits.t() @ x[part], rows >= N)
+            if needs_bias:
+                dbias = _add(dbias, dlogits.sum(0), rows >= N)
+        ctx.save_for_backward(dx, dweight, dbias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return losses.sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        factor, (dx, dweight, dbias) = grads[0], ctx.saved_tensors
+        if factor.item() != 1.0:
+            dx, dweight, dbias = (None if g is None else g * factor for g in (dx, dweight, dbias))
+        dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
+        return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1])
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: float) -> Tensor:
+    """Fills losses (n) and returns scale * (softmax - onehot), over the logits (n, V) where it can."""
+    if native.usable(logits):
+        native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, *logits.shape, scale)
+        return logits
+    log_p = torch.log_softmax(logits.float(), dim=-1)
+    counted = targets >= 0
+    index = targets.clamp(min=0)[:, None]
+    losses.copy_(-log_p.gather(1, index)[:, 0] * counted)
+    gradient = log_p.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=log_p.dtype))
+    return gradient.mul_(counted[:, None] * scale).to(logits.dtype)
+
+
+def _add(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
+    """Sums over chunks in fp32; a single chunk needs no sum."""
+    if only:
+        return part
+    return part.float() if total is None else total.add_(part)

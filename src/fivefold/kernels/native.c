@@ -1,0 +1,285 @@
+/* Fused element-wise kernels for CPUs: one pass over memory where PyTorch takes several.
+ *
+ * Compiled at first use by the machine's own C compiler (native.py) for the machine's own vector units, and
+ * called through ctypes. Each kernel exists for float and for bfloat16; sums are kept in float. Nothing here is
+ * architecture-specific: the loops are written so that the compiler vectorises them.
+ *
+ * This file is included by itself once a dtype: NAME(f) is f_fp32 or f_bf16, T the type in memory.
+ */
+#ifndef T
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+typedef int64_t i64;
+
+static inline float load_fp32(const float *p) { return *p; }
+static inline void store_fp32(float *p, float v) { *p = v; }
+
+static inline float load_bf16(const bf16 *p) {
+  uint32_t u = (uint32_t)*p << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+static inline void store_bf16(bf16 *p, float v) { /* round to nearest even; NaN stays NaN */
+  uint32_t u;
+  memcpy(&u, &v, 4);
+  uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  uint32_t quiet_nan = (u >> 16) | 0x40u;
+  *p = (bf16)(((u & 0x7fffffffu) > 0x7f800000u) ? quiet_nan : rounded);
+}
+
+/* exp(x) to about 1 ulp for x <= 88.7; 0 below -87.3 (no denormals); NaN stays NaN. 2^k by the exponent bits, the
+ * rest by a polynomial (Cephes). */
+static inline float fast_exp(float x) {
+  float c = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
+  float k = floorf(c * 1.44269504f + 0.5f);
+  float r = c - k * 0.693359375f + k * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  int32_t bits = ((int32_t)k + 127) << 23;
+  float scale;
+  memcpy(&scale, &bits, 4);
+  float y = p * scale;
+  return x < -87.3f ? 0.0f : (x != x ? x : y);
+}
+
+#define GLUE2(a, b) a##_##b
+#define GLUE(a, b) GLUE2(a, b)
+#define NAME(f) GLUE(f, DTYPE)
+#define LOAD(p) NAME(load)(p)
+#define STORE(p, v) NAME(store)(p, v)
+
+#define T float
+#define DTYPE fp32
+#include "native.c"
+#undef T
+#undef DTYPE
+#define T bf16
+#define DTYPE bf16
+#include "native.c"
+
+/* total[i] += grad[i], or total[i] = grad[i] when first: bfloat16 gradients into float accumulators. */
+void accumulate_bf16(float *total, const bf16 *grad, i64 n, i64 first) {
+#pragma omp parallel for simd schedule(static)
+  for (i64 i = 0; i < n; i++) total[i] = (first ? 0.0f : total[i]) + load_bf16(grad + i);
+}
+
+#else /* ------------------------------------------------------------------ the kernels, once a dtype */
+
+/* y = x * rstd * w with rstd = 1/sqrt(mean(x^2) + eps), by rows of D. With `residual`, x += residual comes first
+ * and the sum is written to `sum`. */
+void NAME(rms_norm_forward)(const T *x, const T *residual, const T *w, T *sum, T *y, float *rstd, i64 rows, i64 D,
+                            float eps) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < rows; n++) {
+    const T *xn = x + n * D;
+    float square = 0.0f;
+    if (residual) {
+      const T *rn = residual + n * D;
+      T *sn = sum + n * D;
+#pragma omp simd
+      for (i64 i = 0; i < D; i++) STORE(sn + i, LOAD(xn + i) + LOAD(rn + i));
+      xn = sn;
+    }
+#pragma omp simd reduction(+ : square)
+    for (i64 i = 0; i < D; i++) square += LOAD(xn + i) * LOAD(xn + i);
+    float r = 1.0f / sqrtf(square / (float)D + eps);
+    rstd[n] = r;
+    T *yn = y + n * D;
+#pragma omp simd
+    for (i64 i = 0; i < D; i++) STORE(yn + i, LOAD(xn + i) * r * LOAD(w + i));
+  }
+}
+
+/* dx = rstd * (dy*w - xhat * mean(dy*w*xhat)) (+ carry), xhat = x*rstd; dw = sum over rows of dy*xhat.
+ * `carry` is the gradient that reaches x past the norm (the residual stream), or null. `scratch`: threads x D floats. */
+void NAME(rms_norm_backward)(const T *dy, const T *x, const T *w, const float *rstd, const T *carry, T *dx, float *dw,
+                             float *scratch, i64 rows, i64 D, i64 threads) {
+  memset(scratch, 0, sizeof(float) * (size_t)threads * (size_t)D);
+#pragma omp parallel for schedule(static) num_threads((int)threads)
+  for (i64 t = 0; t < threads; t++) {
+    float *part = scratch + t * D;
+    for (i64 n = rows * t / threads; n < rows * (t + 1) / threads; n++) {
+      const T *dyn = dy + n * D, *xn = x + n * D;
+      float r = rstd[n], dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+      for (i64 i = 0; i < D; i++) dot += LOAD(dyn + i) * LOAD(w + i) * LOAD(xn + i);
+      float c = dot * r * r * r / (float)D;
+      T *dxn = dx + n * D;
+#pragma omp simd
+      for (i64 i = 0; i < D; i++) {
+        float g = LOAD(dyn + i), v = LOAD(xn + i);
+        part[i] += g * v * r;
+        float d = r * g * LOAD(w + i) - c * v;
+        if (carry) d += LOAD(carry + n * D + i);
+        STORE(dxn + i, d);
+      }
+    }
+  }
+  for (i64 i = 0; i < D; i++) {
+    float s = 0.0f;
+    for (i64 t = 0; t < threads; t++) s += scratch[t * D + i];
+    dw[i] = s;
+  }
+}
+
+/* out = silu(gate) * up; the rows of gate_up hold gate (F) and then up (F). */
+void NAME(swiglu_forward)(const T *gate_up, T *out, i64 rows, i64 F) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < rows; n++) {
+    const T *g = gate_up + n * 2 * F, *u = g + F;
+    T *o = out + n * F;
+#pragma omp simd
+    for (i64 i = 0; i < F; i++) {
+      float a = LOAD(g + i);
+      STORE(o + i, a / (1.0f + fast_exp(-a)) * LOAD(u + i));
+    }
+  }
+}
+
+void NAME(swiglu_backward)(const T *dout, const T *gate_up, T *dgate_up, i64 rows, i64 F) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < rows; n++) {
+    const T *g = gate_up + n * 2 * F, *u = g + F, *d = dout + n * F;
+    T *dg = dgate_up + n * 2 * F, *du = dg + F;
+#pragma omp simd
+    for (i64 i = 0; i < F; i++) {
+      float a = LOAD(g + i), s = 1.0f / (1.0f + fast_exp(-a)), v = LOAD(d + i);
+      STORE(dg + i, v * LOAD(u + i) * s * (1.0f + a * (1.0f - s)));
+      STORE(du + i, v * a * s);
+    }
+  }
+}
+
+/* Rotate the heads of x (B, T, heads, d), whose tokens are `stride` and sequences `batch_stride` apart, by the angles of cos and sin (T, d/2),
+ * and lay them out as out (B, heads, T, d). Without cos: only the change of layout. */
+void NAME(rope_forward)(const T *x, const float *cos, const float *sin, T *out, i64 B, i64 Tn, i64 heads, i64 d,
+                        i64 stride, i64 batch_stride) {
+  i64 half = d / 2;
+#pragma omp parallel for collapse(2) schedule(static)
+  for (i64 b = 0; b < B; b++)
+    for (i64 h = 0; h < heads; h++)
+      for (i64 t = 0; t < Tn; t++) {
+        const T *p = x + b * batch_stride + t * stride + h * d;
+        T *o = out + ((b * heads + h) * Tn + t) * d;
+        if (!cos) {
+          memcpy(o, p, sizeof(T) * (size_t)d);
+          continue;
+        }
+        const float *c = cos + t * half, *s = sin + t * half;
+#pragma omp simd
+        for (i64 i = 0; i < half; i++) {
+          float a = LOAD(p + i), z = LOAD(p + half + i);
+          STORE(o + i, a * c[i] - z * s[i]);
+          STORE(o + half + i, z * c[i] + a * s[i]);
+        }
+      }
+}
+
+/* The way back: gradients dout (B, heads, T, d) rotated by the opposite angles into dx (B, T, heads, d). */
+void NAME(rope_backward)(const T *dout, const float *cos, const float *sin, T *dx, i64 B, i64 Tn, i64 heads, i64 d,
+                         i64 stride, i64 batch_stride) {
+  i64 half = d / 2;
+#pragma omp parallel for collapse(2) schedule(static)
+  for (i64 b = 0; b < B; b++)
+    for (i64 t = 0; t < Tn; t++)
+      for (i64 h = 0; h < heads; h++) {
+        const T *p = dout + ((b * heads + h) * Tn + t) * d;
+        T *o = dx + b * batch_stride + t * stride + h * d;
+        if (!cos) {
+          memcpy(o, p, sizeof(T) * (size_t)d);
+          continue;
+        }
+        const float *c = cos + t * half, *s = sin + t * half;
+#pragma omp simd
+        for (i64 i = 0; i < half; i++) {
+          float a = LOAD(p + i), z = LOAD(p + half + i);
+          STORE(o + i, a * c[i] + z * s[i]);
+          STORE(o + half + i, z * c[i] - a * s[i]);
+        }
+      }
+}
+
+/* Softmax of scale * scores in place, by rows of K keys. Row q of a matrix of Q queries sees the keys up to
+ * offset + q when causal, else all; what it does not see becomes 0. */
+void NAME(softmax_forward)(T *scores, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal, float scale) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < matrices * Q; n++) {
+    T *p = scores + n * K;
+    i64 seen = causal ? offset + n % Q + 1 : K;
+    if (seen > K) seen = K;
+    float top = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : top)
+    for (i64 i = 0; i < seen; i++) {
+      float v = LOAD(p + i);
+      top = v > top ? v : top;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (i64 i = 0; i < seen; i++) {
+      float e = fast_exp((LOAD(p + i) - top) * scale);
+      sum += e;
+      STORE(p + i, e);
+    }
+    float inverse = 1.0f / sum;
+#pragma omp simd
+    for (i64 i = 0; i < seen; i++) STORE(p + i, LOAD(p + i) * inverse);
+    memset(p + seen, 0, sizeof(T) * (size_t)(K - seen));
+  }
+}
+
+/* dscores = scale * p * (dp - sum(p * dp)), written over dp. */
+void NAME(softmax_backward)(const T *probabilities, T *dp, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal,
+                            float scale) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < matrices * Q; n++) {
+    const T *p = probabilities + n * K;
+    T *g = dp + n * K;
+    i64 seen = causal ? offset + n % Q + 1 : K;
+    if (seen > K) seen = K;
+    float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+    for (i64 i = 0; i < seen; i++) dot += LOAD(p + i) * LOAD(g + i);
+#pragma omp simd
+    for (i64 i = 0; i < seen; i++) STORE(g + i, scale * LOAD(p + i) * (LOAD(g + i) - dot));
+    memset(g + seen, 0, sizeof(T) * (size_t)(K - seen));
+  }
+}
+
+/* Cross-entropy of rows of V logits, and its gradient in their place: losses[n] = logsumexp - logit[target],
+ * logits = (softmax - onehot(target)) * scale. Target < 0: loss 0, gradient 0. */
+void NAME(cross_entropy)(T *logits, const i64 *targets, float *losses, i64 rows, i64 V, float scale) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < rows; n++) {
+    T *p = logits + n * V;
+    i64 target = targets[n];
+    if (target < 0) {
+      losses[n] = 0.0f;
+      memset(p, 0, sizeof(T) * (size_t)V);
+      continue;
+    }
+    float top = -INFINITY, sum = 0.0f, at_target = LOAD(p + target);
+#pragma omp simd reduction(max : top)
+    for (i64 i = 0; i < V; i++) {
+      float v = LOAD(p + i);
+      top = v > top ? v : top;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (i64 i = 0; i < V; i++) sum += fast_exp(LOAD(p + i) - top);
+    losses[n] = logf(sum) + top - at_target;
+    float inverse = scale / sum;
+#pragma omp simd
+    for (i64 i = 0; i < V; i++) STORE(p + i, fast_exp(LOAD(p + i) - top) * inverse);
+    STORE(p + target, (fast_exp(at_target - top) / sum - 1.0f) * scale);
+  }
+}
+#endif

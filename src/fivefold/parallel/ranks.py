@@ -1,0 +1,105 @@
+"""The ranks of a run: who I am, which device I compute on, and the process group between us.
+
+Ranks come from one of four places, and the same command works in each: one process; ranks that Fivefold started
+itself on this machine (they meet in a file, so nothing listens beyond loopback); torchrun; Slurm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import UserError
+
+STORE_FILE = "FIVEFOLD_STORE_FILE"  # set by train/launch.py for the ranks it starts
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+def found() -> tuple[int, int, int, int] | None:
+    """(rank, world, local rank, local world) of the launcher we run under; None when there is none."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world = int(env["WORLD_SIZE"])
+        return int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", world))
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        local = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "1"))
+        local_world = int(local.split("(")[0].split(",")[0])
+        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"]), local_world
+    return None
+
+
+def device_for(local_rank: int) -> torch.device:
+    """The GPU of that number where there are GPUs, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}")
+    return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def join(timeout_s: float = 600) -> Iterator[Ranks]:
+    """Joins the process group of the launcher (if any) and leaves it at the end.
+
+    timeout_s: seconds a collective may take before it fails.
+    """
+    rank, world, local_rank, local_world = found() or (0, 1, 0, 1)
+    device = device_for(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    if world > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=_store(rank, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        )
+    try:
+        yield Ranks(rank, world, local_rank, local_world, device)
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def _store(rank: int, world: int) -> dist.Store:
+    """Where the ranks meet. The name carries the restart count: a store that outlives a restart still holds the
+    addresses of the dead ranks."""
+    attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    path = os.environ.get(STORE_FILE)
+    if path:
+        return dist.PrefixStore(attempt, dist.FileStore(f"{path}.{attempt}", world))
+    host, port = _master()
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(host, port, world, is_master=rank == 0 and not shared, wait_for_workers=False)
+    return dist.PrefixStore(attempt, store)
+
+
+def _master() -> tuple[str, int]:
+    """Address of rank 0: torchrun says it; under Slurm the first host of the job."""
+    env = os.environ
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"], int(env.get("MASTER_PORT", "29500"))
+    if "SLURM_JOB_NODELIST" in env:
+        command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
+        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        return hosts[0], 20000 + int(env["SLURM_JOB_ID"]) % 20000
+    raise UserError("RANK is set but MASTER_ADDR is not: start the ranks with torchrun, or set MASTER_ADDR and MASTER_PORT")
