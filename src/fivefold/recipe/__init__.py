@@ -3,7 +3,7 @@
 from fivefold.recipe.count import count_parameters, flops_per_token
 from fivefold.recipe.explain import Explained, explain
 from fivefold.recipe.load import change, find, load, shipped
-from fivefold.recipe.resolve import resolve, resolve_model, tokens_per_step, total_steps
+from fivefold.recipe.resolve import expected_vocab_size, resolve, resolve_model, tokens_per_step, total_steps
 from fivefold.recipe.schema import (
     CheckpointSection,
     DataSection,
@@ -30,6 +30,7 @@ __all__ = [
     "TrainSection",
     "change",
     "count_parameters",
+    "expected_vocab_size",
     "explain",
     "find",
     "flops_per_token",

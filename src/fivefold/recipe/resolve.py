@@ -26,6 +26,19 @@ def tokens_per_step(recipe: Recipe) -> int:
     return recipe.train.global_batch_size * recipe.model.seq_len
 
 
+def expected_vocab_size(recipe: Recipe) -> int | None:
+    """V as far as the recipe alone tells it, before any text is read: `model.vocab_size`, or what `bpe:N` and
+    `bytes` come to; None for `chars` and for tokenizer files."""
+    if recipe.model.vocab_size:
+        return recipe.model.vocab_size
+    kind, _, size = recipe.data.tokenizer.partition(":")
+    if recipe.data.source.startswith("tokens:"):
+        return None
+    if kind == "bytes":
+        return _round_up(257, 64)  # 256 bytes and the end token
+    return _round_up(int(size), 64) if kind == "bpe" and size.isdigit() else None
+
+
 def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
     """The same recipe with every open field filled in; what is given stays. Resolving twice changes nothing.
 

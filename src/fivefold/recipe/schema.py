@@ -45,7 +45,8 @@ class ModelSection(Section):
     seq_len: int = Field(default=256, ge=2)
     """T: tokens in a training sequence."""
     tie_embeddings: bool | None = None
-    """The output layer shares the embedding's weight. Unset: true for `gpt2` and `bert`, false for `llama`."""
+    """The output layer shares the embedding's weight. Unset: true for `gpt2` and `bert`, else
+    false."""
     norm_eps: float | None = Field(default=None, gt=0)
     """Added to the variance in RMSNorm and LayerNorm. Unset: 1e-5 (`llama`, `gpt2`), 1e-12 (`bert`)."""
     rope_theta: float = Field(default=10000.0, gt=0)
@@ -61,7 +62,8 @@ class DataSection(Section):
     source: str = "stdlib"
     """Where the text comes from: `stdlib` (the Python standard library's own source on this machine), a file,
     folder or glob of .txt .md .py .jsonl .parquet, `tokens:PATH` (uint16/uint32 token files: .bin of nanoGPT
-    or llm.c, .npy), `hf:NAME` (a Hugging Face data set; needs the extra `hf`). Relative paths are relative to
+    or llm.c, .npy), `hf:NAME` or `hf:NAME:CONFIG` (a Hugging Face data set; needs the
+    extra `hf`). Relative paths are relative to
     the current folder, not to the recipe's."""
     tokenizer: str = "bpe:4096"
     """`bpe:N` (byte-level BPE of N tokens, trained on the training text), `bytes`, `chars`, or the path of a

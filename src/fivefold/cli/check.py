@@ -1,0 +1,141 @@
+"""`fivefold check RECIPE`: validates a recipe and its data, and says what training it means."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+
+if TYPE_CHECKING:
+    from fivefold.recipe import Recipe
+
+EXAMPLES = [
+    "fivefold check quickstart",
+    "fivefold check my.toml --set train.steps=500 --layout dp=2",
+    "fivefold check llama-7b --no-data --explain",
+]
+
+
+def check(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    layout: LayoutOption = None,
+    no_data: Annotated[bool, typer.Option("--no-data", help="Do not look at the data.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print every field and what it means.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Check a recipe and its data, and show what training it means."""
+    from fivefold.recipe import load
+
+    loaded = load(recipe, set_ or [], layout)
+    result = summary(loaded)
+    if not no_data:
+        from fivefold.data import check as check_data
+
+        result["data"] = [str(fact) for fact in check_data(loaded)]
+    if json:
+        fields = {"fields": _fields(loaded)} if explain else {}
+        print_json({"recipe": recipe, "valid": True, **result, **fields})
+        return
+    print("\n".join(_text(recipe, loaded, result)))
+    if explain:
+        print("\n".join(["", *_explain_text(loaded)]))
+
+
+def summary(recipe: Recipe) -> dict[str, Any]:
+    """The numbers of a recipe, as `check --json` prints them; None if that needs an unknown vocabulary."""
+    from fivefold.layout import Layout, to_text, unsupported
+    from fivefold.recipe import (
+        count_parameters,
+        expected_vocab_size,
+        flops_per_token,
+        tokens_per_step,
+        total_steps,
+    )
+
+    layout = Layout.from_recipe(recipe.layout)
+    steps, step_tokens = total_steps(recipe), tokens_per_step(recipe)
+    result: dict[str, Any] = {
+        "arch": recipe.model.arch,
+        "vocab_size": expected_vocab_size(recipe),
+        "parameters": None,
+        "steps": steps,
+        "tokens_per_step": step_tokens,
+        "total_tokens": steps * step_tokens,
+        "tokens_per_parameter": None,
+        "flops_per_token": None,
+        "total_flops": None,
+        "layout": to_text(layout),
+        "ranks": layout.ranks,
+        "notes": [],
+    }
+    if result["vocab_size"] is None:
+        result["notes"].append(
+            "the size of the model is known only when the vocabulary is: set model.vocab_size"
+        )
+    else:
+        model = recipe.model.model_copy(update={"vocab_size": result["vocab_size"]})
+        result["parameters"] = count_parameters(model)
+        result["tokens_per_parameter"] = result["total_tokens"] / result["parameters"]
+        result["flops_per_token"] = flops_per_token(model)
+        result["total_flops"] = result["flops_per_token"] * result["total_tokens"]
+    if extra := unsupported(layout):
+        result["notes"].append(f"this version trains dp_replicate layouts only, not {', '.join(extra)}")
+    return result
+
+
+def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
+    """The summary for people."""
+    from fivefold.layout import Layout, describe
+    from fivefold.observe.format import short_number
+
+    def short(key: str) -> str:
+        return short_number(result[key])
+
+    model = recipe.model
+    shape = f"{model.arch}, {model.layers} layers, D {model.dim}, {model.heads} heads, T {model.seq_len}"
+    run = (
+        f"{result['steps']:,} steps of {result['tokens_per_step']:,} tokens = {short('total_tokens')} tokens"
+    )
+    rows = [("layout", describe(Layout.from_recipe(recipe.layout)))]
+    if result["parameters"] is None:
+        rows = [("model", shape), ("run", run), *rows]
+    else:
+        rows = [
+            ("model", f"{shape}, V {result['vocab_size']}: {short('parameters')} parameters"),
+            ("run", f"{run}, {result['tokens_per_parameter']:,.3g} a parameter"),
+            ("compute", f"{short('flops_per_token')} FLOPs a token, {result['total_flops']:.3g} in all"),
+            *rows,
+        ]
+    rows += [("data" if i == 0 else "", fact) for i, fact in enumerate(result.get("data", []))]
+    rows += [("note", note) for note in result["notes"]]
+    return [f"{name}: the recipe is valid", *(f"  {label:8} {text}" for label, text in rows)]
+
+
+def _fields(recipe: Recipe) -> list[dict[str, Any]]:
+    from fivefold.recipe import explain
+
+    return [field._asdict() for field in explain(recipe)]
+
+
+def _explain_text(recipe: Recipe) -> list[str]:
+    """Every field, section by section; `*` marks what differs from its default."""
+    from fivefold.recipe import explain
+    from fivefold.recipe.write import toml_value
+
+    width = min(shutil.get_terminal_size().columns, 110)
+    lines, section = ["Fields; * marks what differs from its default."], ""
+    for field in explain(recipe):
+        if field.key.partition(".")[0] != section:
+            section = field.key.partition(".")[0]
+            lines += ["", f"[{section}]"]
+        value, default = ("unset" if v is None else toml_value(v) for v in (field.value, field.default))
+        mark = " " if field.is_default else "*"
+        was = "" if field.is_default else f"; default {default}"
+        lines.append(f"{mark} {field.key.partition('.')[2]} = {value}   ({field.type}{was})")
+        lines += textwrap.wrap(field.doc, width, initial_indent="      ", subsequent_indent="      ")
+    return lines

@@ -1,0 +1,28 @@
+"""`fivefold export RUN DIR`: a trained model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import JsonOption, RunArgument, print_json, require_run
+
+EXAMPLES = ["fivefold export runs/first my-model"]
+
+
+def export(
+    run: RunArgument,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
+    json: JsonOption = False,
+) -> None:
+    """Export a model as a Hugging Face folder.
+
+    Weights are safetensors; config.json and the tokenizer lie beside them: transformers loads it as it is.
+    """
+    require_run(run)
+    from fivefold.checkpoint.hf import export_run
+
+    export_run(run, folder)
+    print_json({"folder": str(folder)}) if json else print(folder)

@@ -1,0 +1,53 @@
+"""`fivefold generate RUN`: lets a trained model write."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import JsonOption, RunArgument, print_json, require_run
+from fivefold.errors import UserError
+
+EXAMPLES = [
+    "fivefold generate runs/first --prompt 'def main('",
+    "fivefold generate runs/first --prompt 'ROMEO:' --max-tokens 400 --temperature 0.7 --top-k 50",
+]
+
+
+def generate(
+    run: RunArgument,
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT", help="How the text starts.", show_default=False)
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to write at most.")] = 200,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Choose among the K likeliest tokens. 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Choose among the likeliest tokens that together reach P.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed writes the same text.")] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Write text with a trained model.
+
+    The weights are those of the run's last checkpoint.
+    """
+    require_run(run)
+    from fivefold.observe.format import printable
+    from fivefold.train.generate import Sampling, generate_text, open_run
+
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    module, recipe, tokenizer = open_run(run)
+    if tokenizer is None:
+        raise UserError(f"'{run}' was trained on token files: it has no tokenizer to read a prompt with")
+    pieces = generate_text(module, recipe.model, tokenizer, prompt, sampling)
+    if json:
+        print_json({"prompt": prompt, "text": "".join(pieces)})
+        return
+    show = printable if sys.stdout.isatty() else str  # a model may write escape codes: a terminal would obey
+    print(show(prompt), end="", flush=True)
+    for piece in pieces:
+        print(show(piece), end="", flush=True)
+    print()

@@ -1,0 +1,30 @@
+"""`fivefold import DIR`: a Hugging Face folder as a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import JsonOption, print_json
+from fivefold.errors import UserError
+
+EXAMPLES = ["fivefold import my-model --out runs/imported"]
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with config.json and safetensors.")],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="The run's folder to write.")],
+    json: JsonOption = False,
+) -> None:
+    """Import a Hugging Face folder as a run.
+
+    Llama, GPT-2 and BERT models, to generate from or to go on training.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(f"'{folder}' is not a Hugging Face model: it has no config.json")
+    from fivefold.checkpoint.hf import import_folder
+
+    import_folder(folder, out)
+    print_json({"run": str(out)}) if json else print(out)

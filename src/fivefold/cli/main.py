@@ -1,0 +1,72 @@
+"""`fivefold`: the list of commands, and what becomes of their errors.
+
+Exit codes: 0 success, 1 a check failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from fivefold.cli import check, export, generate, import_, recipes, report, tokenize, train
+from fivefold.errors import CheckFailed, UserError
+
+# Plain help texts: rich alone takes 0.1 s to import
+app = typer.Typer(
+    name="fivefold",
+    help="Distributed LLM pretraining: write down what to train once, train it on any layout.",
+    epilog="\b\nStart with:\n  fivefold train quickstart",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+for name, module, function in (
+    ("train", train, train.train),
+    ("check", check, check.check),
+    ("recipes", recipes, recipes.recipes),
+    ("tokenize", tokenize, tokenize.tokenize),
+    ("generate", generate, generate.generate),
+    ("report", report, report.report),
+    ("export", export, export.export),
+    ("import", import_, import_.import_),
+):
+    examples = "".join(f"\n  {example}" for example in module.EXAMPLES)
+    app.command(name, epilog=f"\b\nExamples:{examples}")(function)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"fivefold {version('fivefold')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and exits. `arguments` are what follows `fivefold` (default: of the command line)."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except CheckFailed as error:
+        print(f"failed: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fivefold.errors import UserError
+
+
+def _recipe_names() -> list[str]:
+    from fivefold.recipe.load import shipped
+
+    return list(shipped())
+
+
+def _run_folders() -> list[str]:
+    return [str(recipe.parent) for recipe in sorted(Path().glob("runs/*/recipe.toml"))]
+
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A shipped recipe's name (see `fivefold recipes`) or the path of a TOML file.",
+        autocompletion=_recipe_names,
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Change a field of the recipe, such as optim.lr=3e-4. Repeatable.",
+        show_default=False,
+    ),
+]
+LayoutOption = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="LAYOUT",
+        help="Replace the recipe's [layout]: dp=2, or dp=4,tp=2,zero=1 and so on.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a run.", autocompletion=_run_folders)
+]
+
+
+def require_run(folder: Path) -> Path:
+    """The folder itself, if a run lies in it.
+
+    Raises:
+        UserError: no run is there; names the runs that are near.
+    """
+    if (folder / "recipe.toml").is_file():
+        return folder
+    what = "has no recipe.toml" if folder.is_dir() else "there is no such folder"
+    runs = _run_folders()
+    near = f"; runs here: {', '.join(runs[-5:])}" if runs else ""
+    raise UserError(f"'{folder}' is not a run: {what}{near}")
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """The one object that a command prints with `--json`."""
+    print(json_.dumps(result, default=str))

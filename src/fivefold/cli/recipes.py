@@ -1,0 +1,34 @@
+"""`fivefold recipes`: lists the shipped recipes, or prints one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import JsonOption, print_json
+
+EXAMPLES = ["fivefold recipes", "fivefold recipes quickstart > my.toml"]
+
+
+def recipes(
+    name: Annotated[
+        str | None,
+        typer.Argument(show_default=False, help="Print this recipe's TOML, to start your own from."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the shipped recipes, or print one of them."""
+    from fivefold.recipe import find, shipped
+
+    if name is not None:
+        text = find(name).read_text(encoding="utf-8")
+        print_json({"name": name, "toml": text}) if json else print(text, end="")
+        return
+    found = shipped()
+    if json:
+        print_json({"recipes": found})
+        return
+    width = max(map(len, found))
+    for recipe, description in found.items():
+        print(f"{recipe:{width}}  {description}")

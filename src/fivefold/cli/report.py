@@ -1,0 +1,16 @@
+"""`fivefold report RUN`: the run's page."""
+
+from __future__ import annotations
+
+from fivefold.cli.options import JsonOption, RunArgument, print_json, require_run
+
+EXAMPLES = ["fivefold report runs/first"]
+
+
+def report(run: RunArgument, json: JsonOption = False) -> None:
+    """Write the run's page: one HTML file that opens offline."""
+    require_run(run)
+    from fivefold.observe.report import write_report
+
+    path = write_report(run)
+    print_json({"report": str(path)}) if json else print(path)

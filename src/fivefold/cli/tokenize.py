@@ -1,0 +1,31 @@
+"""`fivefold tokenize RECIPE`: turns a recipe's text into token files in the cache, ahead of training."""
+
+from __future__ import annotations
+
+from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+
+EXAMPLES = [
+    "fivefold tokenize quickstart",
+    "fivefold tokenize gpt2-124m --set data.source=my_texts/ --set data.tokenizer=bpe:32000",
+]
+
+
+def tokenize(
+    recipe: RecipeArgument, set_: SetOption = None, layout: LayoutOption = None, json: JsonOption = False
+) -> None:
+    """Tokenize a recipe's text ahead of training.
+
+    The tokens go to the cache, where `fivefold train` finds them.
+    """
+    from fivefold.cli.progress import byte_progress
+    from fivefold.data import prepare
+    from fivefold.recipe import load
+
+    loaded = load(recipe, set_ or [], layout)
+    with byte_progress() as progress:
+        info = prepare(loaded, progress).info
+    if json:
+        print_json(info)
+        return
+    for key, value in info.items():
+        print(f"{key:12}  {value:,}" if isinstance(value, int) else f"{key:12}  {value}")

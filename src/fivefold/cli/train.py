@@ -1,0 +1,50 @@
+"""`fivefold train RECIPE`: trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import LayoutOption, RecipeArgument, SetOption
+
+EXAMPLES = [
+    "fivefold train quickstart",
+    "fivefold train shakespeare --set data.source=my.txt --set train.steps=500",
+    "fivefold train quickstart --nproc 4 --out runs/first",
+    "fivefold train runs/first/recipe.toml --out runs/first --resume",
+]
+
+
+def train(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    layout: LayoutOption = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Local ranks to start. Left out: what the layout and the machine want.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default=False, help="The run's folder. Left out: a new one."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+) -> None:
+    """Train a recipe.
+
+    Starts its own ranks on this machine, or uses those of torchrun or Slurm when it is started by them.
+    """
+    from fivefold.recipe import load
+
+    loaded = load(recipe, set_ or [], layout)
+    from fivefold.train.launch import (
+        run_command,
+    )  # after the recipe is known to be good: torch takes a second
+
+    run_command(loaded, nproc, out, resume)
