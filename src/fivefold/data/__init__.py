@@ -1,1 +1,31 @@
+"""Data: text to tokens to packed batches.
 
+`prepare(recipe)` finds the source, tokenizes it once into memory-mapped shards and returns a `DataSet`;
+`Batches` cuts it into batches that depend on (seed, step) only; `prefetch` keeps the next ones ready.
+Needs no torch.
+"""
+
+from fivefold.data.batches import NOT_COUNTED, Batches
+from fivefold.data.check import check
+from fivefold.data.enough import epochs, objective_of
+from fivefold.data.prefetch import Prefetch, prefetch
+from fivefold.data.prepare import prepare
+from fivefold.data.progress import progress_bar
+from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+from fivefold.data.tokens import DataSet, Tokens
+
+__all__ = [
+    "NOT_COUNTED",
+    "Batches",
+    "DataSet",
+    "Prefetch",
+    "Tokenizer",
+    "Tokens",
+    "check",
+    "epochs",
+    "load_tokenizer",
+    "objective_of",
+    "prefetch",
+    "prepare",
+    "progress_bar",
+]

@@ -62,9 +62,8 @@ class DataSection(Section):
     source: str = "stdlib"
     """Where the text comes from: `stdlib` (the Python standard library's own source on this machine), a file,
     folder or glob of .txt .md .py .jsonl .parquet, `tokens:PATH` (uint16/uint32 token files: .bin of nanoGPT
-    or llm.c, .npy), `hf:NAME` or `hf:NAME:CONFIG` (a Hugging Face data set; needs the
-    extra `hf`). Relative paths are relative to
-    the current folder, not to the recipe's."""
+    or llm.c, .npy), `hf:NAME` or `hf:NAME:CONFIG` (a Hugging Face data set; needs the extra `hf`).
+    Relative paths are relative to the current folder, not to the recipe's."""
     tokenizer: str = "bpe:4096"
     """`bpe:N` (byte-level BPE of N tokens, trained on the training text), `bytes`, `chars`, or the path of a
     Hugging Face `tokenizer.json`. Not used by `tokens:`."""
@@ -75,7 +74,12 @@ class DataSection(Section):
     """The field that holds the text, in .jsonl and .parquet files and in `hf:` data sets."""
     max_bad_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of documents that may be unreadable (not UTF-8, broken JSON): up to it they are counted and
-    skipped, beyond it the run stops with an error that names file and offset."""
+    skipped, beyond it the run stops with an error that names file and offset. (Of a long text each megabyte
+    counts as one.) Empty documents are skipped without limit."""
+    max_epochs: int = Field(default=0, ge=0)
+    """Passes over the training set that the run may take; more is an error. 0: any number, each reshuffled."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of the ids in the .bin files of `tokens:PATH` that have no header (nanoGPT's)."""
     cache: str | None = None
     """Folder of tokenized shards. Unset: $FIVEFOLD_CACHE, else ~/.cache/fivefold."""
 

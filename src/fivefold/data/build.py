@@ -1,0 +1,208 @@
+"""Tokenizes a source into shards: learns the vocabulary, encodes on all cores, counts what it met."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fivefold.data import hub
+from fivefold.data.documents import Bad, row_groups
+from fivefold.data.encode import Part, Setup, Summary, Work, training_texts
+from fivefold.data.pool import WORKTHY, run
+from fivefold.data.shards import FORMAT, NAMES, ShardWriter
+from fivefold.data.sources import File, Source
+from fivefold.data.spans import VAL, jobs, plan
+from fivefold.data.tokenizer import (
+    Tokenizer,
+    bytes_tokenizer,
+    chars_tokenizer,
+    cut_text,
+    load_tokenizer,
+    train_bpe,
+)
+from fivefold.errors import UserError
+from fivefold.recipe.schema import DataSection
+
+Progress = Callable[[str, int, int | None], None]  # (what is being done, bytes done, bytes in all if known)
+BPE_SAMPLE = 16 << 20  # characters of training text that BPE learns from: more hardly changes the merges
+BPE_SAMPLE_A_JOB = 2 << 20  # so that one job with a huge row group does not make up the whole sample
+
+
+def build(
+    source: Source, data: DataSection, mask: bool, folder: Path, workers: int, tell: Progress
+) -> dict[str, Any]:
+    """Writes tokenizer.json and the shards into `folder` and returns their manifest.
+
+    Raises UserError for the first bad document if max_bad_fraction is 0, and for a source without any text.
+    """
+    if source.hub:
+        name, text_key = source.hub, data.text_key
+        files = [File(source.spec, Path(source.spec), "text", 0)]
+
+        def work() -> Iterable[Work]:
+            return hub.jobs(name, text_key)
+    else:
+        files = source.files
+        groups = {i: row_groups(f) for i, f in enumerate(files) if f.kind == "parquet"}
+        split = plan(files, data.val_fraction, groups)
+        workers = workers if source.size >= WORKTHY else 1
+
+        def work() -> Iterable[Work]:
+            return jobs(split)
+
+    setup = Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64))
+    while True:  # once; again if no document, or every one, fell into validation
+        size = None if source.hub else source.size
+        tokenizer = _tokenizer(data, mask, setup, work, workers, size, tell)
+        tokenizer.save(folder / "tokenizer.json")
+        setup = dataclasses.replace(
+            setup,
+            tokenizer=str(folder / "tokenizer.json"),
+            dtype="<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4",
+        )
+        summary, shards = _encode(work(), setup, folder, data.max_bad_fraction, workers, size, tell)
+        other = _other_rule(setup, summary, data.val_fraction)
+        if other is None:
+            break
+        setup = other
+    if sum(summary.documents) == 0 and not summary.bad_count:
+        raise UserError(f"data.source: {data.source} holds no text: {max(1, len(files))} empty file(s)")
+    skipped = {
+        "bad": summary.bad_count,
+        "pieces": summary.pieces,
+        "first_bad": describe_bad(files, summary.bad[0]) if summary.bad else "",
+        "empty": summary.empty + sum(f.size == 0 for f in source.files),
+        "ignored": source.ignored,
+    }
+    return {
+        "format": FORMAT,
+        "source": data.source,
+        "files": len(source.files),
+        "documents": dict(zip(NAMES, summary.documents, strict=True)),
+        "bytes": dict(zip(NAMES, summary.bytes, strict=True)),
+        "tokens": {split: sum(e["tokens"] for e in shards[split]) for split in NAMES},
+        "skipped": skipped,
+        "dtype": setup.dtype,
+        "shards": shards,
+    }
+
+
+def is_named(tokenizer: str) -> bool:
+    """Whether data.tokenizer is one of ours, not a path."""
+    return tokenizer in ("bytes", "chars") or tokenizer.startswith("bpe:")
+
+
+def describe_bad(files: list[File], bad: Bad) -> str:
+    """Where and why, for people: 'FILE: line 3 (byte 120): not JSON: ...'."""
+    file = files[bad.file]
+    where = f"byte {bad.place}"
+    if file.kind == "jsonl" and not bad.reason.startswith("cannot be read"):
+        with open(file.path, "rb") as f:  # lines are counted only for the one that is shown
+            line, left = 1, bad.place
+            while left and (chunk := f.read(min(1 << 20, left))):
+                line, left = line + chunk.count(b"\n"), left - len(chunk)
+        where = f"line {line} ({where})"
+    elif file.kind == "parquet" or file.size == 0:
+        where = f"row {bad.place}"
+    return f"{file.path}: {where}: {bad.reason}"
+
+
+def require_few_bad(skipped: dict[str, Any], max_bad_fraction: float) -> None:
+    """Raises UserError when more documents are bad than the recipe's budget allows."""
+    if skipped["bad"] > max_bad_fraction * skipped["pieces"]:
+        raise UserError(
+            f"data.source: {skipped['bad']} of {skipped['pieces']} documents cannot be read, more than "
+            f"data.max_bad_fraction = {max_bad_fraction} allows; the first: {skipped['first_bad']}"
+        )
+
+
+def _tokenizer(
+    data: DataSection,
+    mask: bool,
+    setup: Setup,
+    work: Callable[[], Iterable[Work]],
+    workers: int,
+    size: int | None,
+    tell: Progress,
+) -> Tokenizer:
+    if data.tokenizer == "bytes":
+        return bytes_tokenizer(mask)
+    if data.tokenizer == "chars":
+        # Of all the text, as nanoGPT's: a character that only validation has must have an id too.
+        found = Summary()
+        for result in run(work(), dataclasses.replace(setup, task="characters"), workers):
+            if isinstance(result, Summary):
+                found.add(result)
+                tell("collecting characters", found.read, size)
+        return chars_tokenizer(found.characters, mask)
+    if data.tokenizer.startswith("bpe:"):
+        texts = _sample(work(), setup, size, tell)
+        return train_bpe(texts, int(data.tokenizer.removeprefix("bpe:")), mask)
+    return load_tokenizer(Path(data.tokenizer).expanduser(), mask)
+
+
+def _sample(work: Iterable[Work], setup: Setup, size: int | None, tell: Progress) -> Iterator[str]:
+    """About BPE_SAMPLE characters of training text, from jobs spread evenly over the source (of a streamed
+    set, its beginning). The same source gives the same sample."""
+    taken, every = 0, max(1, (size or 0) // BPE_SAMPLE)
+    for job in islice(work, 0, None, every):
+        here = 0
+        for text in training_texts(job, setup):
+            for piece in cut_text(text):
+                yield piece
+                here += len(piece)
+                if here >= BPE_SAMPLE_A_JOB:
+                    break
+            if here >= BPE_SAMPLE_A_JOB:
+                break
+        taken += here
+        tell("learning the vocabulary", taken, min(size or BPE_SAMPLE, BPE_SAMPLE))
+        if taken >= BPE_SAMPLE:
+            return
+
+
+def _encode(
+    work: Iterable[Work],
+    setup: Setup,
+    folder: Path,
+    max_bad_fraction: float,
+    workers: int,
+    size: int | None,
+    tell: Progress,
+) -> tuple[Summary, dict[str, list[dict[str, Any]]]]:
+    total = Summary()
+    writers = [ShardWriter(folder, name, setup.dtype) for name in NAMES]
+    try:
+        for result in run(work, setup, workers):
+            if isinstance(result, Part):
+                writers[result.split].write(np.asarray(result.ids))
+                continue
+            total.add(result)
+            tell("tokenizing", total.read, size)
+            if result.bad and max_bad_fraction == 0:
+                raise UserError(
+                    f"{describe_bad(setup.files, result.bad[0])} "
+                    "(data.max_bad_fraction lets a share of such documents be skipped)"
+                )
+    finally:
+        for writer in writers:
+            writer.close()
+    return total, {name: writer.entries() for name, writer in zip(NAMES, writers, strict=True)}
+
+
+def _other_rule(setup: Setup, summary: Summary, val_fraction: float) -> Setup | None:
+    """Another way to split when the hashes of few documents left one side empty; None if all is well."""
+    if val_fraction == 0 or setup.cut or summary.low is None or summary.high is None:
+        return None
+    if sum(summary.documents) == 1:
+        return dataclasses.replace(setup, cut=val_fraction)
+    if summary.documents[VAL] == 0:
+        return dataclasses.replace(setup, threshold=summary.low + 1)
+    if summary.documents[VAL] == sum(summary.documents):
+        return dataclasses.replace(setup, threshold=summary.high)
+    return None

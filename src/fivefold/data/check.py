@@ -1,0 +1,75 @@
+"""What can be said of a recipe's data in a fraction of a second, before anything is tokenized."""
+
+from __future__ import annotations
+
+import re
+
+from fivefold.data import tokenfiles
+from fivefold.data.enough import epochs, require_enough, steps_of
+from fivefold.data.files import cache_folder
+from fivefold.data.prepare import cache_key, check_tokenizer
+from fivefold.data.shards import read_manifest
+from fivefold.data.sources import find
+from fivefold.errors import UserError
+from fivefold.recipe.schema import Recipe
+
+HASHED_AT_ONCE = 256 << 20  # bytes: a larger source is estimated unless the cache is known to be valid
+# Bytes of text a token, for estimates: measured on English and Python text for vocabularies of 4k to 128k.
+BYTES_A_TOKEN = {"bytes": 1.0, "chars": 1.0}
+
+
+def check(recipe: Recipe) -> list[str]:
+    """Facts about the data, as lines for people: files, size, tokens (exact if tokenized already), passes.
+
+    Raises UserError for what can be seen without reading it all: no such file, unknown kinds, truncated
+    token files, an unknown tokenizer, a set that is certainly too small.
+    """
+    if recipe.data.source.startswith("tokens:"):
+        shards = [
+            tokenfiles.read_header(p, recipe.data.token_dtype)
+            for p in tokenfiles.find_files(recipe.data.source)
+        ]
+        train, val = tokenfiles.split(shards, recipe.data.val_fraction)
+        require_enough(recipe, len(train), None if val is None else len(val))
+        facts = [f"data: {len(shards)} token file(s), {sum(s.tokens for s in shards):,} tokens"]
+        return [*facts, *_passes(recipe, len(train), exact=True)]
+    mask = recipe.model.arch == "bert"
+    check_tokenizer(recipe.data.tokenizer, mask)
+    source = find(recipe.data.source)
+    if source.hub:
+        return [f"data: {recipe.data.source}, streamed from the hub (not looked at before training)"]
+    if source.size == 0 and all(f.size == 0 for f in source.files):
+        raise UserError(f"data.source: {recipe.data.source} holds no text: {len(source.files)} empty file(s)")
+    facts = [f"data: {len(source.files):,} file(s), {source.size / 1e6:,.1f} MB"]
+    root = cache_folder(recipe.data.cache) / "data"
+    if source.size <= HASHED_AT_ONCE and root.is_dir():
+        manifest = read_manifest(root / cache_key(source, recipe.data, mask, root, lambda *_: None))
+        if manifest is not None:
+            tokens = manifest["tokens"]
+            require_enough(recipe, tokens["train"], tokens["val"] if recipe.data.val_fraction else None)
+            facts.append(
+                f"tokens: {tokens['train']:,} for training, {tokens['val']:,} for validation (in the cache)"
+            )
+            return [*facts, *_passes(recipe, tokens["train"], exact=True)]
+    most = source.size + len(source.files)  # no tokenizer makes more tokens than bytes (and one end a file)
+    if all(f.kind != "parquet" for f in source.files):  # which is compressed: its text may be larger
+        lenient = recipe.data.model_copy(update={"max_epochs": 0})  # the passes are only estimated here
+        require_enough(recipe.model_copy(update={"data": lenient}), most, None)
+    likely = int(most * (1 - recipe.data.val_fraction) / bytes_a_token(recipe.data.tokenizer))
+    facts.append(f"tokens: about {likely:,} for training (not tokenized yet)")
+    return [*facts, *_passes(recipe, likely, exact=False)]
+
+
+def bytes_a_token(tokenizer: str) -> float:
+    """Roughly how many bytes of text a token stands for."""
+    if tokenizer in BYTES_A_TOKEN:
+        return BYTES_A_TOKEN[tokenizer]
+    size = re.fullmatch(r"bpe:(\d+)", tokenizer)
+    return 3.5 if size and int(size[1]) < 16384 else 4.2
+
+
+def _passes(recipe: Recipe, train_tokens: int, exact: bool) -> list[str]:
+    if steps_of(recipe) is None:
+        return []
+    count = epochs(recipe, train_tokens)
+    return [f"passes over the training set: {'' if exact else 'about '}{count:.2f}"]

@@ -1,0 +1,168 @@
+"""Reads the documents of a span. Shared by the worker processes and by the sample that BPE learns from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from fivefold.data.sources import File
+from fivefold.data.spans import BY_RULE, Span
+
+LINE_SEARCH = 1 << 17  # a text without line breaks is cut between characters instead
+LONGEST_LINE = 1 << 28  # of a .jsonl file; held in memory as a whole
+SKIP = 1 << 20
+
+
+class Document(NamedTuple):
+    """A piece of text. place: where in the file (text: offset of the piece; jsonl: of the line; parquet and
+    hf: number of the row). begins, ends: it is the first, the last piece of its document."""
+
+    file: int
+    place: int
+    text: str
+    split: int
+    begins: bool = True
+    ends: bool = True
+
+
+class Bad(NamedTuple):
+    """A document that cannot be used, and why."""
+
+    file: int
+    place: int
+    reason: str
+
+
+def read_span(files: list[File], span: Span, text_key: str) -> Iterator[Document | Bad]:
+    """The documents of a span; what cannot be read comes as Bad and the rest goes on."""
+    file = files[span.file]
+    try:
+        if file.kind == "text":
+            yield from _text(file.path, span)
+        elif file.kind == "jsonl":
+            yield from _jsonl(file.path, span, text_key)
+        else:
+            yield from _parquet(file.path, span, text_key)
+    except OSError as error:
+        yield Bad(span.file, span.start, f"cannot be read: {error.strerror or error}")
+
+
+def row_groups(file: File) -> int:
+    """Row groups of a parquet file; 1 if it is broken (its reader will say so)."""
+    try:
+        return _open_parquet(file.path).num_row_groups
+    except (OSError, ValueError):
+        return 1
+
+
+def _text(path: Path, span: Span) -> Iterator[Document | Bad]:
+    with open(path, "rb") as f:
+        start, stop = (_border(f, p, span.low, span.high) for p in (span.start, span.stop))
+        f.seek(start)
+        raw = f.read(stop - start)
+    begins, ends = span.start == span.low, span.stop == span.high
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = start + error.start
+        yield Bad(span.file, at, f"not UTF-8: byte 0x{raw[error.start]:02x} ({error.reason})")
+        if begins and ends:
+            return
+        text = ""  # the rest of a long text stays, with its beginning and its end
+    yield Document(span.file, start, text, span.split, begins, ends)
+
+
+def _border(f: BinaryIO, position: int, low: int, high: int) -> int:
+    """Where a cut near `position` falls: after the next line break, else at the next character.
+
+    low and high, the ends of the document, stay; every other border is a function of the content alone, so
+    the span on its left and the one on its right find the same.
+    """
+    if position in (low, high):
+        return position
+    f.seek(position - 1)
+    window = f.read(min(LINE_SEARCH, high - position + 1))
+    line = window.find(b"\n")
+    if line >= 0:
+        return position + line
+    at = 1
+    while at < min(len(window), 5) and window[at] & 0xC0 == 0x80:  # a continuation byte of UTF-8
+        at += 1
+    return position - 1 + at
+
+
+def _jsonl(path: Path, span: Span, text_key: str) -> Iterator[Document | Bad]:
+    with open(path, "rb") as f:
+        if span.start > 0:  # a line belongs to the span in which it begins
+            f.seek(span.start - 1)
+            _skip_line(f)
+        while (at := f.tell()) < span.stop:
+            line = f.readline(LONGEST_LINE)
+            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                _skip_line(f)
+                yield Bad(span.file, at, f"a line of more than {LONGEST_LINE >> 20} MiB")
+            elif line.strip():
+                yield _json_document(span.file, at, line, text_key)
+
+
+def _skip_line(f: BinaryIO) -> None:
+    while (chunk := f.readline(SKIP)) and not chunk.endswith(b"\n"):
+        pass
+
+
+def _json_document(file: int, at: int, line: bytes, text_key: str) -> Document | Bad:
+    try:
+        value = json.loads(line.decode("utf-8-sig" if at == 0 else "utf-8"))
+    except UnicodeDecodeError as error:
+        return Bad(file, at, f"not UTF-8: byte 0x{line[error.start]:02x} at {error.start} in the line")
+    except ValueError as error:
+        return Bad(file, at, f"not JSON: {error}")
+    except RecursionError:
+        return Bad(file, at, "not JSON: nested too deeply")
+    if not isinstance(value, dict):
+        return Bad(
+            file, at, f"a JSON {type(value).__name__} where an object with the field {text_key!r} is expected"
+        )
+    return document_of(file, at, value, text_key)
+
+
+def document_of(file: int, place: int, row: dict[str, Any], text_key: str) -> Document | Bad:
+    """The text of a row under text_key, as a document."""
+    if text_key not in row:
+        fields = ", ".join(sorted(map(str, row))[:10])
+        return Bad(file, place, f"no field {text_key!r} (there are: {fields or 'none'}); set data.text_key")
+    text = row[text_key]
+    if not isinstance(text, str):
+        return Bad(file, place, f"the field {text_key!r} holds {type(text).__name__}, not text")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return Bad(file, place, f"a lone surrogate at character {error.start}: not valid Unicode")
+    return Document(file, place, text, BY_RULE)
+
+
+def _parquet(path: Path, span: Span, text_key: str) -> Iterator[Document | Bad]:
+    """Rows come in batches of 64, so a row group of gigabytes is never in memory decoded."""
+    try:
+        parquet = _open_parquet(path)
+        columns = parquet.schema_arrow.names
+        if text_key not in columns:
+            reason = f"no column {text_key!r} (there are: {', '.join(columns[:10])}); set data.text_key"
+            yield Bad(span.file, span.start, reason)
+            return
+        row = sum(parquet.metadata.row_group(g).num_rows for g in range(span.start))
+        groups = list(range(span.start, min(span.stop, parquet.num_row_groups)))
+        for batch in parquet.iter_batches(64, groups, [text_key], use_threads=False):
+            for text in batch.column(0).to_pylist():
+                yield document_of(span.file, row, {text_key: text}, text_key)
+                row += 1
+    except ValueError as error:  # pyarrow's ArrowInvalid is one
+        yield Bad(span.file, span.start, f"a broken parquet file: {error}")
+
+
+def _open_parquet(path: Path) -> Any:
+    import pyarrow.parquet  # 0.1 s to import, and few sources need it
+
+    return pyarrow.parquet.ParquetFile(path)

@@ -1,0 +1,97 @@
+"""A hash of the source's content, so that a changed source is never read stale.
+
+The content decides, by SHA-256 (1.7 GB/s a core with the SHA extension, and several files at once). Hashing
+a terabyte at every start would still take minutes, so the hash of a file is remembered under its size,
+modification time, change time and inode. The change time (ctime) is what makes that sound: unlike the
+modification time no program can set it, the kernel moves it at every write and at every attempt to disguise
+one with utime(). As clocks tick coarsely, a file that changed less than two seconds before it was hashed
+is hashed again (git's "racily clean" rule).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fivefold.data.files import cores, write_atomically
+from fivefold.errors import UserError
+
+RACY_NS = 2_000_000_000
+Stat = list[int]  # size, mtime, ctime (ns), inode
+
+
+def stat_of(path: Path) -> Stat | None:
+    """What is remembered of a file with its hash; None if it cannot be read."""
+    try:
+        s = path.stat()
+    except OSError:
+        return None
+    return [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino]
+
+
+def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as f:
+        while count := f.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            if advance:
+                advance(count)
+    return digest.hexdigest()
+
+
+class Memo:
+    """Remembers a value per file for as long as the file is certainly unchanged. Kept as one JSON file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._changed = False
+        try:
+            self._known: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError):
+            self._known = {}
+
+    def get(self, path: Path, stat: Stat) -> Any | None:
+        entry = self._known.get(str(path))
+        if (
+            entry is None or entry["stat"] != stat or os.name == "nt"
+        ):  # Windows: ctime is the time of creation
+            return None
+        return entry["value"] if entry["at"] - max(stat[1], stat[2]) > RACY_NS else None
+
+    def put(self, path: Path, stat: Stat, at: int, value: Any) -> None:
+        self._known[str(path)] = {"stat": stat, "at": at, "value": value}
+        self._changed = True
+
+    def save(self) -> None:
+        if self._changed:
+            write_atomically(self.path, json.dumps(self._known))
+
+
+def remembered(
+    paths: list[Path], memo: Memo, compute: Callable[[Path], Any], unreadable: Callable[[OSError], Any]
+) -> list[Any]:
+    """compute(path) for each file, in threads, or its value from an earlier time if the file is unchanged."""
+
+    def one(path: Path) -> Any:
+        before, at = stat_of(path), time.time_ns()
+        if before is not None and (known := memo.get(path, before)) is not None:
+            return known
+        try:
+            value = compute(path)
+        except OSError as error:
+            return unreadable(error)
+        if stat_of(path) != before or before is None:
+            raise UserError(f"{path}: changed while it was read; run again when it is complete")
+        memo.put(path, before, at, value)
+        return value
+
+    with ThreadPoolExecutor(cores()) as pool:
+        values = list(pool.map(one, paths))
+    memo.save()
+    return values

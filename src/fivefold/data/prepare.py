@@ -1,0 +1,146 @@
+"""From a recipe to the data set it trains on: found, tokenized once, kept in the cache, memory-mapped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from fivefold.data import hub, tokenfiles
+from fivefold.data.build import Progress, build, is_named, require_few_bad
+from fivefold.data.enough import require_enough
+from fivefold.data.files import cache_folder, cores, locked, writable
+from fivefold.data.fingerprint import Memo, remembered, sha256_file
+from fivefold.data.shards import FORMAT, NAMES, open_tokens, read_manifest, write_manifest
+from fivefold.data.sources import Source, find
+from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
+from fivefold.data.tokens import DataSet
+from fivefold.errors import UserError
+from fivefold.recipe.schema import DataSection, Recipe
+
+
+def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
+    """The data set of a recipe, tokenized first unless the cache has it for just this content and settings.
+
+    Several processes may call it at once: one works, the others wait and read its result. The result does
+    not depend on `workers` (processes; None: all cores). progress(stage, done, total) is called with bytes.
+    Raises UserError for every fault of the source, naming file and offset.
+    """
+    tell = progress or (lambda stage, done, total: None)
+    if recipe.data.source.startswith("tokens:"):
+        data = tokenfiles.open_files(recipe, tell)
+    else:
+        data = _prepare_text(recipe, tell, workers or cores())
+    limit = recipe.model.vocab_size
+    if limit is not None and data.vocab_size > limit:
+        raise UserError(
+            f"model.vocab_size = {limit} is smaller than the vocabulary of data.tokenizer = "
+            f"{recipe.data.tokenizer!r}: {data.vocab_size}; leave it out, or set at least that"
+        )
+    require_enough(recipe, len(data.train), None if data.val is None else len(data.val))
+    return data
+
+
+def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
+    data, mask = recipe.data, recipe.model.arch == "bert"
+    root, began = cache_folder(data.cache) / "data", time.perf_counter()
+    check_tokenizer(data.tokenizer, mask)
+    source = find(data.source)
+    with writable(root):
+        key = cache_key(source, data, mask, root, tell)
+        folder = root / key
+        manifest = read_manifest(folder)
+        cached = manifest is not None
+        if manifest is None:
+            tell("waiting for another process", 0, None)
+            with locked(root / f"{key}.lock") as alone:
+                manifest = read_manifest(folder)  # the other process may just have made it
+                if manifest is None:
+                    manifest = _make(source, data, mask, root, key, alone, workers, tell)
+    require_few_bad(manifest["skipped"], data.max_bad_fraction)
+    tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
+    train, val = (open_tokens(folder, manifest, split) for split in NAMES)
+    facts = {k: manifest[k] for k in ("files", "documents", "bytes", "tokens", "skipped")}
+    info = {"source": data.source, "fingerprint": key, "folder": str(folder), "cached": cached, **facts}
+    info["seconds"] = round(time.perf_counter() - began, 3)
+    held_out = val if data.val_fraction > 0 else None
+    return DataSet(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+
+
+def _make(
+    source: Source,
+    data: DataSection,
+    mask: bool,
+    root: Path,
+    key: str,
+    alone: bool,
+    workers: int,
+    tell: Progress,
+) -> dict[str, Any]:
+    """Builds in a temporary folder and renames it, so that a folder with the key's name is complete."""
+    folder, temporary = root / key, root / f"{key}.tmp-{os.getpid()}"
+    if alone:  # what lies here is of a run that was killed, or was damaged since
+        for left in [folder, *root.glob(f"{key}.tmp-*")]:
+            shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        manifest = build(source, data, mask, temporary, workers, tell)
+        if not source.hub and cache_key(source, data, mask, root, tell) != key:
+            raise UserError(f"data.source: {data.source}: a file changed while it was tokenized; run again")
+        write_manifest(temporary, manifest)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if (
+                read_manifest(folder) is None
+            ):  # else: another process, without a lock, was first with the same
+                raise
+        return manifest
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Progress) -> str:
+    """Hash of everything that the shards follow from: format, content of the source, tokenizer, settings."""
+    if source.hub:
+        content: Any = hub.fingerprint(source.hub)
+    else:
+        done = 0
+
+        def count(size: int) -> None:
+            nonlocal done
+            done += size
+            tell("reading", done, source.size)
+
+        where = hashlib.sha256(os.path.abspath(data.source).encode("utf-8", "surrogateescape")).hexdigest()
+        memo = Memo(root / f"files-{where[:16]}.json")
+        hashes = remembered(
+            [f.path for f in source.files],
+            memo,
+            lambda p: sha256_file(p, count),
+            lambda e: f"unreadable: {e.strerror}",
+        )
+        content = [[f.name, f.kind, h] for f, h in zip(source.files, hashes, strict=True)]
+    tokenizer = data.tokenizer
+    if not is_named(tokenizer):
+        tokenizer = hashlib.sha256(
+            load_tokenizer(Path(tokenizer).expanduser(), mask).to_json().encode()
+        ).hexdigest()
+    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+
+
+def check_tokenizer(spec: str, mask: bool) -> None:
+    """Raises UserError unless data.tokenizer is `bpe:N`, `bytes`, `chars` or an existing path."""
+    if spec.startswith("bpe:"):
+        if not spec[4:].isdigit():
+            raise UserError(f"data.tokenizer = {spec!r}: N must be a whole number, as in bpe:4096")
+        check_bpe_size(int(spec[4:]), mask)
+    elif spec not in ("bytes", "chars") and not Path(spec).expanduser().exists():
+        raise UserError(
+            f"data.tokenizer = {spec!r}: neither bpe:N, bytes or chars, nor the path of a tokenizer.json"
+        )

@@ -1,0 +1,270 @@
+"""Text to token ids and back: byte-level BPE, plain bytes, characters, or the user's tokenizer.json.
+
+All of them are a Hugging Face `tokenizers.Tokenizer` inside, so `transformers` opens a run's tokenizer.json.
+Text never yields a special token: a document that happens to contain "<|end|>" gets the ordinary tokens of
+these characters (otherwise any web page could end a document, or hide a word from the loss).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from fivefold.errors import UserError
+
+END, MASK = "<|end|>", "<|mask|>"
+KNOWN_ENDS = [END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]"]
+KNOWN_MASKS = [MASK, "[MASK]", "<mask>"]
+
+# What BPE may not merge across: a word with the one sign before it, up to three digits, a run of signs,
+# line breaks together with the indentation that follows (which makes source code 3% shorter than GPT-2's
+# pattern does), other blanks. Every branch is linear in the length of a run: a megabyte of blanks is no trap.
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[\r\n]+[ \t]*|\s+(?!\S)|\s+"
+PIECE = 1 << 17  # characters encoded at once: bounds memory (about 100 bytes a character inside the library)
+
+
+class Tokenizer:
+    """encode, decode and the facts a trainer needs of a vocabulary.
+
+    vocab_size: ids are below it. end_id: the token between documents. mask_id: the token that hides a word
+    from a bert model, or None. token_bytes (V,) int64: UTF-8 bytes of text that each id stands for, 0 for
+    special tokens; exact for byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), for `chars` and
+    for byte-fallback ones, an estimate for vocabularies that change the text (BERT's lower-casing).
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None):
+        inner.no_truncation()
+        inner.no_padding()
+        inner.encode_special_tokens = True  # special tokens in the text are text; not saved in the file
+        self._inner = inner
+        self._spec: dict[str, Any] = json.loads(inner.to_str())
+        self._vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocab.values()) + 1
+        self._names = {"eos_token": end} | ({} if mask is None else {"mask_token": mask})
+        self.end_id = self._vocab[end]
+        self.mask_id = None if mask is None else self._vocab[mask]
+        self._special = {t["id"] for t in self._spec["added_tokens"] if t["special"]}
+        self._is_bytes = _is_plain_bytes(self._spec)
+        self._char_ids = _character_table(self._spec)
+        self.token_bytes = self._count_bytes()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text. Raises UserError for a lone surrogate, or a character that `chars` did not see."""
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids of the text, as an array (int64, or smaller where the vocabulary is)."""
+        try:
+            raw = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"the text holds a lone surrogate at character {error.start}: not valid Unicode"
+            ) from None
+        if self._is_bytes:
+            return np.frombuffer(raw, np.uint8).astype(np.uint16)
+        if self._char_ids is not None:
+            return self._encode_characters(text)
+        ids = [np.empty(0, np.int64)]
+        for piece in cut_text(text):
+            (encoding,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
+            ids.append(np.array(encoding.ids, np.int64))
+        return np.concatenate(ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids. Special tokens, and ids beyond the vocabulary (a model may pad), give nothing."""
+        return self._inner.decode(
+            [i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True
+        )
+
+    def to_json(self) -> str:
+        """The content of a tokenizer.json."""
+        return self._inner.to_str(pretty=True)
+
+    def save(self, path: Path) -> None:
+        """Writes tokenizer.json, and beside it tokenizer_config.json, which names the special tokens."""
+        path.write_text(self.to_json(), encoding="utf-8")
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._names}
+        path.with_name("tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+    def _encode_characters(self, text: str) -> np.ndarray:
+        assert self._char_ids is not None
+        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = self._char_ids[code_points]
+        if len(ids) and ids.min() < 0:
+            at = int(ids.argmin())
+            raise UserError(f"character {text[at]!r} (at {at}) is not in the vocabulary of the training text")
+        return ids
+
+    def _count_bytes(self) -> np.ndarray:
+        counts = np.zeros(self.vocab_size, np.int64)
+        byte_level, added = _is_byte_level(self._spec), {t["content"] for t in self._spec["added_tokens"]}
+        continues = self._spec["model"].get("continuing_subword_prefix") if not byte_level else None
+        for token, i in self._vocab.items():
+            if i in self._special:
+                continue
+            if byte_level and token not in added:  # each character of such a token stands for one byte
+                counts[i] = len(token)
+            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback
+                counts[i] = 1
+            elif continues:  # WordPiece: "##ing" continues a word, any other token follows a blank
+                counts[i] = len(token.removeprefix(continues).encode()) + (not token.startswith(continues))
+            else:
+                counts[i] = len(token.replace("\u2581", " ").encode("utf-8", "surrogatepass"))
+        return counts
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, mask: bool = False) -> Tokenizer:
+    """Byte-level BPE (arXiv 1508.07909 on the bytes of UTF-8, as GPT-2) of at most vocab_size tokens.
+
+    The same texts give the same tokenizer: merges are ordered by count, then by ids.
+    """
+    special = [END, MASK] if mask else [END]
+    check_bpe_size(vocab_size, mask)
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(t, special=True, normalized=False) for t in special],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    pieces = (piece for text in texts for piece in cut_text(text))
+    inner.train_from_iterator(pieces, trainer=trainer)
+    return Tokenizer(inner, END, MASK if mask else None)
+
+
+def check_bpe_size(vocab_size: int, mask: bool) -> None:
+    least = 256 + (2 if mask else 1)
+    if vocab_size < least:
+        raise UserError(
+            f"data.tokenizer = bpe:{vocab_size}: needs at least {least} tokens (256 bytes and special ones)"
+        )
+
+
+def bytes_tokenizer(mask: bool = False) -> Tokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8, 256 is the end token (and 257 the mask)."""
+    letters = byte_letters()
+    inner = tokenizers.Tokenizer(models.BPE({letters[b]: b for b in range(256)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return _with_special(inner, mask)
+
+
+def chars_tokenizer(characters: Iterable[str], mask: bool = False) -> Tokenizer:
+    """One id a character, in code-point order (as nanoGPT's character data), then the special tokens."""
+    vocab = {c: i for i, c in enumerate(sorted(set(characters)))}
+    inner = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<|unknown|>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
+    inner.decoder = decoders.Fuse()  # type: ignore[assignment]
+    return _with_special(inner, mask)
+
+
+def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
+    """A Hugging Face tokenizer.json (or the folder that holds one).
+
+    Its end and mask tokens are those that tokenizer_config.json beside it names (eos_token, mask_token), else
+    the usual names. mask: a mask token is required. Raises UserError when the file or a token is missing.
+    """
+    path = path / "tokenizer.json" if path.is_dir() else path
+    config_path = path.with_name("tokenizer_config.json")
+    try:
+        spec = json.loads(path.read_text("utf-8"))
+        config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+        vocab = tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
+    except OSError as error:
+        raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None
+    except Exception as error:  # the library raises bare Exception for a file it does not understand
+        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from None
+    end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
+    named_mask = config.get("mask_token")
+    mask_token = _find_token(path, vocab, named_mask, KNOWN_MASKS, "mask") if mask or named_mask else None
+    _mark_special(spec, vocab, [end] if mask_token is None else [end, mask_token])
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), end, mask_token)
+
+
+def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
+    """Pieces of at most `size` characters, cut after a line break where there is one."""
+    start = 0
+    while start < len(text):
+        stop = start + size
+        if stop < len(text):
+            line = text.rfind("\n", start, stop)
+            stop = line + 1 if line >= 0 else stop
+        yield text[start:stop]
+        start = stop
+
+
+def byte_letters() -> dict[int, str]:
+    """The printable letter that stands for each byte in byte-level vocabularies (GPT-2's convention).
+
+    Bytes that are printable in Latin-1 stand for themselves, the others take the letters from U+0100 on.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in plain]
+    return {b: chr(b) for b in plain} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+
+def _with_special(inner: tokenizers.Tokenizer, mask: bool) -> Tokenizer:
+    special = [END, MASK] if mask else [END]
+    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    return Tokenizer(inner, END, MASK if mask else None)
+
+
+def _find_token(path: Path, vocab: dict[str, int], named: Any, usual: list[str], role: str) -> str:
+    named = named.get("content") if isinstance(named, dict) else named
+    for token in [named, *usual]:
+        if isinstance(token, str) and token in vocab:
+            return token
+    raise UserError(
+        f"data.tokenizer: {path} has no {role} token; it may be named in tokenizer_config.json beside it, "
+        f"or be one of {', '.join(usual)}"
+    )
+
+
+def _mark_special(spec: dict[str, Any], vocab: dict[str, int], tokens: list[str]) -> None:
+    """Makes the tokens special in the file's content, so that text that looks like one is not taken so."""
+    added = {entry["content"]: entry for entry in spec.setdefault("added_tokens", [])}
+    for token in tokens:
+        if token in added:
+            added[token]["special"] = True
+        else:
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            spec["added_tokens"].append({"id": vocab[token], "content": token, **flags, "special": True})
+    spec["added_tokens"].sort(key=lambda entry: entry["id"])
+
+
+def _is_byte_level(spec: dict[str, Any]) -> bool:
+    parts = [spec.get("decoder") or {}, spec.get("pre_tokenizer") or {}]
+    parts += [p for part in parts for p in part.get("decoders", []) + part.get("pretokenizers", [])]
+    return any(part.get("type") == "ByteLevel" for part in parts)
+
+
+def _is_plain_bytes(spec: dict[str, Any]) -> bool:
+    model = spec["model"]
+    plain = {letter: b for b, letter in byte_letters().items()}
+    return (
+        model["type"] == "BPE" and not model["merges"] and model["vocab"] == plain and not spec["normalizer"]
+    )
+
+
+def _character_table(spec: dict[str, Any]) -> np.ndarray | None:
+    """Code point -> id (-1: unknown) when every token is one character and every character one token."""
+    model, split = spec["model"], spec["pre_tokenizer"] or {}
+    if model["type"] != "WordLevel" or split.get("pattern") != {"Regex": r"[\s\S]"} or spec["normalizer"]:
+        return None
+    table = np.full(0x110000, -1, np.int32)
+    for character, i in model["vocab"].items():
+        table[ord(character)] = i
+    return table
