@@ -46,7 +46,7 @@ def export_run(
         UserError: the run has no checkpoint, or `out` exists and is not empty.
     """
     recipe = load(run / "recipe.toml")
-    state = store.load(checkpoint or store.latest(run)).model
+    state = store.load(checkpoint or store.latest(run), kinds=("model",)).model
     if dtype is not None:
         state = {name: tensor.to(DTYPES[dtype]) for name, tensor in state.items()}
     weights = to_hf(state, recipe.model)
@@ -83,7 +83,7 @@ def import_folder(source: Path, out: Path) -> Path:
         for name in TEXT_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        store.save(folder / "checkpoints" / "step-00000000", state, None, {"step": 0, "tokens": 0})
+        store.save(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
     return out
 
 
@@ -137,9 +137,9 @@ def _no_weights(source: Path) -> str:
     if not pickles:
         return f"{source}: neither {WEIGHTS} nor {INDEX} is there"
     return (
-        f"{source / pickles[0]}: pickle files are refused, for opening one can run any code it holds. Use the "
-        f"model's safetensors files ({WEIGHTS}); where it has none and you trust it, load it with transformers "
-        "and write it anew with save_pretrained(FOLDER), in an environment that you can throw away"
+        f"{source / pickles[0]}: pickle files are refused, for opening one can run any code it holds. Use "
+        f"the model's safetensors files ({WEIGHTS}); where it has none and you trust it, load it with "
+        "transformers and write it anew with save_pretrained(FOLDER), on a machine that you can throw away"
     )
 
 
@@ -173,8 +173,8 @@ def _special_tokens(path: Path) -> dict[str, tuple[str, int]]:
         return {}  # a tokenizer without an end token: exported as it is
     added = {entry["id"]: entry["content"] for entry in json.loads(tokenizer.to_json())["added_tokens"]}
     end = (added[tokenizer.end_id], tokenizer.end_id)
-    masks = {"mask": (text, i) for i, text in added.items() if text in KNOWN_MASKS}
-    return {"bos": end, "eos": end, **masks}
+    mask = [(text, i) for i, text in added.items() if text in KNOWN_MASKS]
+    return {"bos": end, "eos": end} | ({"mask": mask[0]} if mask else {})
 
 
 @contextmanager

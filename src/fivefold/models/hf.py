@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.models import build, hf_bert, hf_gpt2, hf_llama
-from fivefold.recipe.schema import ModelSection
+from fivefold.recipe import ModelSection, Recipe, TrainSection
 
 EXCHANGES: dict[str, ModuleType] = {"llama": hf_llama, "gpt2": hf_gpt2, "bert": hf_bert}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -80,17 +80,13 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
     return ours
 
 
-def hf_config(
-    model: ModelSection, dtype: torch.dtype = torch.float32, end_id: int | None = None
-) -> dict[str, Any]:
-    """Content of config.json for a resolved `[model]` section."""
+def hf_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Content of config.json for a resolved `[model]` section, except for the ids of special tokens."""
     exchange = EXCHANGES[model.arch]
     return {
         "architectures": [exchange.ARCHITECTURE],
         **exchange.to_config(model),
         "torch_dtype": DTYPES[dtype],
-        "bos_token_id": end_id,
-        "eos_token_id": end_id,
     }
 
 
@@ -112,6 +108,8 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
         problems = exchange.problems(config)
     except KeyError as error:
         raise UserError(f"config.json: key {error} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config.json: a value has the wrong type: {error}") from error
     for key, allowed in exchange.SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:
             values = " or ".join(_text(value) for value in allowed if value is not None) or "null"
@@ -120,12 +118,13 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
         problems.append("quantization_config is set; only unquantised weights are supported")
     _raise_all("config.json asks for what our model does not compute", problems)
     try:
-        return ModelSection(**fields)
+        model = ModelSection(**fields)
+        Recipe(model=model, train=TrainSection(steps=1))  # checks what the fields must agree on
     except pydantic.ValidationError as error:
-        found = [
-            f"{e['loc'][0]} = {e['input']!r} (as our recipes call it): {e['msg']}" for e in error.errors()
-        ]
-        raise UserError("config.json: " + "; ".join(found)) from error
+        found = [f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors()]
+        _raise_all("config.json has a wrong value (fields named as in our recipes)", found)
+        raise
+    return model
 
 
 def _text(value: object) -> str:

@@ -61,7 +61,7 @@ def open_run(
     """
     recipe = load(run / "recipe.toml")
     module = build(recipe.model)
-    state = store.load(checkpoint or store.latest(run)).model
+    state = store.load(checkpoint or store.latest(run), kinds=("model",)).model
     module.load_state_dict({name: t.to(device, dtype) for name, t in state.items()}, assign=True)
     tokenizer_file = run / "tokenizer.json"
     return module.eval(), recipe, load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None

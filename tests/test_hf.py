@@ -1,0 +1,287 @@
+"""Export to Hugging Face folders and import from them, against transformers itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fivefold.checkpoint import store
+from fivefold.checkpoint.hf import export_run, import_folder
+from fivefold.data.tokenizer import train_bpe
+from fivefold.errors import UserError
+from fivefold.models import build
+from fivefold.models.hf import from_hf_config, hf_config
+from fivefold.recipe import ModelSection, Recipe, TrainSection, load, resolve, to_toml
+from fivefold.train.generate import open_run
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"layers": 2, "dim": 32, "heads": 4, "seq_len": 16, "vocab_size": 320}
+ARCHS = ("llama", "gpt2", "bert")
+
+
+def make_run(folder, arch="llama", dtype=torch.float32, tokenizer=True, **fields):
+    """A run folder with random weights, as training leaves it."""
+    section = ModelSection(arch=arch, **{**SMALL, **fields})
+    recipe = resolve(Recipe(model=section, train=TrainSection(steps=1)), vocab_size=300)
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(to_toml(recipe))
+    if tokenizer:
+        train_bpe(["the cat sat on the mat. " * 50], 300, mask=arch == "bert").save(folder / "tokenizer.json")
+    state = build(recipe.model, device="cpu", seed=2).to(dtype).state_dict()
+    store.save(folder / "checkpoints" / "step-00000001", state, None, {"step": 1, "tokens": 64})
+    return folder, recipe.model
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_loads_an_export_and_gives_the_same_logits(tmp_path, arch, dtype):
+    run, _ = make_run(tmp_path / "run", arch, dtype)
+    export_run(run, tmp_path / "hf")
+    auto = transformers.AutoModelForMaskedLM if arch == "bert" else transformers.AutoModelForCausalLM
+    theirs, report = auto.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values()), report
+    assert theirs.dtype == dtype
+    tokens = torch.randint(0, 320, (2, 16))
+    ours = open_run(run)[0]
+    with torch.no_grad():
+        difference = (theirs.eval()(tokens).logits - ours(tokens)).abs().max()
+    assert difference < (1e-4 if dtype == torch.float32 else 5e-3)
+
+
+def test_transformers_loads_the_tokenizer_and_generates(tmp_path):
+    run, _ = make_run(tmp_path / "run")
+    export_run(run, tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    _, _, ours = open_run(run)
+    text = "the cat sät on\n  the mat 123"
+    assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == ours.end_id
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == ours.end_id
+    assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape[1] <= 5
+
+
+def test_bert_export_knows_its_mask_token(tmp_path):
+    run, _ = make_run(tmp_path / "run", "bert")
+    export_run(run, tmp_path / "hf")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").mask_token == "<|mask|>"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_export_import_export_gives_the_same_bytes(tmp_path, arch, dtype, tied):
+    run, model = make_run(tmp_path / "run", arch, dtype, tie_embeddings=tied)
+    export_run(run, tmp_path / "first")
+    import_folder(tmp_path / "first", tmp_path / "again")
+    export_run(tmp_path / "again", tmp_path / "second")
+    assert load(tmp_path / "again" / "recipe.toml").model == model
+    names = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert "tokenizer_config.json" in names
+    assert names == sorted(path.name for path in (tmp_path / "second").iterdir())
+    for name in names:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+
+
+def test_sharded_export_is_read_by_transformers_and_by_us(tmp_path):
+    run, _ = make_run(tmp_path / "run")
+    export_run(run, tmp_path / "whole")
+    export_run(run, tmp_path / "hf", max_shard_bytes=40_000)
+    shards = sorted((tmp_path / "hf").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert not (tmp_path / "hf" / "model.safetensors").exists()
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for s in shards for t in load_file(s).values())
+    assert all(
+        sum(t.nbytes for t in load_file(s).values()) <= 40_000 or len(load_file(s)) == 1 for s in shards
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ours = open_run(import_folder(tmp_path / "hf", tmp_path / "again"))[0]
+    tokens = torch.randint(0, 320, (1, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(tokens).logits, ours(tokens), atol=1e-4, rtol=1e-4)
+    export_run(tmp_path / "again", tmp_path / "joined")
+    name = "model.safetensors"
+    assert (tmp_path / "joined" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_export_converts_to_bf16_on_request(tmp_path):
+    run, _ = make_run(tmp_path / "run")
+    export_run(run, tmp_path / "hf", dtype="bf16")
+    assert {t.dtype for t in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_folder_saved_by_transformers_is_imported(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=77, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=24, tie_word_embeddings=True,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    ours, recipe, tokenizer = open_run(import_folder(tmp_path / "hf", tmp_path / "run"))
+    assert recipe.model.tie_embeddings
+    assert recipe.model.vocab_size == 77
+    assert tokenizer is None
+    tokens = torch.randint(0, 77, (1, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_first_gpt2_files_without_prefix_and_with_masks_are_imported(tmp_path):
+    run, _ = make_run(tmp_path / "run", "gpt2")
+    export_run(run, tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    weights = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
+    save_file(weights | {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}, path)
+    import_folder(tmp_path / "hf", tmp_path / "again")
+    a, b = (store.load(store.latest(r)).model for r in (run, tmp_path / "again"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_first_bert_files_with_gamma_and_pooler_are_imported(tmp_path):
+    run, _ = make_run(tmp_path / "run", "bert")
+    export_run(run, tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    weights = {}
+    for name, tensor in load_file(path).items():
+        former = next((name.replace(a, b) for a, b in old.items() if a in name), name)
+        weights[former] = tensor
+    extra = {"bert.pooler.dense.weight": torch.ones(32, 32), "cls.seq_relationship.bias": torch.ones(2)}
+    save_file(weights | extra, path)
+    import_folder(tmp_path / "hf", tmp_path / "again")
+    a, b = (store.load(store.latest(r)).model for r in (run, tmp_path / "again"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "words"),
+    [
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            ["rope_scaling", '"linear"', "default"],
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
+            ["rope_parameters", "llama3"],
+        ),
+        ("llama", {"attention_bias": True}, ["attention_bias = true", "false"]),
+        ("llama", {"hidden_act": "gelu", "mlp_bias": True}, ["hidden_act = gelu", "silu", "mlp_bias = true"]),
+        ("llama", {"sliding_window": 4096}, ["sliding_window = 4096", "null"]),
+        ("llama", {"head_dim": 64}, ["head_dim = 64", "32 / 4"]),
+        ("llama", {"model_type": "mistral"}, ['"mistral"', "llama, gpt2, bert"]),
+        ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ("llama", {"hidden_size": None}, ["hidden_size"]),
+        ("llama", {"num_hidden_layers": 2.5}, ["layers", "integer"]),
+        ("llama", {"num_attention_heads": 3, "head_dim": None}, ["model.dim = 32", "model.heads = 3"]),
+        ("llama", {"num_key_value_heads": 3}, ["model.kv_heads = 3"]),
+        ("llama", {"rms_norm_eps": None}, ["wrong type"]),
+        ("gpt2", {"activation_function": "relu"}, ["activation_function = relu", "gelu_new"]),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+        ("bert", {"hidden_act": "gelu_new"}, ["hidden_act = gelu_new"]),
+        ("bert", {"position_embedding_type": "relative_key"}, ["position_embedding_type = relative_key"]),
+        ("bert", {"type_vocab_size": 3}, ["type_vocab_size = 3", "2"]),
+    ],
+)
+def test_configs_that_we_do_not_compute_are_refused(arch, change, words):
+    model = resolve(
+        Recipe(model=ModelSection(arch=arch, **SMALL), train=TrainSection(steps=1)), vocab_size=300
+    )
+    config = hf_config(model.model) | change
+    with pytest.raises(UserError) as refusal:
+        from_hf_config(config)
+    assert all(word in str(refusal.value) for word in ["config.json", *words]), str(refusal.value)
+
+
+@pytest.fixture
+def exported(tmp_path):
+    run, _ = make_run(tmp_path / "run", tie_embeddings=True)
+    return export_run(run, tmp_path / "hf")
+
+
+def refusal(folder, tmp_path) -> str:
+    with pytest.raises(UserError) as error:
+        import_folder(folder, tmp_path / "new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]  # nothing half-made stays behind
+    return str(error.value)
+
+
+def change_weights(folder, **change) -> None:
+    """A value of None removes the weight."""
+    path = folder / "model.safetensors"
+    weights = load_file(path) | {name.replace("__", "."): t for name, t in change.items()}
+    save_file({name: t for name, t in weights.items() if t is not None}, path)
+
+
+def test_missing_unknown_and_misshaped_weights_are_named(exported, tmp_path):
+    change_weights(exported, model__norm__weight=None, extra=torch.ones(1))
+    message = refusal(exported, tmp_path)
+    assert "model.norm.weight is missing" in message
+    assert "extra is not part of LlamaForCausalLM" in message
+    change_weights(exported, model__norm__weight=torch.ones(31), extra=None)
+    message = refusal(exported, tmp_path)
+    assert "model.norm.weight has shape (31,), config.json asks for (32,)" in message
+
+
+def test_tied_weight_stored_twice_must_be_equal(exported, tmp_path):
+    change_weights(exported, lm_head__weight=torch.ones(320, 32))
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refusal(exported, tmp_path)
+    embedding = load_file(exported / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(exported, lm_head__weight=embedding.clone())
+    import_folder(exported, tmp_path / "new")
+
+
+def test_quantised_and_mixed_weights_are_refused(exported, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    change_weights(exported, **{name: torch.ones(32, 32, dtype=torch.int8)})
+    assert f"{name} has dtype int8" in refusal(exported, tmp_path)
+
+
+def test_pickles_are_refused_and_never_opened(exported, tmp_path):
+    (exported / "model.safetensors").unlink()
+    (exported / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    message = refusal(exported, tmp_path)
+    assert "pytorch_model.bin" in message
+    assert "save_pretrained" in message
+
+
+def test_broken_files_are_named(exported, tmp_path):
+    path = exported / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    assert "model.safetensors is not a whole safetensors file" in refusal(exported, tmp_path)
+    path.unlink()
+    assert "neither model.safetensors nor" in refusal(exported, tmp_path)
+    path.write_bytes(whole)
+    (exported / "config.json").write_text('{"model_type": ')
+    assert "config.json: not JSON" in refusal(exported, tmp_path)
+    (exported / "config.json").unlink()
+    assert "config.json: cannot be read" in refusal(exported, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("../secret.safetensors", "not the name of a file beside it"),
+        ("gone.safetensors", "gone.safetensors is missing"),
+    ],
+)
+def test_index_may_name_only_files_beside_it(exported, tmp_path, file, words):
+    index = {"weight_map": {"model.norm.weight": file}}
+    (exported / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert words in refusal(exported, tmp_path)
+
+
+def test_an_existing_folder_is_not_overwritten(exported, tmp_path):
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        export_run(tmp_path / "run", exported)
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        import_folder(exported, tmp_path / "run")

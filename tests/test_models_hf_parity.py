@@ -1,0 +1,128 @@
+"""Same weights, same logits and gradients as Hugging Face transformers, for small random models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fivefold.models import build
+from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
+from fivefold.recipe import ModelSection, count_parameters, resolve_model
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"layers": 2, "dim": 48, "heads": 4, "vocab_size": 128, "seq_len": 32}
+MODELS = {
+    "llama": ModelSection(arch="llama", ffn_dim=96, **SMALL),
+    "llama-gqa-tied": ModelSection(arch="llama", kv_heads=2, ffn_dim=80, tie_embeddings=True, **SMALL),
+    "llama-mqa-theta": ModelSection(arch="llama", kv_heads=1, rope_theta=500.0, norm_eps=1e-6, **SMALL),
+    "gpt2": ModelSection(arch="gpt2", **SMALL),
+    "gpt2-untied": ModelSection(arch="gpt2", ffn_dim=72, tie_embeddings=False, **SMALL),
+    "bert": ModelSection(arch="bert", **SMALL),
+    "bert-untied": ModelSection(arch="bert", ffn_dim=72, tie_embeddings=False, **SMALL),
+}
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def pair(request):
+    """(our module, theirs with the same weights, the model section). Weights are large, biases and norms are
+    random: at their initial values a misplaced one would not show."""
+    model = resolve_model(MODELS[request.param], vocab_size=128)
+    ours = build(model, device="cpu", seed=3)
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            noise = torch.randn(parameter.shape, generator=random)
+            parameter.copy_(parameter + 0.3 * noise if parameter.ndim == 1 else 0.15 * noise)
+    config = transformers.AutoConfig.for_model(**hf_config(model))
+    kind = getattr(transformers, hf_config(model)["architectures"][0])
+    theirs = kind._from_config(config, attn_implementation="eager").eval()
+    result = theirs.load_state_dict(to_hf(ours.state_dict(), model), strict=False)
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) <= {*theirs.all_tied_weights_keys, "cls.predictions.bias"}, result
+    theirs.tie_weights()
+    return ours, theirs, model
+
+
+def batch(model: ModelSection) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets (3, 32); bert's targets are sparse, as masked ones are."""
+    random = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, 128, (3, 32), generator=random)
+    targets = torch.randint(0, 128, (3, 32), generator=random)
+    hidden = torch.rand(3, 32, generator=random) < (0.85 if model.arch == "bert" else 0.2)
+    return tokens, targets.masked_fill(hidden, -100)
+
+
+def their_loss(theirs, model: ModelSection, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """bert's own loss; a decoder of transformers shifts its labels, ours come shifted from the data."""
+    if model.arch == "bert":
+        return theirs(tokens, labels=targets).loss
+    return torch.nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten())
+
+
+def test_logits_equal(pair):
+    ours, theirs, model = pair
+    tokens, _ = batch(model)
+    with torch.no_grad():
+        expected, got = theirs(tokens).logits, ours(tokens)
+    assert expected.std() > 0.3  # not a comparison of zeros
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_loss_and_gradients_equal(pair):
+    ours, theirs, model = pair
+    tokens, targets = batch(model)
+    ours.zero_grad()
+    theirs.zero_grad()
+    loss, expected = ours(tokens, targets), their_loss(theirs, model, tokens, targets)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    loss.backward()
+    expected.backward()
+    got = to_hf({name: p.grad for name, p in ours.named_parameters()}, model)
+    named = dict(theirs.named_parameters())
+    assert len(got) == len(named) - (model.arch == "bert" and not model.tie_embeddings)
+    whole = torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None]).norm()
+    for name, gradient in got.items():
+        if name.endswith("self.key.bias"):  # adds the same to all scores of a query: no effect, gradient 0
+            assert gradient.norm() < 1e-6 * whole, name
+            continue
+        difference = (gradient - named[name].grad).norm() / named[name].grad.norm()
+        assert difference < 2e-5, f"{name}: relative difference {difference:.2e}"
+
+
+def test_state_survives_the_way_out_and_back(pair):
+    ours, _, model = pair
+    state = ours.state_dict()
+    back = from_hf(to_hf(state, model), model)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_config_survives_the_way_out_and_back(pair):
+    model = pair[2]
+    assert from_hf_config(hf_config(model)) == model
+
+
+def test_config_of_transformers_is_read(pair):
+    """What `save_pretrained` writes (another set of keys than ours) gives the same model."""
+    _, theirs, model = pair
+    assert from_hf_config(theirs.config.to_dict()) == model
+
+
+def test_parameters_are_as_many_as_counted(pair):
+    ours, _, model = pair
+    assert sum(p.numel() for p in ours.parameters()) == count_parameters(model)
+
+
+def test_bf16_is_close_to_fp32(pair):
+    """The module runs in the dtype of its parameters; a loss stays fp32."""
+    ours, _, model = pair
+    tokens, targets = batch(model)
+    half = build(model, device="cpu", seed=None).to(torch.bfloat16)
+    half.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        logits, expected = half(tokens), ours(tokens)
+        loss = half(tokens, targets)
+    assert logits.dtype == loss.dtype == torch.float32
+    assert (logits - expected).norm() / expected.norm() < 0.03
+    assert abs(loss - ours(tokens, targets)) < 0.03
