@@ -77,7 +77,7 @@ class DataSection(Section):
     skipped, beyond it the run stops with an error that names file and offset. (Of a long text each megabyte
     counts as one.) Empty documents are skipped without limit."""
     max_epochs: int = Field(default=0, ge=0)
-    """Passes over the training set that the run may take; more is an error. 0: any number, each reshuffled."""
+    """Passes over the training set that the run may take; more is an error. 0: any number, reshuffled."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in the .bin files of `tokens:PATH` that have no header (nanoGPT's)."""
     cache: str | None = None
