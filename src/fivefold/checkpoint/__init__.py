@@ -1,1 +1,1 @@
-
+"""Checkpoints: safetensors and JSON, never pickle."""

@@ -117,7 +117,8 @@ def _tokens(
     end_id: int | None,
 ) -> Iterator[int]:
     weight = next(module.parameters())
-    cache = Cache(model, dtype=weight.dtype, device=weight.device)
+    capacity = min(model.seq_len, len(text) + sampling.max_tokens)
+    cache = Cache(model, capacity=capacity, dtype=weight.dtype, device=weight.device)
     randomness = torch.Generator().manual_seed(sampling.seed)
     new = text
     for _ in range(sampling.max_tokens):

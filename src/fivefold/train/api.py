@@ -1,0 +1,106 @@
+"""Training from Python: what the commands do, as functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fivefold.checkpoint import store
+from fivefold.checkpoint.hf import export_run
+from fivefold.observe.metrics import read_metrics
+from fivefold.observe.report import write_report
+from fivefold.recipe import Recipe, load
+from fivefold.train.generate import Sampling, generate_text, open_run
+from fivefold.train.launch import run_command
+from fivefold.train.run import BatchSource
+
+
+class Run:
+    """A run folder: its recipe, metrics, weights and report."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.recipe = load(str(self.path / "recipe.toml"))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: training, validation and samples."""
+        return read_metrics(self.path / "metrics.jsonl")
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
+        """Text that the run's last checkpoint writes after the prompt.
+
+        Raises:
+            UserError: no checkpoint, no tokenizer, or a sampling value that is not allowed.
+        """
+        module, recipe, tokenizer = open_run(self.path)
+        return "".join(
+            generate_text(
+                module, recipe.model, tokenizer, prompt, Sampling(max_tokens, temperature, top_k, top_p, seed)
+            )
+        )
+
+    def checkpoints(self) -> list[Path]:
+        """Folders of the run's checkpoints, oldest first."""
+        return store.checkpoints(self.path)
+
+    def export(self, folder: Path | str) -> Path:
+        """Writes the last checkpoint as a folder that Hugging Face `transformers` loads."""
+        return export_run(self.path, Path(folder))
+
+    def report(self) -> Path:
+        """Writes report.html anew and returns its path."""
+        return write_report(self.path)
+
+
+def train(
+    recipe: Recipe,
+    out: Path | str | None = None,
+    *,
+    nproc: int | None = None,
+    model: nn.Module | None = None,
+    data: BatchSource | None = None,
+    val_data: BatchSource | None = None,
+) -> Run:
+    """Trains a recipe; returns the run.
+
+    Args:
+        out: run folder; None: a new one, runs/run-N.
+        nproc: local ranks to start; None: as many as the recipe's layout says. Under torchrun its ranks are used.
+        model: your own module, called as model(inputs, targets) -> scalar mean loss, instead of the recipe's.
+        data: your own batches, data.batch(i, rows) -> (inputs, targets), instead of the recipe's. Batch i must not
+            depend on anything but i.
+        val_data: likewise for validation; its batch 0 of `train.val_sequences` rows is used.
+
+    Raises:
+        UserError: what a user can mend: recipe, layout, data, folder.
+    """
+    folder = None if out is None else Path(out)
+    return Run(run_command(recipe, nproc, folder, module=model, batches=data, val_batches=val_data))
+
+
+def resume(
+    out: Path | str,
+    recipe: Recipe | None = None,
+    *,
+    nproc: int | None = None,
+    model: nn.Module | None = None,
+    data: BatchSource | None = None,
+    val_data: BatchSource | None = None,
+) -> Run:
+    """Goes on with a run from its last checkpoint, bit for bit. `recipe`: a changed one, such as more steps; None:
+    the run's own. The rest as for `train`."""
+    recipe = recipe or Run(out).recipe
+    return Run(
+        run_command(recipe, nproc, Path(out), resume=True, module=model, batches=data, val_batches=val_data)
+    )

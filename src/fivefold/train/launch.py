@@ -1,0 +1,189 @@
+"""Starts a run: settles layout, data and folder, then one rank or several on this machine.
+
+Local ranks are forked by PyTorch's elastic agent after torch is imported, so that they start in a moment. They meet
+in files of a temporary folder and talk over the loopback interface only.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fivefold.data import DataSet, prepare, progress_bar
+from fivefold.errors import UserError
+from fivefold.layout import Layout, require_supported, to_text, validate
+from fivefold.observe.machine import cores, ensure_matmul_rate
+from fivefold.parallel import ranks as ranks_
+from fivefold.recipe import Recipe, change, resolve
+from fivefold.train.allocator import keep_freed_memory
+from fivefold.train.run import BatchSource, Job, compute_mode, run_rank
+
+
+def run_command(
+    recipe: Recipe,
+    nproc: int | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    *,
+    name: str = "run",
+    module: nn.Module | None = None,
+    batches: BatchSource | None = None,
+    val_batches: BatchSource | None = None,
+) -> Path:
+    """Trains a recipe and returns its run folder.
+
+    nproc: local ranks to start; None: as many as the layout says. Under torchrun or Slurm their ranks are used.
+    out: run folder; None: a new one, runs/NAME-N. resume: go on from its last checkpoint.
+    module, batches, val_batches: the user's own model and data instead of the recipe's.
+
+    Raises:
+        UserError: the layout, the data, the folder or the checkpoint does not do.
+        SystemExit: the run was stopped by a signal (128 + its number), after saving.
+    """
+    launched = ranks_.found()
+    recipe = _fit_layout(recipe, nproc, launched[1] if launched else None)
+    data = None
+    if batches is None:
+        data = _prepare(recipe, quiet=launched is not None and launched[0] != 0)
+        recipe = resolve(recipe, vocab_size=data.vocab_size)
+    else:
+        recipe = resolve(recipe, vocab_size=recipe.model.vocab_size or 2)
+    out = _run_folder(out, name, resume, launched is not None)
+    command = shlex.join(["fivefold", "train", str(out), "--resume"])
+    job = Job(recipe, out, data, module, batches, val_batches, resume, command)
+    world = Layout.from_recipe(recipe.layout).ranks
+    keep_freed_memory()
+    if launched or world == 1:
+        with ranks_.join() as ranks:
+            stopped = run_rank(job, ranks)
+    else:
+        stopped = _start_ranks(job, world)
+    if stopped is not None:
+        raise SystemExit(128 + stopped)
+    return out
+
+
+def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Recipe:
+    """The recipe with a layout for the ranks there are. Replicas are added or left out as needed: they change
+    speed, not what is computed. Anything else must fit as it stands."""
+    layout = Layout.from_recipe(recipe.layout)
+    require_supported(layout)
+    world = launched or nproc
+    if world is None:
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else cores()
+        world = layout.ranks if devices >= layout.ranks else 1
+    if world == layout.ranks:
+        return recipe
+    fitted = replace(layout, dp_replicate=world, microbatches=None)
+    validate(fitted, world)
+    if world == 1 and not nproc and not launched:
+        print(f"note: {to_text(layout)} wants {layout.ranks} devices; running on one", file=sys.stderr)
+    return change(recipe, [f"layout.dp_replicate={world}"])
+
+
+def _prepare(recipe: Recipe, quiet: bool) -> DataSet:
+    if quiet:
+        return prepare(recipe)
+    with progress_bar() as progress:
+        return prepare(recipe, progress)
+
+
+def _run_folder(out: Path | None, name: str, resume: bool, launched: bool) -> Path:
+    """The run's folder: a given one must be new, or hold the run to resume."""
+    if out is None:
+        if resume:
+            raise UserError("--resume needs the run's folder: fivefold train RUN --resume, or --out RUN")
+        if launched:
+            raise UserError("ranks started by torchrun or Slurm need a common run folder: --out DIR")
+        number = 1
+        while (folder := Path("runs") / f"{name}-{number}").exists():
+            number += 1
+        return folder
+    if resume and not (out / "recipe.toml").is_file():
+        raise UserError(f"--resume: {out} holds no run (no recipe.toml)")
+    if not resume and (out / "metrics.jsonl").exists():
+        raise UserError(f"{out} holds a run already: add --resume to go on with it, or choose another --out")
+    return out
+
+
+def _start_ranks(job: Job, world: int) -> int | None:
+    """Runs `world` local ranks to their end. Returns the signal that stopped them, or None."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if not torch.cuda.is_available():
+        ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")), cores())  # measured before ranks disturb it
+    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, _environment(
+        {
+            ranks_.STORE_FILE: f"{folder}/store",
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # no TCP store: it would listen on every interface
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": str(max(1, cores() // world)),
+        }
+    ):
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=world, run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d", rdzv_endpoint=f"{folder}/rendezvous", rdzv_configs={"store_type": "file"},
+            max_restarts=0, monitor_interval=0.1, start_method="fork", local_addr="127.0.0.1", shutdown_timeout=600,
+        )  # fmt: skip
+        try:
+            elastic_launch(config, _rank_main)(job, Path(folder))
+        except SignalException as error:
+            return int(error.sigval)
+        except ChildFailedError as error:
+            raise _verdict(error, Path(folder), job) from None
+        stopped = Path(folder, "stopped")
+        return int(stopped.read_text()) if stopped.exists() else None
+
+
+def _rank_main(job: Job, folder: Path) -> None:
+    """A forked rank. What a user did wrong travels to the parent in a file, not as a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the loop takes over
+    try:
+        with ranks_.join() as ranks:
+            stopped = run_rank(job, ranks)
+            if stopped is not None and ranks.first:
+                (folder / "stopped").write_text(str(stopped))
+    except UserError as error:
+        (folder / f"error-{os.environ['RANK']}").write_text(str(error))
+        raise SystemExit(2) from None
+
+
+def _verdict(error: object, folder: Path, job: Job) -> UserError:
+    """What happened to the ranks, in one message."""
+    said = sorted(folder.glob("error-*"))
+    if said:
+        return UserError(said[0].read_text())
+    failures = getattr(error, "failures", {})
+    rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
+    how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    text = f"rank {rank} failed first ({how}); the others were stopped. Its own message stands above"
+    if (job.out / "checkpoints").exists():
+        text += f". Go on from the last checkpoint with: {job.resume_command}"
+    return UserError(text)
+
+
+class _environment:
+    """Sets environment variables while it is entered; those the user has set stay."""
+
+    def __init__(self, values: dict[str, str]):
+        self.values = {k: v for k, v in values.items() if k not in os.environ}
+
+    def __enter__(self) -> None:
+        os.environ.update(self.values)
+
+    def __exit__(self, *_: object) -> None:
+        for key in self.values:
+            os.environ.pop(key, None)

@@ -1,0 +1,273 @@
+"""One rank's part of a run: builds model, optimizer and data from the recipe, resumes, trains, reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fivefold.checkpoint import store
+from fivefold.data import Batches, DataSet, Prefetch
+from fivefold.errors import UserError
+from fivefold.kernels import native
+from fivefold.models import build, flops_per_token
+from fivefold.observe.console import Console
+from fivefold.observe.machine import describe, device_peak, has_fast_bf16, peak_memory_bytes
+from fivefold.observe.metrics import MetricsWriter, read_metrics
+from fivefold.observe.report import write_report
+from fivefold.observe.summary import summarize
+from fivefold.optim import build_adamw, load_state, state_tensors
+from fivefold.parallel.data import GradientSum
+from fivefold.parallel.ranks import Ranks
+from fivefold.precision import Weights
+from fivefold.recipe import Recipe, to_toml, tokens_per_step
+from fivefold.train.generate import Sampling, generate_text
+from fivefold.train.interrupt import Interrupt
+from fivefold.train.loop import Hooks, Microbatch, State, evaluate, train_loop
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class BatchSource(Protocol):
+    """Where batches come from: `data.Batches`, or any object of the user's with this method."""
+
+    def batch(self, i: int, rows: range) -> tuple[Any, Any]:
+        """Inputs and targets (arrays or tensors, (len(rows), T) int64) of rows `rows` of global batch i."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as every rank gets it. `recipe` is resolved; `data` is the recipe's data set, or None when the user
+    brings `batches`; `module` the user's own model, in fp32 on the CPU, the same on every rank."""
+
+    recipe: Recipe
+    out: Path
+    data: DataSet | None = None
+    module: nn.Module | None = None
+    batches: BatchSource | None = None
+    val_batches: BatchSource | None = None
+    resume: bool = False
+    resume_command: str = ""
+
+
+def run_rank(job: Job, ranks: Ranks) -> int | None:
+    """Trains. Returns the signal that stopped the run early, or None when it is complete."""
+    recipe = job.recipe
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+        state = build_state(recipe, ranks, job.module)
+        if job.resume:
+            _resume(state, job.out)
+        console = stack.enter_context(
+            Console(recipe.train.steps or 0, rank=ranks.rank, start_step=state.step, log_every=recipe.observe.log_every)
+        )
+        metrics = None
+        if ranks.first:
+            _write_run_files(job)
+            metrics = stack.enter_context(MetricsWriter(job.out, recipe.observe.tensorboard, step=state.step))
+        _introduce(console, state, job, ranks)
+        batches = stack.enter_context(_reader(job, ranks, state.step))
+        stop_wanted = interrupt.wanted
+        hooks = _hooks(state, job, ranks, console, metrics, batches, stop_wanted)
+        complete = train_loop(state, recipe, ranks, hooks)
+        if ranks.first:
+            _conclude(console, job, complete)
+        return None if complete else interrupt.signal or 15
+
+
+def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -> State:
+    """Model, master weights, optimizer and gradient sum of a resolved recipe, at step 0."""
+    if module is None:
+        module = build(recipe.model, device=ranks.device, seed=recipe.train.seed)
+    else:
+        module = module.float().to(ranks.device)
+    weights = Weights(module, DTYPES[compute_mode(recipe, ranks.device)])
+    if ranks.device.type == "cuda":
+        for block in getattr(module, "blocks", [module]):
+            block.compile()
+    optim = recipe.optim
+    optimizer = build_adamw(weights.master, weights.grads, optim.lr, optim.betas, optim.eps, optim.weight_decay)
+    group = torch.distributed.group.WORLD if ranks.world > 1 else None
+    return State(module, weights, optimizer, GradientSum(weights, group, DTYPES[recipe.precision.reduce]))
+
+
+def compute_mode(recipe: Recipe, device: torch.device) -> str:
+    """"fp32" or "bf16": the recipe's, or where it says auto what is fast on the device."""
+    if recipe.precision.mode != "auto":
+        return recipe.precision.mode
+    return "bf16" if has_fast_bf16(device.type) else "fp32"
+
+
+def _resume(state: State, out: Path) -> None:
+    checkpoint = store.load(store.latest(out))
+    try:
+        state.weights.load(checkpoint.model)
+        state.step = int(checkpoint.meta["step"])
+        if state.step:
+            load_state(state.optimizer, state.weights.master, checkpoint.optimizer, state.step)
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{store.latest(out)} does not fit the recipe: {error}") from None
+
+
+def _write_run_files(job: Job) -> None:
+    job.out.mkdir(parents=True, exist_ok=True)
+    (job.out / "recipe.toml").write_text(to_toml(job.recipe), encoding="utf-8")
+    (job.out / "machine.json").write_text(json.dumps(describe(), indent=2) + "\n", encoding="utf-8")
+    if job.data is not None and job.data.tokenizer is not None:
+        job.data.tokenizer.save(job.out / "tokenizer.json")
+
+
+def _introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
+    recipe = job.recipe
+    parameters = sum(p.numel() for p in state.weights.params)
+    where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    console.note(
+        f"{recipe.model.arch if job.module is None else type(job.module).__name__}, {parameters:,} parameters, "
+        f"{compute_mode(recipe, ranks.device)}; {ranks.world} rank(s) on {where}; {tokens_per_step(recipe):,} tokens a "
+        f"step; run folder {job.out}"
+    )
+    if ranks.device.type == "cpu" and native.why_not():
+        console.note(f"fused CPU kernels are off, training is slower: {native.why_not()}")
+    if state.step:
+        console.note(f"resuming after step {state.step}")
+
+
+@contextmanager
+def _reader(job: Job, ranks: Ranks, start: int) -> Iterator[Callable[[], tuple[list[Microbatch], float]]]:
+    """Reads this rank's share of each global batch ahead, in microbatches."""
+    recipe, batches = job.recipe, job.batches
+    if batches is None:
+        assert job.data is not None
+        batches = _batches(recipe, job.data, job.data.train, recipe.train.global_batch_size, shuffle=True)
+
+    def fetch(i: int) -> list[Microbatch]:
+        return _slice(batches, i, recipe.train.global_batch_size, recipe.train.microbatch_size or 1, ranks)
+
+    with Prefetch(fetch, start, recipe.train.steps) as prefetch:
+        yield prefetch.next
+
+
+def _slice(batches: BatchSource, i: int, size: int, microbatch: int, ranks: Ranks) -> list[Microbatch]:
+    """This rank's rows of global batch i, of `size` rows, in microbatches on its device."""
+    start, stop = size * ranks.rank // ranks.world, size * (ranks.rank + 1) // ranks.world
+    parts = [range(row, min(row + microbatch, stop)) for row in range(start, stop, microbatch)]
+    return [tuple(_tensor(x, ranks.device) for x in batches.batch(i, rows)) for rows in parts]  # type: ignore[misc]
+
+
+def _tensor(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(array).to(device, non_blocking=True)
+
+
+def _batches(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
+    assert recipe.model.vocab_size is not None
+    objective = "mlm" if recipe.model.arch == "bert" else "causal"
+    seq_len, seed = recipe.model.seq_len, recipe.train.seed
+    return Batches(tokens, seq_len, size, seed, objective, data.mask_id, data.vocab_size, shuffle)
+
+
+def _hooks(
+    state: State,
+    job: Job,
+    ranks: Ranks,
+    console: Console,
+    metrics: MetricsWriter | None,
+    next_batch: Callable[[], tuple[list[Microbatch], float]],
+    stop_wanted: Callable[[], bool],
+) -> Hooks:
+    """What happens around the steps. Files and console belong to rank 0 alone."""
+    recipe = job.recipe
+    tokens = tokens_per_step(recipe)
+    flops = flops_per_token(recipe.model) if job.module is None else None
+    peak = _peak_flops(recipe, ranks) if flops else None
+
+    def write(line: dict[str, Any]) -> None:
+        if metrics is not None:
+            metrics.write(line)
+
+    def record(line: dict[str, Any]) -> None:
+        speed = tokens / line["step_s"]
+        line |= {"tokens": line["step"] * tokens, "tokens_per_s": speed}
+        line |= {"peak_memory_bytes": peak_memory_bytes(str(ranks.device))}
+        if flops and peak:
+            line["mfu"] = speed * flops / peak
+        write(line)
+        console.step(line)
+        if state.skipped:
+            console.note(f"step {line['step']}: the gradient is not finite, its update is skipped")
+
+    def validate(step: int) -> None:
+        microbatches, token_bytes = _validation_set(job, ranks)
+        if not microbatches:
+            return
+        line = {"step": step, **evaluate(state.module, microbatches, token_bytes, ranks)}
+        write(line)
+        console.validation(line)
+
+    def sample(step: int) -> None:
+        tokenizer = job.data.tokenizer if job.data is not None else None
+        if not ranks.first or tokenizer is None or job.module is not None or recipe.model.arch == "bert":
+            return
+        train = recipe.train
+        sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
+        pieces = generate_text(state.module, recipe.model, tokenizer, train.sample_prompt, sampling)
+        text = train.sample_prompt + "".join(pieces)
+        write({"step": step, "sample": text})
+        console.sample(text, step)
+
+    def save(step: int) -> None:
+        if ranks.first:
+            save_state(state, job.out, tokens=step * tokens, keep_last=recipe.checkpoint.keep_last)
+
+    return Hooks(next_batch, stop_wanted, record, validate, sample, save)
+
+
+def save_state(state: State, out: Path, *, tokens: int, keep_last: int) -> Path:
+    """Writes a checkpoint of the state into the run folder and removes those beyond `keep_last`."""
+    masters = dict(reversed(state.weights.master.items()))  # in the module's order
+    moments = state_tensors(state.optimizer, masters)
+    folder = store.save(store.folder_of(out, state.step), masters, moments, {"step": state.step, "tokens": tokens})
+    store.prune(out, keep_last)
+    return folder
+
+
+def _validation_set(job: Job, ranks: Ranks) -> tuple[list[Microbatch], Tensor | None]:
+    """This rank's share of the validation sequences, and the bytes a token stands for where they are known."""
+    recipe, size = job.recipe, job.recipe.train.val_sequences
+    batches, token_bytes = job.val_batches, None
+    if batches is None and job.data is not None and job.data.val is not None:
+        batches = _batches(recipe, job.data, job.data.val, size, shuffle=False)
+        size = min(size, batches.sequences)
+        if job.data.tokenizer is not None and recipe.model.arch != "bert":
+            token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=ranks.device)
+    if batches is None:
+        return [], None
+    return _slice(batches, 0, size, recipe.train.microbatch_size or 1, ranks), token_bytes
+
+
+def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:
+    """FLOP/s of all the run's devices together; ranks on one machine's CPU share its cores."""
+    mode = compute_mode(recipe, ranks.device)
+    if ranks.device.type == "cpu":
+        return device_peak("cpu", mode) * ranks.world / ranks.local_world
+    return device_peak(str(ranks.device), mode) * ranks.world
+
+
+def _conclude(console: Console, job: Job, complete: bool) -> None:
+    out = job.out
+    figures = summarize(read_metrics(out / "metrics.jsonl"))
+    report = write_report(out)
+    paths = {"checkpoint": store.latest(out), "report": report}
+    commands = [f"fivefold generate {out} --prompt '{job.recipe.train.sample_prompt or 'The '}'"]
+    commands.append(f"fivefold export {out} exported/")
+    if not complete:
+        console.note("stopped before the end; everything up to this step is saved. Resume with:")
+        commands = [job.resume_command]
+    console.summary(figures, paths, commands)
