@@ -1,0 +1,68 @@
+"""Fivefold: write down what to train once, train it on any layout.
+
+    import fivefold
+
+    recipe = fivefold.load("quickstart", ["train.steps=50"])
+    run = fivefold.train(recipe, out="runs/first")
+    print(run.generate("def "))
+
+Names are imported when they are first used, so `import fivefold` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fivefold.errors import UserError
+    from fivefold.layout import Layout
+    from fivefold.observe.metrics import read_metrics
+    from fivefold.recipe import Recipe, change, load, shipped, to_toml
+    from fivefold.train.api import Run, resume, train
+
+    __version__: str
+
+__all__ = [
+    "Layout",
+    "Recipe",
+    "Run",
+    "UserError",
+    "__version__",
+    "change",
+    "load",
+    "read_metrics",
+    "resume",
+    "shipped",
+    "to_toml",
+    "train",
+]
+
+_HOMES = {
+    "Layout": "fivefold.layout",
+    "Recipe": "fivefold.recipe",
+    "Run": "fivefold.train.api",
+    "UserError": "fivefold.errors",
+    "change": "fivefold.recipe",
+    "load": "fivefold.recipe",
+    "read_metrics": "fivefold.observe.metrics",
+    "resume": "fivefold.train.api",
+    "shipped": "fivefold.recipe",
+    "to_toml": "fivefold.recipe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("fivefold")
+    if name == "train":  # the package of this name, which can be called
+        return import_module("fivefold.train")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fivefold' has no attribute '{name}'")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.recipe import Recipe
@@ -36,7 +37,10 @@ def check(
     if not no_data:
         from fivefold.data import check as check_data
 
-        result["data"] = [str(fact) for fact in check_data(loaded)]
+        try:
+            result["data"] = check_data(loaded)
+        except UserError as error:
+            raise UserError(f"{error}\nThe recipe itself is valid; --no-data leaves its data out.") from None
     if json:
         fields = {"fields": _fields(loaded)} if explain else {}
         print_json({"recipe": recipe, "valid": True, **result, **fields})
@@ -111,7 +115,10 @@ def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
             ("compute", f"{short('flops_per_token')} FLOPs a token, {result['total_flops']:.3g} in all"),
             *rows,
         ]
-    rows += [("data" if i == 0 else "", fact) for i, fact in enumerate(result.get("data", []))]
+    rows += [
+        ("data" if i == 0 else "", fact.removeprefix("data: "))
+        for i, fact in enumerate(result.get("data", []))
+    ]
     rows += [("note", note) for note in result["notes"]]
     return [f"{name}: the recipe is valid", *(f"  {label:8} {text}" for label, text in rows)]
 

@@ -59,7 +59,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits. `arguments` are what follows `fivefold` (default: of the command line)."""
     try:
-        app(args=None if arguments is None else list(arguments))
+        app(args=None if arguments is None else list(arguments), prog_name="fivefold")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

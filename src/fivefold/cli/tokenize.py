@@ -17,12 +17,11 @@ def tokenize(
 
     The tokens go to the cache, where `fivefold train` finds them.
     """
-    from fivefold.cli.progress import byte_progress
-    from fivefold.data import prepare
+    from fivefold.data import prepare, progress_bar
     from fivefold.recipe import load
 
     loaded = load(recipe, set_ or [], layout)
-    with byte_progress() as progress:
+    with progress_bar() as progress:
         info = prepare(loaded, progress).info
     if json:
         print_json(info)

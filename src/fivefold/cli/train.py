@@ -13,7 +13,7 @@ EXAMPLES = [
     "fivefold train quickstart",
     "fivefold train shakespeare --set data.source=my.txt --set train.steps=500",
     "fivefold train quickstart --nproc 4 --out runs/first",
-    "fivefold train runs/first/recipe.toml --out runs/first --resume",
+    "fivefold train runs/first --resume",
 ]
 
 
@@ -38,13 +38,17 @@ def train(
 ) -> None:
     """Train a recipe.
 
-    Starts its own ranks on this machine, or uses those of torchrun or Slurm when it is started by them.
+    Starts its own ranks on this machine, or uses those of torchrun or Slurm when it is started by them. To go
+    on with an interrupted run, give its folder as RECIPE, with --resume.
     """
     from fivefold.recipe import load
 
+    path = Path(recipe)
+    if resume and (path / "recipe.toml").is_file():  # `fivefold train RUN --resume`
+        out, path = out or path, path / "recipe.toml"
+        recipe = str(path)
     loaded = load(recipe, set_ or [], layout)
-    from fivefold.train.launch import (
-        run_command,
-    )  # after the recipe is known to be good: torch takes a second
+    # Imported once the recipe is known to be good: torch takes more than a second
+    from fivefold.train.launch import run_command
 
-    run_command(loaded, nproc, out, resume)
+    run_command(loaded, nproc, out, resume, name=path.stem)

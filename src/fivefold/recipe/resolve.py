@@ -42,7 +42,8 @@ def expected_vocab_size(recipe: Recipe) -> int | None:
 def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
     """The same recipe with every open field filled in; what is given stays. Resolving twice changes nothing.
 
-    Left as they are: `data.cache` and `precision.mode = "auto"`, which are matters of the machine.
+    `layout.microbatches` is turned into `train.microbatch_size`, and `train.tokens` into `train.steps`, which
+    say the same. Left as they are: `data.cache` and `precision.mode = "auto"`, which are matters of the machine.
 
     Args:
         vocab_size: ids that the data may hold (the tokenizer's size).
@@ -57,8 +58,7 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
         "microbatch_size": _microbatch_size(recipe),
         "val_every": recipe.train.val_every or max(1, steps // 10),
     }
-    share = recipe.train.global_batch_size // (recipe.layout.dp_replicate * recipe.layout.dp_shard)
-    layout = {"microbatches": share // train["microbatch_size"]}
+    layout = {"microbatches": None}
     optim: dict[str, Any] = {}
     if recipe.optim.min_lr is None:
         optim["min_lr"] = recipe.optim.lr if recipe.optim.schedule == "constant" else recipe.optim.lr / 10

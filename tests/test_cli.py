@@ -1,0 +1,210 @@
+"""The command line: help, speed of the answer, JSON, exit codes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fivefold.cli import check, export, generate, import_, recipes, report, tokenize, train
+from fivefold.cli.main import main
+from fivefold.recipe import Recipe
+
+COMMANDS = {
+    "train": train,
+    "check": check,
+    "recipes": recipes,
+    "tokenize": tokenize,
+    "generate": generate,
+    "report": report,
+    "export": export,
+    "import": import_,
+}
+
+
+def run(*arguments: str) -> int:
+    """Runs a command in this process; the exit code."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return int(stop.value.code or 0)
+
+
+@pytest.fixture
+def text_recipe(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("To be, or not to be: that is the question.\n" * 400, encoding="utf-8")
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'[model]\nseq_len = 16\n[data]\nsource = "{tmp_path / "text.txt"}"\ntokenizer = "bytes"\n'
+        f'cache = "{tmp_path / "cache"}"\n[train]\nsteps = 5\nglobal_batch_size = 4\n',
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(name, "--help") == 0
+    out = capsys.readouterr().out
+    assert f"Usage: fivefold {name}" in out
+    examples = out.partition("Examples:\n")[2].split("\n")
+    assert [line.strip() for line in examples if line.strip()] == COMMANDS[name].EXAMPLES
+
+
+def fastest(*command: str, tries: int = 5) -> float:
+    """Seconds of the fastest try: the others waited for something else on this machine."""
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_answers_at_once() -> None:
+    fivefold = (sys.executable, "-m", "fivefold.cli.main")
+    assert fastest(*fivefold, "--help") < 0.3
+    assert fastest(*fivefold, "check", "quickstart") < 1.0
+
+
+def test_check_does_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom fivefold.cli.main import main\ntry: main(['check', 'quickstart', '--explain'])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("fivefold 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "quikstart"], "error: recipe 'quikstart': no such file"),
+        (["check", "quickstart", "--set", "optim.lrr=3"], "did you mean 'lr'?"),
+        (["check", "quickstart", "--layout", "dp=3"], "must be divisible by 3"),
+        (["check", "quickstart", "--set", "data.source=nowhere.txt"], "nowhere.txt"),
+        (["trin", "quickstart"], "Did you mean 'train'?"),
+        (["check", "quickstart", "--explian"], "--explain"),
+        (["recipes", "gpt2-124"], "did you mean 'gpt2-124m'?"),
+        (["train", "quickstart", "--nproc", "0"], "--nproc"),
+        (["train", "quickstart", "--set", "train.steps=0"], "train.steps = 0: must be a whole number >= 1"),
+        (["generate", "nowhere"], "'nowhere' is not a run: there is no such folder"),
+        (["report", "nowhere"], "is not a run"),
+        (["export", "nowhere", "there"], "is not a run"),
+        (["import", "nowhere", "--out", "there"], "it has no config.json"),
+    ],
+)
+def test_bad_input_exits_with_2(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+
+
+def test_a_failed_check_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fivefold import recipe
+    from fivefold.errors import CheckFailed
+
+    def fail(*_: object) -> Recipe:
+        raise CheckFailed("the losses differ by 3%")
+
+    monkeypatch.setattr(recipe, "load", fail)
+    assert run("check", "quickstart") == 1
+    assert capsys.readouterr().err == "failed: the losses differ by 3%\n"
+
+
+def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("recipes") == 0
+    assert "\nquickstart " in capsys.readouterr().out
+    assert run("recipes", "--json") == 0
+    assert "llama-7b" in json.loads(capsys.readouterr().out)["recipes"]
+
+
+def test_a_printed_recipe_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("recipes", "quickstart") == 0
+    path = tmp_path / "my.toml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert run("check", str(path), "--no-data", "--json") == 0
+    mine = json.loads(capsys.readouterr().out)
+    assert run("check", "quickstart", "--no-data", "--json") == 0
+    assert mine | {"recipe": "quickstart"} == json.loads(capsys.readouterr().out)
+
+
+def test_check(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", str(text_recipe)) == 0
+    out = capsys.readouterr().out
+    assert "the recipe is valid" in out
+    assert "5 steps of 64 tokens = 320 tokens" in out
+    assert "data     1 file(s)" in out
+
+
+def test_check_json(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", str(text_recipe), "--json", "--set", "train.steps=7", "--layout", "dp=2") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["valid"] is True
+    assert (result["steps"], result["total_tokens"], result["vocab_size"]) == (7, 448, 320)
+    assert (result["layout"], result["ranks"]) == ("dp=2", 2)
+    assert result["tokens_per_parameter"] == pytest.approx(448 / result["parameters"])
+    assert result["total_flops"] == pytest.approx(448 * result["flops_per_token"])
+    assert result["notes"] == []
+    assert result["data"]
+
+
+@pytest.mark.parametrize("name", ["bert-base-mlm", "gpt2-124m", "llama-7b", "quickstart", "shakespeare"])
+def test_check_shipped_without_data(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", name, "--no-data") == 0
+    assert ("this version trains dp_replicate layouts only" in capsys.readouterr().out) == (
+        name == "llama-7b"
+    )
+
+
+def test_missing_data_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("check", "shakespeare") == 2
+    err = capsys.readouterr().err
+    assert "tinyshakespeare.txt" in err
+    assert "--no-data" in err
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "quickstart", "--no-data", "--explain", "--set", "optim.eps=1e-6") == 0
+    out = capsys.readouterr().out
+    assert all(f"\n[{section}]\n" in out for section in Recipe.model_fields)
+    assert "\n* eps = 1e-06   (a number > 0; default 1e-08)\n" in out
+    assert "\n  grad_clip = 1.0   (a number >= 0)\n      Largest norm of the whole gradient." in out
+    assert run("check", "quickstart", "--no-data", "--explain", "--json") == 0
+    fields = json.loads(capsys.readouterr().out)["fields"]
+    assert {"key", "value", "type", "default", "doc", "is_default"} == set(fields[0])
+
+
+def test_tokenize(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tokenize", str(text_recipe), "--json") == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["tokens"]["train"] > 10_000
+    assert run("tokenize", str(text_recipe)) == 0
+    assert "fingerprint" in capsys.readouterr().out
+    assert run("check", str(text_recipe)) == 0  # now counts what is in the cache
+    assert f"{first['tokens']['train']:,}" in capsys.readouterr().out

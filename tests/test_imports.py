@@ -1,0 +1,106 @@
+"""Imports point downwards only, and what must answer at once imports nothing heavy."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fivefold
+
+SRC = Path(fivefold.__file__).parent
+# From the top down. A room imports its own files and rooms on lower lines; rooms on one line do not know each
+# other.
+LINES = [
+    {"__init__"},
+    {"cli"},
+    {"train"},
+    {"observe"},
+    {"parallel", "checkpoint"},
+    {"models"},
+    {"data", "comm", "optim", "precision"},
+    {"kernels"},
+    {"recipe"},
+    {"layout"},
+    {"errors"},
+]
+LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
+FILES = sorted(SRC.rglob("*.py"))
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(SRC).with_suffix("").parts[0]
+
+
+def imports(tree: ast.AST, module_level_only: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, absolute module name) of every import at run time: not those for the type checker."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            assert node.module is not None
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (
+                (node.lineno, name) for name in (names if node.module == "fivefold" else [node.module])
+            )
+        elif not (module_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            yield from imports(node, module_level_only)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SRC)))
+def test_imports_point_downwards(file: Path) -> None:
+    room = room_of(file)
+    assert room in LINE_OF, f"room '{room}' is on no line of this test"
+    upwards = []
+    for line, name in imports(ast.parse(file.read_text(encoding="utf-8"))):
+        top, _, rest = name.partition(".")
+        target = rest.partition(".")[0] if rest else "__init__"
+        if top == "fivefold" and target != room and LINE_OF.get(target, -1) <= LINE_OF[room]:
+            upwards.append(f"{file.relative_to(SRC)}:{line}: '{room}' imports '{target}'")
+    assert not upwards, "\n".join(upwards)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [f for f in FILES if room_of(f) in ("__init__", "cli", "data", "errors", "layout", "recipe")],
+    ids=str,
+)
+def test_light_rooms_have_no_torch_at_module_level(file: Path) -> None:
+    found = {name.partition(".")[0] for _, name in imports(ast.parse(file.read_text(encoding="utf-8")), True)}
+    assert not found & {"torch", "transformers", "datasets", "pyarrow", "plotly", "tensorboard"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import fivefold", ["torch", "numpy", "pydantic", "typer", "rich"]),
+        ("import fivefold.cli.main", ["torch", "numpy", "pydantic", "rich", "tokenizers"]),
+        ("import fivefold.recipe, fivefold.layout", ["torch", "numpy", "typer", "rich"]),
+        ("import fivefold.data", ["torch", "transformers", "datasets"]),
+    ],
+)
+def test_import_is_light(statement: str, absent: list[str]) -> None:
+    code = f"import sys, json; {statement}; print(json.dumps([n for n in {absent!r} if n in sys.modules]))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(result.stdout) == []
+
+
+@pytest.mark.parametrize("name", fivefold.__all__)
+def test_public_names_exist(name: str) -> None:
+    value = getattr(fivefold, name)
+    assert value is not None
+    if name not in ("Recipe", "__version__"):
+        assert callable(value)
+
+
+def test_unknown_public_name() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        fivefold.trian  # noqa: B018

@@ -1,0 +1,173 @@
+"""Layouts: ranks and their places, text in and out, errors that help."""
+
+import math
+from dataclasses import asdict, fields, replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import UserError
+from fivefold.layout import (
+    AXES,
+    Layout,
+    describe,
+    nearest,
+    parse,
+    problems,
+    require_supported,
+    to_text,
+    unsupported,
+    validate,
+)
+from fivefold.recipe import LayoutSection
+
+sizes = st.integers(1, 4)
+layouts = st.builds(
+    Layout,
+    pp=sizes,
+    dp_replicate=sizes,
+    dp_shard=sizes,
+    cp=sizes,
+    tp=sizes,
+    ep=sizes,
+    zero=st.integers(0, 3),
+    sp=st.booleans(),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+    virtual_stages=sizes,
+    microbatches=st.none() | st.integers(1, 64),
+    recompute=st.sampled_from(["none", "full", "selective"]),
+)
+
+
+def test_same_fields_and_defaults_as_the_recipe() -> None:
+    section = LayoutSection()
+    assert asdict(Layout.from_recipe(section)) == asdict(Layout())
+    assert {f.name for f in fields(Layout)} == set(LayoutSection.model_fields)
+
+
+@given(layouts)
+def test_ranks_and_places_correspond(layout: Layout) -> None:
+    places = [layout.coordinates(rank) for rank in range(layout.ranks)]
+    assert [layout.rank(place) for place in places] == list(range(layout.ranks))
+    assert (
+        len({tuple(place.values()) for place in places}) == layout.ranks == math.prod(layout.sizes.values())
+    )
+    assert all(list(place) == list(AXES) for place in places)
+    # outermost axis first: places are in lexicographic order
+    assert [tuple(p.values()) for p in places] == sorted(tuple(p.values()) for p in places)
+
+
+def test_neighbours_differ_in_the_innermost_axis() -> None:
+    layout = Layout(pp=2, dp_replicate=2, tp=2)
+    assert layout.coordinates(1) == {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1}
+    assert layout.coordinates(4) == {"pp": 1, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0}
+    assert layout.rank({"pp": 1}) == 4
+    assert layout.dp == 2
+
+
+@given(layouts)
+def test_text_is_read_back(layout: Layout) -> None:
+    assert Layout(**parse(to_text(layout))) == layout  # pyright: ignore[reportArgumentType]
+
+
+def test_dp_alone() -> None:
+    assert parse("dp=4") == {"dp_replicate": 4}
+    assert parse("dp=4,zero=0") == {"dp_replicate": 4, "zero": 0}
+    assert parse("zero=1, dp=4") == {"dp_shard": 4, "zero": 1}
+    assert parse("dp_replicate=2,dp_shard=4,zero=3") == {"dp_replicate": 2, "dp_shard": 4, "zero": 3}
+    assert parse("sp=true,schedule=gpipe,recompute=full") == {
+        "sp": True,
+        "schedule": "gpipe",
+        "recompute": "full",
+    }
+    assert parse("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp", "'dp' is not of the form key=value"),
+        ("tp=", "'tp=' is not of the form"),
+        ("tpp=2", "'tpp' is not an axis or option; did you mean 'tp'?"),
+        ("tp=two", "'tp=two': must be a whole number"),
+        ("tp=-2", "'tp=-2': must be a whole number"),
+        ("sp=1", "'sp=1': must be true or false"),
+        ("tp=2,tp=4", "'tp' is given twice"),
+        ("dp=2,dp_shard=2", "give either dp or those"),
+    ],
+)
+def test_bad_text(text: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse(text)
+    assert message in str(error.value)
+
+
+def test_bad_text_tells_all_at_once() -> None:
+    with pytest.raises(UserError) as error:
+        parse("zeo=1,tp=x,sp=maybe")
+    assert all(part in str(error.value) for part in ("'zeo'", "'tp=x'", "'sp=maybe'"))
+
+
+def test_wrong_number_of_ranks_shows_equation_and_nearest() -> None:
+    with pytest.raises(UserError) as error:
+        validate(Layout(dp_replicate=2, tp=2), ranks=8)
+    message = str(error.value)
+    assert "pp 1 x dp_replicate 2 x dp_shard 1 x cp 1 x tp 2 = 4, but there are 8 ranks" in message
+    assert "dp=4,tp=2" in message
+    assert "dp=2,tp=4" in message
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            Layout(dp_shard=2),
+            "dp_shard=2 shares states between ranks: it needs zero=1, 2 or 3. Nearest valid: dp=2",
+        ),
+        (Layout(dp_replicate=2, ep=4), "ep=4 must divide dp_replicate x dp_shard x cp = 2"),
+        (Layout(dp_replicate=2, sp=True), "it needs tp > 1"),
+        (Layout(dp_replicate=2, virtual_stages=2), "needs pp > 1"),
+    ],
+)
+def test_contradictions(layout: Layout, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        validate(layout, ranks=2)
+    assert message in str(error.value)
+
+
+def test_valid_layouts_pass() -> None:
+    validate(Layout(), 1)
+    validate(Layout(pp=2, dp_shard=4, tp=2, zero=3, sp=True, virtual_stages=2, ep=4), 16)
+
+
+@given(layouts, st.integers(1, 48))
+@settings(max_examples=50, deadline=None)
+def test_nearest_are_valid(layout: Layout, ranks: int) -> None:
+    for candidate in nearest(layout, ranks):
+        validate(candidate, ranks)
+
+
+@given(layouts)
+@settings(max_examples=50, deadline=None)
+def test_a_valid_layout_is_nearest_to_itself(layout: Layout) -> None:
+    assume(not any(problems(layout)))
+    assert nearest(layout, layout.ranks, count=1) == [layout]
+
+
+def test_require_supported() -> None:
+    require_supported(Layout(dp_replicate=4, microbatches=2))
+    for text in ("tp=2", "dp_shard=2,zero=1", "recompute=full", "tp=2,sp=true"):
+        layout = replace(Layout(dp_replicate=2), **parse(text))
+        assert sorted(unsupported(layout)) == sorted(text.split(","))
+        with pytest.raises(UserError) as error:
+            require_supported(layout)
+        assert all(part in str(error.value) for part in text.split(","))
+
+
+def test_describe() -> None:
+    assert describe(Layout()) == "1 rank"
+    assert describe(Layout(dp_replicate=2)) == "2 ranks: dp_replicate 2"
+    text = describe(Layout(pp=2, dp_shard=4, tp=2, zero=3, sp=True, recompute="full"))
+    assert text.startswith("16 ranks: pp 2 x dp_shard 4 x tp 2, ZeRO 3")
+    assert "recompute full" in text

@@ -1,0 +1,384 @@
+"""Recipes: strict reading, all errors at once, overrides, TOML out and in again, derived numbers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fivefold.errors import UserError
+from fivefold.recipe import (
+    DataSection,
+    ModelSection,
+    OptimSection,
+    Recipe,
+    TrainSection,
+    change,
+    count_parameters,
+    expected_vocab_size,
+    explain,
+    flops_per_token,
+    load,
+    resolve,
+    shipped,
+    to_toml,
+    tokens_per_step,
+    total_steps,
+)
+
+SHIPPED = ["bert-base-mlm", "gpt2-124m", "llama-7b", "quickstart", "shakespeare"]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def errors(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(UserError) as error:
+        load(*args, **kwargs)
+    return str(error.value)
+
+
+# Reading
+
+
+def test_minimal(tmp_path: Path) -> None:
+    recipe = load(write(tmp_path, "[train]\nsteps = 3\n"))
+    assert recipe == Recipe(train=TrainSection(steps=3))
+
+
+def test_toml_has_no_tuples_and_integers_may_stand_for_numbers(tmp_path: Path) -> None:
+    recipe = load(write(tmp_path, "[train]\nsteps = 3\n[optim]\nlr = 1\nbetas = [0, 0.5]\n"))
+    assert recipe.optim.lr == 1.0
+    assert isinstance(recipe.optim.lr, float)
+    assert recipe.optim.betas == (0.0, 0.5)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped(name: str) -> None:
+    recipe = load(name)
+    assert len(shipped()[name]) > 40
+    resolved = resolve(recipe, vocab_size=256)
+    assert total_steps(resolved) == total_steps(recipe)
+    assert load(name, ["train.steps=10"]).train.steps == 10
+    assert load(name, layout="dp=2").layout.dp_replicate == 2
+
+
+def test_shipped_is_complete() -> None:
+    assert list(shipped()) == SHIPPED
+
+
+def test_llama_7b_is_the_real_one() -> None:
+    recipe = load("llama-7b")
+    assert (recipe.model.layers, recipe.model.dim, recipe.model.seq_len) == (32, 4096, 4096)
+    assert tokens_per_step(recipe) == 2**22
+
+
+def test_not_found() -> None:
+    message = errors("quikstart")
+    assert "did you mean 'quickstart'?" in message
+    assert all(name in message for name in SHIPPED)
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    assert "a folder" in errors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("[model]\ndim = = 3\n", "2:7"), ('[model]\ndim = "', "2:8"), ("[model]\n[model]\n", "2:7")],
+)
+def test_syntax_error_names_file_line_and_column(tmp_path: Path, text: str, place: str) -> None:
+    path = write(tmp_path, text)
+    assert errors(path).startswith(f"{path}:{place}: not valid TOML: ")
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(b"# \xff")
+    assert "not UTF-8 text at byte 2" in errors(path)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nheadz = 3", "line 2: model.headz = 3: [model] has no such key; did you mean 'heads'?"),
+        ("[model]\nlr = 3", "line 2: model.lr = 3: [model] has no such key; did you mean 'optim.lr'?"),
+        ("[modle]\ndim = 3", "line 1: [modle]: no such section; did you mean 'model'?"),
+        ("lr = 3", "line 1: lr = 3: stands in no section; did you mean 'optim.lr'?"),
+        ("model = 3", "line 1: model = 3: must be a section: a line [model], then its keys"),
+        ('[model]\ndim = "big"', 'line 2: model.dim = "big": must be a whole number >= 1'),
+        ("[model]\ndim = true", "model.dim = true: must be a whole number >= 1"),
+        ("[model]\ndim = 0", "model.dim = 0: must be a whole number >= 1"),
+        ("[model]\ndim = 512.0", "model.dim = 512.0: must be a whole number >= 1: write 512"),
+        ('[model]\narch = "lama"', 'must be one of "llama", "gpt2", "bert"; did you mean \'llama\'?'),
+        ("[optim]\nlr = nan", "optim.lr = nan: must be a number > 0"),
+        ("[optim]\nlr = inf", "optim.lr = inf: must be a number > 0"),
+        ("[optim]\nbetas = [0.9, 1]", "betas = [0.9, 1]: must be a list of 2, each a number >= 0 and < 1"),
+        ("[optim]\nbetas = [0.9]", "betas = [0.9]: must be a list of 2"),
+        ("[observe]\ntensorboard = 1", "observe.tensorboard = 1: must be true or false"),
+        ("[data]\nsource = 1979-05-27", "data.source = datetime.date(1979, 5, 27): must be text"),
+        # What fields must agree on
+        ("[model]\ndim = 10", "model.dim = 10 must be divisible by model.heads = 6"),
+        ("[model]\ndim = 18", "model.dim / model.heads = 3 must be even"),
+        ("[model]\nkv_heads = 4", "model.kv_heads = 4 must divide model.heads = 6"),
+        ('[model]\narch = "gpt2"\nkv_heads = 3', "gpt2 has as many kv_heads as heads"),
+        ('[model]\narch = "gpt2"\nrope_theta = 5e5', "gpt2 has no rotary positions"),
+        ('[model]\narch = "bert"\n[train]\nsample_every = 5', "bert sees both sides of a token"),
+        ("[optim]\nwarmup_steps = 30", "optim.warmup_steps = 30 must be at most the run's 20 steps"),
+        ("[optim]\nmin_lr = 1", "optim.min_lr = 1.0 must be at most optim.lr = 0.001"),
+        (
+            "[train]\nglobal_batch_size = 9\nmicrobatch_size = 2",
+            "global_batch_size = 9 must be divisible by 2",
+        ),
+        (
+            "[layout]\ndp_replicate = 3",
+            "global_batch_size = 16 must be divisible by 3 (3 data-parallel ranks)",
+        ),
+        ("[train]\nmicrobatch_size = 2\n[layout]\nmicrobatches = 2", "global_batch_size = 16 must be 4"),
+        ("[layout]\ndp_shard = 2", "layout: dp_shard=2 shares states between ranks"),
+        ("[layout]\ntp = 4", "layout.tp = 4 must divide model.heads = 6"),
+        ("[layout]\ncp = 3", "layout.cp = 3 must divide model.seq_len = 256"),
+        ("[layout]\npp = 4\nvirtual_stages = 2", "= 8 stages, more than model.layers = 6"),
+    ],
+)
+def test_one_error(tmp_path: Path, text: str, message: str) -> None:
+    # the length of the run comes from outside, to be the same for all
+    found = errors(write(tmp_path, text), ["train.steps=20"])
+    assert message in found
+    assert "problems" not in found  # and nothing else is wrong
+
+
+def test_length_must_be_given_once(tmp_path: Path) -> None:
+    assert "train.steps or train.tokens must be given" in errors(write(tmp_path, ""))
+    assert "are both given" in errors(write(tmp_path, "[train]\nsteps = 3\ntokens = 3\n"))
+
+
+def test_all_errors_together(tmp_path: Path) -> None:
+    model = '[model]\ndim = "big"\nheads = 4\nkv_heads = 3\nhedas = 1\n'
+    text = model + "[optmi]\nlr = 3\n[optim]\nlr = 0\nmin_lr = 1\n[train]\nsteps = 1"
+    found = errors(write(tmp_path, text), ["optim.eps=x", "foo", "data.surce=x"], layout="tp=x")
+    assert "9 problems" in found
+    assert len(found.splitlines()) == 10
+    for part in (
+        "layout 'tp=x'",
+        "--set foo: must look like section.key=value",
+        "line 6: [optmi]",
+        'line 2: model.dim = "big"',
+        "line 5: model.hedas = 1",
+        "--set data.surce=x: data.surce",
+        "line 9: optim.lr = 0",
+        '--set optim.eps=x: optim.eps = "x"',
+        "model.kv_heads = 3 must divide model.heads = 4",
+    ):
+        assert part in found
+    assert "must be at most" not in found  # min_lr <= lr cannot be judged: lr itself is wrong
+
+
+def test_python_values_are_checked_too() -> None:
+    with pytest.raises(ValidationError, match="dim"):
+        ModelSection(dim="big")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValidationError, match="hedas"):
+        ModelSection(hedas=3)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValidationError, match=r"must be divisible by model.heads"):
+        Recipe(model=ModelSection(dim=10))
+    with pytest.raises(ValidationError, match="frozen"):
+        Recipe().model.dim = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Overrides
+
+
+def test_overrides() -> None:
+    recipe = load(
+        "quickstart",
+        [
+            "optim.lr=3e-4",
+            "data.source=my.txt",
+            "data.tokenizer=12",
+            "optim.betas=[0.8, 0.9]",
+            "layout.sp = false",
+        ],
+    )
+    assert recipe.optim.lr == 3e-4
+    assert recipe.data.source == "my.txt"
+    assert recipe.data.tokenizer == "12"  # the field wants text
+    assert recipe.optim.betas == (0.8, 0.9)
+    assert load("quickstart", ['data.source="a = b"']).data.source == "a = b"
+    assert load("quickstart", ["data.source=a = b"]).data.source == "a = b"
+    assert load("quickstart", ["train.sample_prompt="]).train.sample_prompt == ""
+
+
+def test_the_last_override_counts() -> None:
+    assert load("quickstart", ["train.steps=5", "train.steps=7"]).train.steps == 7
+
+
+def test_none_unsets() -> None:
+    assert load("llama-7b", ["model.ffn_dim=none"]).model.ffn_dim is None
+    assert load("llama-7b", ["layout.recompute=none"]).layout.recompute == "none"  # here it is a word
+    assert "optim.lr" in errors("quickstart", ["optim.lr=none"])
+
+
+def test_steps_and_tokens_replace_each_other() -> None:
+    assert load("gpt2-124m", ["train.steps=10"]).train.tokens is None
+    recipe = load("quickstart", ["train.tokens=10000"])
+    assert (recipe.train.steps, recipe.train.tokens) == (None, 10_000)
+    assert total_steps(recipe) == math.ceil(10_000 / tokens_per_step(recipe))
+    assert "are both given" in errors("quickstart", ["train.tokens=10000", "train.steps=3"])
+
+
+def test_layout_replaces_the_section() -> None:
+    layout = load("llama-7b", layout="dp=8,tp=2,zero=1").layout
+    assert (layout.dp_shard, layout.tp, layout.zero, layout.recompute) == (8, 2, 1, "none")
+    assert load("llama-7b", ["layout.recompute=full"], layout="dp=8").layout.recompute == "full"
+    assert "--layout: layout.zero = 7" in errors("llama-7b", layout="zero=7")
+
+
+def test_change() -> None:
+    recipe = change(load("quickstart"), ["train.steps=3"], layout="dp=2")
+    assert (recipe.train.steps, recipe.layout.dp_replicate) == (3, 2)
+    with pytest.raises(UserError, match="must be a whole number >= 1"):
+        change(recipe, ["train.steps=0"])
+
+
+# Out and in again
+
+_texts = st.text(max_size=20)
+_recipes = st.builds(
+    Recipe,
+    model=st.builds(
+        ModelSection,
+        arch=st.sampled_from(["llama", "gpt2"]),
+        heads=st.just(6),
+        dim=st.integers(1, 9).map(lambda n: 12 * n),
+        vocab_size=st.none() | st.integers(2, 10**6),
+        tie_embeddings=st.none() | st.booleans(),
+        norm_eps=st.none() | st.floats(1e-30, 1.0),
+    ),
+    data=st.builds(DataSection, source=_texts, tokenizer=_texts, text_key=_texts, cache=st.none() | _texts),
+    train=st.builds(TrainSection, steps=st.integers(1, 2**63), sample_prompt=_texts),
+    optim=st.builds(
+        OptimSection,
+        lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+        betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
+    ),
+)
+
+
+@given(_recipes)
+@settings(max_examples=100, deadline=None)
+def test_toml_round_trip(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+    path = tmp_path_factory.getbasetemp() / "round-trip.toml"
+    path.write_text(to_toml(recipe, comment="a\nb"), encoding="utf-8", newline="")
+    assert load(path) == recipe
+
+
+@given(_recipes, st.integers(2, 10**6))
+@settings(max_examples=50, deadline=None)
+def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: int) -> None:
+    assume(recipe.model.vocab_size is None or vocab_size <= recipe.model.vocab_size)
+    resolved = resolve(recipe, vocab_size=vocab_size)
+    assert resolve(resolved, vocab_size=vocab_size) == resolved
+    assert Recipe.model_validate(resolved.model_dump()) == resolved  # what was filled in keeps the rules
+    left_open = {row.key for row in explain(resolved) if row.value is None}
+    assert left_open <= {"train.tokens", "layout.microbatches", "data.cache"}
+
+
+def test_resolve_values() -> None:
+    recipe = load(
+        "quickstart", ["train.steps=1000", "train.global_batch_size=24", "optim.lr=1e-2"], layout="dp=2"
+    )
+    resolved = resolve(recipe, vocab_size=4001)
+    assert resolved.model.kv_heads == 6
+    assert resolved.model.ffn_dim == 1024
+    assert resolved.model.vocab_size == 4032
+    assert resolved.model.tie_embeddings is False
+    assert resolved.optim.warmup_steps == 20
+    assert resolved.optim.min_lr == pytest.approx(1e-3)
+    assert resolved.train.val_every == 100
+    assert resolved.train.microbatch_size == 6  # 12 a rank, at most 8 at once
+    gpt2 = resolve(
+        Recipe(model=ModelSection(arch="gpt2", heads=4, dim=64), train=TrainSection(steps=1)), vocab_size=9
+    )
+    assert (gpt2.model.ffn_dim, gpt2.model.tie_embeddings, gpt2.model.vocab_size) == (256, True, 64)
+    assert gpt2.optim.warmup_steps == 1
+
+
+def test_resolve_respects_microbatches() -> None:
+    resolved = resolve(load("quickstart", layout="dp=2,microbatches=4"), vocab_size=64)
+    assert (resolved.train.microbatch_size, resolved.layout.microbatches) == (2, None)
+
+
+def test_vocabulary_too_small() -> None:
+    with pytest.raises(UserError, match=r"model.vocab_size = 100 is smaller than the tokenizer's 257"):
+        resolve(load("quickstart", ["model.vocab_size=100"]), vocab_size=257)
+
+
+def test_tokens_round_up_to_steps() -> None:
+    recipe = load("quickstart", ["train.tokens=4097"])
+    assert total_steps(recipe) == 2
+    with pytest.raises(UserError, match=r"train.steps or train.tokens"):
+        total_steps(Recipe())
+
+
+# What follows from the numbers
+
+
+def test_parameters_of_published_models() -> None:
+    gpt2 = ModelSection(arch="gpt2", layers=12, dim=768, heads=12, seq_len=1024, vocab_size=50257)
+    bert = ModelSection(arch="bert", layers=12, dim=768, heads=12, seq_len=512, vocab_size=30522)
+    llama2 = load("llama-7b").model
+    llama3 = ModelSection(
+        layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256, seq_len=8192
+    )
+    assert count_parameters(gpt2) == 124_439_808
+    assert count_parameters(bert) == 109_514_298
+    assert count_parameters(llama2) == 6_738_415_616
+    assert count_parameters(llama3) == 8_030_261_248
+    assert (
+        count_parameters(llama3.model_copy(update={"tie_embeddings": True})) == 8_030_261_248 - 128256 * 4096
+    )
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("tied", [None, True, False])
+def test_numbers_are_those_of_the_modules(arch: Any, tied: bool | None) -> None:
+    from fivefold.models import build
+    from fivefold.models import flops_per_token as flops_of_module
+
+    model = ModelSection(arch=arch, layers=3, dim=24, heads=4, vocab_size=70, seq_len=16, tie_embeddings=tied)
+    if arch == "llama":
+        model = model.model_copy(update={"kv_heads": 2})
+    resolved = resolve(Recipe(model=model, train=TrainSection(steps=1)), vocab_size=70).model
+    assert count_parameters(model) == sum(p.numel() for p in build(resolved).parameters())
+    assert flops_per_token(model) == pytest.approx(flops_of_module(resolved), rel=1e-12)
+
+
+def test_expected_vocabulary() -> None:
+    assert expected_vocab_size(load("quickstart")) == 4096
+    assert expected_vocab_size(load("quickstart", ["data.tokenizer=bytes"])) == 320
+    assert expected_vocab_size(load("quickstart", ["data.tokenizer=bpe:1000"])) == 1024
+    assert expected_vocab_size(load("shakespeare")) is None
+    assert expected_vocab_size(load("quickstart", ["data.source=tokens:x.bin"])) is None
+    assert expected_vocab_size(load("gpt2-124m")) == 50304
+
+
+def test_every_field_is_explained() -> None:
+    rows = explain(load("quickstart", ["optim.eps=1e-6"]))
+    assert all(len(row.doc) > 10 and row.type for row in rows)
+    assert {row.key for row in rows if row.key.startswith("optim.") and not row.is_default} == {
+        "optim.eps",
+        "optim.lr",
+        "optim.schedule",
+    }
+    by_key = {row.key: row for row in rows}
+    assert by_key["model.kv_heads"].type == "a whole number >= 1, or unset"
+    assert by_key["layout.zero"].type == "a whole number >= 0 and <= 3"
