@@ -7,6 +7,7 @@ import torch
 
 from fivefold.models import build
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
+from fivefold.models.layers import rope_table
 from fivefold.recipe import ModelSection, count_parameters, resolve_model
 
 transformers = pytest.importorskip("transformers")
@@ -126,3 +127,17 @@ def test_bf16_is_close_to_fp32(pair):
     assert logits.dtype == loss.dtype == torch.float32
     assert (logits - expected).norm() / expected.norm() < 0.03
     assert abs(loss - ours(tokens, targets)) < 0.03
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500.0])
+def test_rotary_table_is_theirs_to_the_bit(theta):
+    """Also far out, where angles are large."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    model = resolve_model(ModelSection(dim=256, heads=4, rope_theta=theta, vocab_size=64), vocab_size=64)
+    config = transformers.LlamaConfig(**hf_config(model))
+    positions = torch.arange(3, 9000)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    got = rope_table(3, 9000, 64, theta, torch.device("cpu"))
+    assert torch.equal(got[0], cos[0, :, :32])
+    assert torch.equal(got[1], sin[0, :, :32])

@@ -1,0 +1,60 @@
+"""Parameters and FLOPs that the recipe's formulas give, against those of the built modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fivefold.models import build, flops_per_token
+from fivefold.recipe import ModelSection, count_parameters, load, resolve_model, shipped
+
+SMALL = {"layers": 3, "dim": 64, "heads": 4, "vocab_size": 256, "seq_len": 40}
+MODELS = [
+    ModelSection(arch="llama", **SMALL),
+    ModelSection(arch="llama", kv_heads=1, tie_embeddings=True, **SMALL),
+    ModelSection(arch="gpt2", **SMALL),
+    ModelSection(arch="bert", ffn_dim=96, **SMALL),
+]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_models_have_as_many_parameters_as_counted(name):
+    model = load(name).model
+    model = resolve_model(model, vocab_size=model.vocab_size or 4096)
+    assert sum(p.numel() for p in build(model).parameters()) == count_parameters(model)
+
+
+def test_known_models_have_their_published_size():
+    gpt2 = ModelSection(arch="gpt2", layers=12, dim=768, heads=12, vocab_size=50257, seq_len=1024)
+    llama = ModelSection(layers=32, dim=4096, heads=32, ffn_dim=11008, vocab_size=32000, seq_len=4096)
+    bert = ModelSection(arch="bert", layers=12, dim=768, heads=12, vocab_size=30522, seq_len=512)
+    sizes = [
+        sum(p.numel() for p in build(resolve_model(m, vocab_size=2)).parameters())
+        for m in (gpt2, llama, bert)
+    ]
+    assert sizes == [124_439_808, 6_738_415_616, 109_514_298]
+
+
+@pytest.mark.parametrize("section", MODELS, ids=lambda m: f"{m.arch}-{m.kv_heads}")
+def test_flops_are_those_that_torch_counts(section):
+    """Matrix products of forward and backward; attention's own two are left out of both sides, for torch sees
+    only some implementations of them. Every token is a target, of bert's 40 the 6 that are masked."""
+    model = resolve_model(section, vocab_size=256)
+    module = build(model, device="cpu")
+    tokens = torch.randint(0, 256, (2, 40))
+    targets = tokens.clone()
+    if model.arch == "bert":
+        targets[:, 6:] = -100
+    with FlopCounterMode(display=False) as counter:
+        module(tokens, targets).backward()
+    counts = counter.get_flop_counts()["Global"]
+    counted = sum(flops for op, flops in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    attention = 12 * model.layers * model.dim * model.seq_len * (1.0 if model.arch == "bert" else 0.5)
+    assert counted / tokens.numel() == pytest.approx(flops_per_token(model) - attention, rel=1e-12)
+
+
+def test_flops_of_the_common_work():
+    """77 MFLOP a token: the figure that this project's benchmarks use."""
+    model = ModelSection(layers=6, dim=384, heads=6, ffn_dim=1024, vocab_size=4096, seq_len=256)
+    assert flops_per_token(model) == pytest.approx(76.7e6, rel=1e-3)
