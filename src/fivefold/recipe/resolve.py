@@ -43,7 +43,7 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
     """The same recipe with every open field filled in; what is given stays. Resolving twice changes nothing.
 
     `layout.microbatches` is turned into `train.microbatch_size`, and `train.tokens` into `train.steps`, which
-    say the same. Left as they are: `data.cache` and `precision.mode = "auto"`, which are matters of the machine.
+    say the same. Left as they are: `data.cache` and `precision.mode = "auto"`, matters of the machine.
 
     Args:
         vocab_size: ids that the data may hold (the tokenizer's size).
