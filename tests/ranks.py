@@ -1,0 +1,148 @@
+"""A pool of real gloo ranks for tests: started once, reused by every test of the same world size.
+
+Ranks are forked from a clean server process that has imported torch (Python's forkserver), so a pool of four is
+ready in well under a second and inherits no threads of the test runner. A test gives the pool a module-level
+function; every rank calls it as function(rank, world, *arguments) and its results come back in rank order.
+
+A rank that raises ends the call with its traceback; ranks that do not answer in time are named, with the line each
+is stuck at. In both cases the pool is killed and the next call starts a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 2  # how long the others may go on after one rank has raised
+_servers = multiprocessing.get_context("forkserver")
+_servers.set_forkserver_preload(["torch", "torch.distributed", "fivefold.train.run"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died, or did not answer in time."""
+
+
+class Pool:
+    """`world` gloo ranks on this machine, one thread each."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self.folder = Path(tempfile.mkdtemp(prefix="fivefold-ranks-"))
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            ours, theirs = _servers.Pipe()
+            process = _servers.Process(target=_serve, args=(rank, world, str(self.folder), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 30) -> list[Any]:
+        """Calls function(rank, world, *arguments) on every rank; returns the results in rank order.
+
+        Raises:
+            RankFailed: naming the ranks and what they said, or where they are stuck.
+        """
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) + len(errors) < self.world:
+            open_pipes = {self.pipes[r]: r for r in range(self.world) if r not in results and r not in errors}
+            ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = open_pipes[pipe]  # type: ignore[index]
+                try:
+                    fine, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(1)
+                    fine, value = False, f"died, exit code {self.processes[rank].exitcode}"
+                (results if fine else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if len(results) == self.world:
+            return [results[rank] for rank in range(self.world)]
+        missing = [r for r in range(self.world) if r not in results and r not in errors]
+        message = self._describe(errors, missing, timeout_s)
+        self.close()
+        raise RankFailed(message)
+
+    def _describe(self, errors: dict[int, str], stuck: list[int], timeout_s: float) -> str:
+        parts = [f"rank {rank} of {self.world}: {text}" for rank, text in errors.items()]
+        for rank in stuck:
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
+        time.sleep(0.3 if stuck else 0)
+        for rank in stuck:
+            where = (self.folder / f"stack-{rank}").read_text() or "(no stack)"
+            waited = "after another rank failed" if errors else f"after {timeout_s} s"
+            parts.append(f"rank {rank} of {self.world} is stuck {waited}, at:\n{where}")
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """Kills the ranks; the pool cannot be used any more."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if _pools.get(self.world) is self:
+            del _pools[self.world]
+
+
+_pools: dict[int, Pool] = {}
+
+
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 30) -> list[Any]:
+    """Runs a function on every rank of a pool of `world` ranks, which is started if there is none yet."""
+    if world not in _pools:
+        _pools[world] = Pool(world)
+    return _pools[world].run(function, *arguments, timeout_s=timeout_s)
+
+
+@atexit.register
+def close_pools() -> None:
+    for pool in list(_pools.values()):
+        pool.close()
+
+
+def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
+    torch.set_num_threads(1)
+    with Path(folder, f"stack-{rank}").open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        store = dist.FileStore(f"{folder}/store", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=25))
+        while True:
+            try:
+                function, arguments = pipe.recv()
+            except (EOFError, OSError):
+                break
+            try:
+                answer = (True, function(rank, world, *arguments))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            pipe.send(answer)
+        dist.destroy_process_group()
