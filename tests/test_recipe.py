@@ -86,7 +86,9 @@ def test_not_found() -> None:
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
-    assert "a folder" in errors(tmp_path)
+    assert "a folder, not a recipe file" in errors(tmp_path)
+    path = write(tmp_path, "[train]\nsteps = 3\n")
+    assert f"{path} is its recipe" in errors(tmp_path)  # a run's folder
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,11 @@ def find(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.is_file():
         return path
+    if (path / "recipe.toml").is_file():
+        raise UserError(
+            f"recipe '{path}': a folder with a run: `fivefold train {path} --resume` goes on with it, "
+            f"{path / 'recipe.toml'} is its recipe"
+        )
     what = (
         "a folder, not a recipe file" if path.is_dir() else "no such file, and no shipped recipe of this name"
     )
