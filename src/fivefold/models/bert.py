@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fivefold import kernels
 from fivefold.models.cache import Cache
-from fivefold.models.layers import Linear, logits_or_loss
+from fivefold.models.layers import Embedding, Linear, logits_or_loss
 from fivefold.recipe.schema import ModelSection
 
 TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, both are kept for exchange of weights
@@ -72,9 +72,9 @@ class BERT(nn.Module):
         assert model.vocab_size is not None, "a resolved recipe has vocab_size"
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
         self.dropout = model.dropout
-        self.embed = nn.Embedding(model.vocab_size, model.dim)
-        self.embed_positions = nn.Embedding(model.seq_len, model.dim)
-        self.embed_types = nn.Embedding(TOKEN_TYPES, model.dim)
+        self.embed = Embedding(model.vocab_size, model.dim)
+        self.embed_positions = Embedding(model.seq_len, model.dim)
+        self.embed_types = Embedding(TOKEN_TYPES, model.dim)
         self.embed_norm = nn.LayerNorm(model.dim, model.norm_eps)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
         self.transform = Linear(model.dim, model.dim)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fivefold import kernels
 from fivefold.models.cache import Cache, LayerCache, cached_attention
-from fivefold.models.layers import Linear, logits_or_loss
+from fivefold.models.layers import Embedding, Linear, logits_or_loss
 from fivefold.recipe.schema import ModelSection
 
 
@@ -69,8 +69,8 @@ class GPT2(nn.Module):
         assert model.vocab_size is not None, "a resolved recipe has vocab_size"
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
         self.dropout = model.dropout
-        self.embed = nn.Embedding(model.vocab_size, model.dim)
-        self.embed_positions = nn.Embedding(model.seq_len, model.dim)
+        self.embed = Embedding(model.vocab_size, model.dim)
+        self.embed_positions = Embedding(model.seq_len, model.dim)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
         self.norm = nn.LayerNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fivefold import kernels
 from fivefold.models.cache import Cache, LayerCache, cached_attention
-from fivefold.models.layers import AddRMSNorm, Linear, RMSNorm, logits_or_loss, rope_table
+from fivefold.models.layers import AddRMSNorm, Embedding, Linear, RMSNorm, logits_or_loss, rope_table
 from fivefold.recipe.schema import ModelSection
 
 
@@ -79,7 +79,7 @@ class Llama(nn.Module):
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
         self.head_dim, self.rope_theta = model.dim // model.heads, model.rope_theta
         self.dropout = model.dropout
-        self.embed = nn.Embedding(model.vocab_size, model.dim)
+        self.embed = Embedding(model.vocab_size, model.dim)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)

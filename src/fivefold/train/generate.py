@@ -148,9 +148,7 @@ def sample(logits_V: Tensor, sampling: Sampling, randomness: torch.Generator) ->
     k = min(sampling.top_k or len(logits_V), len(logits_V))
     values_k, ids_k = logits_V.topk(k)  # from the likeliest down
     p_k = (values_k / sampling.temperature).softmax(0)
-    likelier_k = (
-        p_k.cumsum(0) - p_k
-    )  # probability of all that come before: 0 for the first, which always stays
+    likelier_k = p_k.cumsum(0) - p_k  # probability of all before: 0 for the first, which always stays
     p_k = p_k.where(likelier_k < sampling.top_p, 0.0)
     return int(ids_k[torch.multinomial(p_k, 1, generator=randomness)])
 
