@@ -1,0 +1,240 @@
+"""Line charts as HTML: drawn here, complete without a script, sharp at any width, in light and dark.
+
+The picture is an SVG that stretches with its box (strokes keep their width); tick labels are HTML, so that
+their size stays readable on a phone. Where both a linear and a logarithmic scale make sense, both are drawn
+and the style sheet shows one. The numbers under the cursor are the only thing a script adds (page/report.js).
+A plotting library would put 4.5 MB into every page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+import numpy as np
+
+from fivefold.observe.axis import Axis, linear_axis, log_axis, tick_labels, ticks
+from fivefold.observe.format import short_number
+
+# A line keeps at most four points (first, lowest, highest, last) of each of this many stretches of the x
+# axis: it looks the same as with all points, spikes included (M4, VLDB 2014, doi 10.14778/2732951.2732953).
+STRETCHES = 500
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: `values[i]` at `steps[i]`, steps ascending; NaN leaves a gap. `style`: of the style sheet."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    style: Literal["first", "second", "faint"] = "first"
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a chart shows.
+
+    id: unique in the page; unit: follows the numbers; zero: the linear axis starts at 0; log: offer the
+    logarithmic scale; span: first and last step of the x axis; right: (factor, unit) of a second axis, whose
+    numbers are the left ones times `factor`; bad: steps to mark, where the value was not finite; wide: over
+    both columns of the page, with a legend.
+    """
+
+    id: str
+    title: str
+    series: Sequence[Series]
+    span: tuple[int, int]
+    unit: str = ""
+    zero: bool = False
+    log: bool = False
+    right: tuple[float, str] | None = None
+    bad: Sequence[int] = ()
+    wide: bool = False
+    note: str = ""
+
+
+def draw(chart: Chart) -> str:
+    """The chart as a <figure>; '' if no series has a finite value."""
+    drawn = [thin(series, chart.span) for series in chart.series]
+    drawn = [series for series in drawn if any(map(math.isfinite, series.values))]
+    if not drawn:
+        return ""
+    values = [value for series in drawn for value in series.values if math.isfinite(value)]
+    log = chart.log and min(values) > 0 and max(values) > min(values)
+    scales = [_scale(chart, drawn, linear_axis(min(values), max(values), chart.zero), "linear")]
+    if log:
+        scales.append(_scale(chart, drawn, log_axis(min(values), max(values)), "log"))
+    x_axis = "".join(
+        f'<span style="left:{_percent(step, chart.span)}">{short_number(step)}</span>'
+        for step in ticks(*chart.span, count=6)
+        if step == int(step)
+    )
+    classes = "chart" + " wide" * chart.wide + " two-axes" * (chart.right is not None)
+    legend = _legend(drawn) if chart.wide else ""
+    words = escape(describe(chart, drawn))
+    return f"""<figure class="{classes}" aria-labelledby="{chart.id}">
+<figcaption><h3 id="{chart.id}">{escape(chart.title)}</h3>{legend}{_toggle(chart) if log else ""}</figcaption>
+<div class="plot" tabindex="0" role="img" aria-label="{words}" data-chart="{_data(chart, drawn)}">
+{"".join(scales)}<div class="cursor" hidden></div><output class="values" hidden></output></div>
+<div class="x-axis" aria-hidden="true">{x_axis}<b>step</b></div>
+{f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""}</figure>
+"""
+
+
+def describe(chart: Chart, drawn: Sequence[Series]) -> str:
+    """The chart in words, for those who do not see it: where each line starts and ends, and its extremes."""
+    parts = []
+    for series in drawn:
+        points = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
+        low, high = min(v for _, v in points), max(v for _, v in points)
+        (s0, v0), (s1, v1) = points[0], points[-1]
+        parts.append(
+            f"{series.name}: {_show(v0, chart.unit)} at step {s0:,}, {_show(v1, chart.unit)} at step {s1:,}, "
+            f"lowest {_show(low, chart.unit)}, highest {_show(high, chart.unit)}"
+        )
+    return f"{chart.title} by step. " + "; ".join(parts) + "."
+
+
+def thin(series: Series, span: tuple[int, int], stretches: int = STRETCHES) -> Series:
+    """`series` with at most four points of each stretch of the x axis, and one NaN where there was any."""
+    steps, values = np.asarray(series.steps, float), np.asarray(series.values, float)
+    values = np.where(np.isfinite(values), values, np.nan)
+    if len(steps) > 4 * stretches:
+        width = max(1, span[1] - span[0] + 1) / stretches
+        edges = np.searchsorted(steps, span[0] + width * np.arange(1, stretches))
+        keep: set[int] = set()
+        for part in np.split(np.arange(len(steps)), edges):
+            found = part[~np.isnan(values[part])]
+            if len(found):
+                keep |= {int(i) for i in (found[0], found[-1], *_extremes(found, values))}
+            keep |= {int(i) for i in part[np.isnan(values[part])][:1]}
+        chosen = np.array(sorted(keep), dtype=int)
+        steps, values = steps[chosen], values[chosen]
+    return Series(series.name, [int(s) for s in steps], values.tolist(), series.style, series.dots)
+
+
+def _extremes(indices: np.ndarray, values: np.ndarray) -> tuple[int, int]:
+    part = values[indices]
+    return int(indices[part.argmin()]), int(indices[part.argmax()])
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the finite values among the `window` around each; NaN where the value itself is not finite.
+
+    Near the ends the window shrinks on both sides (to a tenth), so that it stays centred: a falling curve
+    keeps its start.
+    """
+    array = np.asarray(values, float)
+    finite, index = np.isfinite(array), np.arange(len(array))
+    reach = np.maximum(np.minimum(np.minimum(index, index[::-1]), window // 2), window // 20)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    low, high = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(array))
+    with np.errstate(invalid="ignore"):
+        return np.where(finite, (sums[high] - sums[low]) / (counts[high] - counts[low]), np.nan).tolist()
+
+
+def _scale(chart: Chart, drawn: Sequence[Series], axis: Axis, name: str) -> str:
+    """Grid, labels and lines of one vertical scale. x and y in thousandths of the box."""
+    grid = "".join(f"M0 {1000 - 1000 * axis.height(tick):.1f}h1000" for tick in axis.ticks)
+    labels = _labels("left", axis.ticks, axis, 1.0, chart.unit)
+    if chart.right:  # round numbers of its own, beside the grid lines
+        factor, unit = chart.right
+        own = linear_axis(axis.low * factor, axis.high * factor, chart.zero).ticks
+        inside = [tick for tick in own if tick <= axis.high * factor * 1.001]
+        labels += _labels("right", inside, axis, factor, unit)
+    bad = "".join(f"M{_across(step, chart.span):.1f} 1000v-1000" for step in _spread(chart.bad))
+    lines = "".join(_line(series, chart.span, axis) for series in drawn)
+    return (
+        f'<div class="scale {name}" aria-hidden="true">{labels}<svg viewBox="0 0 1000 1000" '
+        f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>'
+        + (f'<path class="bad" d="{bad}"/>' if bad else "")
+        + f"{lines}</svg></div>\n"
+    )
+
+
+def _labels(side: str, values: Sequence[float], axis: Axis, factor: float, unit: str) -> str:
+    """The texts of `values`, at the heights of `values` / factor."""
+    return "".join(
+        f'<span class="{side}" style="top:{100 - 100 * axis.height(value / factor):.2f}%">{text}</span>'
+        for value, text in zip(values, tick_labels(values, unit), strict=True)
+    )
+
+
+def _line(series: Series, span: tuple[int, int], axis: Axis) -> str:
+    """The path of one series; a point alone is a dot (a line of no length with round ends)."""
+    path, dots, pen = [], [], False
+    for index, (step, value) in enumerate(zip(series.steps, series.values, strict=True)):
+        if not math.isfinite(value) or (axis.log and value <= 0):
+            pen = False
+            continue
+        point = f"{_across(step, span):.1f} {1000 - 1000 * axis.height(value):.1f}"
+        following = series.values[index + 1] if index + 1 < len(series.values) else math.nan
+        if series.dots or not (pen or math.isfinite(following)):
+            dots.append(f"M{point}h0")
+        path.append(("L" if pen else "M") + point)
+        pen = True
+    style = escape(series.style)
+    marks = f'<path class="dots {style}" d="{"".join(dots)}"/>' if dots else ""
+    return f'<path class="line {style}" d="{"".join(path)}"/>{marks}'
+
+
+def _legend(drawn: Sequence[Series]) -> str:
+    if len(drawn) < 2:
+        return ""
+    keys = "".join(f'<li class="{s.style}">{escape(s.name)}</li>' for s in drawn)
+    return f'<ul class="legend">{keys}</ul>'
+
+
+def _toggle(chart: Chart) -> str:
+    """Linear or logarithmic: two radio buttons, which the style sheet reads."""
+    options = "".join(
+        f'<label><input type="radio" name="{chart.id}-scale" class="{name}"{" checked" * (name == "linear")}>'
+        f"<span>{name}</span></label>"
+        for name in ("linear", "log")
+    )
+    return f'<fieldset class="toggle"><legend>{escape(chart.title)}: scale</legend>{options}</fieldset>'
+
+
+def _data(chart: Chart, drawn: Sequence[Series]) -> str:
+    """What the script needs to show numbers under the cursor, as an attribute's text."""
+    lines = [
+        {"name": s.name, "x": s.steps, "y": [_digits(v) if math.isfinite(v) else None for v in s.values]}
+        for s in drawn
+    ]
+    data = {"span": _wide(chart.span), "unit": chart.unit, "right": chart.right, "lines": lines}
+    return escape(json.dumps(data, separators=(",", ":"), allow_nan=False))
+
+
+def _digits(value: float) -> float | int:
+    short = float(f"{value:.5g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short
+
+
+def _show(value: float, unit: str) -> str:
+    number = f"{value:,.4g}" if abs(value) < 1e4 else short_number(value)
+    return f"{number}{unit if unit == '%' else ' ' + unit}".strip()
+
+
+def _spread(steps: Sequence[int], most: int = 400) -> Sequence[int]:
+    return steps[:: max(1, math.ceil(len(steps) / most))]
+
+
+def _wide(span: tuple[int, int]) -> tuple[float, float]:
+    """The ends of the x axis; a run of one step stands in the middle."""
+    return (float(span[0]), float(span[1])) if span[1] > span[0] else (span[0] - 1.0, span[0] + 1.0)
+
+
+def _across(step: float, span: tuple[int, int]) -> float:
+    low, high = _wide(span)
+    return 1000 * (step - low) / (high - low)
+
+
+def _percent(step: float, span: tuple[int, int]) -> str:
+    return f"{_across(step, span) / 10:.2f}%"

@@ -1,0 +1,166 @@
+"""The page of a run: RUN/report.html, one file that opens offline, on a phone or a screen, in light or dark.
+
+Everything that comes from the run (samples, recipe, names) is escaped, and a content security policy forbids
+the page to load anything and to run any script but its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.observe.format import duration, printable, short_number, size
+from fivefold.observe.metrics import read_metrics
+from fivefold.observe.run_charts import run_charts
+from fivefold.observe.sections import commands, machine, recipe_text, samples, spread
+from fivefold.observe.summary import column, summarize
+from fivefold.recipe import Recipe, count_parameters, load
+
+
+def write_report(run: Path | str) -> Path:
+    """Write `run`/report.html from the run's metrics.jsonl, recipe.toml and machine.json, and give its path.
+
+    Raises: UserError if `run` has no readable metrics. The other files may be missing.
+    """
+    run = Path(run)
+    text = page(run)
+    path, temporary = run / "report.html", run / f".report.{os.getpid()}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def page(run: Path) -> str:
+    """The page as HTML."""
+    lines, recipe = read_metrics(run), _recipe(run / "recipe.toml")
+    figures = summarize(lines)
+    name = escape(printable(run.resolve().name))
+    style, script = _piece("report.css"), _piece("report.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sections = [
+        _section("Curves", run_charts(lines) + _table(lines)) if lines else "",
+        _section("What it writes", samples(lines)),
+        _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
+        _section("Machine", machine(run / "machine.json")),
+        _section("Do it again", commands(run, recipe)),
+    ]
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'sha256-{digest}'; base-uri 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{name}: training report</title>
+<style>{style}</style>
+</head>
+<body>
+<header>
+<p class="kicker">Training report</p>
+<h1>{name}</h1>
+<p class="lead">{escape(printable(_in_words(recipe, figures)))}</p>
+{_alarm(figures)}
+{_headline(figures)}
+</header>
+<main>
+{"".join(sections)}</main>
+<footer>Written by Fivefold {escape(metadata.version("fivefold"))}, {time.strftime("%Y-%m-%d %H:%M")}.
+This file needs no network.</footer>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _piece(name: str) -> str:
+    return resources.files("fivefold.observe").joinpath("page", name).read_text("utf-8")
+
+
+def _section(title: str, body: str) -> str:
+    name = title.lower().replace(" ", "-")
+    return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>\n{body}\n</section>\n'
+
+
+def _recipe(path: Path) -> Recipe | None:
+    """The run's recipe; None if it is missing or from a version that wrote other fields."""
+    try:
+        return load(str(path)) if path.is_file() else None
+    except UserError:
+        return None
+
+
+def _in_words(recipe: Recipe | None, figures: Mapping[str, Any]) -> str:
+    """One sentence that says what was trained."""
+    steps = f"{figures.get('steps', 0):,} steps"
+    if recipe is None:
+        return f"{steps}."
+    model, layout = recipe.model, recipe.layout
+    parameters = f" of {short_number(count_parameters(model))} parameters" if model.vocab_size else ""
+    ranks = math.prod((layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp, layout.pp))
+    return (
+        f"A {model.arch} model{parameters}, {model.layers} layers {model.dim} wide, trained on "
+        f"{recipe.data.source} for {steps} of {recipe.train.global_batch_size} sequences of {model.seq_len} "
+        f"tokens{f', by {ranks} ranks' if ranks > 1 else ''}."
+    )
+
+
+def _alarm(figures: Mapping[str, Any]) -> str:
+    if "nonfinite" not in figures:
+        return ""
+    count, first = figures["nonfinite"], figures["nonfinite_step"]
+    words = f"The loss was NaN or infinite in {count:,} steps, first at step {first:,}."
+    return f'<p class="alarm" role="alert">{words}</p>'
+
+
+def _headline(figures: Mapping[str, Any]) -> str:
+    """The figures at the top; each is left out if the run does not give it."""
+    best, at = figures.get("best_val_loss"), figures.get("best_val_step")
+    lowest = f"lowest: {best:.3f}, step {at:,}" if best is not None and best != figures["val_loss"] else ""
+    cards = (
+        ("val_loss", "Validation loss", lambda v: f"{v:.3f}", lowest),
+        ("val_bits_per_byte", "Bits per byte", lambda v: f"{v:.3f}", "validation"),
+        ("loss", "Train loss", lambda v: f"{v:.3f}", "mean of the last steps"),
+        ("tokens", "Tokens", short_number, f"in {figures.get('steps', 0):,} steps"),
+        ("train_s", "Time in steps", duration, ""),
+        ("tokens_per_s", "Tokens a second", short_number, "median"),
+        ("mfu", "MFU", lambda v: f"{100 * v:.1f}%", "of the dense peak"),
+        ("peak_memory_bytes", "Peak memory", size, ""),
+        ("data_wait", "Waiting for data", lambda v: f"{100 * v:.2f}%", "of the time"),
+    )
+    shown = "".join(
+        f"<div{' class=main' if key == 'val_loss' else ''}><dt>{label}</dt><dd>{escape(show(figures[key]))}"
+        f"{f'<small>{escape(note)}</small>' if note else ''}</dd></div>\n"
+        for key, label, show, note in cards
+        if key in figures
+    )
+    return f'<dl class="figures">\n{shown}</dl>' if shown else '<p class="none">No step is done yet.</p>'
+
+
+def _table(lines: Sequence[dict[str, Any]], rows: int = 12) -> str:
+    """Losses at a few steps, evenly spread: the charts' content for those who do not see them."""
+    keys = {"loss": "Train loss", "val_loss": "Validation", "val_bits_per_byte": "Bits/byte"}
+    columns = [dict(zip(*column(lines, key), strict=True)) for key in keys]
+    train, validation = list(columns[0]), list(columns[1])
+    steps = sorted({*spread(validation or train, rows), *train[:1], *train[-1:]})
+    if not steps:
+        return ""
+    cells = [[f"{found[step]:.4f}" if step in found else "" for found in columns] for step in steps]
+    body = "".join(
+        f'<tr><th scope="row">{step:,}</th>{"".join(f"<td>{cell}</td>" for cell in row)}</tr>\n'
+        for step, row in zip(steps, cells, strict=True)
+    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("Step", *keys.values()))
+    return (
+        f"<details><summary>Losses as a table</summary><table><thead><tr>{head}</tr></thead><tbody>\n"
+        f"{body}</tbody></table></details>"
+    )

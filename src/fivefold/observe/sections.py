@@ -1,0 +1,131 @@
+"""The parts of a run's page that are text: samples, recipe, machine, commands. All of it escaped."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fivefold.observe.format import printable, size
+from fivefold.recipe import Recipe, explain
+
+_MOST_SAMPLES = 8
+_LONGEST_SAMPLE = 4000
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` of `items`, evenly spread, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def samples(lines: Sequence[dict[str, Any]]) -> str:
+    """What the model wrote, from early to late."""
+    found = [(line["step"], line["sample"]) for line in lines if isinstance(line.get("sample"), str)]
+    if not found:
+        return '<p class="none">This run wrote no samples.</p>'
+    shown = ""
+    for step, text in spread(found, _MOST_SAMPLES):
+        text = text if len(text) <= _LONGEST_SAMPLE else text[:_LONGEST_SAMPLE] + " [...]"
+        # The parser drops a newline after <pre>: this one, so that a sample's own first newline stays.
+        shown += (
+            f'<figure class="sample"><figcaption>Step {step:,}</figcaption>'
+            f'<pre tabindex="0">\n{escape(printable(text.rstrip()))}</pre></figure>\n'
+        )
+    left = len(found) - _MOST_SAMPLES
+    return shown + (f'<p class="none">{left:,} more are in metrics.jsonl.</p>' if left > 0 else "")
+
+
+def recipe_text(path: Path, recipe: Recipe | None) -> str:
+    """recipe.toml, fields that differ from their defaults marked; a field's meaning is its tooltip."""
+    if not path.is_file():
+        return '<p class="none">This run has no recipe.toml.</p>'
+    known = {field.key: field for field in explain(recipe)} if recipe else {}
+    section, blocks = "", [""]
+    for line in path.read_text("utf-8", "replace").splitlines():
+        text = escape(printable(line))
+        if line.startswith("["):
+            section = line.strip("[] ")
+            blocks.append(f'<span class="section">{text}</span>\n')
+        elif text:
+            field = known.get(f"{section}.{line.split('=')[0].strip()}")
+            # A default of None is worked out from other fields: such a value is not a change.
+            changed = field is not None and field.default is not None and not field.is_default
+            doc = f' title="{escape(field.doc)}"' if field else ""
+            blocks[-1] += f"<span{' class=changed' * changed}{doc}>{text}</span>\n"
+    shown = "".join(f"<div>{block}</div>" for block in blocks if block)
+    legend = '<p class="aside"><span class="key">Marked</span> fields differ from their defaults.</p>'
+    return f'{legend if known else ""}<pre class="recipe">{shown}</pre>'
+
+
+def machine(path: Path) -> str:
+    """machine.json as a list of facts."""
+    try:
+        facts = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        facts = None
+    if not isinstance(facts, dict) or not facts:
+        return '<p class="none">This run has no machine.json.</p>'
+    rows = [f"<dt>{escape(_label(k))}</dt><dd>{escape(_fact(k, v))}</dd>\n" for k, v in facts.items()]
+    return f'<dl class="facts">\n{"".join(rows)}</dl>'
+
+
+_LABELS = {
+    "cpu": "Processor",
+    "cpu_features": "Instructions",
+    "os": "System",
+    "gpus": "GPUs",
+    "torch": "PyTorch",
+    "fast_bf16": "Fast bf16",
+}
+
+
+def _label(key: str) -> str:
+    words = printable(key.removesuffix("_bytes").replace("_", " "))
+    return _LABELS.get(key, words[:1].upper() + words[1:])
+
+
+def _fact(key: str, value: Any) -> str:
+    """One fact as text; lists and dicts in one line."""
+    if value is None or isinstance(value, bool):
+        return "unknown" if value is None else "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return size(value) if key.endswith("_bytes") else f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{_label(k).lower()} {_fact(k, v)}" for k, v in value.items()) or "none"
+    if isinstance(value, list):
+        return ("; " if any(isinstance(v, dict) for v in value) else ", ").join(
+            _fact(key, v) for v in value
+        ) or "none"
+    return printable(str(value))
+
+
+def commands(run: Path, recipe: Recipe | None) -> str:
+    """Commands that start from this run, with its folder as seen from the working directory."""
+    folder, here = run.resolve(), Path.cwd()
+    # A folder elsewhere is named by its last part: the page may be passed on, the path is nobody's business.
+    near = folder.relative_to(here) if folder.is_relative_to(here) else Path(folder.name)
+    where, toml = shlex.quote(str(near)), shlex.quote(str(near / "recipe.toml"))
+    prompt = shlex.quote(recipe.train.sample_prompt) if recipe and recipe.train.sample_prompt else "'The '"
+    possible = {
+        "The same run again": f"fivefold train {toml}",
+        "Go on from its last checkpoint": f"fivefold train {toml} --out {where} --resume",
+        "Let it write": f"fivefold generate {where} --prompt {prompt}",
+        "Make it a Hugging Face folder": f"fivefold export {where} exported-model",
+        "All curves in TensorBoard": f"tensorboard --logdir {shlex.quote(str(near / 'tensorboard'))}",
+    }
+    if recipe and recipe.model.arch == "bert":  # an encoder does not write
+        del possible["Let it write"]
+    if not (run / "tensorboard").is_dir():
+        del possible["All curves in TensorBoard"]
+    rows = [f"<li><p>{title}</p><pre>{_unbroken(line)}</pre></li>\n" for title, line in possible.items()]
+    return f'<ul class="commands">\n{"".join(rows)}</ul>'
+
+
+def _unbroken(command: str) -> str:
+    """A command that wraps between its words, not at hyphens, where a word fits a line."""
+    return " ".join(f'<span class="word">{escape(printable(word))}</span>' for word in command.split(" "))
