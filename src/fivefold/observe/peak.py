@@ -45,7 +45,7 @@ _GPUS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"mi250x", {"bf16": 191.5, "fp32": 47.9}),
 )
 
-# A measurement that got less than this share of its cores was disturbed by other processes: the next calls
+# A measurement that got less than this share of its cores was disturbed by other processes: the next runs
 # repeat it (up to _TRIES in all), and the best counts.
 _UNDISTURBED, _TRIES = 0.93, 3
 
@@ -57,7 +57,7 @@ def device_peak(device: str, dtype: str, threads: int | None = None) -> float:
     count as the device, None: all that this process may use.
     """
     if device == "cpu":
-        return ensure_matmul_rate(dtype, threads or cores())
+        return matmul_rate(dtype, threads or cores())
     import torch
 
     name = torch.cuda.get_device_name(device)
@@ -80,23 +80,28 @@ def listed_peak(name: str, dtype: str) -> float | None:
 
 
 def ensure_matmul_rate(dtype: str, threads: int) -> float:
+    """As `matmul_rate`, for the process that starts the ranks, before it does: a cached rate whose measurement
+    was disturbed by other processes is measured again here, and only here."""
+    return _matmul_rate(dtype, threads, improve=True)
+
+
+def matmul_rate(dtype: str, threads: int) -> float:
     """FLOP/s of dense square matrix products on `threads` cores of this processor, cached or measured now.
 
     The measurement (about 3 s with start-up) runs in a process of its own, so the caller's OpenMP threads are
-    not started and it may fork ranks afterwards. Call it before the ranks start: they would disturb it.
-    Several processes may call it at once: one measures, the others wait and read.
+    not started and it may fork afterwards. Several processes may call at once: one measures, the others read.
     Raises: UserError for an unknown dtype or threads < 1.
     """
+    return _matmul_rate(dtype, threads, improve=False)
+
+
+def _matmul_rate(dtype: str, threads: int, improve: bool) -> float:
     if dtype not in _DTYPES or threads < 1:
-        raise UserError(
-            f"matmul rate: dtype {dtype!r}, threads {threads}; allowed: {', '.join(_DTYPES)}; threads >= 1"
-        )
+        allowed = f"{', '.join(_DTYPES)}; threads >= 1"
+        raise UserError(f"matmul rate: dtype {dtype!r}, threads {threads}; allowed: {allowed}")
     version = metadata.version("torch")
     key = f"{cpu_model()} | {cores()} cores | torch {version} | {dtype} | {threads} threads"
-    return _cached(key, lambda: _measure_apart(dtype, threads))
-
-
-matmul_rate = ensure_matmul_rate
+    return _cached(key, lambda: _measure_apart(dtype, threads), improve)
 
 
 def _measure_apart(dtype: str, threads: int) -> dict[str, Any]:
@@ -157,11 +162,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FIVEFOLD_CACHE") or Path.home() / ".cache" / "fivefold")
 
 
-def _cached(key: str, measure: Callable[[], dict[str, Any]]) -> float:
-    """The rate under `key` in the cache's file; measured, and written for the next time, if it is missing."""
+def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = False) -> float:
+    """The rate under `key` in the cache's file; measured, and written for the next time, if it is missing.
+
+    improve: measure again what was disturbed, unless it has been tried often enough.
+    """
     path = cache_folder() / "matmul.json"
     known = _read(path).get(key)
-    if known and (known["share"] > _UNDISTURBED or known["tries"] >= _TRIES):
+    if known and not (improve and known["share"] < _UNDISTURBED and known["tries"] < _TRIES):
         return known["rate"]
     with _lock(path.with_suffix(".lock")):
         records = _read(path)
