@@ -80,8 +80,8 @@ def listed_peak(name: str, dtype: str) -> float | None:
 
 
 def ensure_matmul_rate(dtype: str, threads: int) -> float:
-    """As `matmul_rate`, for the process that starts the ranks, before it does: a cached rate whose measurement
-    was disturbed by other processes is measured again here, and only here."""
+    """As `matmul_rate`, for the process that starts the ranks, before it does so: a cached rate whose
+    measurement was disturbed by other processes is measured again here, and only here."""
     return _matmul_rate(dtype, threads, improve=True)
 
 
