@@ -2,7 +2,7 @@
 
 from torch.nn.functional import linear
 
-from fivefold.kernels.attention import attention, qkv_attention
+from fivefold.kernels.blockwise_attention import attention, qkv_attention
 from fivefold.kernels.elementwise import add_rms_norm, rms_norm, rope, swiglu
 from fivefold.kernels.loss import linear_cross_entropy
 

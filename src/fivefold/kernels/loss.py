@@ -65,6 +65,7 @@ class _LinearCrossEntropy(Function):
 def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: float) -> Tensor:
     """Fills losses (n) and returns scale * (softmax - onehot), over the logits (n, V) where it can."""
     if native.usable(logits):
+        assert int(targets.max()) < logits.shape[1], "a target beyond the vocabulary"
         native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, *logits.shape, scale)
         return logits
     log_p = torch.log_softmax(logits.float(), dim=-1)

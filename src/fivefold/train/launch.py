@@ -6,11 +6,13 @@ in files of a temporary folder and talk over the loopback interface only.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
 import sys
 import tempfile
+import traceback
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +89,10 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     validate(fitted, world)
     if world == 1 and not nproc and not launched:
         print(f"note: {to_text(layout)} wants {layout.ranks} devices; running on one", file=sys.stderr)
-    return change(recipe, [f"layout.dp_replicate={world}"])
+    changes = [f"layout.dp_replicate={world}", "layout.microbatches=none"]
+    if recipe.train.microbatch_size and recipe.train.global_batch_size % (world * recipe.train.microbatch_size):
+        changes.append("train.microbatch_size=none")  # it fitted the share of a rank in another layout
+    return change(recipe, changes)
 
 
 def _prepare(recipe: Recipe, quiet: bool) -> DataSet:
@@ -121,6 +126,7 @@ def _start_ranks(job: Job, world: int) -> int | None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # _verdict says it in one message
     if not torch.cuda.is_available():
         ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")), cores())  # measured before ranks disturb it
     with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, _environment(
@@ -159,6 +165,9 @@ def _rank_main(job: Job, folder: Path) -> None:
     except UserError as error:
         (folder / f"error-{os.environ['RANK']}").write_text(str(error))
         raise SystemExit(2) from None
+    except Exception:
+        print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 def _verdict(error: object, folder: Path, job: Job) -> UserError:

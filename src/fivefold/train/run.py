@@ -217,8 +217,12 @@ def _hooks(
             return
         train = recipe.train
         sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
-        pieces = generate_text(state.module, recipe.model, tokenizer, train.sample_prompt, sampling)
-        text = train.sample_prompt + "".join(pieces)
+        try:
+            pieces = generate_text(state.module, recipe.model, tokenizer, train.sample_prompt, sampling)
+            text = train.sample_prompt + "".join(pieces)
+        except UserError as error:  # a diverged model cannot write: no reason to end the run here
+            console.note(f"step {step}: no sample: {error}")
+            return
         write({"step": step, "sample": text})
         console.sample(text, step)
 

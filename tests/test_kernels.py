@@ -1,0 +1,210 @@
+"""Fused kernels against plain PyTorch in fp64: values and gradients, in fp32 and bf16, native and fallback."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fivefold import kernels
+from fivefold.kernels import native
+from fivefold.precision.weights import add_gradient
+
+# bf16 keeps 8 bits: an operation rounds by up to 2^-9, and the longest chain here (PyTorch's own attention with
+# grouped queries: scores, probabilities, their gradients, a sum over heads) rounds about ten times.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 10 * 2**-9}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["native", "plain"])
+def path(request, monkeypatch):
+    """Runs a test on the native kernels and on PyTorch's own operations."""
+    if request.param == "plain":
+        monkeypatch.setattr(native, "usable", lambda *tensors: False)
+    elif native.why_not():
+        pytest.skip(f"native kernels: {native.why_not()}")
+    return request.param
+
+
+def close(got, wanted, dtype):
+    """Relative to the largest element: bf16 results are rounded elementwise."""
+    assert got.shape == wanted.shape
+    error = (got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
+    assert error < TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+def check(fused, plain, inputs, dtype):
+    """fused(*inputs) and its gradients against plain in fp64, from the same rounded inputs."""
+    low = [x.to(dtype).requires_grad_() for x in inputs]
+    high = [x.detach().double().requires_grad_() for x in low]
+    got, wanted = fused(*low), plain(*high)
+    got = got if isinstance(got, tuple) else (got,)
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    weights = [torch.randn(w.shape, dtype=torch.float64) for w in wanted]
+    sum((g.double() * w).sum() for g, w in zip(got, weights, strict=True)).backward()
+    sum((v * w).sum() for v, w in zip(wanted, weights, strict=True)).backward()
+    for g, w in zip(got, wanted, strict=True):
+        assert g.dtype == dtype
+        close(g, w, dtype)
+    for a, b in zip(low, high, strict=True):
+        close(a.grad, b.grad, dtype)
+
+
+def plain_rms_norm(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(3, 5, 64), (1, 7), (130, 384)])
+def test_rms_norm(path, dtype, shape):
+    x, weight = torch.randn(shape), torch.randn(shape[-1])
+    check(lambda x, w: kernels.rms_norm(x, w, 1e-5), plain_rms_norm, [x, weight], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_add_rms_norm(path, dtype):
+    x, residual, weight = torch.randn(4, 9, 96), torch.randn(4, 9, 96), torch.randn(96)
+    check(
+        lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-5),
+        lambda x, r, w: (x + r, plain_rms_norm(x + r, w)),
+        [x, residual, weight],
+        dtype,
+    )
+
+
+def test_add_rms_norm_when_only_one_output_is_used(path):
+    for used in (0, 1):
+        x, residual, weight = (torch.randn(3, 8, requires_grad=True) for _ in range(3))
+        kernels.add_rms_norm(x, residual, weight[0], 1e-5)[used].sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, residual.grad)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_swiglu(path, dtype):
+    def plain(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    x = torch.randn(3, 11, 2 * 40) * 4
+    x[0, 0, :4] = torch.tensor([-100.0, 100.0, -30.0, 0.0])
+    check(kernels.swiglu, plain, [x], dtype)
+
+
+def plain_attention(qkv, heads, kv_heads, cos, sin, causal):
+    B, T, width = qkv.shape
+    q, k, v = qkv.view(B, T, -1, width // (heads + 2 * kv_heads)).split([heads, kv_heads, kv_heads], 2)
+    if cos is not None:
+        q, k = (
+            torch.cat((x[..., :h] * c - x[..., h:] * s, x[..., h:] * c + x[..., :h] * s), -1)
+            for x, h, c, s in ((x, x.shape[-1] // 2, cos[:, None].double(), sin[:, None].double()) for x in (q, k))
+        )
+    k, v = (x.repeat_interleave(heads // kv_heads, 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).reshape(B, T, -1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rotary", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("T", [1, 37, 128, 300])
+def test_qkv_attention(path, dtype, causal, rotary, heads, kv_heads, T):
+    d = 16
+    angles = torch.outer(torch.arange(T).float(), 100.0 ** -(torch.arange(d // 2) / (d // 2)))
+    cos, sin = (angles.cos(), angles.sin()) if rotary else (None, None)
+    check(
+        lambda x: kernels.qkv_attention(x, heads, kv_heads, cos, sin, causal),
+        lambda x: plain_attention(x, heads, kv_heads, cos, sin, causal),
+        [torch.randn(2, T, (heads + 2 * kv_heads) * d)],
+        dtype,
+    )
+
+
+def test_long_attention_computes_probabilities_again(path, monkeypatch):
+    """Beyond KEEP nothing of size T x T is kept for backward, and nothing changes."""
+    x = torch.randn(1, 640, 3 * 2 * 16)
+
+    def run():
+        leaf = x.clone().requires_grad_()
+        kernels.qkv_attention(leaf, 2, 2, None, None, True).square().sum().backward()
+        return leaf.grad
+
+    kept = run()
+    monkeypatch.setattr("fivefold.kernels.blockwise_attention.KEEP", 256)
+    assert torch.equal(kept, run())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, monkeypatch):
+    monkeypatch.setattr("fivefold.kernels.loss.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("fivefold.kernels.loss.MIN_ROWS", 7)
+    N, D, V = 33, 24, 50
+    targets = torch.randint(V, (N,))
+    targets[::5] = -100
+    bias = [torch.randn(V)] if with_bias else []
+
+    def plain(x, weight, *bias):
+        return F.cross_entropy(x @ weight.t() + (bias[0] if bias else 0), targets)
+
+    low = [t.to(dtype).requires_grad_() for t in (torch.randn(N, D), torch.randn(V, D), *bias)]
+    high = [t.detach().double().requires_grad_() for t in low]
+    got = kernels.linear_cross_entropy(low[0], low[1], targets, *low[2:])
+    wanted = plain(*high)
+    assert got.dtype == torch.float32
+    close(got, wanted, dtype)
+    (3 * got).backward()
+    (3 * wanted).backward()
+    for a, b in zip(low, high, strict=True):
+        close(a.grad, b.grad, dtype)
+
+
+def test_linear_cross_entropy_where_nothing_counts(path):
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    loss = kernels.linear_cross_entropy(x, weight, torch.full((4,), -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+def test_nan_stays_visible(path):
+    """A diverged model must show it: no kernel may turn NaN into a number."""
+    nan = torch.full((4, 8), float("nan"))
+    assert kernels.rms_norm(nan, torch.ones(8), 1e-5).isnan().all()
+    assert kernels.swiglu(nan).isnan().all()
+    assert kernels.qkv_attention(nan.view(1, 4, 8).repeat(1, 1, 3), 2, 2, None, None, True).isnan().all()
+    assert kernels.linear_cross_entropy(nan, torch.ones(6, 8), torch.zeros(4, dtype=torch.int64)).isnan()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_add_gradient(path, dtype):
+    total, grad = torch.full((12,), 5.0), torch.randn(3, 4).to(dtype)
+    add_gradient(total, grad, first=True)
+    assert torch.equal(total, grad.float().reshape(-1))
+    add_gradient(total, grad.t().contiguous().t(), first=False)
+    assert torch.equal(total, 2 * grad.float().reshape(-1))
+
+
+def test_full_logits_are_never_kept():
+    """V = 128k, N = 2048 in bf16: full logits are 512 MiB, and their gradient as much again."""
+    import subprocess
+    import sys
+
+    program = """
+import resource, torch
+from fivefold.kernels import linear_cross_entropy
+x = torch.randn(2048, 64).bfloat16().requires_grad_()
+weight = torch.randn(131072, 64).bfloat16().requires_grad_()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+linear_cross_entropy(x, weight, torch.randint(131072, (2048,))).backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 256, f"{done.stdout} MiB more than before"

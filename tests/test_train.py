@@ -1,0 +1,286 @@
+"""The trainer: it learns; data parallelism and accumulation compute what one process computes; resuming is exact."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.checkpoint import store
+from fivefold.data import prepare
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.parallel.ranks import Ranks
+from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.train.launch import run_command
+from fivefold.train.loop import forward_backward
+from fivefold.train.run import Job, _slice, build_state, run_rank
+from ranks import run_ranks
+
+TINY = [
+    "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.seq_len=16",
+    "data.tokenizer=bytes", "train.global_batch_size=8", "train.microbatch_size=2", "train.steps=6",
+    "train.val_sequences=8", "train.sample_tokens=8", "train.sample_every=0", "optim.lr=1e-2",
+    "observe.tensorboard=false", "layout.dp_replicate=1",
+]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+def tiny(text: Path, *overrides: str) -> Recipe:
+    base = load("quickstart", [*TINY, f"data.source={text}", f"data.cache={text.parent / 'cache'}", "data.val_fraction=0.1"])
+    return change(base, overrides)
+
+
+def one_rank() -> Ranks:
+    return Ranks(0, 1, 0, 1, torch.device("cpu"))
+
+
+def train_rank(rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, stop_at: int | None = None) -> int | None:
+    """A whole run on this rank, as launch.py starts it; stop_at: a SIGTERM arrives while that step is computed."""
+    data = prepare(recipe)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    job = Job(recipe, out, data, resume=resume, resume_command="resume")
+    if stop_at is not None and rank == world - 1:
+        before = data.train.rows
+        calls = iter(range(10**6))
+
+        def rows(starts: np.ndarray, length: int) -> np.ndarray:
+            if next(calls) // (8 // world // 2) == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return before(starts, length)
+
+        object.__setattr__(data.train, "rows", rows)
+    return run_rank(job, Ranks(rank, world, rank, world, torch.device("cpu")))
+
+
+def lines(run: Path, key: str) -> list:
+    metrics = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return [m[key] for m in metrics if key in m]
+
+
+def assert_same_tensors(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_pulse(text, tmp_path):
+    """A tiny model learns a sentence by heart in seconds."""
+    recipe = tiny(text, "train.steps=60", "model.seq_len=48", "train.global_batch_size=16", "train.val_every=60")
+    train_rank(0, 1, recipe, tmp_path / "run")
+    losses = lines(tmp_path / "run", "loss")
+    assert losses[0] > 4.5
+    assert losses[-1] < 0.3
+    assert lines(tmp_path / "run", "val_loss")[-1] < 0.3
+    assert 0 < lines(tmp_path / "run", "val_bits_per_byte")[-1] < 0.3 / math.log(2) * 1.01
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "bert"])
+def test_other_architectures_learn(text, tmp_path, arch):
+    kv = [] if arch == "llama" else ["model.kv_heads=4"]
+    train_rank(0, 1, tiny(text, f"model.arch={arch}", "train.steps=25", *kv), tmp_path / "run")
+    losses = lines(tmp_path / "run", "loss")
+    assert sum(losses[-3:]) / 3 < losses[0] - 1
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_resume_is_bit_for_bit(text, tmp_path, mode, world):
+    """Stopped by SIGTERM in the middle and resumed: weights, moments and losses equal an uninterrupted run's."""
+    recipe = tiny(text, f"precision.mode={mode}", f"layout.dp_replicate={world}", "model.dropout=0.1")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run_ranks(world, train_rank, recipe, whole) == [None] * world
+    stopped = run_ranks(world, train_rank, recipe, parts, False, 2)
+    assert stopped == [signal.SIGTERM] * world
+    at = store.latest(parts).name
+    assert "step-00000001" <= at < "step-00000006", at
+    assert run_ranks(world, train_rank, recipe, parts, True) == [None] * world
+    a, b = store.load(store.latest(whole)), store.load(store.latest(parts))
+    assert a.meta["step"] == b.meta["step"] == 6
+    assert_same_tensors(a.model, b.model)
+    assert_same_tensors(a.optimizer, b.optimizer)
+    assert len(a.optimizer) == 2 * len(a.model)
+    assert lines(whole, "loss") == lines(parts, "loss")
+    assert lines(whole, "grad_norm") == lines(parts, "grad_norm")
+
+
+def gradients(rank: int, world: int, recipe: Recipe, bucket_bytes: int) -> tuple[float, dict]:
+    """Loss and gradients of batch 0, on `world` ranks."""
+    from fivefold.data import Batches
+    from fivefold.parallel.data import GradientSum
+
+    data = prepare(recipe)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    ranks = Ranks(rank, world, rank, world, torch.device("cpu"))
+    state = build_state(recipe, ranks)
+    group = torch.distributed.group.WORLD if world > 1 else None
+    state.gradients = GradientSum(state.weights, group, getattr(torch, "float32"), bucket_bytes)
+    batches = Batches(data.train, recipe.model.seq_len, 8, seed=0)
+    loss = forward_backward(state, _slice(batches, 0, 8, recipe.train.microbatch_size or 1, ranks), 0, ranks)
+    return loss.item(), {name: grad.clone() for name, grad in state.weights.grads.items()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("microbatch", [1, 2])
+@pytest.mark.parametrize("bucket_bytes", [1, 20_000, 1 << 30])
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_data_parallel_gradients_are_those_of_one_process(text, world, microbatch, bucket_bytes, arch):
+    recipe = tiny(text, "precision.mode=fp32", f"model.arch={arch}", "model.kv_heads=4", f"train.microbatch_size={microbatch}")
+    loss, wanted = gradients(0, 1, change(recipe, ["train.microbatch_size=8"]), 1 << 30)
+    answers = run_ranks(world, gradients, change(recipe, [f"layout.dp_replicate={world}"]), bucket_bytes)
+    assert sum(answer[0] for answer in answers) / world == pytest.approx(loss, rel=1e-6)
+    for _, got in answers:
+        for name, gradient in wanted.items():
+            error = (got[name] - gradient).norm() / gradient.norm()
+            assert error < 1e-5, f"{name}: {error:.2e}"
+            assert torch.equal(got[name], answers[0][1][name]), "all ranks hold the same bits"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_data_parallel_training_is_that_of_one_process(text, tmp_path, world):
+    recipe = tiny(text, "precision.mode=fp32", "train.microbatch_size=1")
+    train_rank(0, 1, recipe, tmp_path / "one")
+    run_ranks(world, train_rank, change(recipe, [f"layout.dp_replicate={world}"]), tmp_path / "many")
+    one, many = store.load(store.latest(tmp_path / "one")), store.load(store.latest(tmp_path / "many"))
+    for name, weight in one.model.items():
+        assert torch.allclose(weight, many.model[name], rtol=0, atol=2e-5), name
+    assert lines(tmp_path / "one", "loss") == pytest.approx(lines(tmp_path / "many", "loss"), rel=1e-5)
+    assert lines(tmp_path / "one", "grad_norm") == pytest.approx(lines(tmp_path / "many", "grad_norm"), rel=1e-4)
+    assert lines(tmp_path / "one", "val_loss") == pytest.approx(lines(tmp_path / "many", "val_loss"), rel=1e-5)
+
+
+def count_reductions(rank: int, world: int, recipe: Recipe) -> list[int]:
+    """Bytes of each all-reduce that one step of forward and backward issues."""
+    import torch.distributed as dist
+
+    sizes, reduce = [], dist.all_reduce
+
+    def counted(tensor, **options):
+        sizes.append(tensor.nbytes)
+        return reduce(tensor, **options)
+
+    dist.all_reduce = counted
+    try:
+        gradients(rank, world, recipe, 1 << 30)
+    finally:
+        dist.all_reduce = reduce
+    return sizes
+
+
+def test_accumulation_communicates_once(text):
+    """Four microbatches, one bucket: one all-reduce of exactly the gradient's bytes."""
+    recipe = tiny(text, "train.microbatch_size=1", "layout.dp_replicate=2")
+    data = prepare(recipe)
+    state = build_state(resolve(recipe, vocab_size=data.vocab_size), one_rank())
+    assert run_ranks(2, count_reductions, recipe) == [[state.weights.flat_grads.nbytes]] * 2
+
+
+def test_bf16_keeps_fp32_masters(text):
+    """An update far below bf16's resolution must not be lost."""
+    recipe = tiny(text, "precision.mode=bf16")
+    state = build_state(resolve(recipe, vocab_size=257), one_rank())
+    weights = state.weights
+    name = "blocks.0.mlp.down.weight"
+    working = dict(state.module.named_parameters())[name]
+    assert working.dtype == torch.bfloat16
+    assert weights.master[name].dtype == torch.float32
+    before = weights.master[name].clone()
+    for _ in range(10):
+        weights.master[name].mul_(1 + 1e-4)
+        weights.refresh()
+    assert torch.allclose(weights.master[name], before * (1 + 1e-4) ** 10)
+    assert torch.equal(working, weights.master[name].bfloat16())
+
+
+def test_a_parameter_without_gradient_keeps_its_weight(text):
+    """Its place in the flat buffer must hold zeros, not the last step's gradient."""
+
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used = torch.nn.Parameter(torch.ones(3))
+            self.unused = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, inputs, targets):
+            return (self.used * inputs.sum()).sum()
+
+    state = build_state(resolve(tiny(text), vocab_size=257), one_rank(), Half())
+    state.weights.flat_grads.fill_(7.0)
+    forward_backward(state, [(torch.ones(1, 2), torch.ones(1, 2))] * 2, 0, one_rank())
+    assert state.weights.grads["unused"].tolist() == [0, 0]
+    assert state.weights.grads["used"].tolist() == [2, 2, 2]
+
+
+def test_divergence_is_an_error_and_destroys_nothing(text, tmp_path):
+    class Diverged(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, inputs, targets):
+            return (self.weight * float("nan")).sum()
+
+    recipe, module = tiny(text), Diverged()
+    with pytest.raises(UserError, match="not finite in 5 steps in a row"):
+        run_command(recipe, out=tmp_path / "run", module=module)
+    assert module.weight.isfinite().all()
+
+
+def test_run_folder_and_its_errors(text, tmp_path, monkeypatch):
+    recipe = tiny(text, "train.steps=2", "checkpoint.every=1", "checkpoint.keep_last=1")
+    out = run_command(recipe, out=tmp_path / "run")
+    for name in ("recipe.toml", "machine.json", "metrics.jsonl", "report.html", "tokenizer.json"):
+        assert (out / name).is_file(), name
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000002"]
+    with pytest.raises(UserError, match="holds a run already"):
+        run_command(recipe, out=out)
+    with pytest.raises(UserError, match="holds no run"):
+        run_command(recipe, out=tmp_path / "other", resume=True)
+    with pytest.raises(UserError, match="does not fit the model|does not fit the recipe"):
+        run_command(change(recipe, ["model.dim=64", "train.steps=3"]), out=out, resume=True)
+    monkeypatch.chdir(tmp_path)
+    again = run_command(load(str(out / "recipe.toml")))
+    assert again == Path("runs/run-1")
+    assert lines(again, "loss") == lines(out, "loss"), "the saved recipe starts the same run"
+
+
+def test_forked_ranks_and_their_errors(text, tmp_path):
+    """`--nproc 2`: real ranks of the elastic agent; what goes wrong in a rank is one clear error here."""
+    import subprocess
+    import sys
+
+    def fivefold(*arguments: str) -> subprocess.CompletedProcess:
+        sets = [f"--set={o}" for o in (*TINY, f"data.source={text}", f"data.cache={text.parent / 'cache'}")]
+        command = [sys.executable, "-m", "fivefold.cli.main", "train", "quickstart", *sets, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    out = tmp_path / "run"
+    done = fivefold("--nproc", "2", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "2 rank(s) on CPU" in done.stdout
+    assert len(lines(out, "loss")) == 6
+    done = fivefold("--nproc", "3", "--out", str(tmp_path / "three"))
+    assert done.returncode == 2
+    assert "global_batch_size" in done.stderr
+    assert "Traceback" not in done.stderr
+    next(store.latest(out).glob("model-*")).write_bytes(b"broken")
+    done = fivefold("--nproc", "2", "--out", str(out), "--resume", "--set=train.steps=8")
+    assert done.returncode == 2
+    assert "is damaged" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_layouts_that_cannot_be_trained_are_refused(text):
+    with pytest.raises(UserError, match="tp=2"):
+        run_command(tiny(text, "layout.tp=2"))
+    assert Layout.from_recipe(tiny(text).layout).ranks == 1
