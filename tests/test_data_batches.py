@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def test_the_order_looks_random_and_differs_by_seed_and_epoch():
     for i, a in enumerate(orders):
         assert abs(np.corrcoef(np.arange(n), a)[0, 1]) < 0.12  # 3.8 sigma of a random order
         assert all((a == b).mean() < 0.01 for b in orders[:i])
-    # Each place is reached from everywhere: over many seeds the first sequence is uniform (chi square, 9 d.o.f.).
+    # Each place is reached from everywhere: over many seeds the first is uniform (chi square, 9 d.o.f.).
     firsts = [int(permute(np.array([0]), 10, seed, 0)[0]) for seed in range(2000)]
     assert ((np.bincount(firsts, minlength=10) - 200) ** 2 / 200).sum() < 27.9  # p = 0.001
 
@@ -54,7 +55,9 @@ def write_shards(folder: Path, ids: np.ndarray, sizes: list[int]) -> Tokens:
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=5), st.data())
 @settings(max_examples=40, deadline=None)
-def test_tokens_read_across_shards(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject):
+def test_tokens_read_across_shards(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject
+):
     ids = np.arange(sum(sizes) + 5)
     tokens = write_shards(tmp_path_factory.mktemp("shards"), ids, sizes)
     a = data.draw(st.integers(0, len(ids)))
@@ -78,7 +81,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     return write_shards(tmp_path_factory.mktemp("tokens"), np.arange(1000), [333, 400])
 
 
-@given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 3), st.sampled_from(["causal", "mlm"]), st.data())
+@given(
+    st.integers(0, 40), st.integers(1, 12), st.integers(0, 3), st.sampled_from(["causal", "mlm"]), st.data()
+)
 @settings(max_examples=60, deadline=None)
 def test_rows_cut_over_ranks_equal_the_whole_batch(
     tokens: Tokens, i: int, size: int, seed: int, objective, data: st.DataObject
@@ -89,7 +94,7 @@ def test_rows_cut_over_ranks_equal_the_whole_batch(
     x, y = make().batch(i)
     cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=3)))
     borders = [0, *cuts, size]
-    parts = [make().batch(i, range(a, b)) for a, b in zip(borders, borders[1:], strict=False)]
+    parts = [make().batch(i, range(a, b)) for a, b in pairwise(borders)]
     np.testing.assert_array_equal(x, np.concatenate([p[0] for p in parts]))
     np.testing.assert_array_equal(y, np.concatenate([p[1] for p in parts]))
     assert x.dtype == y.dtype == np.int64

@@ -50,7 +50,12 @@ def test_the_fast_ways_equal_the_library(text: str):
 
 @pytest.mark.parametrize("text", ["<|end|>", "a<|end|><|mask|>b", "<|endoftext|>"])
 def test_special_tokens_never_come_from_text(bpe: Tokenizer, text: str, tmp_path: Path):
-    for tokenizer in (bpe, train_bpe([TEXT], 300, mask=True), bytes_tokenizer(mask=True), chars_tokenizer(text, True)):
+    for tokenizer in (
+        bpe,
+        train_bpe([TEXT], 300, mask=True),
+        bytes_tokenizer(mask=True),
+        chars_tokenizer(text, True),
+    ):
         tokenizer.save(tmp_path / "tokenizer.json")
         for one in (tokenizer, load_tokenizer(tmp_path / "tokenizer.json")):
             ids = one.encode(text)
@@ -87,7 +92,9 @@ def test_bpe_is_the_same_in_another_process(bpe: Tokenizer):
         "import sys; from fivefold.data.tokenizer import train_bpe;"
         "print(train_bpe([sys.stdin.read()], 300).to_json(), end='')"
     )
-    other = subprocess.run([sys.executable, "-c", code], input=TEXT, capture_output=True, text=True, check=True)
+    other = subprocess.run(
+        [sys.executable, "-c", code], input=TEXT, capture_output=True, text=True, check=True
+    )
     assert other.stdout == bpe.to_json()
     assert bpe.vocab_size == 300
     assert len(bpe.encode(TEXT)) < len(TEXT) / 2
@@ -150,7 +157,7 @@ def test_a_wordpiece_file(tmp_path: Path):
 
 
 def test_errors_of_files_and_sizes(bpe: Tokenizer, tmp_path: Path):
-    with pytest.raises(UserError, match="cannot read .*nowhere"):
+    with pytest.raises(UserError, match=r"cannot read .*nowhere"):
         load_tokenizer(tmp_path / "nowhere.json")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"is not a tokenizer\.json"):

@@ -17,7 +17,7 @@ SKIP = 1 << 20
 
 class Document(NamedTuple):
     """A piece of text. place: where in the file (text: offset of the piece; jsonl: of the line; parquet and
-    hf: number of the row). begins, ends: it is the first, the last piece of its document."""
+    hf: number of the row). begins: it is the first piece of its document; ends: an end token follows it."""
 
     file: int
     place: int
@@ -63,6 +63,7 @@ def _text(path: Path, span: Span) -> Iterator[Document | Bad]:
         f.seek(start)
         raw = f.read(stop - start)
     begins, ends = span.start == span.low, span.stop == span.high
+    separated = ends and span.end
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -71,7 +72,7 @@ def _text(path: Path, span: Span) -> Iterator[Document | Bad]:
         if begins and ends:
             return
         text = ""  # the rest of a long text stays, with its beginning and its end
-    yield Document(span.file, start, text, span.split, begins, ends)
+    yield Document(span.file, start, text, span.split, begins, separated)
 
 
 def _border(f: BinaryIO, position: int, low: int, high: int) -> int:
@@ -114,11 +115,11 @@ def _skip_line(f: BinaryIO) -> None:
 
 def _json_document(file: int, at: int, line: bytes, text_key: str) -> Document | Bad:
     try:
-        value = json.loads(line.decode("utf-8-sig" if at == 0 else "utf-8"))
+        value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig" if at == 0 else "utf-8"))
     except UnicodeDecodeError as error:
         return Bad(file, at, f"not UTF-8: byte 0x{line[error.start]:02x} at {error.start} in the line")
-    except ValueError as error:
-        return Bad(file, at, f"not JSON: {error}")
+    except json.JSONDecodeError as error:
+        return Bad(file, at, f"not JSON: {error.msg} (character {error.pos})")
     except RecursionError:
         return Bad(file, at, "not JSON: nested too deeply")
     if not isinstance(value, dict):

@@ -24,6 +24,7 @@ from fivefold.recipe.schema import Recipe
 LLMC_HEADER = 256 * 4
 LLMC_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 NPY_DTYPES = ("uint16", "uint32", "int32", "int64")
+LARGEST_VOCABULARY = 1 << 31  # beyond it an id is a negative int32, or no token file
 CHUNK = 1 << 24  # ids scanned at once
 VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, fineweb_val_000000.bin
 
@@ -40,7 +41,8 @@ def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> 
     shards = [read_header(p, recipe.data.token_dtype) for p in find_files(spec)]
     highest, digests = _scan(shards, recipe, tell)
     reserved = 1 if objective_of(recipe) == "mlm" else 0
-    vocab_size = recipe.model.vocab_size or max([1, *highest]) + 1 + reserved
+    needed = min(max([1, *highest]) + 1 + reserved, LARGEST_VOCABULARY)
+    vocab_size = recipe.model.vocab_size or needed
     for shard, top in zip(shards, highest, strict=True):
         if top >= vocab_size - reserved:
             _refuse(shard, vocab_size, reserved)

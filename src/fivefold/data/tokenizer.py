@@ -24,8 +24,12 @@ KNOWN_MASKS = [MASK, "[MASK]", "<mask>"]
 
 # What BPE may not merge across: a word with the one sign before it, up to three digits, a run of signs,
 # line breaks together with the indentation that follows (which makes source code 3% shorter than GPT-2's
-# pattern does), other blanks. Every branch is linear in the length of a run: a megabyte of blanks is no trap.
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[\r\n]+[ \t]*|\s+(?!\S)|\s+"
+# pattern does), other blanks. No run is longer than 64: training takes time quadratic in the length of a word
+# (a page of signs or of text without blanks would take minutes).
+WORDS = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}{1,64}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,64}"
+    r"|[\r\n]{1,64}[ \t]{0,64}|\s{1,64}(?!\S)|\s{1,64}"
+)
 PIECE = 1 << 17  # characters encoded at once: bounds memory (about 100 bytes a character inside the library)
 
 

@@ -1,0 +1,182 @@
+"""Token files of others: nanoGPT's and llm.c's .bin, .npy; and a hub's set through a stand-in."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_recipes import recipe_of
+
+from fivefold.data import Batches, check, prepare
+from fivefold.errors import UserError
+
+IDS = np.arange(1000) % 500
+
+
+def llmc(
+    path: Path, ids: np.ndarray, magic: int = 20240520, version: int = 1, count: int | None = None
+) -> Path:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + ids.astype("<u2" if version == 1 else "<u4").tobytes())
+    return path
+
+
+def test_nanogpt_files(tmp_path: Path):
+    IDS.astype("<u2").tofile(tmp_path / "train.bin")
+    IDS[:100].astype("<u2").tofile(tmp_path / "val.bin")
+    data = prepare(recipe_of(f"tokens:{tmp_path}", tmp_path / "cache"))
+    np.testing.assert_array_equal(data.train[:], IDS)
+    assert data.val is not None
+    np.testing.assert_array_equal(data.val[:], IDS[:100])
+    assert data.tokenizer is None
+    assert data.vocab_size == 500
+    x, y = Batches(data.train, 8, 2, 0).batch(0)
+    assert ((y - x) % 500 == 1).all()
+    assert (
+        check(recipe_of(f"tokens:{tmp_path}", tmp_path / "cache"))[0] == "data: 2 token file(s), 1,100 tokens"
+    )
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "u2"), (20240801, 7, "u4")])
+def test_llmc_files(tmp_path: Path, magic: int, version: int, dtype: str):
+    for part in range(3):
+        llmc(tmp_path / f"fineweb_train_{part:06d}.bin", IDS + part, magic, version)
+    llmc(tmp_path / "fineweb_val_000000.bin", IDS[:50], magic, version)
+    data = prepare(recipe_of(f"tokens:{tmp_path}/fineweb_*.bin", tmp_path / "cache"))
+    np.testing.assert_array_equal(data.train[:], np.concatenate([IDS, IDS + 1, IDS + 2]))
+    assert data.train[:].dtype == dtype
+    assert data.val is not None
+    assert len(data.val) == 50
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64"])
+def test_npy_files_and_the_end_as_validation(tmp_path: Path, dtype: str):
+    np.save(tmp_path / "ids.npy", IDS.astype(dtype))
+    data = prepare(recipe_of(f"tokens:{tmp_path / 'ids.npy'}", tmp_path / "cache", val_fraction=0.1))
+    assert data.val is not None
+    np.testing.assert_array_equal(data.train[:], IDS[:900])
+    np.testing.assert_array_equal(data.val[:], IDS[900:])
+    assert prepare(recipe_of(f"tokens:{tmp_path / 'ids.npy'}", tmp_path / "c2", val_fraction=0.0)).val is None
+
+
+def test_uint32_without_a_header(tmp_path: Path):
+    (IDS + 70_000).astype("<u4").tofile(tmp_path / "a.bin")
+    data = prepare(
+        recipe_of(f"tokens:{tmp_path / 'a.bin'}", tmp_path / "cache", token_dtype="uint32", val_fraction=0.0)
+    )
+    np.testing.assert_array_equal(data.train[:], IDS + 70_000)
+
+
+def refused(source: Path | str, cache: Path, look=prepare, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        look(recipe_of(f"tokens:{source}", cache, **options))
+    return str(caught.value)
+
+
+def test_ids_beyond_the_vocabulary(tmp_path: Path):
+    ids = IDS.copy()
+    ids[700] = 5000
+    path = llmc(tmp_path / "a.bin", ids)
+    message = refused(path, tmp_path / "cache", vocab_size=500)
+    assert f"{path}: token 700 (byte {1024 + 1400:,}) has id 5,000, beyond the vocabulary of 500" in message
+    assert prepare(recipe_of(f"tokens:{path}", tmp_path / "cache", vocab_size=5001)).vocab_size == 5001
+    assert "token 700" in refused(
+        path, tmp_path / "cache", vocab_size=5000
+    )  # the scan is remembered, the limit is not
+    np.save(tmp_path / "b.npy", np.where(IDS == 3, -1, IDS).astype(np.int32))
+    assert "b.npy: token 3 (byte 140) has id -1" in refused(
+        tmp_path / "b.npy", tmp_path / "cache", vocab_size=500
+    )
+
+
+def test_a_negative_id_is_refused_without_a_vocabulary_too(tmp_path: Path):
+    np.save(tmp_path / "b.npy", np.where(IDS == 3, -1, IDS).astype(np.int32))
+    assert "b.npy: token 3 (byte 140) has id -1" in refused(tmp_path / "b.npy", tmp_path / "cache")
+
+
+def test_uint32_read_as_uint16_gets_a_hint(tmp_path: Path):
+    (IDS + 70_000).astype("<u4").tofile(tmp_path / "a.bin")
+    assert "set data.token_dtype" in refused(tmp_path / "a.bin", tmp_path / "cache", vocab_size=3000)
+
+
+@pytest.mark.parametrize("look", [check, prepare])
+def test_truncated_and_foreign_files(tmp_path: Path, look):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"x" * 2001)
+    assert "a.bin: truncated: 2,001 bytes are no whole number" in refused(path, tmp_path / "c", look)
+    llmc(path, IDS, count=1500)
+    message = refused(path, tmp_path / "c", look)
+    assert "truncated: its header says 1,500 tokens, the file ends after 1,000 (byte 3,024)" in message
+    llmc(path, IDS, version=3)
+    assert "of version 3, which is not known" in refused(path, tmp_path / "c", look)
+    npy = tmp_path / "a.npy"
+    np.save(npy, IDS.astype(np.uint16))
+    npy.write_bytes(npy.read_bytes()[:-100])
+    assert "a.npy: not a whole .npy file" in refused(npy, tmp_path / "c", look)
+    np.save(npy, IDS.astype(np.float32))
+    assert "holds float32 of shape (1000,)" in refused(npy, tmp_path / "c", look)
+    np.save(npy, np.array([{"pickled": 1}], dtype=object), allow_pickle=True)
+    assert "a.npy" in refused(npy, tmp_path / "c", look)
+    assert "token files end in .bin" in refused(Path(__file__), tmp_path / "c", look)
+    assert "no token file" in refused(tmp_path / "none.bin", tmp_path / "c", look)
+    path.write_bytes(b"")
+    assert "gives 0 training tokens" in refused(path, tmp_path / "c", look)
+
+
+def test_a_changed_token_file_is_scanned_again(tmp_path: Path):
+    path = tmp_path / "a.bin"
+    IDS.astype("<u2").tofile(path)
+    first = prepare(recipe_of(f"tokens:{path}", tmp_path / "cache", vocab_size=500))
+    (IDS + 1).astype("<u2").tofile(path)
+    assert "token 499" in refused(path, tmp_path / "cache", vocab_size=500)
+    assert (
+        prepare(recipe_of(f"tokens:{path}", tmp_path / "cache")).info["fingerprint"]
+        != first.info["fingerprint"]
+    )
+
+
+def test_the_mask_of_token_files_is_the_last_id_of_the_vocabulary(tmp_path: Path):
+    IDS.astype("<u2").tofile(tmp_path / "a.bin")
+    data = prepare(recipe_of(f"tokens:{tmp_path}", tmp_path / "cache", arch="bert"))
+    assert (data.vocab_size, data.mask_id) == (501, 500)
+    message = refused(tmp_path, tmp_path / "cache", arch="bert", vocab_size=500)
+    assert "token 499" in message
+    assert "reserved for the mask token" in message
+
+
+def stand_in(rows: list[dict], revision: str) -> types.ModuleType:
+    """What `hub` uses of the library `datasets`: the shape of its answers, nothing of its behaviour."""
+    module = types.ModuleType("datasets")
+    builder = types.SimpleNamespace(
+        hash=revision,
+        config=types.SimpleNamespace(name="default"),
+        info=types.SimpleNamespace(version="1.0.0"),
+    )
+
+    def load_dataset(name, config, *, split, streaming):
+        assert (name, config, split, streaming) == ("some/set", "en", "train", True)
+        return iter(rows)
+
+    vars(module).update(load_dataset=load_dataset, load_dataset_builder=lambda name, config: builder)
+    return module
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_hub_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
+    rows = [{"text": f"row {i} " * 200, "meta": {"x": 1}} for i in range(2000)]
+    monkeypatch.setitem(sys.modules, "datasets", stand_in(rows, "a"))
+    recipe = recipe_of("hf:some/set:en", tmp_path / "cache", val_fraction=0.1)
+    data = prepare(recipe, workers=workers)
+    documents = bytes(data.train[:].astype(np.uint8)).split(b"\0")[:-1]  # 256, the end token, is 0 as a byte
+    assert len(documents) == data.info["documents"]["train"]
+    assert 140 < data.info["documents"]["val"] < 260
+    assert documents == [r["text"].encode() for r in rows if r["text"].encode() in set(documents)]
+    assert prepare(recipe).info["cached"]
+    rows[5] = {"content": "x", "meta": {}}
+    monkeypatch.setitem(sys.modules, "datasets", stand_in(rows, "b"))
+    with pytest.raises(UserError, match=r"row 5: no field 'text' \(there are: content, meta\)"):
+        prepare(recipe, workers=workers)
