@@ -277,6 +277,7 @@ def test_two_processes_prepare_at_once(tmp_path: Path):
     printed = [p.communicate(timeout=60)[0].split() for p in started]
     assert all(p.returncode == 0 for p in started)
     assert len({(key, length, total) for key, _, length, total in printed}) == 1
+    assert sorted(cached for _, cached, _, _ in printed) == ["False", "True", "True"]  # one worked
     left = [p.name for p in (tmp_path / "cache" / "data").iterdir()]
     assert not [name for name in left if ".tmp-" in name]
 
@@ -285,7 +286,8 @@ def test_a_killed_run_leaves_nothing_in_the_way(tmp_path: Path):
     """Killed while workers write: the next run clears what lies there, and its workers end with it."""
     source = mixed_source(tmp_path / "in")
     code = (
-        "import os, sys, signal\nfrom data_recipes import recipe_of\nfrom fivefold.data import prepare, build\n"
+        "import os, signal, sys\nfrom data_recipes import recipe_of\n"
+        "from fivefold.data import build, prepare\n"
         "build.WORKTHY = 0\n"
         "def tell(stage, done, total):\n"
         "    if stage == 'tokenizing' and done > 2e6: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +149,7 @@ def test_the_mask_of_token_files_is_the_last_id_of_the_vocabulary(tmp_path: Path
     assert "reserved for the mask token" in message
 
 
-def stand_in(rows: list[dict], revision: str) -> types.ModuleType:
+def stand_in(rows: Iterable[dict], revision: str) -> types.ModuleType:
     """What `hub` uses of the library `datasets`: the shape of its answers, nothing of its behaviour."""
     module = types.ModuleType("datasets")
     builder = types.SimpleNamespace(
@@ -180,3 +181,14 @@ def test_a_hub_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
     monkeypatch.setitem(sys.modules, "datasets", stand_in(rows, "b"))
     with pytest.raises(UserError, match=r"row 5: no field 'text' \(there are: content, meta\)"):
         prepare(recipe, workers=workers)
+
+
+def test_a_hub_set_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def rows():
+        yield from ({"text": "x" * 2_000_000} for _ in range(3))
+        raise ConnectionError("reset by peer")
+
+    for workers in (1, 2):
+        monkeypatch.setitem(sys.modules, "datasets", stand_in(rows(), "a"))
+        with pytest.raises(UserError, match="reading ended after 3 rows: ConnectionError: reset by peer"):
+            prepare(recipe_of("hf:some/set:en", tmp_path / "cache"), workers=workers)

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fivefold.errors import UserError
@@ -47,14 +47,18 @@ def writable(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Holds a lock between processes. Yields False where the file system has none.
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
+    """Holds a lock between processes; calls waiting() if another has it. Yields False where the file system
+    has no locks.
 
     Then callers may do the same work twice, which is wasteful but sound: results are deterministic and
     take their place by a rename.
     """
     with open(path, "w") as f:
         try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
             fcntl.flock(f, fcntl.LOCK_EX)
         except OSError:
             yield False

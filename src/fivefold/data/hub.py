@@ -21,7 +21,7 @@ def jobs(name: tuple[str, str | None], text_key: str) -> Iterator[list[tuple[int
     """(number, row) of every row, gathered into jobs of about SPAN characters."""
     job: list[tuple[int, dict[str, Any]]] = []
     size = 0
-    for number, row in enumerate(_call("load_dataset", *name, split=SPLIT, streaming=True)):
+    for number, row in enumerate(_rows(name)):
         text = row.get(text_key)
         # Only the text travels to the worker; of a row without it, the names of its fields (for the message).
         job.append((number, {text_key: text} if isinstance(text, str) else dict.fromkeys(map(str, row))))
@@ -31,6 +31,22 @@ def jobs(name: tuple[str, str | None], text_key: str) -> Iterator[list[tuple[int
             job, size = [], 0
     if job:
         yield job
+
+
+def _rows(name: tuple[str, str | None]) -> Iterator[dict[str, Any]]:
+    rows, read = iter(_call("load_dataset", *name, split=SPLIT, streaming=True)), 0
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # the network, or a file of the set that the library cannot read
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"data.source = 'hf:{name[0]}': reading ended after {read:,} rows: {reason}"
+            ) from error
+        yield row
+        read += 1
 
 
 def _call(function: str, name: str, config: str | None, **options: Any) -> Any:

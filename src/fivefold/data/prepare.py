@@ -54,13 +54,13 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
         key = cache_key(source, data, mask, root, tell)
         folder = root / key
         manifest = read_manifest(folder)
-        cached = manifest is not None
+        cached = True
         if manifest is None:
-            tell("waiting for another process", 0, None)
-            with locked(root / f"{key}.lock") as alone:
+            with locked(root / f"{key}.lock", lambda: tell("waiting for another process", 0, None)) as alone:
                 manifest = read_manifest(folder)  # the other process may just have made it
                 if manifest is None:
                     manifest = _make(source, data, mask, root, key, alone, workers, tell)
+                    cached = False
     require_few_bad(manifest["skipped"], data.max_bad_fraction)
     tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
     train, val = (open_tokens(folder, manifest, split) for split in NAMES)

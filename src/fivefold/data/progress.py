@@ -14,7 +14,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
         seen: set[str] = set()
 
         def line(stage: str, done: int, total: int | None) -> None:
-            if stage not in seen and done:
+            if stage not in seen:
                 seen.add(stage)
                 print(
                     f"data: {stage}" + (f" ({total / 1e6:.1f} MB)" if total else ""),
