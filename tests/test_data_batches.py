@@ -152,13 +152,21 @@ def test_prefetch_gives_batches_in_order_and_ends():
 
 def test_prefetch_works_ahead_and_says_how_long_it_waited():
     made = []
-    with prefetch(lambda i: made.append(i) or time.sleep(0.05) or i, depth=2) as ready:
+
+    def fetch(i: int) -> int:
+        time.sleep(0.2)
+        made.append(i)
+        return i
+
+    with prefetch(fetch, depth=2) as ready:
         first, waited = ready.next()
         assert first == 0
-        assert waited > 0.03
-        time.sleep(0.3)
-        assert ready.next()[1] < 0.03
-    assert len(made) >= 3
+        assert waited > 0.1
+        while len(made) < 3:  # two more, without being asked
+            time.sleep(0.01)
+        second, waited = ready.next()
+        assert second == 1
+        assert waited < 0.1
     assert not any(t.name == "fivefold-prefetch" for t in threading.enumerate())
 
 

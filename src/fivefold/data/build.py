@@ -40,31 +40,15 @@ def build(
 
     Raises UserError for the first bad document if max_bad_fraction is 0, and for a source without any text.
     """
-    if source.hub:
-        name, text_key = source.hub, data.text_key
-        files = [File(source.spec, Path(source.spec), "text", 0)]
-
-        def work() -> Iterable[Work]:
-            return hub.jobs(name, text_key)
-    else:
-        files = source.files
-        groups = {i: row_groups(f) for i, f in enumerate(files) if f.kind == "parquet"}
-        split = plan(files, data.val_fraction, groups)
-        workers = workers if source.size >= WORKTHY else 1
-
-        def work() -> Iterable[Work]:
-            return jobs(split)
-
+    files, work = _work(source, data)
+    size = None if source.hub else source.size
+    workers = workers if source.hub or source.size >= WORKTHY else 1
     setup = Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64))
     while True:  # once; again if no document, or every one, fell into validation
-        size = None if source.hub else source.size
         tokenizer = _tokenizer(data, mask, setup, work, workers, size, tell)
         tokenizer.save(folder / "tokenizer.json")
-        setup = dataclasses.replace(
-            setup,
-            tokenizer=str(folder / "tokenizer.json"),
-            dtype="<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4",
-        )
+        dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        setup = dataclasses.replace(setup, tokenizer=str(folder / "tokenizer.json"), dtype=dtype)
         summary, shards = _encode(work(), setup, folder, data.max_bad_fraction, workers, size, tell)
         other = _other_rule(setup, summary, data.val_fraction)
         if other is None:
@@ -72,13 +56,6 @@ def build(
         setup = other
     if sum(summary.documents) == 0 and not summary.bad_count:
         raise UserError(f"data.source: {data.source} holds no text: {max(1, len(files))} empty file(s)")
-    skipped = {
-        "bad": summary.bad_count,
-        "pieces": summary.pieces,
-        "first_bad": describe_bad(files, summary.bad[0]) if summary.bad else "",
-        "empty": summary.empty + sum(f.size == 0 for f in source.files),
-        "ignored": source.ignored,
-    }
     return {
         "format": FORMAT,
         "source": data.source,
@@ -86,10 +63,26 @@ def build(
         "documents": dict(zip(NAMES, summary.documents, strict=True)),
         "bytes": dict(zip(NAMES, summary.bytes, strict=True)),
         "tokens": {split: sum(e["tokens"] for e in shards[split]) for split in NAMES},
-        "skipped": skipped,
+        "skipped": {
+            "bad": summary.bad_count,
+            "pieces": summary.pieces,
+            "first_bad": describe_bad(files, summary.bad[0]) if summary.bad else "",
+            "empty": summary.empty + sum(f.size == 0 for f in source.files),
+            "ignored": source.ignored,
+        },
         "dtype": setup.dtype,
         "shards": shards,
     }
+
+
+def _work(source: Source, data: DataSection) -> tuple[list[File], Callable[[], Iterable[Work]]]:
+    """The files of a source, and a function that lists its jobs from the start."""
+    if source.hub:
+        name = source.hub
+        return [File(source.spec, Path(source.spec), "text", 0)], lambda: hub.jobs(name, data.text_key)
+    groups = {i: row_groups(f) for i, f in enumerate(source.files) if f.kind == "parquet"}
+    split = plan(source.files, data.val_fraction, groups)
+    return source.files, lambda: jobs(split)
 
 
 def is_named(tokenizer: str) -> bool:

@@ -95,9 +95,7 @@ def _make(
         try:
             os.rename(temporary, folder)
         except OSError:
-            if (
-                read_manifest(folder) is None
-            ):  # else: another process, without a lock, was first with the same
+            if read_manifest(folder) is None:  # else another process, without a lock, was first
                 raise
         return manifest
     finally:
