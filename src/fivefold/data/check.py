@@ -14,7 +14,7 @@ from fivefold.errors import UserError
 from fivefold.recipe.schema import Recipe
 
 HASHED_AT_ONCE = 256 << 20  # bytes: a larger source is estimated unless the cache is known to be valid
-# Bytes of text a token. For BPE a rough guess: bpe:4096 measured 3.7 on Python source; larger ones find longer
+# Bytes of text a token. For BPE a guess: bpe:4096 measured 3.7 on Python source; larger ones find longer
 BYTES_A_TOKEN = {"bytes": 1.0, "chars": 1.0}
 
 
