@@ -17,7 +17,9 @@ def learning_rate(
         return lr * (step + 1) / warmup
     if schedule == "constant":
         return lr
-    start = warmup if schedule != "wsd" else max(warmup, round(total * (1 - decay_fraction)))
+    start = warmup
+    if schedule == "wsd":
+        start = min(max(warmup, round(total * (1 - decay_fraction))), total - 1)  # the last step always decays
     progress = min(1.0, max(0, step - start + 1) / max(1, total - start))
     shape = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
     return min_lr + (lr - min_lr) * shape

@@ -64,6 +64,8 @@ def run_command(
     job = Job(recipe, out, data, module, batches, val_batches, resume, command)
     world = Layout.from_recipe(recipe.layout).ranks
     keep_freed_memory()
+    if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
+        ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")), cores())
     if launched or world == 1:
         with ranks_.join() as ranks:
             stopped = run_rank(job, ranks)
@@ -127,8 +129,6 @@ def _start_ranks(job: Job, world: int) -> int | None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # _verdict says it in one message
-    if not torch.cuda.is_available():
-        ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")), cores())  # measured before ranks disturb it
     with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, _environment(
         {
             ranks_.STORE_FILE: f"{folder}/store",
@@ -149,9 +149,11 @@ def _start_ranks(job: Job, world: int) -> int | None:
         except SignalException as error:
             return int(error.sigval)
         except ChildFailedError as error:
+            stopped = Path(folder, "stopped")
+            if stopped.exists():  # the signal went to a rank, not to us
+                return int(stopped.read_text())
             raise _verdict(error, Path(folder), job) from None
-        stopped = Path(folder, "stopped")
-        return int(stopped.read_text()) if stopped.exists() else None
+        return None
 
 
 def _rank_main(job: Job, folder: Path) -> None:
@@ -160,8 +162,9 @@ def _rank_main(job: Job, folder: Path) -> None:
     try:
         with ranks_.join() as ranks:
             stopped = run_rank(job, ranks)
-            if stopped is not None and ranks.first:
+            if stopped is not None:
                 (folder / "stopped").write_text(str(stopped))
+                raise SystemExit(128 + stopped)  # a plain return would wait for the agent, which is waiting for us
     except UserError as error:
         (folder / f"error-{os.environ['RANK']}").write_text(str(error))
         raise SystemExit(2) from None

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.checkpoint import store
@@ -80,6 +81,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         complete = train_loop(state, recipe, ranks, hooks)
         if ranks.first:
             _conclude(console, job, complete)
+        if ranks.world > 1:
+            dist.barrier()  # the ranks leave together: a launcher stops the others when one is gone
         return None if complete else interrupt.signal or 15
 
 
