@@ -6,10 +6,12 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from fivefold import files, host
 from fivefold.errors import UserError
 from fivefold.observe import cpu, peak
 from fivefold.observe.machine import current_memory_bytes, describe, has_fast_bf16, peak_memory_bytes
@@ -49,13 +51,13 @@ def test_cpuinfo_of_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cgroup_quotas_bound_cores_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000")
     (tmp_path / "memory.max").write_text(str(2**28))
-    monkeypatch.setattr(cpu, "_cgroups", lambda: [tmp_path])
-    assert cpu.cores() == 1
-    assert cpu.memory_bytes() == 2**28
+    monkeypatch.setattr(host, "_cgroups", lambda: [tmp_path])
+    assert host.cores() == 1
+    assert host.memory_bytes() == 2**28
     (tmp_path / "cpu.max").write_text("max 100000")
     (tmp_path / "memory.max").write_text("max")
-    assert cpu.cores() >= 1
-    assert cpu.memory_bytes() > 2**28
+    assert host.cores() >= 1
+    assert host.memory_bytes() > 2**28
 
 
 @pytest.mark.parametrize(
@@ -139,6 +141,20 @@ def test_a_broken_cache_is_measured_anew(tmp_path: Path, monkeypatch: pytest.Mon
     for broken in ("{not json", '{"key": 3}', "[]"):
         (tmp_path / "matmul.json").write_text(broken)
         assert peak._cached("key", lambda: {"rate": 1e9, "share": 1.0}) == 1e9
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", "/dev/null/cache")
+    assert peak._cached("key", lambda: {"rate": 1e9, "share": 1.0}) == 1e9
+
+
+def test_without_a_home_the_cache_is_temporary(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("FIVEFOLD_CACHE")
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    assert files.cache_folder().parent == Path(tempfile.gettempdir())
 
 
 def test_unknown_dtype_is_a_clear_error() -> None:

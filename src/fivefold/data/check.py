@@ -6,11 +6,11 @@ import re
 
 from fivefold.data import tokenfiles
 from fivefold.data.enough import epochs, require_enough, steps_of
-from fivefold.data.files import cache_folder
 from fivefold.data.prepare import cache_key, check_tokenizer
 from fivefold.data.shards import read_manifest
 from fivefold.data.sources import find
 from fivefold.errors import UserError
+from fivefold.files import cache_folder
 from fivefold.recipe.schema import Recipe
 
 HASHED_AT_ONCE = 256 << 20  # bytes: a larger source is estimated unless the cache is known to be valid

@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fivefold.data.files import cores, write_atomically
 from fivefold.errors import UserError
+from fivefold.files import write_atomically
+from fivefold.host import cores
 
 RACY_NS = 2_000_000_000
 Stat = list[int]  # size, mtime, ctime (ns), inode

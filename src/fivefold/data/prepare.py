@@ -13,13 +13,14 @@ from typing import Any
 from fivefold.data import hub, tokenfiles
 from fivefold.data.build import Progress, build, is_named, require_few_bad
 from fivefold.data.enough import require_enough
-from fivefold.data.files import cache_folder, cores, locked, writable
 from fivefold.data.fingerprint import Memo, remembered, sha256_file
 from fivefold.data.shards import FORMAT, NAMES, open_tokens, read_manifest, write_manifest
 from fivefold.data.sources import Source, find
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import DataSet
 from fivefold.errors import UserError
+from fivefold.files import cache_folder, locked, writable
+from fivefold.host import cores
 from fivefold.recipe.schema import DataSection, Recipe
 
 

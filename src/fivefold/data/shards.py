@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.data.files import write_atomically
 from fivefold.data.tokens import Shard, Tokens
+from fivefold.files import write_atomically
 
 FORMAT = 1  # raised whenever the same source and settings would give other shards
 SHARD_TOKENS = 1 << 27

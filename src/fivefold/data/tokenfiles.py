@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from fivefold.data.enough import objective_of
-from fivefold.data.files import cache_folder, writable
 from fivefold.data.fingerprint import Memo, remembered
 from fivefold.data.sources import nearest
 from fivefold.data.tokens import DataSet, Shard, Tokens
 from fivefold.errors import UserError
+from fivefold.files import cache_folder, writable
 from fivefold.recipe.schema import Recipe
 
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.

@@ -20,16 +20,13 @@ from pathlib import Path
 
 import torch
 
+from fivefold.files import cache_folder
+
 _FLAGS = (
     "-O3 -march=native -fopenmp -fPIC -shared -fno-math-errno -fno-trapping-math -fassociative-math "
     "-fno-signed-zeros -mprefer-vector-width=512"
 ).split()
 _SOURCE = Path(__file__).with_name("native.c")
-
-
-def cache_folder() -> Path:
-    """$FIVEFOLD_CACHE, else ~/.cache/fivefold."""
-    return Path(os.environ.get("FIVEFOLD_CACHE") or Path.home() / ".cache" / "fivefold")
 
 
 @functools.cache

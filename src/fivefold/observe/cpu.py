@@ -1,9 +1,7 @@
-"""What the processor is and how much of it this process may use. No torch: it answers at once."""
+"""What the processor is, and the memory that this process holds. No torch: it answers at once."""
 
 from __future__ import annotations
 
-import math
-import os
 import platform
 import resource
 import sys
@@ -29,19 +27,6 @@ def has_cpu_bf16() -> bool:
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def cores() -> int:
-    """Cores this process may use: the smaller of its affinity mask and its cgroup's quota, at least 1."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(usable, _cgroup_cpus())))
-
-
-def memory_bytes() -> int:
-    """Memory this process may use: the machine's, or its cgroup's limit if that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_number(folder / name) for folder in _cgroups() for name in ("memory.max", _V1_MEMORY)]
-    return int(min(total, *(limit for limit in limits if limit), math.inf))
-
-
 def resident_bytes() -> tuple[int, int]:
     """Resident memory of this process in bytes: now, and the most since it started or was forked."""
     try:
@@ -63,43 +48,3 @@ def _cpuinfo() -> dict[str, str]:
         return {}
     pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}
-
-
-_V1_MEMORY = "memory/memory.limit_in_bytes"
-
-
-def _cgroups() -> list[Path]:
-    """Folders that hold this process's limits: its own cgroup (version 2) and all above it."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        own = next(
-            line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")
-        )
-    except (OSError, StopIteration):
-        return [root]
-    folder = root / own[3:].lstrip("/")
-    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
-
-
-def _cgroup_cpus() -> float:
-    """CPUs that cgroup quotas leave (version 2: cpu.max, 1: cpu.cfs_quota_us); infinity without a quota."""
-    shares = [math.inf]
-    for folder in _cgroups():
-        try:
-            quota, period = (folder / "cpu.max").read_text().split()
-            if quota != "max":
-                shares.append(int(quota) / int(period))
-        except (OSError, ValueError):
-            pass
-    quota = _number(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
-    period = _number(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
-    if quota and period and quota > 0:
-        shares.append(quota / period)
-    return min(shares)
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

@@ -7,22 +7,22 @@ cores and instructions in use), so its rate is measured once and cached; so is t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.observe.cpu import cores, cpu_model
+from fivefold.files import cache_folder, locked, write_atomically
+from fivefold.host import cores
+from fivefold.observe.cpu import cpu_model
 
 _DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -157,11 +157,6 @@ def _time(work: Callable[[], object], wait: Callable[[], object], threads: int) 
     return median(laps), (time.process_time() - start_cpu) / (time.perf_counter() - start) / threads
 
 
-def cache_folder() -> Path:
-    """$FIVEFOLD_CACHE, else ~/.cache/fivefold."""
-    return Path(os.environ.get("FIVEFOLD_CACHE") or Path.home() / ".cache" / "fivefold")
-
-
 def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = False) -> float:
     """The rate under `key` in the cache's file; measured, and written for the next time, if it is missing.
 
@@ -171,18 +166,20 @@ def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = Fal
     known = _read(path).get(key)
     if known and not (improve and known["share"] < _UNDISTURBED and known["tries"] < _TRIES):
         return known["rate"]
-    with _lock(path.with_suffix(".lock")):
-        records = _read(path)
-        if records.get(key) != known:  # another process measured while this one waited
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_suffix(".lock")):
+            records = _read(path)
+            if records.get(key) != known:  # another process measured while this one waited
+                return records[key]["rate"]
+            new = measure()
+            tries = (known or {}).get("tries", 0) + 1
+            best = max((record for record in (known, new) if record), key=lambda record: record["rate"])
+            records[key] = {**best, "share": new["share"], "tries": tries}
+            write_atomically(path, json.dumps(records, indent=1))
             return records[key]["rate"]
-        new = measure()
-        tries = (known or {}).get("tries", 0) + 1
-        best = max((record for record in (known, new) if record), key=lambda record: record["rate"])
-        records[key] = {**best, "share": new["share"], "tries": tries}
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(records, indent=1))
-        temporary.replace(path)
-        return records[key]["rate"]
+    except OSError:  # a cache that cannot be written is no reason not to train
+        return known["rate"] if known else measure()["rate"]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -196,15 +193,6 @@ def _read(path: Path) -> dict[str, Any]:
         for record in records.values()
     )
     return records if good else {}
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; the system releases the lock of a process that dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
+from fivefold.files import write_atomically
 from fivefold.observe.format import duration, printable, short_number, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.run_charts import run_charts
@@ -32,10 +32,8 @@ def write_report(run: Path | str) -> Path:
     Raises: UserError if `run` has no readable metrics. The other files may be missing.
     """
     run = Path(run)
-    text = page(run)
-    path, temporary = run / "report.html", run / f".report.{os.getpid()}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    path = run / "report.html"
+    write_atomically(path, page(run))
     return path
 
 

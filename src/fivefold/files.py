@@ -1,4 +1,4 @@
-"""Small helpers on files, shared by the rooms of `data`."""
+"""The cache folder, and files that several processes read and write at once. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,14 +15,14 @@ from fivefold.errors import UserError
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cache_folder(setting: str | None) -> Path:
-    """Where tokenized data is kept: the recipe's data.cache, else $FIVEFOLD_CACHE, else ~/.cache/fivefold."""
-    return Path(setting or os.environ.get("FIVEFOLD_CACHE") or "~/.cache/fivefold").expanduser().absolute()
+def cache_folder(setting: str | None = None) -> Path:
+    """What is kept between runs: `setting` (the recipe's data.cache), else $FIVEFOLD_CACHE, else
+    ~/.cache/fivefold; without a home folder, one of this user's under the temporary folder."""
+    path = Path(setting or os.environ.get("FIVEFOLD_CACHE") or "~/.cache/fivefold")
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:  # no home folder: a user id that the system does not know, as in some containers
+        return Path(tempfile.gettempdir(), f"fivefold-{os.getuid()}")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -47,7 +48,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
+def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Holds a lock between processes; calls waiting() if another has it. Yields False where the file system
     has no locks.
 
