@@ -1,0 +1,64 @@
+# Two ways in: `make train` and `make test`. Each makes .venv first if it is not there; a second run starts at once.
+#
+#   PYTHON   the Python that .venv is made with (3.11 or newer)
+#   VENV     the folder of the environment
+#   ARGS     goes to the command: make train ARGS='--set train.steps=50', make test ARGS='-k layout'
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# Empty files that say what is installed, and when: older than the two lists below, they are made again.
+TO_TRAIN := $(VENV)/.installed
+TO_TEST := $(VENV)/.installed-test
+LISTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all check format clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-9s %s\n", $$1, $$2 }'
+
+train: $(TO_TRAIN)  ## train a small language model on this machine: a few minutes
+	$(BIN)/fivefold train quickstart $(ARGS)
+
+test: $(TO_TEST)  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(TO_TEST)  ## run the tests, the slow sweeps too
+	$(BIN)/python -m pytest -m "" $(ARGS)
+
+check: $(TO_TEST)  ## format, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest tests/test_imports.py
+
+format: $(TO_TEST)  ## format the code and mend what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(TO_TRAIN): $(LISTS) | $(BIN)/python
+	$(INSTALL) -e .
+	@touch $@
+
+$(TO_TEST): $(LISTS) | $(BIN)/python
+	$(INSTALL) -e '.[test,dev]'
+	@touch $(TO_TRAIN) $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: no '$(PYTHON)' found. Fivefold needs Python 3.11 or newer; name yours with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Fivefold needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) -V 2>&1)." \
+	    "Name another one, such as PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' has no venv module. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "Making $(VENV) and installing into it, once. PyTorch is most of it."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
