@@ -32,6 +32,6 @@ class Numbers:
 
 
 if __name__ == "__main__":
-    sizes = [f"model.seq_len={T}", f"model.vocab_size={V}", "train.global_batch_size=32", "train.steps=150"]
-    recipe = fivefold.load("quickstart", [*sizes, "train.val_sequences=32", "optim.lr=1e-2"])
-    fivefold.train(recipe, model=Recall(), data=Numbers())
+    sizes = [f"model.seq_len={T}", "train.global_batch_size=32", "train.val_sequences=32"]
+    recipe = fivefold.load("quickstart", [*sizes, "train.steps=100", "optim.lr=1e-2"])
+    fivefold.train(recipe, model=Recall(), data=Numbers(), val_data=Numbers())

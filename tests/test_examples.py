@@ -1,0 +1,58 @@
+"""Every program in examples/ is short, runs as it says, and does what it is an example of."""
+
+from pathlib import Path
+
+import pytest
+from commands import REPO, run
+
+import fivefold
+
+EXAMPLES = sorted((REPO / "examples").glob("*.py"))
+COMMANDS = {"torchrun_script.py": "torchrun --nproc-per-node 2 {}"}
+
+
+def column(run_folder: Path, key: str) -> list[float]:
+    return [line[key] for line in fivefold.Run(run_folder).metrics() if key in line]
+
+
+def check_train_and_sample(folder: Path, printed: str) -> None:
+    bits = column(folder / "runs" / "run-1", "val_bits_per_byte")
+    assert bits[-1] < bits[0] - 0.3
+    assert f"validation: {bits[0]:.2f} -> {bits[-1]:.2f} bits a byte\ndef " in printed
+
+
+def check_resume(folder: Path, printed: str) -> None:
+    whole, parts = (column(folder / "runs" / name, "loss") for name in ("run-1", "run-2"))
+    assert len(whole) == 40
+    assert whole == parts
+    assert f"step 40: loss {whole[-1]!r} in one go, {parts[-1]!r} in two parts" in printed
+
+
+def check_own_model(folder: Path, printed: str) -> None:
+    assert "Recall, " in printed
+    losses = column(folder / "runs" / "run-1", "val_loss")
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def check_torchrun_script(folder: Path, printed: str) -> None:
+    out = Path("runs", "torchrun")
+    assert f"trained on 2 ranks: {out / 'checkpoints' / 'step-00000030'}\n" in printed
+    losses = column(folder / out, "loss")
+    assert len(losses) == 30
+    assert losses[-1] < losses[0] - 1
+
+
+CHECKS = {
+    f"{check.__name__.removeprefix('check_')}.py": check
+    for check in (check_train_and_sample, check_resume, check_own_model, check_torchrun_script)
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example(path: Path, tmp_path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 40
+    assert f"\n{COMMANDS.get(path.name, 'python {}').format(f'examples/{path.name}')}" in text, (
+        "says how to run"
+    )
+    CHECKS[path.name](tmp_path, run(COMMANDS.get(path.name, "python {}").format(path), tmp_path))

@@ -1,0 +1,159 @@
+"""The documentation is true: its commands run, its links lead somewhere, its reference is that of the schema.
+
+Each document's commands run in their order in a folder of their own, on tiny settings. A block under
+`<!-- cluster -->` needs more than one machine: its commands are only parsed.
+"""
+
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import typer
+from commands import REPO, run
+
+import fivefold
+from fivefold.cli.main import app, main
+
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+FENCE = re.compile(r"^(<!-- cluster -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TINY = [
+    "model.layers=1", "model.dim=32", "model.heads=2", "model.seq_len=16", "data.source=my_texts/",
+    "data.tokenizer=bytes", "train.global_batch_size=4", "train.val_sequences=4", "train.sample_tokens=8",
+    "observe.tensorboard=false", "layout.dp_replicate=1",
+]  # fmt: skip
+SEVERAL_RANKS = re.compile(r"--nproc|--layout|torchrun")
+INSTEAD = {
+    ". .venv/bin/activate": "test -f Makefile || type fivefold",  # the programs are in PATH already
+    ".venv/bin/pre-commit install": f"pre-commit validate-config {REPO}/.pre-commit-config.yaml",
+}
+already_run: set[str] = set()  # lines with several ranks that two documents share
+
+
+class Block(NamedTuple):
+    kind: str
+    text: str
+    cluster: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    found = FENCE.findall(page.read_text(encoding="utf-8"))
+    return [Block(kind, text, bool(cluster)) for cluster, kind, text in found]
+
+
+def lines(block: Block) -> list[str]:
+    return block.text.replace("\\\n", " ").splitlines()
+
+
+def tiny(given: str) -> list[str]:
+    """The tiny settings of fields that a command does not set itself."""
+    return [setting for setting in TINY if setting.partition("=")[0] + "=" not in given]
+
+
+def scaled_down(line: str) -> str:
+    if "fivefold train" not in line:
+        return line
+    if "--resume" in line:
+        return f"{line} --set train.steps=5"
+    settings = [*tiny(line), "train.steps=3"]
+    if SEVERAL_RANKS.search(line):
+        settings.remove("layout.dp_replicate=1")
+    return " ".join([line, *(f"--set {setting}" for setting in settings)])
+
+
+def execute(line: str, folder: Path) -> None:
+    """Runs a command. Those of one rank run in this process: importing torch is most of their time."""
+    line = scaled_down(INSTEAD.get(line, line))
+    if line.startswith("make "):
+        execute_make(line, folder)
+    elif not line.startswith("fivefold ") or ">" in line:
+        run(line, folder)
+    elif SEVERAL_RANKS.search(line):
+        if line not in already_run:
+            run(line, folder)
+        already_run.add(line)
+    else:
+        with pytest.raises(SystemExit) as stop:
+            main(shlex.split(line)[1:])
+        assert not stop.value.code, line
+
+
+def execute_make(line: str, folder: Path) -> None:
+    """`make train` trains, with the environment of the tests; the others only say what they would run."""
+    stamps = "-o .venv/.installed -o .venv/.installed-test"
+    if line == "make train":
+        sets = " ".join(f"--set {setting}" for setting in [*TINY[:-1], "train.steps=3"])
+        run(f"ln -s {shlex.quote(sys.prefix)} .venv", folder)
+        printed = run(f"make -f {REPO}/Makefile {stamps} train ARGS='{sets}'", folder)
+        assert "runs/quickstart-1/report.html" in printed
+        return
+    planned = run(f"make -n {stamps} {line.removeprefix('make ')}", REPO)
+    wanted = {"make test": ["-m pytest"], "make check": ["ruff format --check", "ruff check", "pyright"]}
+    assert all(part in planned for part in wanted[line])
+
+
+def parse_only(line: str) -> None:
+    """What a command for a cluster says to fivefold: known options, a recipe and changes that are valid."""
+    words = shlex.split(line)
+    command, *arguments = words[words.index("fivefold") + 1 :]
+    found = typer.main.get_command(app).commands[command].make_context(command, arguments).params  # type: ignore[attr-defined]
+    if not found.get("resume"):
+        fivefold.load(found["recipe"], found["set_"] or [], found["layout"])
+
+
+def check_python(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = fivefold.load
+    small = lambda name, sets=(), layout=None: load(name, [*tiny(" ".join(sets)), *sets], layout)  # noqa: E731
+    monkeypatch.setattr(fivefold, "load", small)
+    exec(compile(block.text, "documentation", "exec"), {"__name__": "documentation"})
+    monkeypatch.setattr(fivefold, "load", load)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("my_texts", "tokens"):
+        Path(folder).mkdir()
+    for name in ("one.txt", "two.txt"):
+        Path("my_texts", name).write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    np.arange(40_000, dtype="<u2").tofile("tokens/train.bin")
+    for block in blocks(page):
+        if block.cluster:
+            for line in lines(block):
+                parse_only(line)
+        elif block.kind in ("sh", "console"):
+            for line in lines(block):
+                execute(line, tmp_path)
+        elif block.kind == "python":
+            check_python(block, monkeypatch)
+        elif block.kind == "toml":
+            Path("recipe.toml").write_text(block.text, encoding="utf-8")
+            fivefold.load("recipe.toml")
+        else:
+            raise AssertionError(f"{page.name}: a block of kind {block.kind}: nothing checks it")
+
+
+def test_the_first_screen_of_the_readme() -> None:
+    assert blocks(REPO / "README.md")[0] == Block("sh", "make train\nmake test\n", False)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_readme_names_every_recipe() -> None:
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    assert [name for name in fivefold.shipped() if f"\n| `{name}` |" not in text] == []
+
+
+def test_the_reference_of_recipes_is_current() -> None:
+    script = runpy.run_path(str(REPO / "docs" / "make_recipe_reference.py"))
+    page = (REPO / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert script["with_fields"](page) == page, "run: python docs/make_recipe_reference.py"
