@@ -295,10 +295,8 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
 
 
 def test_resolve_values() -> None:
-    recipe = load(
-        "quickstart", ["train.steps=1000", "train.global_batch_size=24", "optim.lr=1e-2"], layout="dp=2"
-    )
-    resolved = resolve(recipe, vocab_size=4001)
+    recipe = Recipe(train=TrainSection(steps=1000, global_batch_size=24), optim=OptimSection(lr=1e-2))
+    resolved = resolve(change(recipe, layout="dp=2"), vocab_size=4001)
     assert resolved.model.kv_heads == 6
     assert resolved.model.ffn_dim == 1024
     assert resolved.model.vocab_size == 4032
@@ -315,7 +313,8 @@ def test_resolve_values() -> None:
 
 
 def test_resolve_respects_microbatches() -> None:
-    resolved = resolve(load("quickstart", layout="dp=2,microbatches=4"), vocab_size=64)
+    recipe = change(Recipe(train=TrainSection(steps=1)), layout="dp=2,microbatches=4")
+    resolved = resolve(recipe, vocab_size=64)
     assert (resolved.train.microbatch_size, resolved.layout.microbatches) == (2, None)
 
 
@@ -325,7 +324,7 @@ def test_vocabulary_too_small() -> None:
 
 
 def test_tokens_round_up_to_steps() -> None:
-    recipe = load("quickstart", ["train.tokens=4097"])
+    recipe = Recipe(train=TrainSection(tokens=4097))
     assert total_steps(recipe) == 2
     with pytest.raises(UserError, match=r"train.steps or train.tokens"):
         total_steps(Recipe())
@@ -384,3 +383,13 @@ def test_every_field_is_explained() -> None:
     by_key = {row.key: row for row in rows}
     assert by_key["model.kv_heads"].type == "a whole number >= 1, or unset"
     assert by_key["layout.zero"].type == "a whole number >= 0 and <= 3"
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 5000 + "]" * 5000])
+def test_what_python_cannot_read_is_a_clear_error(tmp_path: Path, value: str) -> None:
+    with pytest.raises(UserError, match="a number is too long, or lists are nested too deeply"):
+        load(write(tmp_path, f"[train]\nsteps = {value}\n"))
+
+
+def test_unsetting_the_steps_keeps_the_tokens() -> None:
+    assert load("gpt2-124m", ["train.steps=none"]) == load("gpt2-124m")

@@ -19,10 +19,10 @@ def recipes(
     json: JsonOption = False,
 ) -> None:
     """List the shipped recipes, or print one of them."""
-    from fivefold.recipe import find, shipped
+    from fivefold.recipe import shipped, source
 
     if name is not None:
-        text = find(name).read_text(encoding="utf-8")
+        text = source(name)
         print_json({"name": name, "toml": text}) if json else print(text, end="")
         return
     found = shipped()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 
 from fivefold.data import tokenfiles
 from fivefold.data.enough import epochs, require_enough, steps_of
@@ -37,7 +38,8 @@ def check(recipe: Recipe) -> list[str]:
     check_tokenizer(recipe.data.tokenizer, mask)
     source = find(recipe.data.source)
     if source.hub:
-        return [f"data: {recipe.data.source}, streamed from the hub (not looked at before training)"]
+        missing = "" if find_spec("datasets") else "; the extra `hf` is missing: pip install 'fivefold[hf]'"
+        return [f"data: {recipe.data.source}, streamed from the hub (not looked at before training){missing}"]
     if source.size == 0 and all(f.size == 0 for f in source.files):
         raise UserError(f"data.source: {recipe.data.source} holds no text: {len(source.files)} empty file(s)")
     facts = [f"data: {len(source.files):,} file(s), {source.size / 1e6:,.1f} MB"]

@@ -63,6 +63,8 @@ def find(spec: str) -> Source:
         if not name:
             raise UserError("data.source = 'hf:': the name is missing; write hf:NAME or hf:NAME:CONFIG")
         return Source(spec, [], hub=(name, config or None))
+    if not spec:
+        raise UserError("data.source is empty: give a file, a folder, a glob, stdlib, tokens:PATH or hf:NAME")
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return _of_kind(spec, path, _walk(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -62,14 +63,16 @@ def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> 
 
 def find_files(spec: str) -> list[Path]:
     """The token files of `tokens:PATH`, sorted: a file, the .bin and .npy files of a folder, or a glob's."""
-    pattern = Path(os.path.expanduser(spec.removeprefix("tokens:")))
+    given = spec.removeprefix("tokens:")
+    if not given:
+        raise UserError("data.source = 'tokens:': the path is missing; write tokens:PATH")
+    pattern = Path(os.path.expanduser(given))
     if pattern.is_dir():
         paths = [p for p in pattern.iterdir() if p.suffix in (".bin", ".npy")]
     elif pattern.is_file():
         paths = [pattern]
     else:
-        anchor = Path(pattern.anchor)
-        paths = [p for p in anchor.glob(str(pattern.relative_to(anchor))) if p.is_file()]
+        paths = [p for p in map(Path, glob.glob(str(pattern), recursive=True)) if p.is_file()]
     if not paths:
         raise UserError(f"data.source: no token file (.bin, .npy) at {spec!r}; {nearest(pattern)}")
     for path in paths:
@@ -93,7 +96,7 @@ def _bin(path: Path, dtype: str) -> Shard:
     known = LLMC_DTYPES.get((int(head[0]), int(head[1])))
     if known is not None:
         count, there = int(head[2]), (size - LLMC_HEADER) // np.dtype(known).itemsize
-        if count > there:
+        if not 0 <= count <= there:
             raise UserError(
                 f"data.source: {path}: truncated: its header says {count:,} tokens, the file ends after "
                 f"{there:,} (byte {size:,})"

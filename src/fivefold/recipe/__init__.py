@@ -2,7 +2,7 @@
 
 from fivefold.recipe.count import count_parameters, flops_per_token
 from fivefold.recipe.explain import Explained, explain
-from fivefold.recipe.load import change, find, load, shipped
+from fivefold.recipe.load import change, load, shipped, source
 from fivefold.recipe.resolve import expected_vocab_size, resolve, resolve_model, tokens_per_step, total_steps
 from fivefold.recipe.schema import (
     CheckpointSection,
@@ -32,12 +32,12 @@ __all__ = [
     "count_parameters",
     "expected_vocab_size",
     "explain",
-    "find",
     "flops_per_token",
     "load",
     "resolve",
     "resolve_model",
     "shipped",
+    "source",
     "to_toml",
     "tokens_per_step",
     "total_steps",

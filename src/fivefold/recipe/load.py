@@ -54,6 +54,15 @@ def shipped() -> dict[str, str]:
     return {file.stem: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files}
 
 
+def source(name_or_path: str | Path) -> str:
+    """The text of a recipe, as it stands in its file.
+
+    Raises:
+        UserError: there is none, or it is not UTF-8 text.
+    """
+    return _read(find(name_or_path))
+
+
 def find(name_or_path: str | Path) -> Path:
     """The file of a shipped name or a path.
 
@@ -95,6 +104,11 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         # the place is "line 3, column 5", or "end of document"
         line, column = re.findall(r"\d+", place) or (text.count("\n") + 1, len(text) - text.rfind("\n"))
         raise UserError(f"{path}:{line}:{column}: not valid TOML: {message}") from None
+    except (
+        ValueError,
+        RecursionError,
+    ):  # beyond what Python reads: numbers of 4300 digits, 1000 nested lists
+        raise UserError(f"{path}: a number is too long, or lists are nested too deeply") from None
 
 
 def _lines(text: str) -> dict[str, str]:
@@ -159,11 +173,11 @@ class _Draft:
             values = self.table.setdefault(section, {})
             if not isinstance(values, dict):
                 continue  # the file has `section = ...`, which is reported as such
-            given.add(key)
             self.origins |= {key: f"--set {text}", section: self.origins.get(section, f"--set {text}")}
             if raw.lower() == "none" and key in KEYS and optional(KEYS[key]):
                 values.pop(name, None)
             else:
+                given.add(key)
                 values[name] = _override_value(key, raw)
         for one, other in (("steps", "tokens"), ("tokens", "steps")):
             if f"train.{one}" in given and f"train.{other}" not in given:
@@ -192,7 +206,7 @@ def _override_value(key: str, raw: str) -> Any:
     """The value of an override: TOML if it reads as that and the field wants it, else the text itself."""
     try:
         parsed = tomllib.loads(f"v = {raw}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, or beyond what Python reads
         return raw
     wants_text = key in KEYS and plain_type(KEYS[key]) is str
     if parsed.keys() != {"v"} or (wants_text and not isinstance(parsed["v"], str)):

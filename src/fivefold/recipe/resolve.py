@@ -36,7 +36,7 @@ def expected_vocab_size(recipe: Recipe) -> int | None:
         return None
     if kind == "bytes":
         return _round_up(257, 64)  # 256 bytes and the end token
-    return _round_up(int(size), 64) if kind == "bpe" and size.isdigit() else None
+    return _round_up(int(size), 64) if kind == "bpe" and size.isdecimal() else None
 
 
 def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:

@@ -94,7 +94,7 @@ class TrainSection(Section):
     microbatch_size: int | None = Field(default=None, ge=1)
     """Sequences that one rank computes at once; gradients accumulate over microbatches. Unset: the whole
     share of a rank, at most 8."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Initial weights, order of the data and dropout follow from it."""
     val_every: int = Field(default=0, ge=0)
     """Steps between validations. 0: ten times in a run."""
