@@ -92,10 +92,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["check", "quikstart"], "error: recipe 'quikstart': no such file"),
         (["check", "quickstart", "--set", "optim.lrr=3"], "did you mean 'lr'?"),
-        (["check", "quickstart", "--layout", "dp=3"], "must be divisible by 3"),
+        (["check", "quickstart", "--layout", "dp=5"], "must be divisible by 5"),
         (["check", "quickstart", "--set", "data.source=nowhere.txt"], "nowhere.txt"),
         (["trin", "quickstart"], "Did you mean 'train'?"),
         (["check", "quickstart", "--explian"], "--explain"),
+        (["check", "quickstart", "--set", "data.source="], "data.source is empty"),
+        (["check", "quickstart", "--set", "data.tokenizer="], "data.tokenizer = ''"),
+        (["check", "quickstart", "--set", "data.tokenizer=bpe:²"], "N must be a whole number"),
+        (["check", "quickstart", "--set", "data.source=tokens:"], "the path is missing"),
+        (["check", "quickstart", "--set", "data.source=tokens:a**b"], "no token file"),
+        (["check", "quickstart", "--set", "train.seed=" + "9" * 5000], "train.seed = "),
+        (["check", "n" * 5000], "File name too long"),
+        (["recipes", "/proc/self/exe"], "not UTF-8 text"),
         (["recipes", "gpt2-124"], "did you mean 'gpt2-124m'?"),
         (["train", "quickstart", "--nproc", "0"], "--nproc"),
         (["train", "quickstart", "--set", "train.steps=0"], "train.steps = 0: must be a whole number >= 1"),
@@ -198,6 +206,16 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "quickstart", "--no-data", "--explain", "--json") == 0
     fields = json.loads(capsys.readouterr().out)["fields"]
     assert {"key", "value", "type", "default", "doc", "is_default"} == set(fields[0])
+
+
+def test_train_json(text_recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    small = ["--set=model.layers=1", "--set=model.dim=16", "--set=model.heads=2"]
+    assert run("train", str(text_recipe), *small, f"--out={tmp_path / 'run'}", "--json") == 0
+    captured = capfd.readouterr()
+    result = json.loads(captured.out)
+    assert (result["run"], result["steps"]) == (str(tmp_path / "run"), 5)
+    assert Path(result["report"]).is_file()
+    assert "step 5/5" in captured.err
 
 
 def test_tokenize(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

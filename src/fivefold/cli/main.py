@@ -5,6 +5,8 @@ Exit codes: 0 success, 1 a check failed, 2 bad input.
 
 from __future__ import annotations
 
+import errno
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -58,10 +60,18 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits. `arguments` are what follows `fivefold` (default: of the command line)."""
+    for stream in (sys.stdout, sys.stderr):  # what the terminal's encoding lacks is shown as an escape
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="fivefold")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:  # a folder without permission, a full disk, a name too long: the system's words
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        print(f"error: {str(error.filename or 'output')[:200]}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
     except CheckFailed as error:
         print(f"failed: {error}", file=sys.stderr)

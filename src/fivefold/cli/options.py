@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,5 +69,6 @@ def require_run(folder: Path) -> Path:
 
 
 def print_json(result: dict[str, Any]) -> None:
-    """The one object that a command prints with `--json`."""
-    print(json_.dumps(result, default=str))
+    """The one object that a command prints with `--json`. NaN and infinity become null: JSON has neither."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
+    print(json_.dumps(finite, default=str))

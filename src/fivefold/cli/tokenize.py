@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 
 EXAMPLES = [
@@ -27,4 +29,13 @@ def tokenize(
         print_json(info)
         return
     for key, value in info.items():
-        print(f"{key:12}  {value:,}" if isinstance(value, int) else f"{key:12}  {value}")
+        print(f"{key:12}  {_text(value)}")
+
+
+def _text(value: Any) -> str:
+    """A fact for people: 1,234; yes; train 1,234, val 56."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(each)}" for key, each in value.items() if each != "")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)

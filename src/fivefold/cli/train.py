@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import LayoutOption, RecipeArgument, SetOption
+from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 
 EXAMPLES = [
     "fivefold train quickstart",
@@ -35,6 +38,7 @@ def train(
         typer.Option(metavar="DIR", show_default=False, help="The run's folder. Left out: a new one."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Train a recipe.
 
@@ -51,4 +55,14 @@ def train(
     # Imported once the recipe is known to be good: torch takes more than a second
     from fivefold.train.launch import run_command
 
-    run_command(loaded, nproc, out, resume, name=path.stem)
+    if not json:
+        run_command(loaded, nproc, out, resume, name=path.stem)
+        return
+    with contextlib.redirect_stdout(sys.stderr):  # the forked ranks inherit it
+        folder = run_command(loaded, nproc, out, resume, name=path.stem)
+    if int(os.environ.get("RANK", 0)) == 0:  # under torchrun every rank comes here
+        from fivefold.observe.metrics import read_metrics
+        from fivefold.observe.summary import summarize
+
+        report = folder / "report.html"
+        print_json({"run": str(folder), "report": str(report), **summarize(read_metrics(folder))})
