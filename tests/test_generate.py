@@ -181,6 +181,12 @@ def test_sampled_frequencies(sampling, expected):
     assert (got - expected).abs().max() < 4 * 0.5 / 4000**0.5
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-10])
+def test_a_temperature_near_zero_takes_the_likeliest(temperature):
+    logits = torch.tensor([1.0, 3.0, -50.0, 2.9])
+    assert sample(logits, Sampling(temperature=temperature), torch.Generator().manual_seed(0)) == 1
+
+
 def test_diverged_model_is_named():
     with pytest.raises(UserError, match="not finite"):
         sample(torch.tensor([0.0, float("nan")]), Sampling(), torch.Generator())

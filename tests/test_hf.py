@@ -184,6 +184,10 @@ def test_first_bert_files_with_gamma_and_pooler_are_imported(tmp_path):
         ("llama", {"num_attention_heads": 3, "head_dim": None}, ["model.dim = 32", "model.heads = 3"]),
         ("llama", {"num_key_value_heads": 3}, ["model.kv_heads = 3"]),
         ("llama", {"rms_norm_eps": None}, ["wrong type"]),
+        ("llama", {"rope_scaling": [1]}, ["wrong type"]),
+        ("llama", {"model_type": ["llama"]}, ["model_type", "supported"]),
+        ("llama", {"hidden_size": -32, "head_dim": None}, ["dim"]),
+        ("llama", {"num_attention_heads": 0}, ["heads"]),
         ("gpt2", {"activation_function": "relu"}, ["activation_function = relu", "gelu_new"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
         ("bert", {"hidden_act": "gelu_new"}, ["hidden_act = gelu_new"]),
@@ -278,6 +282,18 @@ def test_index_may_name_only_files_beside_it(exported, tmp_path, file, words):
     index = {"weight_map": {"model.norm.weight": file}}
     (exported / "model.safetensors.index.json").write_text(json.dumps(index))
     assert words in refusal(exported, tmp_path)
+
+
+def test_weights_of_a_module_of_the_users_own_are_named(tmp_path):
+    """`fivefold.train(model=...)` writes a recipe whose [model] does not describe the weights."""
+    recipe = load("quickstart", ["model.layers=1", "model.vocab_size=64", "train.steps=1"])
+    (tmp_path / "recipe.toml").write_text(to_toml(resolve(recipe, vocab_size=64)))
+    store.save(store.folder_of(tmp_path, 1), {"mine.weight": torch.zeros(2)}, None, {"step": 1, "tokens": 1})
+    with pytest.raises(UserError, match="a model of your own"):
+        export_run(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="a model of your own"):
+        open_run(tmp_path)
 
 
 def test_an_existing_folder_is_not_overwritten(exported, tmp_path):

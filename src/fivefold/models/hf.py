@@ -24,9 +24,16 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
-    """Our weights by name -> theirs, in the same dtypes. Fused matrices come apart as views."""
+    """Our weights by name -> theirs, in the same dtypes. Fused matrices come apart as views.
+
+    Raises:
+        UserError: the names are not those of the model that `model` describes.
+    """
+    entries = EXCHANGES[model.arch].entries(model)
+    if state.keys() != {entry.ours for entry in entries}:
+        raise UserError(f"the weights are of a model of your own, not of the recipe's {model.arch}")
     theirs: dict[str, Tensor] = {}
-    for entry in EXCHANGES[model.arch].entries(model):
+    for entry in entries:
         tensor = state[entry.ours]
         if entry.transpose:
             tensor = tensor.t().contiguous()
@@ -39,9 +46,8 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
     """Their weights by name -> ours, in the same dtypes.
 
     Raises:
-        UserError: weights are missing, unknown, of another shape or dtype than `model` says, or stored
-        twice with
-            different values; all of it in one message.
+        UserError: weights are missing, unknown, of another shape or dtype than `model` says, or stored twice
+            with different values; all of it in one message.
     """
     exchange = EXCHANGES[model.arch]
     given = {new: tensor for name, tensor in state.items() if (new := exchange.rename(name)) is not None}
@@ -94,11 +100,10 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
     """Resolved `[model]` section from the content of config.json.
 
     Raises:
-        UserError: a key is missing or asks for something that our models do not compute; names every such
-        key.
+        UserError: keys are missing, or ask for something that our models do not compute; names every one.
     """
     kind = config.get("model_type")
-    if kind not in EXCHANGES:
+    if not isinstance(kind, str) or kind not in EXCHANGES:
         raise UserError(
             f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(EXCHANGES)}'
         )
@@ -108,7 +113,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
         problems = exchange.problems(config)
     except KeyError as error:
         raise UserError(f"config.json: key {error} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"config.json: a value has the wrong type: {error}") from error
     for key, allowed in exchange.SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:

@@ -39,6 +39,7 @@ class Sampling:
             ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
             ("top_k", self.top_k >= 0, "0 (all) or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0, at most 1"),
+            ("seed", 0 <= self.seed < 2**63, "0 to 2^63 - 1"),
         ):
             if not valid:
                 raise UserError(f"{name} = {getattr(self, name)}: allowed is {allowed}")
@@ -57,11 +58,15 @@ def open_run(
         dtype: of the weights; None: as stored.
 
     Raises:
-        UserError: the folder is no run, or has no checkpoint.
+        UserError: the folder is no run, has no checkpoint, or one of another model than the recipe's.
     """
     recipe = load(run / "recipe.toml")
     module = build(recipe.model)
     state = store.load(checkpoint or store.latest(run), kinds=("model",)).model
+    if state.keys() != module.state_dict().keys():
+        raise UserError(
+            f"{run}: its weights are of a model of your own, not of the recipe's {recipe.model.arch}"
+        )
     module.load_state_dict({name: t.to(device, dtype) for name, t in state.items()}, assign=True)
     tokenizer_file = run / "tokenizer.json"
     return module.eval(), recipe, load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
@@ -96,8 +101,7 @@ def generate(
 
     Raises:
         UserError: the model is a `bert`, the prompt is empty or holds an id that the model lacks, or the
-        model's
-            output is not finite.
+            model's output is not finite.
     """
     _check(model, prompt)
     was_training = module.training
@@ -147,7 +151,8 @@ def sample(logits_V: Tensor, sampling: Sampling, randomness: torch.Generator) ->
         return int(logits_V.argmax())
     k = min(sampling.top_k or len(logits_V), len(logits_V))
     values_k, ids_k = logits_V.topk(k)  # from the likeliest down
-    p_k = (values_k / sampling.temperature).softmax(0)
+    # Less the largest, in fp64: at a temperature near 0 the quotient would overflow, and its softmax be NaN.
+    p_k = ((values_k - values_k[0]).double() / sampling.temperature).softmax(0)
     likelier_k = p_k.cumsum(0) - p_k  # probability of all before: 0 for the first, which always stays
     p_k = p_k.where(likelier_k < sampling.top_p, 0.0)
     return int(ids_k[torch.multinomial(p_k, 1, generator=randomness)])
