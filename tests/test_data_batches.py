@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.data import NOT_COUNTED, Batches, Tokens, prefetch
+from fivefold.data import NOT_COUNTED, Batches, Prefetch, Tokens
 from fivefold.data.order import permute
 from fivefold.data.tokens import Shard
 
@@ -144,7 +144,7 @@ def _starts(batches: Batches, i: int) -> np.ndarray:
 
 
 def test_prefetch_gives_batches_in_order_and_ends():
-    with prefetch(lambda i: i * i, start=3, stop=6) as ready:
+    with Prefetch(lambda i: i * i, start=3, stop=6) as ready:
         assert [ready.next()[0] for _ in range(3)] == [9, 16, 25]
         with pytest.raises(StopIteration):
             ready.next()
@@ -158,7 +158,7 @@ def test_prefetch_works_ahead_and_says_how_long_it_waited():
         made.append(i)
         return i
 
-    with prefetch(fetch, depth=2) as ready:
+    with Prefetch(fetch, depth=2) as ready:
         first, waited = ready.next()
         assert first == 0
         assert waited > 0.1
@@ -176,7 +176,7 @@ def test_prefetch_raises_what_fetch_raised():
             raise OSError("disk gone")
         return i
 
-    with prefetch(fetch) as ready:
+    with Prefetch(fetch) as ready:
         assert ready.next()[0] == 0
         with pytest.raises(OSError, match="disk gone"):
             ready.next()

@@ -84,7 +84,7 @@ def test_a_run_has_all_its_parts(tmp_path: Path) -> None:
         "819.2k",
     ):
         assert part in page.text
-    assert "fivefold train 'my run/recipe.toml' --out 'my run' --resume" in page.text
+    assert "fivefold train 'my run' --resume" in page.text
     assert "steps = 200" in page.text
     assert not list(tmp_path.rglob("*.tmp"))
 

@@ -1,14 +1,14 @@
 """Data: text to tokens to packed batches.
 
 `prepare(recipe)` finds the source, tokenizes it once into memory-mapped shards and returns a `DataSet`;
-`Batches` cuts it into batches that depend on (seed, step) only; `prefetch` keeps the next ones ready.
+`Batches` cuts it into batches that depend on (seed, step) only; `Prefetch` keeps the next ones ready.
 Needs no torch.
 """
 
 from fivefold.data.batches import NOT_COUNTED, Batches
 from fivefold.data.check import check
 from fivefold.data.enough import epochs, objective_of
-from fivefold.data.prefetch import Prefetch, prefetch
+from fivefold.data.prefetch import Prefetch
 from fivefold.data.prepare import prepare
 from fivefold.data.progress import progress_bar
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,7 +25,6 @@ __all__ = [
     "epochs",
     "load_tokenizer",
     "objective_of",
-    "prefetch",
     "prepare",
     "progress_bar",
 ]

@@ -15,7 +15,10 @@ class Prefetch(Generic[T]):
     """Calls fetch(start), fetch(start + 1), ... up to stop (endless if None), at most `depth` ahead.
 
     A thread is enough: reading memory-mapped tokens releases no lock for long, and a batch takes far less
-    time than a step. Close it (or use `with`) so that the thread ends.
+    time than a step. Close it (or use `with`) so that the thread ends:
+
+        with Prefetch(lambda i: batches.batch(i, rows), step) as ready:
+            (inputs, targets), waited = ready.next()
     """
 
     def __init__(self, fetch: Callable[[int], T], start: int = 0, stop: int | None = None, depth: int = 2):
@@ -62,10 +65,3 @@ class Prefetch(Generic[T]):
                     continue
             if item[1] is not None:
                 return
-
-
-def prefetch(
-    fetch: Callable[[int], T], start: int = 0, stop: int | None = None, depth: int = 2
-) -> Prefetch[T]:
-    """`with prefetch(lambda i: batches.batch(i, rows), step) as ready: (x, y), waited = ready.next()`."""
-    return Prefetch(fetch, start, stop, depth)

@@ -7,10 +7,10 @@ from torch import nn
 
 from fivefold.models.bert import BERT
 from fivefold.models.cache import Cache
-from fivefold.models.flops import flops_per_token
 from fivefold.models.gpt2 import GPT2
 from fivefold.models.init import init_weights
 from fivefold.models.llama import Llama
+from fivefold.recipe import flops_per_token
 from fivefold.recipe.schema import ModelSection
 
 __all__ = ["ARCHITECTURES", "Cache", "build", "flops_per_token", "init_weights"]

@@ -113,7 +113,7 @@ def commands(run: Path, recipe: Recipe | None) -> str:
     prompt = shlex.quote(recipe.train.sample_prompt) if recipe and recipe.train.sample_prompt else "'The '"
     possible = {
         "The same run again": f"fivefold train {toml}",
-        "Go on from its last checkpoint": f"fivefold train {toml} --out {where} --resume",
+        "Go on from its last checkpoint": f"fivefold train {where} --resume",
         "Let it write": f"fivefold generate {where} --prompt {prompt}",
         "Make it a Hugging Face folder": f"fivefold export {where} exported-model",
         "All curves in TensorBoard": f"tensorboard --logdir {shlex.quote(str(near / 'tensorboard'))}",
