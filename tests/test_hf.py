@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -294,6 +295,14 @@ def test_weights_of_a_module_of_the_users_own_are_named(tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="a model of your own"):
         open_run(tmp_path)
+
+
+def test_the_current_folder_is_filled_when_it_is_empty(exported, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export_run(tmp_path / "run", Path("."))
+    assert {p.name for p in Path().iterdir()} == {p.name for p in exported.iterdir()}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "hf", "run"]
 
 
 def test_an_existing_folder_is_not_overwritten(exported, tmp_path):

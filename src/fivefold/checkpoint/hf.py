@@ -179,7 +179,9 @@ def _special_tokens(path: Path) -> dict[str, tuple[str, int]]:
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when all is written, and vanishes when something fails."""
+    """A folder beside `out` that takes its name when all is written (into `out`, where that is an
+    empty folder), and vanishes when something fails."""
+    out = out.absolute()  # "." has no name
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder; name a new one")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -187,10 +189,13 @@ def _new_folder(out: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        temporary.replace(out)
-    except BaseException:
+        if not out.exists():
+            temporary.replace(out)
+            return
+        for item in temporary.iterdir():
+            item.replace(out / item.name)
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _read_json(path: Path) -> dict[str, Any]:
