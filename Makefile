@@ -23,6 +23,7 @@ help:  ## this list
 
 train: $(TO_TRAIN)  ## train a small language model on this machine: a few minutes
 	$(BIN)/fivefold train quickstart $(ARGS)
+	@echo "(in a shell where this was typed: . $(BIN)/activate)"
 
 test: $(TO_TEST)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
