@@ -25,7 +25,9 @@ B, T, H, d, D, FFN, V = 4, 256, 6, 64, 384, 1024, 4096
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if native.why_not():
@@ -38,7 +40,9 @@ def main() -> None:
             ours, theirs = compare(lambda: fused(*inputs), lambda: plain(*inputs), inputs)
             key = f"{name} {str(dtype).removeprefix('torch.')}"
             results[key] = {"fused_ms": ours * 1e3, "plain_ms": theirs * 1e3, "ratio": theirs / ours}
-            print(f"{key:36} fused {ours * 1e3:7.2f} ms   plain {theirs * 1e3:7.2f} ms   {theirs / ours:5.2f} x")
+            print(
+                f"{key:36} fused {ours * 1e3:7.2f} ms   plain {theirs * 1e3:7.2f} ms   {theirs / ours:5.2f} x"
+            )
     if args.out:
         from fivefold.observe.machine import describe
 
@@ -53,7 +57,9 @@ def cases() -> dict[str, tuple[Callable, Callable, list[torch.Tensor]]]:
     def plain_attention(qkv):
         q, k, v = qkv.view(B, T, 3, H, d).unbind(2)
         q, k = kernels.rope(q, cos, sin), kernels.rope(k, cos, sin)
-        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
         return out.transpose(1, 2).reshape(B, T, D)
 
     def plain_swiglu(gate_up):
@@ -80,7 +86,9 @@ def cases() -> dict[str, tuple[Callable, Callable, list[torch.Tensor]]]:
     }
 
 
-def compare(fused: Callable, plain: Callable, inputs: list[torch.Tensor], repeat: int = 40) -> tuple[float, float]:
+def compare(
+    fused: Callable, plain: Callable, inputs: list[torch.Tensor], repeat: int = 40
+) -> tuple[float, float]:
     """Median seconds of forward and backward of each."""
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(repeat + 5):

@@ -68,7 +68,9 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
-        q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.qkv(self.norm1(x)).split(D, dim=2))
+        q, k, v = (
+            z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.qkv(self.norm1(x)).split(D, dim=2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(B, T, D))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

@@ -25,14 +25,18 @@ T, BATCH = 256, 12
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         program = Path(sys.executable).with_name("fivefold")
         began = time.perf_counter()
-        subprocess.run([program, "train", "quickstart", "--out", run, "--set=train.val_sequences=512"], check=True)
+        subprocess.run(
+            [program, "train", "quickstart", "--out", run, "--set=train.val_sequences=512"], check=True
+        )
         whole = time.perf_counter() - began
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(line.get("step_s", 0.0) for line in lines)
@@ -52,14 +56,18 @@ def baseline(seconds: float) -> dict[str, float]:
     from fivefold.data import Batches, prepare
     from fivefold.recipe import load
 
-    recipe = load("quickstart", ["data.tokenizer=bytes", f"model.seq_len={T}", f"train.global_batch_size={BATCH}"])
+    recipe = load(
+        "quickstart", ["data.tokenizer=bytes", f"model.seq_len={T}", f"train.global_batch_size={BATCH}"]
+    )
     data = prepare(recipe)
     assert data.val is not None
     train = Batches(data.train, T, BATCH, seed=0)
     val = Batches(data.val, T, 512, seed=0, shuffle=False)
     torch.manual_seed(0)
     model = PlainGPT(data.vocab_size, 128, 4, 4, T)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+    )
     began, index = time.perf_counter(), 0
     while (spent := time.perf_counter() - began) < seconds:
         decay = (1 + math.cos(math.pi * spent / seconds)) / 2
@@ -73,7 +81,9 @@ def baseline(seconds: float) -> dict[str, float]:
         index += 1
     with torch.no_grad():
         x, y = (torch.from_numpy(a) for a in val.batch(0, range(min(512, val.sequences))))
-        loss = sum(model(a, b).item() * len(a) for a, b in zip(x.split(64), y.split(64), strict=True)) / len(x)
+        loss = sum(model(a, b).item() * len(a) for a, b in zip(x.split(64), y.split(64), strict=True)) / len(
+            x
+        )
     return {"baseline_bits_per_byte": loss / math.log(2), "baseline_steps": index}
 
 

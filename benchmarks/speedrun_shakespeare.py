@@ -29,11 +29,22 @@ import torch
 TARGET, T, CHECK_EVERY = 1.88, 64, 25
 
 # Chosen by measurement on this text (benchmarks/results/speedrun_shakespeare.md).
-OURS = {"layers": 4, "heads": 4, "dim": 128, "batch": 16, "steps": 450, "lr": 2.5e-3, "seed": 1, "model.init_std": 0.05}
+OURS = {
+    "layers": 4,
+    "heads": 4,
+    "dim": 128,
+    "batch": 16,
+    "steps": 450,
+    "lr": 2.5e-3,
+    "seed": 1,
+    "model.init_std": 0.05,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("text", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -95,8 +106,7 @@ def judge(model, data: dict) -> float:
 
 def race(step, model, data: dict, steps: int, check_from: int) -> dict:
     """Runs step(i) until the validation loss is at most TARGET. The clock stands still while it is judged."""
-    clock = 0.0
-    loss = math.inf
+    clock, loss, done = 0.0, math.inf, 0
     for index in range(steps):
         began = time.perf_counter()
         step(index)

@@ -21,7 +21,9 @@ FIVEFOLD = shutil.which("fivefold") or "fivefold"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -51,7 +53,9 @@ def first_step() -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = [FIVEFOLD, "train", "quickstart", "--out", str(Path(folder, "run")), "--set=train.steps=2"]
         began = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith("step "):

@@ -22,18 +22,24 @@ from typing import Any
 
 V, D, L, H, F, T, B = 4096, 384, 6, 6, 1024, 256, 16
 WARM_UP = 4
-FLOPS_PER_TOKEN = 6 * (L * (4 * D * D + 3 * D * F) + V * D) + 6 * L * T * D  # causal attention: half of 12 L T D
+FLOPS_PER_TOKEN = (
+    6 * (L * (4 * D * D + 3 * D * F) + V * D) + 6 * L * T * D
+)  # causal attention: half of 12 L T D
 
 VARIANTS = ["fivefold bf16", "plain bf16 autocast", "fivefold fp32", "plain fp32", "fivefold bf16 dp2"]
 COMPILED = ["plain bf16 autocast compiled", "plain all bf16 compiled"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--microbatch", type=int, default=4)
-    parser.add_argument("--compiled", action="store_true", help="plain PyTorch with torch.compile, too (slow to start)")
+    parser.add_argument(
+        "--compiled", action="store_true", help="plain PyTorch with torch.compile, too (slow to start)"
+    )
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -43,18 +49,27 @@ def main() -> None:
     variants = args.only or VARIANTS + (COMPILED if args.compiled else [])
     rounds = []
     for number in range(args.rounds):
-        row = {"matmul bf16": matmul("bf16"), "matmul fp32": matmul("fp32")}
+        row: dict[str, Any] = {"matmul bf16": matmul("bf16"), "matmul fp32": matmul("fp32")}
         for name in variants:
             row[name] = apart(name, args.steps, args.microbatch)
-            print(f"round {number + 1}  {name:28} {row[name]['tokens_per_s']:7,.0f} tok/s", file=sys.stderr, flush=True)
+            print(
+                f"round {number + 1}  {name:28} {row[name]['tokens_per_s']:7,.0f} tok/s",
+                file=sys.stderr,
+                flush=True,
+            )
         rounds.append(row)
     summary = summarize(rounds, variants)
     print(table(summary))
     if args.out:
         from fivefold.observe.machine import describe
 
-        result = {"work": {"V": V, "D": D, "L": L, "H": H, "F": F, "T": T, "B": B, "microbatch": args.microbatch}}
-        args.out.write_text(json.dumps(result | {"machine": describe(), "summary": summary, "rounds": rounds}, indent=1) + "\n")
+        result = {
+            "work": {"V": V, "D": D, "L": L, "H": H, "F": F, "T": T, "B": B, "microbatch": args.microbatch}
+        }
+        args.out.write_text(
+            json.dumps(result | {"machine": describe(), "summary": summary, "rounds": rounds}, indent=1)
+            + "\n"
+        )
 
 
 def matmul(dtype: str) -> float:
@@ -66,21 +81,38 @@ def matmul(dtype: str) -> float:
 
 def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
     """Runs a variant in processes of its own: ranks through torchrun's environment, else one."""
-    command = [sys.executable, __file__, "--worker", name, "--steps", str(steps), "--microbatch", str(microbatch)]
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        name,
+        "--steps",
+        str(steps),
+        "--microbatch",
+        str(microbatch),
+    ]
     cores = len(os.sched_getaffinity(0))
     world = 2 if name.endswith("dp2") else 1
     port = str(20000 + os.getpid() % 20000)
     environment = os.environ | {"OMP_NUM_THREADS": str(cores // world), "GLOO_SOCKET_IFNAME": "lo"}
     processes = []
     for rank in range(world):
-        launched = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        launched = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+        }
         env = environment | (launched | {"MASTER_PORT": port} if world > 1 else {})
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit(f"{name} failed")
     results = [json.loads(output.splitlines()[-1]) for output in outputs]
-    return {"tokens_per_s": B * T / max(r["step_s"] for r in results), "peak_mib": max(r["peak_mib"] for r in results)}
+    return {
+        "tokens_per_s": B * T / max(r["step_s"] for r in results),
+        "peak_mib": max(r["peak_mib"] for r in results),
+    }
 
 
 def work(name: str, steps: int, microbatch: int) -> dict[str, float]:
@@ -112,7 +144,13 @@ def fivefold_step(name: str, microbatch: int):
     from fivefold.train.run import build_state
 
     keep_freed_memory()
-    sets = [f"model.layers={L}", f"model.dim={D}", f"model.heads={H}", f"model.ffn_dim={F}", f"model.seq_len={T}"]
+    sets = [
+        f"model.layers={L}",
+        f"model.dim={D}",
+        f"model.heads={H}",
+        f"model.ffn_dim={F}",
+        f"model.seq_len={T}",
+    ]
     sets += ["train.steps=1000", f"train.global_batch_size={B}", f"precision.mode={name.split()[1]}"]
     joined = ranks_.join()
     ranks = joined.__enter__()
@@ -142,7 +180,9 @@ def plain_step(name: str, microbatch: int):
         model = model.bfloat16()
     if "compiled" in name:
         model.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     inputs, targets = random_batches(B)
     parts = list(zip(inputs.split(microbatch), targets.split(microbatch), strict=True))
 
@@ -166,7 +206,9 @@ def summarize(rounds: list[dict[str, Any]], variants: list[str]) -> dict[str, di
         speeds = [r[name]["tokens_per_s"] for r in rounds]
         found[name] = {
             "tokens_per_s": median(speeds),
-            "share_of_matmul_rate": median(s * FLOPS_PER_TOKEN / r[limit] for s, r in zip(speeds, rounds, strict=True)),
+            "share_of_matmul_rate": median(
+                s * FLOPS_PER_TOKEN / r[limit] for s, r in zip(speeds, rounds, strict=True)
+            ),
             "peak_mib": max(r[name]["peak_mib"] for r in rounds),
         }
         for other in variants:
@@ -187,7 +229,9 @@ def table(summary: dict[str, dict[str, float]]) -> str:
             continue
         ratios = "  ".join(f"{v:.2f} {k}" for k, v in figures.items() if k.startswith("x "))
         share = f"{100 * figures['share_of_matmul_rate']:8.1f}%"
-        lines.append(f"{name:30} {figures['tokens_per_s']:8,.0f} {share} {figures['peak_mib']:9,.0f}   {ratios}")
+        lines.append(
+            f"{name:30} {figures['tokens_per_s']:8,.0f} {share} {figures['peak_mib']:9,.0f}   {ratios}"
+        )
     return "\n".join(lines)
 
 

@@ -45,7 +45,9 @@ class Pool:
         self.processes = []
         for rank in range(world):
             ours, theirs = _servers.Pipe()
-            process = _servers.Process(target=_serve, args=(rank, world, str(self.folder), theirs), daemon=True)
+            process = _servers.Process(
+                target=_serve, args=(rank, world, str(self.folder), theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -134,7 +136,9 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     with Path(folder, f"stack-{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         store = dist.FileStore(f"{folder}/store", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=25))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=25)
+        )
         while True:
             try:
                 function, arguments = pipe.recv()

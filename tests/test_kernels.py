@@ -99,7 +99,9 @@ def plain_attention(qkv, heads, kv_heads, cos, sin, causal):
     if cos is not None:
         q, k = (
             torch.cat((x[..., :h] * c - x[..., h:] * s, x[..., h:] * c + x[..., :h] * s), -1)
-            for x, h, c, s in ((x, x.shape[-1] // 2, cos[:, None].double(), sin[:, None].double()) for x in (q, k))
+            for x, h, c, s in (
+                (x, x.shape[-1] // 2, cos[:, None].double(), sin[:, None].double()) for x in (q, k)
+            )
         )
     k, v = (x.repeat_interleave(heads // kv_heads, 2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5

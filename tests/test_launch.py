@@ -7,15 +7,20 @@ import time
 from pathlib import Path
 
 import pytest
+from test_train import TINY
 
 from fivefold.parallel import ranks
-from test_train import TINY
 
 
 @pytest.fixture
 def clean(monkeypatch):
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+        ):
             monkeypatch.delenv(name)
     return monkeypatch
 
@@ -78,9 +83,21 @@ def family(pid: int) -> set[int]:
 def test_local_runs_listen_on_loopback_only_and_leave_no_process(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    sets = [f"--set={o}" for o in (*TINY, "train.steps=100000", f"data.source={text}", f"data.cache={tmp_path / 'cache'}")]
+    sets = [
+        f"--set={o}"
+        for o in (*TINY, "train.steps=100000", f"data.source={text}", f"data.cache={tmp_path / 'cache'}")
+    ]
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "fivefold.cli.main", "train", "quickstart", *sets, "--nproc=2", f"--out={out}"]
+    command = [
+        sys.executable,
+        "-m",
+        "fivefold.cli.main",
+        "train",
+        "quickstart",
+        *sets,
+        "--nproc=2",
+        f"--out={out}",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60

@@ -12,7 +12,8 @@ SCHEDULES = ["cosine", "linear", "wsd", "constant"]
 
 def curve(schedule, total=100, warmup=10, **options):
     return [
-        learning_rate(s, total=total, warmup=warmup, lr=1.0, min_lr=0.1, schedule=schedule, **options) for s in range(total)
+        learning_rate(s, total=total, warmup=warmup, lr=1.0, min_lr=0.1, schedule=schedule, **options)
+        for s in range(total)
     ]
 
 

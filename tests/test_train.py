@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
@@ -19,7 +20,6 @@ from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.train.launch import run_command
 from fivefold.train.loop import forward_backward
 from fivefold.train.run import Job, _slice, build_state, run_rank
-from ranks import run_ranks
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.seq_len=16",
@@ -37,7 +37,10 @@ def text(tmp_path) -> Path:
 
 
 def tiny(text: Path, *overrides: str) -> Recipe:
-    base = load("quickstart", [*TINY, f"data.source={text}", f"data.cache={text.parent / 'cache'}", "data.val_fraction=0.1"])
+    base = load(
+        "quickstart",
+        [*TINY, f"data.source={text}", f"data.cache={text.parent / 'cache'}", "data.val_fraction=0.1"],
+    )
     return change(base, overrides)
 
 
@@ -45,7 +48,9 @@ def one_rank() -> Ranks:
     return Ranks(0, 1, 0, 1, torch.device("cpu"))
 
 
-def train_rank(rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, stop_at: int | None = None) -> int | None:
+def train_rank(
+    rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, stop_at: int | None = None
+) -> int | None:
     """A whole run on this rank, as launch.py starts it; stop_at: a SIGTERM arrives while that step is computed."""
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
@@ -76,7 +81,9 @@ def assert_same_tensors(a: dict, b: dict) -> None:
 
 def test_pulse(text, tmp_path):
     """A tiny model learns a sentence by heart in seconds."""
-    recipe = tiny(text, "train.steps=60", "model.seq_len=48", "train.global_batch_size=16", "train.val_every=60")
+    recipe = tiny(
+        text, "train.steps=60", "model.seq_len=48", "train.global_batch_size=16", "train.val_every=60"
+    )
     train_rank(0, 1, recipe, tmp_path / "run")
     losses = lines(tmp_path / "run", "loss")
     assert losses[0] > 4.5
@@ -96,7 +103,7 @@ def test_other_architectures_learn(text, tmp_path, arch):
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_resume_is_bit_for_bit(text, tmp_path, mode, world):
-    """Stopped by SIGTERM in the middle and resumed: weights, moments and losses equal an uninterrupted run's."""
+    """Stopped by SIGTERM and resumed: weights, moments and losses equal an uninterrupted run's."""
     recipe = tiny(text, f"precision.mode={mode}", f"layout.dp_replicate={world}", "model.dropout=0.1")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_ranks(world, train_rank, recipe, whole) == [None] * world
@@ -124,7 +131,7 @@ def gradients(rank: int, world: int, recipe: Recipe, bucket_bytes: int) -> tuple
     ranks = Ranks(rank, world, rank, world, torch.device("cpu"))
     state = build_state(recipe, ranks)
     group = torch.distributed.group.WORLD if world > 1 else None
-    state.gradients = GradientSum(state.weights, group, getattr(torch, "float32"), bucket_bytes)
+    state.gradients = GradientSum(state.weights, group, torch.float32, bucket_bytes)
     batches = Batches(data.train, recipe.model.seq_len, 8, seed=0)
     loss = forward_backward(state, _slice(batches, 0, 8, recipe.train.microbatch_size or 1, ranks), 0, ranks)
     return loss.item(), {name: grad.clone() for name, grad in state.weights.grads.items()}
@@ -135,7 +142,13 @@ def gradients(rank: int, world: int, recipe: Recipe, bucket_bytes: int) -> tuple
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 1 << 30])
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_data_parallel_gradients_are_those_of_one_process(text, world, microbatch, bucket_bytes, arch):
-    recipe = tiny(text, "precision.mode=fp32", f"model.arch={arch}", "model.kv_heads=4", f"train.microbatch_size={microbatch}")
+    recipe = tiny(
+        text,
+        "precision.mode=fp32",
+        f"model.arch={arch}",
+        "model.kv_heads=4",
+        f"train.microbatch_size={microbatch}",
+    )
     loss, wanted = gradients(0, 1, change(recipe, ["train.microbatch_size=8"]), 1 << 30)
     answers = run_ranks(world, gradients, change(recipe, [f"layout.dp_replicate={world}"]), bucket_bytes)
     assert sum(answer[0] for answer in answers) / world == pytest.approx(loss, rel=1e-6)
@@ -155,8 +168,12 @@ def test_data_parallel_training_is_that_of_one_process(text, tmp_path, world):
     for name, weight in one.model.items():
         assert torch.allclose(weight, many.model[name], rtol=0, atol=2e-5), name
     assert lines(tmp_path / "one", "loss") == pytest.approx(lines(tmp_path / "many", "loss"), rel=1e-5)
-    assert lines(tmp_path / "one", "grad_norm") == pytest.approx(lines(tmp_path / "many", "grad_norm"), rel=1e-4)
-    assert lines(tmp_path / "one", "val_loss") == pytest.approx(lines(tmp_path / "many", "val_loss"), rel=1e-5)
+    assert lines(tmp_path / "one", "grad_norm") == pytest.approx(
+        lines(tmp_path / "many", "grad_norm"), rel=1e-4
+    )
+    assert lines(tmp_path / "one", "val_loss") == pytest.approx(
+        lines(tmp_path / "many", "val_loss"), rel=1e-5
+    )
 
 
 def count_reductions(rank: int, world: int, recipe: Recipe) -> list[int]:
@@ -246,7 +263,7 @@ def test_run_folder_and_its_errors(text, tmp_path, monkeypatch):
         run_command(recipe, out=out)
     with pytest.raises(UserError, match="holds no run"):
         run_command(recipe, out=tmp_path / "other", resume=True)
-    with pytest.raises(UserError, match="does not fit the model|does not fit the recipe"):
+    with pytest.raises(UserError, match="does not fit the recipe"):
         run_command(change(recipe, ["model.dim=64", "train.steps=3"]), out=out, resume=True)
     monkeypatch.chdir(tmp_path)
     again = run_command(load(str(out / "recipe.toml")))

@@ -52,13 +52,17 @@ def save(
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process of the same number that was killed
         temporary.mkdir(parents=True)
         files = {}
         for kind, tensors in zip(KINDS, (model, optimizer or {}), strict=True):
             for index, shard in enumerate(_shards(tensors, max_shard_bytes), 1):
                 name = f"{kind}-{index:05d}.safetensors"
                 save_file({k: t.detach().cpu().contiguous() for k, t in shard.items()}, temporary / name)
-                files[name] = {"sha256": _sha256(temporary / name), "bytes": (temporary / name).stat().st_size}
+                files[name] = {
+                    "sha256": _sha256(temporary / name),
+                    "bytes": (temporary / name).stat().st_size,
+                }
         manifest = {"format": FORMAT, "meta": dict(meta), "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
@@ -134,8 +138,8 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints."""
-    for old in checkpoints(run)[:-keep]:
+    """Removes all but the newest `keep` checkpoints, and what a killed process left half-written."""
+    for old in (*checkpoints(run)[:-keep], *(run / "checkpoints").glob(".step-*")):
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -1,7 +1,7 @@
 """Attention over the fused projection of queries, keys and values.
 
 On CPUs: matrix products by blocks of queries against the keys they see, with the softmax of native.c between
-them. On the common work (T 256, d 64, bf16) this is 3 to 4 times as fast as PyTorch's flash attention for CPUs
+them. On the common work (T 256, d 64) this is about twice as fast as PyTorch's flash attention for CPUs in bf16
 (benchmarks/kernels.py). Elsewhere: PyTorch's scaled_dot_product_attention.
 
 Legend: B batch, T sequence, H query heads, K key-value heads, G = H/K, d head size, Q queries in a block, S keys seen.
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope
@@ -40,7 +41,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     return out.transpose(1, 2)
 
 
-def qkv_attention(qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool) -> Tensor:
+def qkv_attention(
+    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool
+) -> Tensor:
     """Attention of one fused projection: rotates queries and keys (where cos is given) and attends.
 
     qkv (B, T, (H + 2K) d): all query heads, then key heads, then value heads. cos, sin (T, d/2) fp32 or None.
@@ -60,10 +63,16 @@ class _QKVAttention(Function):
     """The CPU path. Backward writes the gradients of q, k and v straight into the gradient of qkv."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool):
+    def forward(
+        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool
+    ):
         qkv = qkv.contiguous()
         B, T, width = qkv.shape
         d = width // (heads + 2 * kv_heads)
+        assert d * (heads + 2 * kv_heads) == width
+        for table in (cos, sin):
+            assert table is None or (table.shape == (T, d // 2) and table.dtype == torch.float32)
+            assert table is None or table.is_contiguous()
         k_BKTd = _heads_first(qkv, heads, kv_heads, d, 0, T, cos, sin)
         v_BKTd = _heads_first(qkv, heads + kv_heads, kv_heads, d, 0, T)
         out = qkv.new_empty(B, T, heads * d)
@@ -81,6 +90,7 @@ class _QKVAttention(Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         k, v, cos, sin, *saved = ctx.saved_tensors
         B, K, T, d = k.shape
@@ -144,7 +154,14 @@ def _flat(x_BKSd: Tensor) -> Tensor:
 
 
 def _heads_first(
-    x: Tensor, first: int, heads: int, d: int, start: int, end: int, cos: Tensor | None = None, sin: Tensor | None = None
+    x: Tensor,
+    first: int,
+    heads: int,
+    d: int,
+    start: int,
+    end: int,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> Tensor:
     """Heads first..first+heads of tokens start..end of x (B, T, all heads x d), rotated where cos is given:
     (B, heads, end-start, d)."""
@@ -162,6 +179,10 @@ def _heads_last(
     """The way back: into heads first.. of tokens start.. of out (B, T, all heads x d), rotated by the opposite angles."""
     B, heads, Q, d = x_BHQd.shape
     T, width = out.shape[1:]
-    cos, sin = (None, None) if cos is None or sin is None else (cos[start : start + Q], sin[start : start + Q])
+    cos, sin = (
+        (None, None) if cos is None or sin is None else (cos[start : start + Q], sin[start : start + Q])
+    )
     part = out[:, start:, first * d :]
-    native.call("rope_backward", out.dtype, x_BHQd.contiguous(), cos, sin, part, B, Q, heads, d, width, T * width)
+    native.call(
+        "rope_backward", out.dtype, x_BHQd.contiguous(), cos, sin, part, B, Q, heads, d, width, T * width
+    )

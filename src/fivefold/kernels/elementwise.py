@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native
 
@@ -39,7 +40,9 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float):
-        x = x.contiguous()
+        assert weight.shape == x.shape[-1:], "one weight a column"
+        assert residual is None or residual.shape == x.shape
+        x, weight = x.contiguous(), weight.contiguous()
         total = x if residual is None else torch.empty_like(x)
         residual = None if residual is None else residual.contiguous()
         out, rows, dim = torch.empty_like(x), x.numel() // x.shape[-1], x.shape[-1]
@@ -51,6 +54,7 @@ class _RMSNorm(Function):
         return (None if residual is None else total), out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None):
         carry, dout = grads
         x, weight, rstd = ctx.saved_tensors
@@ -78,6 +82,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        assert gate_up.shape[-1] % 2 == 0
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         width = out.shape[-1]
@@ -86,6 +91,7 @@ class _SwiGLU(Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (gate_up,), dout = ctx.saved_tensors, grads[0].contiguous()
         dgate_up, width = torch.empty_like(gate_up), dout.shape[-1]

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native
 
-CHUNK_BYTES = 32 << 20  # logits alive at once; at V 4096 in bf16 that is 4096 rows, at V 128k 128 rows
+CHUNK_BYTES = (
+    16 << 20
+)  # logits alive at once: 2048 rows at V 4096 in bf16; about what a CPU keeps in its last cache
 MIN_ROWS = 128  # fewer would make the products slow
 
 
@@ -25,21 +28,24 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, bias: Tenso
     x (N, D), weight (V, D), targets (N) int64 with -100 for "not counted", bias (V) or None. Returns a scalar; 0
     where no target counts.
     """
-    return _LinearCrossEntropy.apply(x, weight, targets, bias)
+    return _LinearCrossEntropy.apply(x, weight, targets.long(), bias, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, gradients: bool
+    ) -> Tensor:
+        assert targets.shape == x.shape[:1], "one target a row"
         N, V = x.shape[0], weight.shape[0]
         rows = max(MIN_ROWS, CHUNK_BYTES // (V * x.element_size()))
-        rows = -(-N // -(-N // rows))  # chunks of equal size
+        rows = -(-N // max(1, -(-N // rows)))  # chunks of equal size
         scale = 1.0 / max(1, int((targets >= 0).sum()))
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
-        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, _, needs_bias, _ = (needed and gradients for needed in ctx.needs_input_grad)
         dx = torch.empty_like(x) if needs_x else None
         dweight = dbias = None
-        for start in range(0, N, rows):
+        for start in range(0, N, max(1, rows)):
             part = slice(start, start + rows)
             logits = torch.mm(x[part], weight.t()) if bias is None else torch.addmm(bias, x[part], weight.t())
             dlogits = _loss_and_gradient(logits, targets[part], losses[part], scale)
@@ -54,12 +60,13 @@ class _LinearCrossEntropy(Function):
         return losses.sum() * scale
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         factor, (dx, dweight, dbias) = grads[0], ctx.saved_tensors
         if factor.item() != 1.0:
             dx, dweight, dbias = (None if g is None else g * factor for g in (dx, dweight, dbias))
         dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
-        return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1])
+        return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: float) -> Tensor:

@@ -33,10 +33,10 @@ static inline void store_bf16(bf16 *p, float v) { /* round to nearest even; NaN 
   *p = (bf16)(((u & 0x7fffffffu) > 0x7f800000u) ? quiet_nan : rounded);
 }
 
-/* exp(x) to about 1 ulp for x <= 88.7; 0 below -87.3 (no denormals); NaN stays NaN. 2^k by the exponent bits, the
- * rest by a polynomial (Cephes). */
+/* exp(x) to a few ulp for -87.3 <= x <= 88.3, beyond them 0 and exp(88.3); NaN stays NaN. 2^k by the exponent bits,
+ * the rest by a polynomial (Cephes). Needs the order of its sums: no -fassociative-math. */
 static inline float fast_exp(float x) {
-  float c = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
+  float c = x > -87.3f ? (x < 88.3f ? x : 88.3f) : -87.3f; /* NaN becomes -87.3 here and NaN again below */
   float k = floorf(c * 1.44269504f + 0.5f);
   float r = c - k * 0.693359375f + k * 2.12194440e-4f;
   float p = 1.9875691500e-4f;

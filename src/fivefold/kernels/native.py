@@ -22,10 +22,16 @@ import torch
 
 from fivefold.files import cache_folder
 
-_FLAGS = (
-    "-O3 -march=native -fopenmp -fPIC -shared -fno-math-errno -fno-trapping-math -fassociative-math "
-    "-fno-signed-zeros -mprefer-vector-width=512"
-).split()
+_FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+] + (["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else [])
 _SOURCE = Path(__file__).with_name("native.c")
 
 
@@ -39,15 +45,35 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         return None, "no C compiler found (looked for $CC, cc, gcc)"
-    cpu = next((row for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("flags")), "")
+    cpu = next(
+        (
+            row
+            for row in Path("/proc/cpuinfo").read_text().splitlines()
+            if row.startswith(("flags", "Features"))
+        ),
+        "",
+    )
     key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, compiler, cpu]).encode()).hexdigest()[:16]
     library = cache_folder() / "kernels" / f"native-{key}.so"
     try:
         if not library.exists():
             _compile(compiler, library)
-        return ctypes.CDLL(str(library)), ""
+        for path in (library, library.parent):
+            _require_ours(path)
+        try:
+            return ctypes.CDLL(str(library)), ""
+        except OSError:  # cut short by a full disk, say
+            _compile(compiler, library)
+            return ctypes.CDLL(str(library)), ""
     except (OSError, subprocess.SubprocessError) as error:
         return None, f"compiling the kernels failed: {error}"
+
+
+def _require_ours(path: Path) -> None:
+    """Code is loaded only from where nobody else can have put it."""
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise OSError(f"{path} belongs to another user or can be written by others; not loaded")
 
 
 def _compile(compiler: str, library: Path) -> None:
@@ -58,6 +84,7 @@ def _compile(compiler: str, library: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             raise OSError(f"{compiler} said: {done.stderr.strip()[:300]}")
+        built.chmod(0o700)
         built.replace(library)  # atomic: several ranks may compile at once
 
 

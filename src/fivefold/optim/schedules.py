@@ -6,7 +6,14 @@ import math
 
 
 def learning_rate(
-    step: int, *, total: int, warmup: int, lr: float, min_lr: float, schedule: str, decay_fraction: float = 0.2
+    step: int,
+    *,
+    total: int,
+    warmup: int,
+    lr: float,
+    min_lr: float,
+    schedule: str,
+    decay_fraction: float = 0.2,
 ) -> float:
     """Learning rate of step 0..total-1.
 
@@ -19,7 +26,9 @@ def learning_rate(
         return lr
     start = warmup
     if schedule == "wsd":
-        start = min(max(warmup, round(total * (1 - decay_fraction))), total - 1)  # the last step always decays
+        start = min(
+            max(warmup, round(total * (1 - decay_fraction))), total - 1
+        )  # the last step always decays
     progress = min(1.0, max(0, step - start + 1) / max(1, total - start))
     shape = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
     return min_lr + (lr - min_lr) * shape

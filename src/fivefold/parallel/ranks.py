@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import UserError
+from fivefold.host import cores
 
 STORE_FILE = "FIVEFOLD_STORE_FILE"  # set by train/launch.py for the ranks it starts
 
@@ -52,7 +53,11 @@ def device_for(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise UserError(f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}")
+        if torch.cuda.device_count() == 1:  # Slurm's --gpus-per-task=1 shows each rank its own GPU only
+            return torch.device("cuda", 0)
+        raise UserError(
+            f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}"
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -67,11 +72,16 @@ def join(timeout_s: float = 600) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+        threads = os.environ.get("OMP_NUM_THREADS", "")  # the user's or the launcher's word counts
+        torch.set_num_threads(int(threads) if threads.isdigit() else max(1, cores() // local_world))
     if world > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=_store(rank, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+            backend,
+            store=_store(rank, world, timeout_s),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
         )
     try:
         yield Ranks(rank, world, local_rank, local_world, device)
@@ -80,7 +90,7 @@ def join(timeout_s: float = 600) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _store(rank: int, world: int) -> dist.Store:
+def _store(rank: int, world: int, timeout_s: float) -> dist.Store:
     """Where the ranks meet. The name carries the restart count: a store that outlives a restart still holds the
     addresses of the dead ranks."""
     attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -89,7 +99,9 @@ def _store(rank: int, world: int) -> dist.Store:
         return dist.PrefixStore(attempt, dist.FileStore(f"{path}.{attempt}", world))
     host, port = _master()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(host, port, world, is_master=rank == 0 and not shared, wait_for_workers=False)
+    store = dist.TCPStore(
+        host, port, world, is_master=rank == 0 and not shared, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )  # fmt: skip
     return dist.PrefixStore(attempt, store)
 
 
@@ -102,4 +114,6 @@ def _master() -> tuple[str, int]:
         command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
         hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         return hosts[0], 20000 + int(env["SLURM_JOB_ID"]) % 20000
-    raise UserError("RANK is set but MASTER_ADDR is not: start the ranks with torchrun, or set MASTER_ADDR and MASTER_PORT")
+    raise UserError(
+        "RANK is set but MASTER_ADDR is not: start the ranks with torchrun, or set MASTER_ADDR and MASTER_PORT"
+    )

@@ -44,13 +44,16 @@ class Weights:
             p.data = working
         self.on_gradient: Callable[[int], None] = lambda index: None
         self._fresh = [True] * len(self.params)  # no gradient yet in this step
-        for index, p in enumerate(self.params):
-            p.register_post_accumulate_grad_hook(self._adder(index))
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._adder(i)) for i, p in enumerate(self.params)
+        ]
         self.refresh()
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split([p.numel() for p in self.params])
-        return {name: part.view(p.shape) for name, part, p in zip(self.names, parts, self.params, strict=True)}
+        return {
+            name: part.view(p.shape) for name, part, p in zip(self.names, parts, self.params, strict=True)
+        }
 
     def _adder(self, index: int) -> Callable[[Tensor], None]:
         start, end = self.offsets[index], self.offsets[index + 1]
@@ -63,6 +66,11 @@ class Weights:
             self.on_gradient(index)
 
         return add
+
+    def close(self) -> None:
+        """Takes the hooks off the module, which then keeps its working weights."""
+        for hook in self._hooks:
+            hook.remove()
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step: the next ones overwrite them."""

@@ -61,7 +61,9 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
     layout = {"microbatches": None}
     optim: dict[str, Any] = {}
     if recipe.optim.min_lr is None:
-        optim["min_lr"] = recipe.optim.lr if recipe.optim.schedule == "constant" else recipe.optim.lr / 10
+        optim["min_lr"] = (
+            recipe.optim.lr if recipe.optim.schedule == "constant" else float(f"{recipe.optim.lr / 10:.12g}")
+        )
     if recipe.optim.warmup_steps is None:
         optim["warmup_steps"] = min(max(1, round(0.02 * steps)), 2000)
     return recipe.model_copy(

@@ -9,6 +9,7 @@ from torch import nn
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.hf import export_run
+from fivefold.errors import UserError
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.recipe import Recipe, load
@@ -44,6 +45,10 @@ class Run:
             UserError: no checkpoint, no tokenizer, or a sampling value that is not allowed.
         """
         module, recipe, tokenizer = open_run(self.path)
+        if tokenizer is None:
+            raise UserError(
+                f"{self.path} was trained on token files: it has no tokenizer to read a prompt with"
+            )
         return "".join(
             generate_text(
                 module, recipe.model, tokenizer, prompt, Sampling(max_tokens, temperature, top_k, top_p, seed)
@@ -77,6 +82,8 @@ def train(
     Args:
         out: run folder; None: a new one, runs/run-N.
         nproc: local ranks to start; None: as many as the recipe's layout says. Under torchrun its ranks are used.
+            More than one are processes of their own, which import your script: guard it with
+            `if __name__ == "__main__":`, and your model and data must pickle.
         model: your own module, called as model(inputs, targets) -> scalar mean loss, instead of the recipe's.
         data: your own batches, data.batch(i, rows) -> (inputs, targets), instead of the recipe's. Batch i must not
             depend on anything but i.
@@ -86,7 +93,9 @@ def train(
         UserError: what a user can mend: recipe, layout, data, folder.
     """
     folder = None if out is None else Path(out)
-    return Run(run_command(recipe, nproc, folder, module=model, batches=data, val_batches=val_data))
+    return Run(
+        run_command(recipe, nproc, folder, fork=False, module=model, batches=data, val_batches=val_data)
+    )
 
 
 def resume(
@@ -102,5 +111,14 @@ def resume(
     the run's own. The rest as for `train`."""
     recipe = recipe or Run(out).recipe
     return Run(
-        run_command(recipe, nproc, Path(out), resume=True, module=model, batches=data, val_batches=val_data)
+        run_command(
+            recipe,
+            nproc,
+            Path(out),
+            resume=True,
+            fork=False,
+            module=model,
+            batches=data,
+            val_batches=val_data,
+        )
     )

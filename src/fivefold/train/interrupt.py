@@ -1,7 +1,9 @@
-"""Ctrl-C and SIGTERM while training: finish the step, save, leave."""
+"""Ctrl-C, SIGTERM and a terminal that hangs up, while training: finish the step, save, leave."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 import time
@@ -11,18 +13,21 @@ PATIENCE_S = 5  # a launcher passes on the signal that the terminal has sent alr
 
 
 class Interrupt:
-    """While it is entered, SIGINT and SIGTERM only set `signal`. A SIGINT more than PATIENCE_S after the first
-    aborts at once. Does nothing outside the main thread, where Python allows no handlers."""
+    """While it is entered, SIGINT, SIGTERM and SIGHUP only set `signal` (and print `message`). A SIGINT more than
+    PATIENCE_S after the first aborts at once. A SIGHUP that is ignored, as under nohup, stays ignored. Does nothing
+    outside the main thread, where Python allows no handlers."""
 
-    def __init__(self) -> None:
+    def __init__(self, message: str = "") -> None:
+        self.message = message
         self.signal: int | None = None
         self._at = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,5 +41,8 @@ class Interrupt:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._at = number, now
+            if self.message:
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{self.message}\n".encode())  # print() is not safe in a handler
         elif number == signal.SIGINT and now - self._at > PATIENCE_S:
             raise KeyboardInterrupt

@@ -37,6 +37,7 @@ def run_command(
     resume: bool = False,
     *,
     name: str = "run",
+    fork: bool = True,
     module: nn.Module | None = None,
     batches: BatchSource | None = None,
     val_batches: BatchSource | None = None,
@@ -45,6 +46,8 @@ def run_command(
 
     nproc: local ranks to start; None: as many as the layout says. Under torchrun or Slurm their ranks are used.
     out: run folder; None: a new one, runs/NAME-N. resume: go on from its last checkpoint.
+    fork: local ranks are forked, which is quick, but only safe in a process that has used neither torch's threads nor
+    a GPU, such as the command line's; else they are started afresh, and what they are given is pickled.
     module, batches, val_batches: the user's own model and data instead of the recipe's.
 
     Raises:
@@ -58,9 +61,16 @@ def run_command(
         data = _prepare(recipe, quiet=launched is not None and launched[0] != 0)
         recipe = resolve(recipe, vocab_size=data.vocab_size)
     else:
+        if module is None and recipe.model.vocab_size is None:
+            raise UserError("with your own data, say how many token ids there are: --set model.vocab_size=N")
         recipe = resolve(recipe, vocab_size=recipe.model.vocab_size or 2)
-    out = _run_folder(out, name, resume, launched is not None)
-    command = shlex.join(["fivefold", "train", str(out), "--resume"])
+    out = _run_folder(out, name, resume, launched[0] if launched else None)
+    own = module is not None or batches is not None
+    command = (
+        f"fivefold.resume({str(out)!r}, ...)"
+        if own
+        else shlex.join(["fivefold", "train", str(out), "--resume"])
+    )
     job = Job(recipe, out, data, module, batches, val_batches, resume, command)
     world = Layout.from_recipe(recipe.layout).ranks
     keep_freed_memory()
@@ -70,7 +80,7 @@ def run_command(
         with ranks_.join() as ranks:
             stopped = run_rank(job, ranks)
     else:
-        stopped = _start_ranks(job, world)
+        stopped = _start_ranks(job, world, "fork" if fork and not torch.cuda.is_available() else "spawn")
     if stopped is not None:
         raise SystemExit(128 + stopped)
     return out
@@ -83,8 +93,12 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     require_supported(layout)
     world = launched or nproc
     if world is None:
-        devices = torch.cuda.device_count() if torch.cuda.is_available() else cores()
-        world = layout.ranks if devices >= layout.ranks else 1
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if 1 < gpus < layout.ranks:
+            raise UserError(
+                f"layout '{to_text(layout)}' wants {layout.ranks} GPUs, and there are {gpus}: --layout dp={gpus}"
+            )
+        world = layout.ranks if max(gpus, cores() if not gpus else 1) > 1 else 1
     if world == layout.ranks:
         return recipe
     fitted = replace(layout, dp_replicate=world, microbatches=None)
@@ -92,7 +106,9 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     if world == 1 and not nproc and not launched:
         print(f"note: {to_text(layout)} wants {layout.ranks} devices; running on one", file=sys.stderr)
     changes = [f"layout.dp_replicate={world}", "layout.microbatches=none"]
-    if recipe.train.microbatch_size and recipe.train.global_batch_size % (world * recipe.train.microbatch_size):
+    if recipe.train.microbatch_size and recipe.train.global_batch_size % (
+        world * recipe.train.microbatch_size
+    ):
         changes.append("train.microbatch_size=none")  # it fitted the share of a rank in another layout
     return change(recipe, changes)
 
@@ -104,45 +120,57 @@ def _prepare(recipe: Recipe, quiet: bool) -> DataSet:
         return prepare(recipe, progress)
 
 
-def _run_folder(out: Path | None, name: str, resume: bool, launched: bool) -> Path:
-    """The run's folder: a given one must be new, or hold the run to resume."""
+def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | None) -> Path:
+    """The run's folder: a given one must be new, or hold the run to resume; rank 0 of a launcher checks that."""
     if out is None:
         if resume:
             raise UserError("--resume needs the run's folder: fivefold train RUN --resume, or --out RUN")
-        if launched:
+        if launched_rank is not None:
             raise UserError("ranks started by torchrun or Slurm need a common run folder: --out DIR")
         number = 1
-        while (folder := Path("runs") / f"{name}-{number}").exists():
-            number += 1
-        return folder
+        while True:
+            try:
+                (folder := Path("runs") / f"{name}-{number}").mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                number += 1
+    if launched_rank:
+        return out
     if resume and not (out / "recipe.toml").is_file():
         raise UserError(f"--resume: {out} holds no run (no recipe.toml)")
-    if not resume and (out / "metrics.jsonl").exists():
+    if not resume and any((out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")):
         raise UserError(f"{out} holds a run already: add --resume to go on with it, or choose another --out")
     return out
 
 
-def _start_ranks(job: Job, world: int) -> int | None:
+def _start_ranks(job: Job, world: int, start_method: str) -> int | None:
     """Runs `world` local ranks to their end. Returns the signal that stopped them, or None."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # _verdict says it in one message
-    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, _environment(
-        {
-            ranks_.STORE_FILE: f"{folder}/store",
-            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # no TCP store: it would listen on every interface
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": str(max(1, cores() // world)),
-        }
+    logging.getLogger("torch.distributed.elastic").setLevel(
+        logging.CRITICAL
+    )  # _verdict says it in one message
+    with (
+        tempfile.TemporaryDirectory(prefix="fivefold-") as folder,
+        _environment(
+            {
+                ranks_.STORE_FILE: f"{folder}/store",
+                "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+                "NCCL_SOCKET_IFNAME": "lo",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # no TCP store: it would listen on every interface
+                "TOKENIZERS_PARALLELISM": "false",
+                "OMP_NUM_THREADS": str(max(1, cores() // world)),
+            }
+        ),
     ):
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=world, run_id=uuid.uuid4().hex,
             rdzv_backend="c10d", rdzv_endpoint=f"{folder}/rendezvous", rdzv_configs={"store_type": "file"},
-            max_restarts=0, monitor_interval=0.1, start_method="fork", local_addr="127.0.0.1", shutdown_timeout=600,
+            max_restarts=0, monitor_interval=0.1, start_method=start_method, local_addr="127.0.0.1", shutdown_timeout=600,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGTERM,SIGINT" + (",SIGHUP" if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ""),
         )  # fmt: skip
         try:
             elastic_launch(config, _rank_main)(job, Path(folder))
@@ -158,13 +186,19 @@ def _start_ranks(job: Job, world: int) -> int | None:
 
 def _rank_main(job: Job, folder: Path) -> None:
     """A forked rank. What a user did wrong travels to the parent in a file, not as a traceback."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the loop takes over
     try:
         with ranks_.join() as ranks:
             stopped = run_rank(job, ranks)
             if stopped is not None:
                 (folder / "stopped").write_text(str(stopped))
-                raise SystemExit(128 + stopped)  # a plain return would wait for the agent, which is waiting for us
+                raise SystemExit(
+                    128 + stopped
+                )  # a plain return would wait for the agent, which is waiting for us
+    except SignalException as error:  # torch's own handler, before the loop's is there
+        raise SystemExit(128 + error.sigval) from None
     except UserError as error:
         (folder / f"error-{os.environ['RANK']}").write_text(str(error))
         raise SystemExit(2) from None

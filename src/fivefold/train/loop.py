@@ -37,7 +37,8 @@ class State:
     optimizer: torch.optim.Optimizer
     gradients: GradientSum
     step: int = 0
-    skipped: int = 0  # steps skipped in a row, because their gradient was not finite
+    updates: int = 0  # steps that changed the weights: those with a finite gradient
+    skipped: int = 0  # steps skipped in a row
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,26 @@ def train_loop(state: State, recipe: Recipe, ranks: Ranks, hooks: Hooks) -> bool
             {"step": state.step, "loss": loss, "grad_norm": norm, "lr": lr, "data_wait_s": waited}
             | {"step_s": time.perf_counter() - began}
         )
-        last = stop or state.step == train.steps
-        if train.val_every and (state.step % train.val_every == 0 or last):
-            hooks.validate(state.step)
-        if last or (train.sample_every and state.step % train.sample_every == 0):
-            hooks.sample(state.step)
-        if last or (recipe.checkpoint.every and state.step % recipe.checkpoint.every == 0):
-            hooks.save(state.step)
+        diverged, last = state.skipped >= MAX_SKIPPED, state.step == train.steps
+        if stop or diverged or last or due(recipe.checkpoint.every, state.step):
+            hooks.save(state.step)  # first: who sends a signal may not wait long
+        if diverged:
+            raise UserError(
+                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {state.step}: the run has "
+                "diverged. The weights before that are saved; resume with a smaller optim.lr or optim.grad_clip"
+            )
         if stop:
-            break
-    return state.step == train.steps
+            return last
+        if last or due(train.val_every, state.step):
+            hooks.validate(state.step)
+        if last or due(train.sample_every, state.step):
+            hooks.sample(state.step)
+    return True
+
+
+def due(every: int, step: int) -> bool:
+    """Whether something that happens every so many steps happens after this one. 0: never."""
+    return every > 0 and step % every == 0
 
 
 def forward_backward(state: State, microbatches: list[Microbatch], seed: int, ranks: Ranks) -> Tensor:
@@ -118,13 +129,9 @@ def update(state: State, optim: OptimSection, norm: float, steps: int) -> float:
     )  # fmt: skip
     if not math.isfinite(norm):
         state.skipped += 1
-        if state.skipped == MAX_SKIPPED:
-            raise UserError(
-                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {state.step + 1}: the run "
-                "has diverged. Resume from the last checkpoint with a smaller optim.lr or optim.grad_clip"
-            )
         return lr
     state.skipped = 0
+    state.updates += 1
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     state.optimizer.step()

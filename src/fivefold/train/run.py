@@ -63,18 +63,30 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
     """Trains. Returns the signal that stopped the run early, or None when it is complete."""
     recipe = job.recipe
     with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt())
+        message = "stopping: finishing this step, then saving" if ranks.first else ""
+        interrupt = stack.enter_context(Interrupt(message))
         state = build_state(recipe, ranks, job.module)
-        if job.resume:
-            _resume(state, job.out)
+        stack.callback(state.weights.close)
+        resumed = job.resume and _resume(state, job)
+        if ranks.world > 1:
+            make_equal(state, ranks)
         console = stack.enter_context(
-            Console(recipe.train.steps or 0, rank=ranks.rank, start_step=state.step, log_every=recipe.observe.log_every)
+            Console(
+                recipe.train.steps or 0,
+                rank=ranks.rank,
+                start_step=state.step,
+                log_every=recipe.observe.log_every,
+            )
         )
         metrics = None
         if ranks.first:
             _write_run_files(job)
             metrics = stack.enter_context(MetricsWriter(job.out, recipe.observe.tensorboard, step=state.step))
         _introduce(console, state, job, ranks)
+        if job.resume:
+            console.note(
+                f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
+            )
         batches = stack.enter_context(_reader(job, ranks, state.step))
         stop_wanted = interrupt.wanted
         hooks = _hooks(state, job, ranks, console, metrics, batches, stop_wanted)
@@ -88,43 +100,101 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
 
 def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -> State:
     """Model, master weights, optimizer and gradient sum of a resolved recipe, at step 0."""
+    own_module = module is not None
     if module is None:
         module = build(recipe.model, device=ranks.device, seed=recipe.train.seed)
     else:
+        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+        if frozen:
+            raise UserError(
+                f"the module has frozen parameters ({', '.join(frozen[:3])}): this version trains all or none"
+            )
         module = module.float().to(ranks.device)
-    weights = Weights(module, DTYPES[compute_mode(recipe, ranks.device)])
+    weights = Weights(module, DTYPES[compute_mode(recipe, ranks.device, own_module)])
     if ranks.device.type == "cuda":
         for block in getattr(module, "blocks", [module]):
             block.compile()
     optim = recipe.optim
-    optimizer = build_adamw(weights.master, weights.grads, optim.lr, optim.betas, optim.eps, optim.weight_decay)
+    optimizer = build_adamw(
+        weights.master, weights.grads, optim.lr, optim.betas, optim.eps, optim.weight_decay
+    )
     group = torch.distributed.group.WORLD if ranks.world > 1 else None
     return State(module, weights, optimizer, GradientSum(weights, group, DTYPES[recipe.precision.reduce]))
 
 
-def compute_mode(recipe: Recipe, device: torch.device) -> str:
-    """"fp32" or "bf16": the recipe's, or where it says auto what is fast on the device."""
+def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> str:
+    """ "fp32" or "bf16": the recipe's, or where it says auto what is fast on the device. A user's own module runs in
+    bf16 only when the recipe says so: nobody knows whether its buffers would follow."""
     if recipe.precision.mode != "auto":
         return recipe.precision.mode
+    if own_module:
+        return "fp32"
     return "bf16" if has_fast_bf16(device.type) else "fp32"
 
 
-def _resume(state: State, out: Path) -> None:
-    checkpoint = store.load(store.latest(out))
+def _resume(state: State, job: Job) -> bool:
+    """Loads the latest checkpoint; False where there is none yet."""
+    if not store.checkpoints(job.out):
+        return False
+    folder = store.latest(job.out)
+    checkpoint = store.load(folder)
+    meta, steps = checkpoint.meta, job.recipe.train.steps or 0
+    for key, now in identity(job).items():
+        if key in meta and meta[key] != now:
+            raise UserError(
+                f"{folder} was trained with {key} = {meta[key]}, and now it is {now}: the run would not go on where it "
+                "stopped. Undo the change, or start a new run"
+            )
     try:
+        buffers = {
+            name: checkpoint.model.pop(name)
+            for name, _ in state.module.named_buffers()
+            if name in checkpoint.model
+        }
         state.weights.load(checkpoint.model)
-        state.step = int(checkpoint.meta["step"])
-        if state.step:
-            load_state(state.optimizer, state.weights.master, checkpoint.optimizer, state.step)
+        state.module.load_state_dict(buffers, strict=False)
+        state.step, state.updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
+        state.skipped = int(meta.get("skipped", 0))
+        if state.updates:
+            load_state(state.optimizer, state.weights.master, checkpoint.optimizer, state.updates)
     except (ValueError, KeyError) as error:
-        raise UserError(f"{store.latest(out)} does not fit the recipe: {error}") from None
+        raise UserError(f"{folder} does not fit the recipe: {error}") from None
+    if state.step > steps:
+        raise UserError(f"train.steps = {steps}, but {folder} is further: set at least {state.step}")
+    return True
+
+
+def identity(job: Job) -> dict[str, Any]:
+    """What the position in the data follows from: a run cannot go on when one of these has changed."""
+    recipe = job.recipe
+    found: dict[str, Any] = {
+        "model.seq_len": recipe.model.seq_len,
+        "train.global_batch_size": recipe.train.global_batch_size,
+        "train.seed": recipe.train.seed,
+    }
+    if job.data is not None:
+        found["the data's fingerprint"] = job.data.info.get("fingerprint")
+    return found
+
+
+def make_equal(state: State, ranks: Ranks) -> None:
+    """Every rank starts from rank 0's weights, at the same step: a user's module may have been initialised anew on
+    each, and a shared disk may show them different checkpoints."""
+    steps = torch.tensor([state.step, -state.step], device=ranks.device)
+    dist.all_reduce(steps, dist.ReduceOp.MAX)
+    if steps[0] != -steps[1]:
+        raise UserError(
+            f"ranks see different checkpoints: steps {-int(steps[1])} to {int(steps[0])}. Is the disk shared?"
+        )
+    dist.broadcast(state.weights.flat_master, 0)
+    state.weights.refresh()
 
 
 def _write_run_files(job: Job) -> None:
     job.out.mkdir(parents=True, exist_ok=True)
     (job.out / "recipe.toml").write_text(to_toml(job.recipe), encoding="utf-8")
     (job.out / "machine.json").write_text(json.dumps(describe(), indent=2) + "\n", encoding="utf-8")
-    if job.data is not None and job.data.tokenizer is not None:
+    if job.data is not None and job.data.tokenizer is not None and not (job.out / "tokenizer.json").exists():
         job.data.tokenizer.save(job.out / "tokenizer.json")
 
 
@@ -134,13 +204,11 @@ def _introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
     where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     console.note(
         f"{recipe.model.arch if job.module is None else type(job.module).__name__}, {parameters:,} parameters, "
-        f"{compute_mode(recipe, ranks.device)}; {ranks.world} rank(s) on {where}; {tokens_per_step(recipe):,} tokens a "
+        f"{compute_mode(recipe, ranks.device, job.module is not None)}; {ranks.world} rank(s) on {where}; {tokens_per_step(recipe):,} tokens a "
         f"step; run folder {job.out}"
     )
     if ranks.device.type == "cpu" and native.why_not():
         console.note(f"fused CPU kernels are off, training is slower: {native.why_not()}")
-    if state.step:
-        console.note(f"resuming after step {state.step}")
 
 
 @contextmanager
@@ -166,7 +234,7 @@ def _slice(batches: BatchSource, i: int, size: int, microbatch: int, ranks: Rank
 
 
 def _tensor(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    return torch.as_tensor(array).to(device, non_blocking=True)
+    return torch.as_tensor(array).to(device, torch.int64, non_blocking=True)
 
 
 def _batches(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
@@ -207,9 +275,11 @@ def _hooks(
             console.note(f"step {line['step']}: the gradient is not finite, its update is skipped")
 
     def validate(step: int) -> None:
-        microbatches, token_bytes = _validation_set(job, ranks)
-        if not microbatches:
-            return
+        if job.val_batches is None and (job.data is None or job.data.val is None):
+            return  # nothing is held out, on any rank
+        microbatches, token_bytes = _validation_set(
+            job, ranks
+        )  # perhaps none for this rank: it still takes part
         line = {"step": step, **evaluate(state.module, microbatches, token_bytes, ranks)}
         write(line)
         console.validation(line)
@@ -231,16 +301,18 @@ def _hooks(
 
     def save(step: int) -> None:
         if ranks.first:
-            save_state(state, job.out, tokens=step * tokens, keep_last=recipe.checkpoint.keep_last)
+            save_state(state, job.out, identity(job) | {"tokens": step * tokens}, recipe.checkpoint.keep_last)
 
     return Hooks(next_batch, stop_wanted, record, validate, sample, save)
 
 
-def save_state(state: State, out: Path, *, tokens: int, keep_last: int) -> Path:
-    """Writes a checkpoint of the state into the run folder and removes those beyond `keep_last`."""
+def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) -> Path:
+    """Writes a checkpoint of the state, with `meta`, into the run folder; removes those beyond `keep_last`."""
     masters = dict(reversed(state.weights.master.items()))  # in the module's order
     moments = state_tensors(state.optimizer, masters)
-    folder = store.save(store.folder_of(out, state.step), masters, moments, {"step": state.step, "tokens": tokens})
+    counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
+    buffers = dict(state.module.named_buffers())
+    folder = store.save(store.folder_of(out, state.step), masters | buffers, moments, counts | meta)
     store.prune(out, keep_last)
     return folder
 
@@ -249,13 +321,13 @@ def _validation_set(job: Job, ranks: Ranks) -> tuple[list[Microbatch], Tensor | 
     """This rank's share of the validation sequences, and the bytes a token stands for where they are known."""
     recipe, size = job.recipe, job.recipe.train.val_sequences
     batches, token_bytes = job.val_batches, None
-    if batches is None and job.data is not None and job.data.val is not None:
+    if batches is None:
+        assert job.data is not None
+        assert job.data.val is not None
         batches = _batches(recipe, job.data, job.data.val, size, shuffle=False)
         size = min(size, batches.sequences)
         if job.data.tokenizer is not None and recipe.model.arch != "bert":
             token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=ranks.device)
-    if batches is None:
-        return [], None
     return _slice(batches, 0, size, recipe.train.microbatch_size or 1, ranks), token_bytes
 
 
@@ -273,8 +345,14 @@ def _conclude(console: Console, job: Job, complete: bool) -> None:
     report = write_report(out)
     paths = {"checkpoint": store.latest(out), "report": report}
     commands = [f"fivefold generate {out} --prompt '{job.recipe.train.sample_prompt or 'The '}'"]
+    if job.recipe.model.arch == "bert" or job.data is None or job.data.tokenizer is None:
+        commands = []
     commands.append(f"fivefold export {out} exported/")
+    if job.module is not None:
+        commands = []
     if not complete:
-        console.note("stopped before the end; everything up to this step is saved. Resume with:")
+        console.note(
+            "stopped before the end; everything up to this step is saved. Resume with the command below"
+        )
         commands = [job.resume_command]
     console.summary(figures, paths, commands)
