@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -37,7 +38,7 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for name, (fused, plain, inputs) in cases().items():
             inputs = [x.to(dtype).requires_grad_() for x in inputs]
-            ours, theirs = compare(lambda: fused(*inputs), lambda: plain(*inputs), inputs)
+            ours, theirs = compare(partial(fused, *inputs), partial(plain, *inputs), inputs)
             key = f"{name} {str(dtype).removeprefix('torch.')}"
             results[key] = {"fused_ms": ours * 1e3, "plain_ms": theirs * 1e3, "ratio": theirs / ours}
             print(

@@ -36,7 +36,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--microbatch", type=int, default=4)
+    parser.add_argument("--microbatch", type=int, default=8)
     parser.add_argument(
         "--compiled", action="store_true", help="plain PyTorch with torch.compile, too (slow to start)"
     )
@@ -122,6 +122,7 @@ def work(name: str, steps: int, microbatch: int) -> dict[str, float]:
         began = time.perf_counter()
         step(index)
         seconds.append(time.perf_counter() - began)
+    getattr(step, "leave", lambda: None)()
     status = Path("/proc/self/status").read_text()
     peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
     return {"step_s": median(seconds[WARM_UP:]), "peak_mib": round(peak)}
@@ -156,7 +157,6 @@ def fivefold_step(name: str, microbatch: int):
     ranks = joined.__enter__()
     recipe = resolve(load("quickstart", [*sets, f"layout.dp_replicate={ranks.world}"]), vocab_size=V)
     state = build_state(recipe, ranks)
-    state.joined = joined  # type: ignore[attr-defined]  # keeps the process group
     inputs, targets = random_batches(B // ranks.world)
     microbatches = list(zip(inputs.split(microbatch), targets.split(microbatch), strict=True))
 
@@ -167,6 +167,7 @@ def fivefold_step(name: str, microbatch: int):
         agree(loss, False, ranks)
         state.step += 1
 
+    step.leave = lambda: joined.__exit__(None, None, None)  # type: ignore[attr-defined]
     return step
 
 
@@ -174,6 +175,9 @@ def plain_step(name: str, microbatch: int):
     import torch
     from plain import PlainLlama
 
+    from fivefold.train.allocator import keep_freed_memory
+
+    keep_freed_memory()  # a tuned allocator for both
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = PlainLlama(V, D, L, H, F, T)
     if "all bf16" in name:

@@ -31,7 +31,7 @@ class Numbers:
         return x[:, 3:], x[:, :-3]
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the ranks import this file too
     sizes = [f"model.seq_len={T}", "train.global_batch_size=32", "train.val_sequences=32"]
     recipe = fivefold.load("quickstart", [*sizes, "train.steps=100", "optim.lr=1e-2"])
-    fivefold.train(recipe, model=Recall(), data=Numbers(), val_data=Numbers())
+    fivefold.train(recipe, nproc=2, model=Recall(), data=Numbers(), val_data=Numbers())

@@ -20,10 +20,10 @@ def main() -> None:
     recipe = fivefold.load("quickstart", [*SMALL, *schedule, own_source, "train.steps=20"])
     longer = fivefold.change(recipe, ["train.steps=40"])
 
-    whole = fivefold.train(longer)
+    whole = fivefold.train(longer, nproc=1)
 
-    parts = fivefold.train(recipe)
-    parts = fivefold.resume(parts.path, longer)
+    parts = fivefold.train(recipe, nproc=1)
+    parts = fivefold.resume(parts.path, longer, nproc=1)
 
     print(f"step 40: loss {losses(whole)[-1]!r} in one go, {losses(parts)[-1]!r} in two parts")
     assert losses(whole) == losses(parts)

@@ -14,10 +14,7 @@ TIMEOUT_S = (
 
 
 def run(command: str, folder: Path) -> str:
-    """Runs a line of shell in `folder`, with this environment's programs first in PATH; what it printed.
-
-    On one core of the machine, so that threads do not wait for each other when others use it too.
-    """
+    """Runs a line of shell in `folder`, with this environment's programs first in PATH; what it printed."""
     programs = Path(sys.executable).parent
     env = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
@@ -28,13 +25,6 @@ def run(command: str, folder: Path) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=TIMEOUT_S,
-        preexec_fn=_one_core,
     )
     assert done.returncode == 0, f"{command}\nended with {done.returncode}:\n{done.stdout}"
     return done.stdout
-
-
-def _one_core() -> None:
-    if hasattr(os, "sched_setaffinity"):
-        usable = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {usable[os.getpid() % len(usable)]})

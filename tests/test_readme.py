@@ -109,7 +109,7 @@ def check_python(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     load = fivefold.load
     small = lambda name, sets=(), layout=None: load(name, [*tiny(" ".join(sets)), *sets], layout)  # noqa: E731
     monkeypatch.setattr(fivefold, "load", small)
-    exec(compile(block.text, "documentation", "exec"), {"__name__": "documentation"})
+    exec(compile(block.text, "documentation", "exec"), {"__name__": "__main__"})
     monkeypatch.setattr(fivefold, "load", load)
 
 

@@ -297,6 +297,89 @@ def test_forked_ranks_and_their_errors(text, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_resume_on_another_number_of_ranks(text, tmp_path):
+    """One recipe, fp32: the losses go on as they would have, to rounding."""
+    recipe = tiny(text, "precision.mode=fp32", "train.microbatch_size=1")
+    train_rank(0, 1, recipe, tmp_path / "whole")
+    train_rank(0, 1, change(recipe, ["train.steps=3", "optim.schedule=constant"]), tmp_path / "parts")
+    two = change(recipe, ["layout.dp_replicate=2", "optim.schedule=constant"])
+    run_ranks(2, train_rank, two, tmp_path / "parts", True)
+    train_rank(0, 1, change(recipe, ["optim.schedule=constant"]), tmp_path / "constant")
+    assert lines(tmp_path / "parts", "loss") == pytest.approx(lines(tmp_path / "constant", "loss"), rel=1e-5)
+
+
+def test_resume_refuses_what_would_be_another_run(text, tmp_path):
+    recipe, out = tiny(text, "train.steps=2", "data.tokenizer=chars"), tmp_path / "run"
+    train_rank(0, 1, recipe, out)
+    for changed, named in (
+        ("train.seed=1", "train.seed"),
+        ("train.global_batch_size=4", "global_batch_size"),
+    ):
+        with pytest.raises(UserError, match=named):
+            train_rank(0, 1, change(recipe, [changed, "train.steps=3"]), out, True)
+    with pytest.raises(UserError, match="set at least 2"):
+        train_rank(0, 1, change(recipe, ["train.steps=1"]), out, True)
+    tokenizer = (out / "tokenizer.json").read_text()
+    text.write_text(text.read_text() + "ZYX" * 50)
+    with pytest.raises(UserError, match="fingerprint"):
+        train_rank(0, 1, change(recipe, ["train.steps=3"]), out, True)
+    assert (out / "tokenizer.json").read_text() == tokenizer
+
+
+def test_fewer_validation_sequences_than_ranks(text, tmp_path):
+    recipe = tiny(
+        text, "train.val_sequences=1", "layout.dp_replicate=2", "train.val_every=1", "train.steps=2"
+    )
+    assert run_ranks(2, train_rank, recipe, tmp_path / "run") == [None, None]
+    assert len(lines(tmp_path / "run", "val_loss")) == 2
+
+
+class Counting(torch.nn.Module):
+    """A user's module with a buffer; targets may come in any integer dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(16, 16)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs, targets):
+        self.calls += self.training
+        return torch.nn.functional.cross_entropy(self.table(inputs).flatten(0, 1), targets.flatten())
+
+
+class Ones:
+    def batch(self, i, rows):
+        ids = np.full((len(rows), 16), i % 16, dtype=np.int32)
+        return ids, (ids + 1) % 16
+
+
+def test_own_module_is_resumed_with_its_buffers(text, tmp_path):
+    recipe, module = tiny(text, "train.steps=2"), Counting()
+    run_command(recipe, out=tmp_path / "run", module=module, batches=Ones())
+    assert module.calls == 2 * 4, "four microbatches a step"
+    again = Counting()
+    run_command(
+        change(recipe, ["train.steps=3"]), out=tmp_path / "run", resume=True, module=again, batches=Ones()
+    )
+    assert again.calls == 3 * 4
+    run_command(recipe, out=tmp_path / "same", module=again, batches=Ones())  # the same object, a second time
+
+
+def test_ranks_start_equal(tmp_path, text):
+    """A module that was initialised differently on every rank trains as rank 0's."""
+    recipe = tiny(text, "train.steps=2", "layout.dp_replicate=2")
+    sums = run_ranks(2, _train_own, recipe, tmp_path / "run")
+    assert sums[0] == sums[1]
+
+
+def _train_own(rank: int, world: int, recipe: Recipe, out: Path) -> float:
+    torch.manual_seed(rank)
+    module = Counting()
+    job = Job(resolve(recipe, vocab_size=16), out, module=module, batches=Ones())
+    run_rank(job, Ranks(rank, world, rank, world, torch.device("cpu")))
+    return module.table.weight.double().sum().item()
+
+
 def test_layouts_that_cannot_be_trained_are_refused(text):
     with pytest.raises(UserError, match="tp=2"):
         run_command(tiny(text, "layout.tp=2"))

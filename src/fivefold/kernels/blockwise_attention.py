@@ -113,7 +113,8 @@ class _QKVAttention(Function):
             else:
                 dk[:, :, :seen] += dk_block
                 dv[:, :, :seen] += dv_block
-        assert dk is not None and dv is not None
+        assert dk is not None
+        assert dv is not None
         _heads_last(dk.to(k.dtype), dqkv, ctx.heads, 0, cos, sin)
         _heads_last(dv.to(k.dtype), dqkv, ctx.heads + K, 0)
         return dqkv, None, None, None, None, None
@@ -176,7 +177,8 @@ def _heads_first(
 def _heads_last(
     x_BHQd: Tensor, out: Tensor, first: int, start: int, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> None:
-    """The way back: into heads first.. of tokens start.. of out (B, T, all heads x d), rotated by the opposite angles."""
+    """The way back: into heads first.. of tokens start.. of out (B, T, all heads x d), rotated by the
+    opposite angles."""
     B, heads, Q, d = x_BHQd.shape
     T, width = out.shape[1:]
     cos, sin = (

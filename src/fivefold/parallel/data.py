@@ -8,6 +8,7 @@ the last backward of a step has finished its parameters, so that communication o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,7 @@ class GradientSum:
 def _cut(offsets: list[int], bucket_elements: int) -> tuple[list[Bucket], list[int]]:
     """Buckets of whole parameters of at least `bucket_elements` (the last may be smaller), and each parameter's."""
     buckets, bucket_of = [Bucket(0, 0)], []
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in pairwise(offsets):
         if buckets[-1].end - buckets[-1].start >= bucket_elements:
             buckets.append(Bucket(start, start))
         buckets[-1].end = end

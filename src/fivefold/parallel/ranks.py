@@ -99,9 +99,8 @@ def _store(rank: int, world: int, timeout_s: float) -> dist.Store:
         return dist.PrefixStore(attempt, dist.FileStore(f"{path}.{attempt}", world))
     host, port = _master()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        host, port, world, is_master=rank == 0 and not shared, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )  # fmt: skip
+    master, timeout = rank == 0 and not shared, timedelta(seconds=timeout_s)
+    store = dist.TCPStore(host, port, world, is_master=master, timeout=timeout, wait_for_workers=False)
     return dist.PrefixStore(attempt, store)
 
 

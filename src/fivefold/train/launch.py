@@ -6,6 +6,7 @@ in files of a temporary folder and talk over the loopback interface only.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shlex
@@ -28,6 +29,8 @@ from fivefold.parallel import ranks as ranks_
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.train.allocator import keep_freed_memory
 from fivefold.train.run import BatchSource, Job, compute_mode, run_rank
+
+_PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 
 def run_command(
@@ -136,6 +139,8 @@ def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | 
                 number += 1
     if launched_rank:
         return out
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: a file, not a folder")
     if resume and not (out / "recipe.toml").is_file():
         raise UserError(f"--resume: {out} holds no run (no recipe.toml)")
     if not resume and any((out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")):
@@ -149,9 +154,11 @@ def _start_ranks(job: Job, world: int, start_method: str) -> int | None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(
-        logging.CRITICAL
-    )  # _verdict says it in one message
+    # What the agent logs of a failed rank, _verdict says in one message.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    handled = ["SIGTERM", "SIGINT"]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup: it stays so
+        handled.append("SIGHUP")
     with (
         tempfile.TemporaryDirectory(prefix="fivefold-") as folder,
         _environment(
@@ -168,9 +175,8 @@ def _start_ranks(job: Job, world: int, start_method: str) -> int | None:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=world, run_id=uuid.uuid4().hex,
             rdzv_backend="c10d", rdzv_endpoint=f"{folder}/rendezvous", rdzv_configs={"store_type": "file"},
-            max_restarts=0, monitor_interval=0.1, start_method=start_method, local_addr="127.0.0.1", shutdown_timeout=600,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGTERM,SIGINT" + (",SIGHUP" if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ""),
+            max_restarts=0, monitor_interval=0.1, start_method=start_method, local_addr="127.0.0.1",
+            shutdown_timeout=600, logs_specs=DefaultLogsSpecs(log_dir=folder), signals_to_handle=",".join(handled),
         )  # fmt: skip
         try:
             elastic_launch(config, _rank_main)(job, Path(folder))
@@ -189,14 +195,15 @@ def _rank_main(job: Job, folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the loop takes over
+    if sys.platform == "linux":  # when the launcher is killed, its ranks stop, too, and save
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         with ranks_.join() as ranks:
             stopped = run_rank(job, ranks)
             if stopped is not None:
                 (folder / "stopped").write_text(str(stopped))
-                raise SystemExit(
-                    128 + stopped
-                )  # a plain return would wait for the agent, which is waiting for us
+                # A plain return would wait for the agent, which is waiting for us.
+                raise SystemExit(128 + stopped)
     except SignalException as error:  # torch's own handler, before the loop's is there
         raise SystemExit(128 + error.sigval) from None
     except UserError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from fivefold.checkpoint import store
 from fivefold.data import Batches, DataSet, Prefetch
 from fivefold.errors import UserError
+from fivefold.host import memory_bytes
 from fivefold.kernels import native
 from fivefold.models import build, flops_per_token
 from fivefold.observe.console import Console
@@ -28,7 +30,7 @@ from fivefold.optim import build_adamw, load_state, state_tensors
 from fivefold.parallel.data import GradientSum
 from fivefold.parallel.ranks import Ranks
 from fivefold.precision import Weights
-from fivefold.recipe import Recipe, to_toml, tokens_per_step
+from fivefold.recipe import Recipe, count_parameters, to_toml, tokens_per_step
 from fivefold.train.generate import Sampling, generate_text
 from fivefold.train.interrupt import Interrupt
 from fivefold.train.loop import Hooks, Microbatch, State, evaluate, train_loop
@@ -101,6 +103,14 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
 def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -> State:
     """Model, master weights, optimizer and gradient sum of a resolved recipe, at step 0."""
     own_module = module is not None
+    needed = (
+        16 * count_parameters(recipe.model) if module is None else 0
+    )  # fp32: weight, gradient, two moments
+    if ranks.device.type == "cpu" and needed * ranks.local_world > memory_bytes():
+        raise UserError(
+            f"the model needs at least {needed / 2**30:,.1f} GiB a rank (16 bytes a parameter) for {ranks.local_world} "
+            f"rank(s), and this machine has {memory_bytes() / 2**30:,.1f} GiB"
+        )
     if module is None:
         module = build(recipe.model, device=ranks.device, seed=recipe.train.seed)
     else:
@@ -202,10 +212,11 @@ def _introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
     recipe = job.recipe
     parameters = sum(p.numel() for p in state.weights.params)
     where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    name = recipe.model.arch if job.module is None else type(job.module).__name__
+    mode = compute_mode(recipe, ranks.device, job.module is not None)
     console.note(
-        f"{recipe.model.arch if job.module is None else type(job.module).__name__}, {parameters:,} parameters, "
-        f"{compute_mode(recipe, ranks.device, job.module is not None)}; {ranks.world} rank(s) on {where}; {tokens_per_step(recipe):,} tokens a "
-        f"step; run folder {job.out}"
+        f"{name}, {parameters:,} parameters, {mode}; {ranks.world} rank(s) on {where}; "
+        f"{tokens_per_step(recipe):,} tokens a step; run folder {job.out}"
     )
     if ranks.device.type == "cpu" and native.why_not():
         console.note(f"fused CPU kernels are off, training is slower: {native.why_not()}")
@@ -344,15 +355,17 @@ def _conclude(console: Console, job: Job, complete: bool) -> None:
     figures = summarize(read_metrics(out / "metrics.jsonl"))
     report = write_report(out)
     paths = {"checkpoint": store.latest(out), "report": report}
-    commands = [f"fivefold generate {out} --prompt '{job.recipe.train.sample_prompt or 'The '}'"]
-    if job.recipe.model.arch == "bert" or job.data is None or job.data.tokenizer is None:
-        commands = []
-    commands.append(f"fivefold export {out} exported/")
-    if job.module is not None:
-        commands = []
     if not complete:
-        console.note(
-            "stopped before the end; everything up to this step is saved. Resume with the command below"
-        )
-        commands = [job.resume_command]
-    console.summary(figures, paths, commands)
+        console.note("stopped before the end; everything up to this step is saved")
+    console.summary(figures, paths, _next_commands(job) if complete else [job.resume_command])
+
+
+def _next_commands(job: Job) -> list[str]:
+    """What can be done with a run that is complete."""
+    if job.module is not None:
+        return []
+    commands = [f"fivefold export {job.out} exported/"]
+    if job.recipe.model.arch != "bert" and job.data is not None and job.data.tokenizer is not None:
+        prompt = shlex.quote(job.recipe.train.sample_prompt or "The ")
+        commands.insert(0, f"fivefold generate {job.out} --prompt {prompt}")
+    return commands
