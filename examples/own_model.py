@@ -21,7 +21,7 @@ class Recall(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:  # (B, T) each, int64 -> scalar mean loss
         hidden, _ = self.rnn(self.embed(inputs.T))  # (T, B, dim)
-        return cross_entropy(self.head(hidden).transpose(0, 1).flatten(0, 1).float(), targets.flatten())
+        return cross_entropy(self.head(hidden).transpose(0, 1).flatten(0, 1), targets.flatten())
 
 
 class Numbers:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import typer
 from commands import REPO, run
+from test_imports import FILES, LINES, room_of
 
 import fivefold
 from fivefold.cli.main import app, main
@@ -151,6 +152,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_names_every_recipe() -> None:
     text = (REPO / "README.md").read_text(encoding="utf-8")
     assert [name for name in fivefold.shipped() if f"\n| `{name}` |" not in text] == []
+
+
+def test_the_table_of_rooms_is_that_of_the_code() -> None:
+    text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = [
+        set(re.findall(r"`(\w+)`", rooms)) for rooms in re.findall(r"^\| \d+ \| (.*?) \|", text, re.MULTILINE)
+    ]
+    there = {room_of(file) for file in FILES}
+    assert table == [here for rooms in LINES[1:] if (here := rooms & there)]
 
 
 def test_the_reference_of_recipes_is_current() -> None:
