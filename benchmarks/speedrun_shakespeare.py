@@ -28,7 +28,7 @@ import torch
 
 TARGET, T, CHECK_EVERY = 1.88, 64, 25
 
-# Chosen by measurement on this text (benchmarks/results/speedrun_shakespeare.md).
+# Chosen by measurement on this text (a dozen runs, seed 1; the rounds below use other seeds too).
 OURS = {
     "layers": 4,
     "heads": 4,
@@ -58,11 +58,18 @@ def main() -> None:
         run = fivefold(data, OURS | json.loads(args.ours)) if args.worker == "fivefold" else baseline(data)
         return print(json.dumps(run))
     rounds = []
-    for _ in range(args.rounds):
+    for number in range(args.rounds):  # another seed of ours each round: no lucky one
+        args.ours = json.dumps(json.loads(args.ours) | {"seed": number + 1})
         row = {name: apart(args, name) for name in ("baseline", "fivefold")}
         row["ratio"] = row["baseline"]["seconds"] / row["fivefold"]["seconds"]
         rounds.append(row)
         print(json.dumps(row), flush=True)
+    if not all(r["baseline"]["reached"] for r in rounds):
+        print(
+            f"where the baseline ended above {TARGET}, its time is that of its whole schedule: a lower bound"
+        )
+    if not all(r["fivefold"]["reached"] for r in rounds):
+        raise SystemExit(f"Fivefold did not reach {TARGET} in every round: no ratio")
     print(f"ratio, median of {args.rounds} rounds: {median(r['ratio'] for r in rounds):.2f}")
     if args.out:
         from fivefold.observe.machine import describe
