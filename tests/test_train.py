@@ -219,7 +219,7 @@ def test_bf16_keeps_fp32_masters(text):
     assert torch.equal(working, weights.master[name].bfloat16())
 
 
-def test_a_parameter_without_gradient_keeps_its_weight(text):
+def test_a_parameter_without_gradient_has_zeros(text):
     """Its place in the flat buffer must hold zeros, not the last step's gradient."""
 
     class Half(torch.nn.Module):

@@ -2,7 +2,7 @@
 
 By default glibc gives every large block back to the system when it is freed and gets it anew, page by page, a
 moment later. A training step allocates the same activations each time, so this costs page faults and nothing is
-gained. Measured on the common work: benchmarks/train_speed.py.
+gained.
 """
 
 from __future__ import annotations
