@@ -33,5 +33,5 @@ class Numbers:
 
 if __name__ == "__main__":  # the ranks import this file too
     sizes = [f"model.seq_len={T}", "train.global_batch_size=32", "train.val_sequences=32"]
-    recipe = fivefold.load("quickstart", [*sizes, "train.steps=100", "optim.lr=1e-2"])
+    recipe = fivefold.load("quickstart", [*sizes, "train.steps=100", "train.val_every=20", "optim.lr=1e-2"])
     fivefold.train(recipe, nproc=2, model=Recall(), data=Numbers(), val_data=Numbers())

@@ -13,7 +13,7 @@ def main(source: str) -> None:
     recipe = fivefold.load("quickstart", [f"data.source={source}", "data.tokenizer=bytes"])
     # A recipe never changes; `change` gives a new one. The same texts go after `--set` on the command line.
     small = ["model.layers=2", "model.dim=64", "model.heads=2", "model.seq_len=64", "train.steps=60"]
-    recipe = fivefold.change(recipe, [*small, "optim.lr=1e-2"])
+    recipe = fivefold.change(recipe, [*small, "optim.lr=1e-2", "train.val_every=10"])
 
     run = fivefold.train(recipe, nproc=1)  # so small a model gains nothing from a second rank
 
