@@ -94,7 +94,11 @@ def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     world = 2 if name.endswith("dp2") else 1
     port = str(20000 + os.getpid() % 20000)
-    environment = os.environ | {"OMP_NUM_THREADS": str(cores // world), "GLOO_SOCKET_IFNAME": "lo"}
+    from fivefold.host import HUGE_PAGES  # as `fivefold train` sets them; for plain PyTorch, too
+
+    environment = (
+        os.environ | HUGE_PAGES | {"OMP_NUM_THREADS": str(cores // world), "GLOO_SOCKET_IFNAME": "lo"}
+    )
     processes = []
     for rank in range(world):
         launched = {

@@ -15,6 +15,7 @@ import typer
 
 from fivefold.cli import check, export, generate, import_, recipes, report, tokenize, train
 from fivefold.errors import CheckFailed, UserError
+from fivefold.host import restart_with_huge_pages
 
 # Plain help texts: rich alone takes 0.1 s to import
 app = typer.Typer(
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):  # what the terminal's encoding lacks is shown as an escape
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if arguments is None and sys.argv[1:2] == ["train"] and not {"-h", "--help"} & set(sys.argv):
+        restart_with_huge_pages()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="fivefold")
     except UserError as error:
