@@ -1,0 +1,1 @@
+"""Schedules as plain data: generated, checked, simulated and drawn without torch; run by `parallel`."""

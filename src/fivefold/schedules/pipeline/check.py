@@ -1,0 +1,88 @@
+"""Proves that a schedule can run, and that it trains with every microbatch once."""
+
+from __future__ import annotations
+
+from fivefold.errors import UserError
+from fivefold.schedules.pipeline.action import Action
+from fivefold.schedules.pipeline.dependencies import walk
+from fivefold.schedules.pipeline.memory import peak_live
+from fivefold.schedules.pipeline.schedule import Schedule
+
+
+def check(schedule: Schedule) -> list[float]:
+    """Checks the computations; returns the most microbatches times stages that are live on each rank.
+
+    Raises:
+        UserError: naming the action that is twice there, missing, on the wrong rank, or waits for ever.
+    """
+    places: dict[Action, int] = {}
+    for rank, row in enumerate(schedule.rows):
+        for place, action in enumerate(row):
+            _check_action(schedule, rank, action)
+            if action in places:
+                raise wrong(schedule, f"{action} is there twice")
+            places[action] = place
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            _check_once(schedule, stage, microbatch, places)
+    _check_order_of_losses(schedule)
+    stuck = walk(schedule, lambda rank, action: None)
+    if stuck:
+        waits = "; ".join(
+            f"rank {rank} at {action} for {what}" for rank, (action, what) in sorted(stuck.items())
+        )
+        raise wrong(schedule, f"it comes to a halt: waiting are {waits}")
+    return peak_live(schedule)
+
+
+def wrong(schedule: Schedule, message: str) -> UserError:
+    """The error of a schedule."""
+    return UserError(f"schedule '{schedule.name}': {message}")
+
+
+def _check_action(schedule: Schedule, rank: int, action: Action) -> None:
+    """It is a computation of a stage that the rank has, and of a microbatch that exists."""
+    if not action.computes:
+        raise wrong(schedule, f"{action} on rank {rank} is a transfer; those are added later")
+    if action.stage >= schedule.stages:
+        raise wrong(
+            schedule,
+            f"{action} on rank {rank}: the last of {schedule.stages} stages is {schedule.stages - 1}",
+        )
+    if action.microbatch >= schedule.microbatches:
+        last = schedule.microbatches - 1
+        raise wrong(schedule, f"{action} on rank {rank}: the last of {last + 1} microbatches is {last}")
+    owner = schedule.rank_of[action.stage]
+    if owner != rank:
+        raise wrong(schedule, f"{action} is on rank {rank}, but stage {action.stage} is on rank {owner}")
+
+
+def _check_once(schedule: Schedule, stage: int, microbatch: int, places: dict[Action, int]) -> None:
+    """The stage meets the microbatch in one F, and in one B or in one I and, later, one W."""
+    forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in ("F", "B", "I", "W"))
+    if forward not in places:
+        raise wrong(schedule, f"{forward} is missing")
+    if whole in places:
+        for part in (inputs, weights):
+            if part in places:
+                raise wrong(schedule, f"{part} is there beside {whole}, which contains it")
+    elif inputs not in places and weights not in places:
+        raise wrong(schedule, f"{whole} is missing (or {inputs} and {weights})")
+    elif inputs not in places or weights not in places:
+        there, absent = (inputs, weights) if inputs in places else (weights, inputs)
+        raise wrong(schedule, f"{absent} is missing: {there} is only one part of a backward")
+    elif places[weights] < places[inputs]:
+        raise wrong(schedule, f"{weights} comes before {inputs}")
+
+
+def _check_order_of_losses(schedule: Schedule) -> None:
+    """The last stage meets microbatches in order: PyTorch's runtime counts losses as they come."""
+    last, expected = schedule.stages - 1, 0
+    for action in schedule.rows[schedule.rank_of[last]]:
+        if (action.stage, action.kind) == (last, "F"):
+            if action.microbatch != expected:
+                due = Action(last, "F", expected)
+                raise wrong(
+                    schedule, f"{action} comes before {due}: the last stage meets microbatches in order"
+                )
+            expected += 1

@@ -1,0 +1,34 @@
+"""How many activations a rank holds: it follows from the order of its actions alone, whatever they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fivefold.schedules.pipeline.schedule import Schedule
+
+
+def peak_live(
+    schedule: Schedule, size: Sequence[float] | None = None, after_input: Sequence[float] | None = None
+) -> list[float]:
+    """The most activations that each rank holds at once.
+
+    `size[s]`: bytes that a microbatch holds at stage s, from its F until its B or W (without it 1, so that the
+    result counts microbatches times stages). `after_input[s]`: what of these is left from I until W (without
+    it all).
+    """
+    size = size or [1] * schedule.stages
+    after_input = after_input or size
+    peaks = []
+    for row in schedule.rows:
+        held = peak = 0.0
+        for action in row:
+            stage = action.stage
+            held += {
+                "F": size[stage],
+                "B": -size[stage],
+                "I": after_input[stage] - size[stage],
+                "W": -after_input[stage],
+            }[action.kind]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return peaks

@@ -1,0 +1,106 @@
+"""A pipeline schedule: which rank has which stages, and the order in which each rank computes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.errors import UserError
+from fivefold.schedules.pipeline.action import Action, parse
+
+Placement = Literal["loop", "v"]
+OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+WITHOUT_MICROBATCH = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`rank_of[s]` is the rank of stage s; `rows[r]` are the computations of rank r, in their order."""
+
+    name: str
+    microbatches: int
+    rank_of: tuple[int, ...]
+    rows: tuple[tuple[Action, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is done as I and W."""
+        return any(action.kind == "I" for row in self.rows for action in row)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, ascending."""
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+    def to_csv(self) -> str:
+        """One line a rank, one cell a computation: `from_csv` and PyTorch's runtime read it."""
+        return to_csv(self.rows)
+
+
+def place(placement: Placement, ranks: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each of `ranks x chunks` stages: `loop` starts over at rank 0, `v` turns around (0 1 1 0)."""
+    forth = list(range(ranks))
+    back = forth[::-1] if placement == "v" else forth
+    return tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else forth))
+
+
+def to_csv(rows: Sequence[Sequence[Action]]) -> str:
+    """Rows of actions, with or without transfers, as text: one line a rank, one cell an action."""
+    return "".join(",".join(map(str, row)) + "\n" for row in rows)
+
+
+def from_csv(text: str, name: str = "own") -> Schedule:
+    """Reads a schedule from a file's text, one line a rank; empty lines and cells are skipped.
+
+    Files that PyTorch's runtime wrote are understood too. Only the order of computations is kept: sends and
+    receives follow from it (`communication.py`), and the gathering of shards is no part of a schedule. Ranks,
+    stages and microbatches are those that the file names; `check` says whether it makes sense.
+
+    Raises:
+        UserError: naming the rank and what is not an action, or a stage that is missing or on two ranks.
+    """
+    rows = []
+    for cells in filter(None, csv.reader(io.StringIO(text))):
+        try:
+            rows.append(tuple(action for cell in cells for action in _actions(cell.strip())))
+        except UserError as error:
+            raise UserError(f"schedule '{name}', line of rank {len(rows)}: {error}") from None
+        if not rows[-1]:
+            raise UserError(f"schedule '{name}', line of rank {len(rows) - 1}: it computes nothing")
+    if not rows:
+        raise UserError(f"schedule '{name}' is empty: one line a rank is needed, for example 0F0,0F1,0B0,0B1")
+    rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if rank_of[action.stage] != rank:
+                both = f"ranks {rank} and {rank_of[action.stage]}"
+                raise UserError(
+                    f"schedule '{name}': {action}: stage {action.stage} is on {both}, but can be on one"
+                )
+    for stage in range(len(rank_of)):
+        if stage not in rank_of:
+            raise UserError(f"schedule '{name}' has stage {max(rank_of)}, but nothing of stage {stage}")
+    microbatches = 1 + max(action.microbatch for row in rows for action in row)
+    return Schedule(name, microbatches, tuple(rank_of[stage] for stage in range(len(rank_of))), tuple(rows))
+
+
+def _actions(cell: str) -> Iterator[Action]:
+    """The computations of one cell: none, one, or the two of `(0F4;3B1)OVERLAP_F_B`."""
+    if pair := OVERLAPPED.fullmatch(cell):
+        for part in pair[1].split(";"):
+            yield parse(part.strip())
+    elif cell and not WITHOUT_MICROBATCH.fullmatch(cell):
+        action = parse(cell)
+        if action.computes:
+            yield action

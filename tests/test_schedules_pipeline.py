@@ -1,0 +1,257 @@
+"""Pipeline schedules: every one can run, at any number of ranks and microbatches, and holds what it says."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import UserError
+from fivefold.schedules.pipeline import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    build,
+    check,
+    check_transfers,
+    from_csv,
+    parse,
+    peak_live,
+    place,
+    to_csv,
+    with_transfers,
+)
+
+RANKS = (1, 2, 3, 4, 8)
+MICROBATCHES = (1, 2, 3, 4, 6, 7, 8, 13, 16)
+STAGES = {
+    "interleaved": (2, 3),
+    "looped_bfs": (2, 3),
+    "zbv": (2,),
+    "dualpipev": (2,),
+}  # a rank; others have 1
+CASES = [(name, stages) for name in SCHEDULES for stages in STAGES.get(name, (1,))]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("name", "chunks"), CASES)
+def test_every_schedule_can_run(name: str, chunks: int, ranks: int) -> None:
+    for microbatches in MICROBATCHES:
+        schedule = build(name, ranks, microbatches, chunks)
+        assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, ranks, microbatches)
+        assert schedule.stages == ranks * chunks
+        check(schedule)
+        check_transfers(schedule, with_transfers(schedule))
+
+
+@given(st.sampled_from(CASES), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_any_size_can_run(case: tuple[str, int], ranks: int, microbatches: int, more: int) -> None:
+    name, chunks = case
+    any_number = SCHEDULES[name].stages[1] is None
+    schedule = build(name, ranks, microbatches, chunks + more * any_number)
+    check(schedule)
+    check_transfers(schedule, with_transfers(schedule))
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_live_activations(ranks: int) -> None:
+    """The most microbatches times stages on each rank, as the papers say."""
+    enough, every = 4 * ranks, range(ranks)
+    live = {name: check(build(name, ranks, enough, chunks)) for name, chunks in CASES if chunks < 3}
+    assert live["gpipe"] == [enough] * ranks
+    assert live["1f1b"] == [ranks - rank for rank in every]
+    assert live["interleaved"] == [ranks + 1 + 2 * (ranks - rank - 1) for rank in every]
+    assert live["looped_bfs"] == [2 * enough] * ranks
+    assert live["zb_h1"] == [ranks] * ranks
+    assert live["zbv"] == [2 * ranks] * ranks  # of stages half as large: as rank 0 in 1F1B
+    assert live["dualpipev"] == [2 * ranks + 1] * ranks
+
+
+def test_live_bytes_by_stage() -> None:
+    schedule = from_csv("0F0,0F1,1F0,1I0,1W0,0B0,1F1,1B1,0B1\n")
+    assert peak_live(schedule) == [3]
+    assert peak_live(schedule, [10, 7]) == [27]
+    assert peak_live(from_csv("0F0,0I0,0F1,0I1,0W0,0W1\n"), [10], after_input=[4]) == [14]
+
+
+def test_placements() -> None:
+    assert place("loop", 3, 2) == (0, 1, 2, 0, 1, 2)
+    assert place("v", 3, 2) == (0, 1, 2, 2, 1, 0)
+    assert build("interleaved", 2, 4, 3).stages_of(1) == [1, 3, 5]
+    assert build("zbv", 4, 8).stages_of(1) == [1, 6]
+
+
+def test_known_orders() -> None:
+    """Small enough to be written down by hand; of ZB-H1 the last rank, which puts W off the longest."""
+    assert to_csv(build("1f1b", 2, 3).rows) == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    assert to_csv(build("gpipe", 2, 2).rows) == "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
+    assert to_csv(build("zb_h1", 3, 4).rows[2:]) == "2F0,2I0,2F1,2I1,2F2,2I2,2W0,2F3,2I3,2W1,2W2,2W3\n"
+
+
+def test_a_round_is_never_shorter_than_the_ranks() -> None:
+    """Llama 3: 7 microbatches on 4 ranks are one round of 7; 11 are rounds of 6 and 5."""
+    first = [action.stage for action in build("interleaved", 4, 7, 2).rows[0] if action.kind == "F"]
+    assert first == [0] * 7 + [4] * 7
+    second = [action.stage for action in build("interleaved", 4, 11, 2).rows[0] if action.kind == "F"]
+    assert second == [0] * 6 + [4] * 6 + [0] * 5 + [4] * 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zvb", 4, 8), "did you mean 'zbv'"),
+        (("gpipe", 4, 8, 2), "virtual_stages=1, or schedule=looped_bfs"),
+        (("interleaved", 4, 8, 1), "virtual_stages=2, or schedule=1f1b"),
+        (("zbv", 4, 8, 3), "exactly 2. Nearest valid: virtual_stages=2"),
+        (("1f1b", 4, 0), "layout.microbatches: 0"),
+        (("1f1b", 0, 4), "layout.pp: 0"),
+    ],
+)
+def test_what_build_refuses(arguments: tuple, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(*arguments)
+
+
+def test_a_v_has_two_stages_a_rank_whether_said_or_not() -> None:
+    assert build("zbv", 3, 4) == build("zbv", 3, 4, 1) == build("zbv", 3, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["0F3", "1B2", "1I2", "10W21", "0SEND_F3", "1RECV_F3", "1SEND_B2", "0RECV_B2"]
+)
+def test_actions_as_text(text: str) -> None:
+    assert str(parse(text)) == text
+    assert parse(text).computes == ("_" not in text)
+
+
+@pytest.mark.parametrize("text", ["", "F3", "0F", "0X1", "0F-1", "0F1 ", "٣F1", "0SEND_F"])
+def test_what_is_no_action(text: str) -> None:
+    with pytest.raises(UserError, match="is not an action"):
+        parse(text)
+
+
+@pytest.mark.parametrize(("name", "chunks"), CASES)
+def test_files_of_schedules(name: str, chunks: int) -> None:
+    schedule = build(name, 3, 5, chunks)
+    assert from_csv(schedule.to_csv(), name) == schedule
+    assert from_csv(to_csv(with_transfers(schedule)), name) == schedule  # transfers are put in anew
+
+
+def test_a_file_may_have_gaps_pairs_and_shard_actions() -> None:
+    schedule = from_csv("0UNSHARD,0F0,,(0F1;0B0)OVERLAP_F_B\n\n,1F0,1B0,1F1,1B1,1REDUCE_GRAD\n")
+    assert schedule.to_csv() == "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("0F0,0Q0\n", "line of rank 0: '0Q0' is not an action"),
+        ("0F0,0B0\n0UNSHARD\n", "line of rank 1: it computes nothing"),
+        ("0F0,1F0\n1B0,0B0\n", "0F0: stage 0 is on ranks 0 and 1"),
+        ("0F0,2F0,2B0,0B0\n", "nothing of stage 1"),
+    ],
+)
+def test_what_files_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        from_csv(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0F0,0B0\n", "0F0 is there twice"),
+        ("0F0\n", "0B0 is missing"),
+        ("0B0\n", "0F0 is missing"),
+        ("0F0,0I0\n", "0W0 is missing: 0I0"),
+        ("0F0,0W0\n", "0I0 is missing: 0W0"),
+        ("0F0,0W0,0I0\n", "0W0 comes before 0I0"),
+        ("0F0,0B0,0W0\n", "0W0 is there beside 0B0"),
+        ("0F1,0F0,0B0,0B1\n", "0F1 comes before 0F0"),
+        ("0B0,0F0\n", "rank 0 at 0B0 for the output of stage 0 for microbatch 0"),
+        (
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+            "rank 0 at 0B0 for .*; rank 1 at 1F1 for the output of stage 0",
+        ),
+    ],
+)
+def test_what_check_refuses(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(from_csv(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": ((Action(0, "SEND_F", 0),),)}, "0SEND_F0 on rank 0 is a transfer"),
+        ({"microbatches": 1}, "the last of 1 microbatches is 0"),
+        ({"rank_of": (0,)}, "the last of 1 stages is 0"),
+        ({"rank_of": (1, 0)}, "0F0 is on rank 0, but stage 0 is on rank 1"),
+    ],
+)
+def test_what_check_refuses_of_a_schedule_made_by_hand(change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(replace(build("1f1b", 2, 2), **change))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_check_finds_any_action_that_is_lost(data: st.DataObject) -> None:
+    name, chunks = data.draw(st.sampled_from(CASES))
+    schedule = build(name, 3, 4, chunks)
+    rank = data.draw(st.integers(0, 2))
+    lost = data.draw(st.sampled_from(schedule.rows[rank]))
+    rows = [tuple(action for action in row if action != lost) for row in schedule.rows]
+    with pytest.raises(UserError, match=r"is missing|comes before"):
+        check(replace(schedule, rows=tuple(rows)))
+
+
+def swapped(schedule: Schedule, rank: int, first: str, second: str) -> list[list[Action]]:
+    """The lists with transfers, two actions of one rank exchanged."""
+    lists = with_transfers(schedule)
+    i, j = (lists[rank].index(parse(text)) for text in (first, second))
+    lists[rank][i], lists[rank][j] = lists[rank][j], lists[rank][i]
+    return lists
+
+
+@pytest.mark.parametrize(
+    ("rank", "first", "second", "message"),
+    [
+        (
+            1,
+            "1RECV_F0",
+            "1RECV_F1",
+            "rank 0 at 0SEND_F0, rank 1 at 1RECV_F1",
+        ),  # another order than the sender
+        (1, "1RECV_F1", "1SEND_B0", "rank 0 at .*, rank 1 at "),  # both ranks send first
+        (0, "0F0", "0SEND_F0", "rank 0 at 0SEND_F0"),  # sends what is not there
+    ],
+)
+def test_transfers_that_never_end(rank: int, first: str, second: str, message: str) -> None:
+    schedule = build("1f1b", 2, 3)
+    with pytest.raises(UserError, match=message):
+        check_transfers(schedule, swapped(schedule, rank, first, second))
+
+
+def test_transfers_missing_or_too_many() -> None:
+    schedule = build("1f1b", 2, 1)
+    lists = with_transfers(schedule)
+    assert to_csv(lists) == "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+    for changed, message in [
+        ([lists[0][:1] + lists[0][2:], lists[1]], "0SEND_F0 is missing"),
+        ([lists[0], [*lists[1], Action(1, "SEND_B", 0)]], "1SEND_B0 is there twice"),
+        ([lists[0], [*lists[1], Action(1, "SEND_F", 0)]], "nobody needs 1SEND_F0"),
+        ([lists[0][1:], lists[1]], "rank 0 has other computations"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            check_transfers(schedule, changed)
+
+
+def test_nothing_is_sent_within_a_rank() -> None:
+    """The bottom of the V: stages p-1 and p are on one rank."""
+    sent = {
+        str(action) for row in with_transfers(build("zbv", 3, 4)) for action in row if not action.computes
+    }
+    assert {"1SEND_F0", "2RECV_F0", "3SEND_F0", "4RECV_F0"} <= sent
+    assert not {"2SEND_F0", "3RECV_F0", "3SEND_B0", "2RECV_B0"} & sent
