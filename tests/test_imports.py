@@ -30,17 +30,8 @@ LINES = [
 ]
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 FILES = sorted(SRC.rglob("*.py"))
-LIGHT = {
-    "__init__",
-    "cli",
-    "data",
-    "errors",
-    "files",
-    "host",
-    "layout",
-    "recipe",
-    "schedules",
-}  # import no torch
+# These import no torch.
+LIGHT = {"__init__", "cli", "data", "errors", "files", "host", "layout", "recipe", "schedules"}
 
 
 def room_of(file: Path) -> str:
