@@ -153,8 +153,8 @@ def baseline(data: dict) -> dict:
 
 def fivefold(data: dict, ours: dict) -> dict:
     """The trainer's own step, on a recipe that a user could write."""
-    from fivefold.optim import clip_
     from fivefold.parallel.ranks import Ranks
+    from fivefold.parallel.replica import clip_
     from fivefold.recipe import load, resolve
     from fivefold.train.allocator import keep_freed_memory
     from fivefold.train.loop import forward_backward, update
@@ -173,8 +173,9 @@ def fivefold(data: dict, ours: dict) -> dict:
     generator = torch.Generator().manual_seed(ours["seed"])
 
     def step(index: int) -> None:
-        forward_backward(state, [draw(data, ours["batch"], generator)], ours["seed"], ranks)
-        update(state, recipe.optim, clip_(state.weights.flat_grads, recipe.optim.grad_clip), ours["steps"])
+        forward_backward(state, [draw(data, ours["batch"], generator)], ours["seed"])
+        norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
+        update(state, recipe.optim, norm, ours["steps"])
         state.step += 1
 
     return race(step, state.module, data, ours["steps"], ours["steps"] // 2)

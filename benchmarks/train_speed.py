@@ -141,8 +141,8 @@ def random_batches(rows: int):
 
 def fivefold_step(name: str, microbatch: int):
     """The trainer's own step: forward, backward, gradient sum, clipping, update."""
-    from fivefold.optim import clip_
     from fivefold.parallel import ranks as ranks_
+    from fivefold.parallel.replica import clip_
     from fivefold.recipe import load, resolve
     from fivefold.train.allocator import keep_freed_memory
     from fivefold.train.loop import agree, forward_backward, update
@@ -165,10 +165,10 @@ def fivefold_step(name: str, microbatch: int):
     microbatches = list(zip(inputs.split(microbatch), targets.split(microbatch), strict=True))
 
     def step(index: int) -> None:
-        loss = forward_backward(state, microbatches, 0, ranks)
-        norm = clip_(state.weights.flat_grads, recipe.optim.grad_clip)
+        loss = forward_backward(state, microbatches, 0)
+        norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
         update(state, recipe.optim, norm, 1000)
-        agree(loss, False, ranks)
+        agree(loss, False, state.mesh)
         state.step += 1
 
     step.leave = lambda: joined.__exit__(None, None, None)  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ LINES = [
     {"models"},
     {"data", "comm", "optim", "precision"},
     {"kernels"},
+    {"sharding"},
     {"recipe", "schedules"},
     {"layout"},
     {"files"},
@@ -31,7 +32,7 @@ LINES = [
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 FILES = sorted(SRC.rglob("*.py"))
 # These import no torch.
-LIGHT = {"__init__", "cli", "data", "errors", "files", "host", "layout", "recipe", "schedules"}
+LIGHT = {"__init__", "cli", "data", "errors", "files", "host", "layout", "recipe", "schedules", "sharding"}
 
 
 def room_of(file: Path) -> str:

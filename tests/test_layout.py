@@ -1,7 +1,7 @@
 """Layouts: ranks and their places, text in and out, errors that help."""
 
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 
 import pytest
 from hypothesis import assume, given, settings
@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 from fivefold.errors import UserError
 from fivefold.layout import (
     AXES,
+    EXPERT_GROUPS,
+    GROUPS,
     Layout,
     describe,
+    index_in,
+    members,
     nearest,
     parse,
     problems,
-    require_supported,
     to_text,
-    unsupported,
     validate,
 )
 from fivefold.recipe import LayoutSection
@@ -155,19 +157,29 @@ def test_a_valid_layout_is_nearest_to_itself(layout: Layout) -> None:
     assert nearest(layout, layout.ranks, count=1) == [layout]
 
 
-def test_require_supported() -> None:
-    require_supported(Layout(dp_replicate=4, microbatches=2))
-    for text in ("tp=2", "dp_shard=2,zero=1", "recompute=full", "tp=2,sp=true"):
-        layout = replace(Layout(dp_replicate=2), **parse(text))
-        assert sorted(unsupported(layout)) == sorted(text.split(","))
-        with pytest.raises(UserError) as error:
-            require_supported(layout)
-        assert all(part in str(error.value) for part in text.split(","))
-
-
 def test_describe() -> None:
     assert describe(Layout()) == "1 rank"
     assert describe(Layout(dp_replicate=2)) == "2 ranks: dp_replicate 2"
     text = describe(Layout(pp=2, dp_shard=4, tp=2, zero=3, sp=True, recompute="full"))
     assert text.startswith("16 ranks: pp 2 x dp_shard 4 x tp 2, ZeRO 3")
     assert "recompute full" in text
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp_replicate=2,dp_shard=2,cp=2,tp=2,ep=4,zero=1", "pp=2,dp=4,ep=2", "cp=4,tp=2"]
+)
+def test_groups_divide_the_ranks(layout):
+    layout = Layout(**parse(layout))
+    for group in (*GROUPS, *EXPERT_GROUPS):
+        found = members(layout, group)
+        assert sorted(rank for ranks in found for rank in ranks) == list(range(layout.ranks))
+        assert len({len(ranks) for ranks in found}) == 1
+        for ranks in found:
+            assert [index_in(layout, group, rank) for rank in ranks] == list(range(len(ranks)))
+
+
+def test_experts_divide_data_and_context_again():
+    layout = Layout(dp_replicate=2, dp_shard=2, cp=2, ep=2, zero=1)
+    assert members(layout, "ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert members(layout, "edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert members(layout, "eshard") == [[0, 2], [1, 3], [4, 6], [5, 7]]

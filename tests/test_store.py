@@ -14,7 +14,7 @@ def saved(tmp_path):
     model = {"b": torch.randn(3, 5), "a": torch.randn(4).bfloat16(), "empty": torch.empty(0, 2)}
     moments = {"exp_avg.b": torch.randn(3, 5)}
     folder = store.folder_of(tmp_path, 7)
-    store.save(folder, model, moments, {"step": 7, "tokens": 99}, max_shard_bytes=16)
+    store.save_whole(folder, model, moments, {"step": 7, "tokens": 99}, max_shard_bytes=16)
     return folder, model, moments
 
 
@@ -32,7 +32,7 @@ def test_round_trip(saved):
 
 def test_saving_again_replaces(saved):
     folder, model, _ = saved
-    store.save(folder, {"b": model["b"] + 1}, None, {"step": 7})
+    store.save_whole(folder, {"b": model["b"] + 1}, None, {"step": 7})
     assert torch.equal(store.load(folder).model["b"], model["b"] + 1)
     assert not list(folder.glob("optimizer-*"))
 
@@ -47,7 +47,7 @@ def test_saving_again_replaces(saved):
 )
 def test_damaged_files_are_named(saved, damage, says):
     folder, *_ = saved
-    path = folder / "model-00001.safetensors"
+    path = folder / "model-00000-00001.safetensors"
     damage(path)
     with pytest.raises(UserError, match=says) as error:
         store.load(folder)
@@ -75,7 +75,7 @@ def test_latest_and_prune(tmp_path):
     with pytest.raises(UserError, match="no checkpoint yet"):
         store.latest(tmp_path)
     for step in (5, 20, 100):
-        store.save(store.folder_of(tmp_path, step), {"w": torch.ones(1)}, None, {"step": step})
+        store.save_whole(store.folder_of(tmp_path, step), {"w": torch.ones(1)}, None, {"step": step})
     (tmp_path / "checkpoints" / "step-00000200").mkdir()  # not whole: no manifest
     assert store.latest(tmp_path).name == "step-00000100"
     store.prune(tmp_path, 2)
@@ -85,4 +85,4 @@ def test_latest_and_prune(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(UserError, match="cannot write the checkpoint"):
-        store.save(store.folder_of(tmp_path, 1), {"w": torch.ones(1)}, None, {})
+        store.save_whole(store.folder_of(tmp_path, 1), {"w": torch.ones(1)}, None, {})

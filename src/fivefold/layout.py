@@ -18,6 +18,22 @@ if TYPE_CHECKING:
     from fivefold.recipe.schema import LayoutSection
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+GROUPS = {
+    "pp": ("pp",),
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "replicate": ("dp_replicate",),
+    "dp": ("dp_replicate", "dp_shard"),  # ranks with different sequences
+    "shard": ("dp_shard", "cp"),  # ranks that share states: FSDP's
+    "batch": (
+        "dp_replicate",
+        "dp_shard",
+        "cp",
+    ),  # ranks with different tokens: gradients are summed over them
+    "all": AXES,
+}
+"""Ranks that communicate with one another: the axes along which they differ. Besides these there are three for
+expert weights, which divide "batch" again (see `expert_coordinates`): "ep", "edp" and "eshard"."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,46 @@ class Layout:
             assert 0 <= index < size, f"{axis} index {index} of {size}"
             rank = rank * size + index
         return rank
+
+
+def index_in(layout: Layout, group: str, rank: int) -> int:
+    """A rank's index within its group."""
+    if group in EXPERT_GROUPS:
+        return expert_coordinates(layout, rank)[group]
+    place, index = layout.coordinates(rank), 0
+    for axis in GROUPS[group]:
+        index = index * layout.sizes[axis] + place[axis]
+    return index
+
+
+EXPERT_GROUPS = ("ep", "edp", "eshard")
+
+
+def expert_coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """How expert weights divide the ranks of one "batch" group: neighbours hold different experts ("ep"); ranks
+    with the same experts and different tokens sum their gradients ("edp"), of which those in one "shard" group share
+    the states ("eshard")."""
+    batch, shard = index_in(layout, "batch", rank), index_in(layout, "shard", rank)
+    return {"ep": batch % layout.ep, "edp": batch // layout.ep, "eshard": shard // layout.ep}
+
+
+def members(layout: Layout, group: str) -> list[list[int]]:
+    """All groups of this kind: lists of ranks in the order of their index."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.ranks):
+        place = layout.coordinates(rank)
+        if group in EXPERT_GROUPS:
+            batch = index_in(layout, "batch", rank)
+            own = {
+                "ep": (batch // layout.ep,),
+                "edp": (batch % layout.ep,),
+                "eshard": (place["dp_replicate"], batch % layout.ep),
+            }[group]
+            key = (place["pp"], place["tp"], *own)
+        else:
+            key = tuple(place[axis] for axis in AXES if axis not in GROUPS[group])
+        found.setdefault(key, []).append(rank)
+    return list(found.values())
 
 
 def parse(text: str) -> dict[str, int | bool | str]:
@@ -161,6 +217,12 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             {"ep", "dp_replicate", "dp_shard", "cp"},
             f"ep={layout.ep} must divide dp_replicate x dp_shard x cp = {layout.dp * layout.cp}",
         )
+    shard = layout.dp_shard * layout.cp
+    if layout.zero and shard % layout.ep:
+        yield (
+            {"ep", "zero", "dp_shard", "cp"},
+            f"with zero={layout.zero}, ep={layout.ep} must divide dp_shard x cp = {shard}",
+        )
     if layout.sp and layout.tp == 1:
         yield {"sp", "tp"}, "sp=true cuts the sequence between tensor-parallel ranks: it needs tp > 1"
     if layout.virtual_stages > 1 and layout.pp == 1:
@@ -214,26 +276,21 @@ def _factor(product: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
+NOT_YET = ("ep", "cp", "tp", "pp", "zero", "sp", "recompute")
+
+
 def unsupported(layout: Layout) -> list[str]:
-    """The fields that this version cannot train with yet: everything but `dp_replicate`."""
-    plain = replace(Layout(), dp_replicate=layout.dp_replicate, microbatches=layout.microbatches)
-    return [
-        f"{field.name}={str(getattr(layout, field.name)).lower()}"
-        for field in fields(layout)
-        if getattr(layout, field.name) != getattr(plain, field.name)
-    ]
+    """The settings that this version cannot train with yet."""
+    plain, text = Layout(), {name: str(getattr(layout, name)).lower() for name in NOT_YET}
+    return [f"{name}={text[name]}" for name in NOT_YET if getattr(layout, name) != getattr(plain, name)]
 
 
 def require_supported(layout: Layout) -> None:
     """Refuses what this version cannot train, instead of ignoring it.
 
     Raises:
-        UserError: naming the fields.
+        UserError: naming the settings.
     """
     extra = unsupported(layout)
     if extra:
-        raise UserError(
-            f"layout: this version trains data-parallel replicas (dp_replicate) only, not "
-            f"{', '.join(extra)}. "
-            "Use for example --layout dp=2"
-        )
+        raise UserError(f"layout: this version cannot train with {', '.join(extra)} yet")

@@ -83,7 +83,7 @@ def import_folder(source: Path, out: Path) -> Path:
         for name in TEXT_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        store.save(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
+        store.save_whole(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
     return out
 
 

@@ -1,5 +1,8 @@
 """A checkpoint on disk: safetensors shards and a JSON manifest with the hash of every file.
 
+Every rank writes the pieces of tensors that it owns; the manifest says which box of the whole tensor each piece is. So
+a checkpoint knows no layout: a reader asks for any box of any tensor.
+
 A folder is written under a temporary name, flushed to the disk and renamed: a folder called step-... is whole. What
 is read is checked against the manifest first: a truncated or changed file is an error that names it.
 """
@@ -8,24 +11,46 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 MAX_SHARD_BYTES = 2 << 30
 KINDS = ("model", "optimizer")
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangular part of a tensor: of tensor `name` of that shape, the elements [start, stop) along each dim."""
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def whole(self) -> bool:
+        return all(span == (0, size) for span, size in zip(self.box, self.shape, strict=True))
+
+
+def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """Tensors that are whole, each as one piece."""
+    return [Piece(n, t, tuple(t.shape), tuple((0, size) for size in t.shape)) for n, t in tensors.items()]
 
 
 @dataclass
@@ -39,64 +64,181 @@ class Checkpoint:
 
 def save(
     folder: Path,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor] | None,
+    model: Iterable[Piece],
+    optimizer: Iterable[Piece],
     meta: Mapping[str, Any],
     *,
+    rank: int = 0,
+    ranks: int = 1,
+    agree: Callable[[bool], bool] = lambda fine: fine,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Writes a checkpoint and returns its folder. An older one of the same name is replaced.
 
+    Every rank calls it with its own pieces, which together make up each tensor exactly once; they share the disk.
+    agree: whether all ranks were fine, given whether this one was; it also waits for them.
+
     Raises:
         UserError: the disk is full or the folder cannot be written; nothing half-written is left.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    temporary = folder.with_name(f".{folder.name}.writing")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a process of the same number that was killed
-        temporary.mkdir(parents=True)
-        files = {}
-        for kind, tensors in zip(KINDS, (model, optimizer or {}), strict=True):
-            for index, shard in enumerate(_shards(tensors, max_shard_bytes), 1):
-                name = f"{kind}-{index:05d}.safetensors"
-                save_file({k: t.detach().cpu().contiguous() for k, t in shard.items()}, temporary / name)
-                files[name] = {
-                    "sha256": _sha256(temporary / name),
-                    "bytes": (temporary / name).stat().st_size,
-                }
-        manifest = {"format": FORMAT, "meta": dict(meta), "files": files}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            _flush(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.replace(folder)
-        _flush(folder.parent)
+        _together(agree, lambda: _clear(temporary) if rank == 0 else None)
+        _together(agree, lambda: _write_part(temporary, rank, (model, optimizer), max_shard_bytes))
+        _together(agree, lambda: _finish(temporary, folder, ranks, meta) if rank == 0 else None)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write the checkpoint {folder}: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
+def save_whole(
+    folder: Path,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor] | None,
+    meta: Mapping[str, Any],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """`save` from one process that has every tensor whole."""
+    pieces = whole_pieces(model), whole_pieces(optimizer or {})
+    return save(folder, *pieces, meta, max_shard_bytes=max_shard_bytes)
+
+
+def _together(agree: Callable[[bool], bool], work: Callable[[], None]) -> None:
+    """Does this rank's work and waits for the others'; raises on every rank when it failed on one."""
+    try:
+        work()
+    except BaseException:
+        agree(False)
+        raise
+    if not agree(True):
+        raise OSError("another rank could not write its part")
+
+
+def _clear(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    temporary.mkdir(parents=True)
+
+
+def _write_part(
+    folder: Path, rank: int, kinds: tuple[Iterable[Piece], Iterable[Piece]], max_bytes: int
+) -> None:
+    """One rank's files, and a list of what is in them."""
+    listed: dict[str, Any] = {"files": {}, "tensors": []}
+    for kind, pieces in zip(KINDS, kinds, strict=True):
+        for index, shard in enumerate(_shards(pieces, max_bytes), 1):
+            name = f"{kind}-{rank:05d}-{index:05d}.safetensors"
+            save_file({k: p.tensor.detach().cpu().contiguous() for k, p in shard.items()}, folder / name)
+            size, digest = (folder / name).stat().st_size, _sha256(folder / name)
+            listed["files"][name] = {"sha256": digest, "bytes": size}
+            listed["tensors"] += [[kind, p.name, p.shape, name, key, p.box] for key, p in shard.items()]
+            _flush(folder / name)
+    (folder / f"part-{rank:05d}.json").write_text(json.dumps(listed), encoding="utf-8")
+
+
+def _finish(temporary: Path, folder: Path, ranks: int, meta: Mapping[str, Any]) -> None:
+    """Joins the lists of all ranks into the manifest, checks that nothing is missing, and gives the folder its name."""
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "meta": dict(meta),
+        "files": {},
+        "tensors": {k: {} for k in KINDS},
+    }
+    for rank in range(ranks):
+        part = temporary / f"part-{rank:05d}.json"
+        listed = json.loads(part.read_text(encoding="utf-8"))
+        part.unlink()
+        manifest["files"] |= listed["files"]
+        for kind, name, shape, file, key, box in listed["tensors"]:
+            entry = manifest["tensors"][kind].setdefault(name, {"shape": shape, "pieces": []})
+            entry["pieces"].append({"file": file, "key": key, "box": box})
+    for kind in KINDS:
+        for name, entry in manifest["tensors"][kind].items():
+            held = sum(math.prod(stop - start for start, stop in piece["box"]) for piece in entry["pieces"])
+            assert held == math.prod(entry["shape"]), f"{name}: {held} elements written of {entry['shape']}"
+    (temporary / MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
+    _flush(temporary / MANIFEST)
+    _flush(temporary)
+    if folder.exists():
+        shutil.rmtree(folder)
+    temporary.replace(folder)
+    _flush(folder.parent)
+
+
+class Reader:
+    """Reads any part of any tensor of a checkpoint; a file is checked against the manifest before its first use."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.manifest = folder, read_manifest(folder)
+        self.meta: dict[str, Any] = self.manifest["meta"]
+        self._checked: set[str] = set()
+
+    def names(self, kind: str) -> list[str]:
+        return list(self.manifest["tensors"][kind])
+
+    def shape(self, kind: str, name: str) -> tuple[int, ...]:
+        """Raises KeyError where the checkpoint has no such tensor."""
+        return tuple(self.manifest["tensors"][kind][name]["shape"])
+
+    def read(self, kind: str, name: str, box: Box | None = None) -> Tensor:
+        """The elements of a tensor in a box (None: all).
+
+        Raises:
+            KeyError: the checkpoint has no such tensor.
+            UserError: a file is missing, truncated or changed.
+        """
+        entry = self.manifest["tensors"][kind][name]
+        box = tuple((0, size) for size in entry["shape"]) if box is None else box
+        out: Tensor | None = None
+        for piece in entry["pieces"]:
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True)]
+            if any(start >= stop for start, stop in common):
+                continue
+            found = self._slice(
+                piece, [slice(a - c[0], b - c[0]) for (a, b), c in zip(common, piece["box"], strict=True)]
+            )
+            if tuple(common) == tuple(box):
+                return found
+            if out is None:
+                out = torch.zeros([stop - start for start, stop in box], dtype=found.dtype)
+            out[tuple(_within(common, box))] = found
+        if out is None:  # an empty box
+            out = torch.zeros([stop - start for start, stop in box])
+        return out
+
+    def _slice(self, piece: dict[str, Any], where: list[slice]) -> Tensor:
+        name = piece["file"]
+        if name not in self._checked:
+            _verify(self.folder / name, self.manifest["files"][name])
+            self._checked.add(name)
+        with safe_open(self.folder / name, framework="pt") as file:
+            return file.get_slice(piece["key"])[tuple(where)] if where else file.get_tensor(piece["key"])
+
+
+def _within(inner: Sequence[tuple[int, int]], outer: Sequence[Sequence[int]]) -> list[slice]:
+    """Where a box lies in another that holds it."""
+    return [slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True)]
+
+
 def load(folder: Path, kinds: Sequence[str] = KINDS) -> Checkpoint:
-    """Reads the tensors of `kinds` ("model", "optimizer") after checking their files against the manifest.
+    """Reads the whole tensors of `kinds` ("model", "optimizer").
 
     Raises:
         UserError: a file is missing, truncated or changed, or the format is not known.
     """
-    manifest = read_manifest(folder)
-    files = {n: f for n, f in manifest["files"].items() if n.split("-")[0] in kinds}
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda name: _verify(folder / name, files[name]), files))
-    checkpoint = Checkpoint({}, {}, manifest["meta"])
-    for name in files:
-        target = checkpoint.model if name.startswith("model") else checkpoint.optimizer
-        target.update(load_file(folder / name))
+    reader = Reader(folder)
+    checkpoint = Checkpoint({}, {}, reader.meta)
+    for kind in kinds:
+        target = checkpoint.model if kind == "model" else checkpoint.optimizer
+        target.update({name: reader.read(kind, name) for name in reader.names(kind)})
     return checkpoint
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: {"format", "meta", "files": {name: {"sha256", "bytes"}}}.
+    """The manifest of a checkpoint: {"format", "meta", "files": {name: {"sha256", "bytes"}}, "tensors": {kind:
+    {name: {"shape", "pieces": [{"file", "key", "box"}]}}}}.
 
     Raises:
         UserError: it is missing, not JSON, or of a format this version does not know.
@@ -109,7 +251,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     known = isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    if not known or not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("meta"), dict):
+    if not known or not all(isinstance(manifest.get(key), dict) for key in ("files", "meta", "tensors")):
         raise UserError(f"{path}: not a manifest of format {FORMAT}, the one that this version reads")
     if any(Path(name).name != name for name in manifest["files"]):
         raise UserError(f"{path}: names a file outside its folder")
@@ -143,15 +285,16 @@ def prune(run: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = []
+def _shards(pieces: Iterable[Piece], max_bytes: int) -> list[dict[str, Piece]]:
+    """Pieces by the key they get in their file: the tensor's name where the piece is all of it."""
+    shards: list[dict[str, Piece]] = []
     size = 0
-    for name, tensor in tensors.items():
-        if not shards or size + tensor.nbytes > max_bytes:
+    for number, piece in enumerate(pieces):
+        if not shards or size + piece.tensor.nbytes > max_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
+        shards[-1][piece.name if piece.whole else f"{piece.name}#{number}"] = piece
+        size += piece.tensor.nbytes
     return shards
 
 

@@ -10,10 +10,11 @@ from fivefold.models.cache import Cache
 from fivefold.models.gpt2 import GPT2
 from fivefold.models.init import init_weights
 from fivefold.models.llama import Llama
+from fivefold.models.model import LanguageModel
 from fivefold.recipe import flops_per_token
 from fivefold.recipe.schema import ModelSection
 
-__all__ = ["ARCHITECTURES", "Cache", "build", "flops_per_token", "init_weights"]
+__all__ = ["ARCHITECTURES", "Cache", "LanguageModel", "build", "flops_per_token", "init_weights"]
 
 ARCHITECTURES: dict[str, type[nn.Module]] = {"llama": Llama, "gpt2": GPT2, "bert": BERT}
 

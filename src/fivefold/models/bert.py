@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold import kernels
-from fivefold.models.cache import Cache
-from fivefold.models.layers import Embedding, Linear, logits_or_loss
+from fivefold.models.layers import AttentionCore, Embedding, Linear
+from fivefold.models.model import LanguageModel, block_dict
 from fivefold.recipe.schema import ModelSection
 
 TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, both are kept for exchange of weights
@@ -26,13 +25,13 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        self.heads = model.heads
         self.qkv = Linear(model.dim, 3 * model.dim)
+        self.core = AttentionCore(model.heads, model.heads, causal=False)
         self.out = Linear(model.dim, model.dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         qkv = self.qkv(x_BTD)  # (B, T, 3 H d)
-        return self.out(kernels.qkv_attention(qkv, self.heads, self.heads, None, None, causal=False))
+        return self.out(self.core(qkv))
 
 
 class FeedForward(nn.Module):
@@ -61,7 +60,7 @@ class Block(nn.Module):
         return self.norm2(x_BTD + F.dropout(self.mlp(x_BTD), self.dropout, self.training))
 
 
-class BERT(nn.Module):
+class BERT(LanguageModel):
     """Encoder with the masked-language-model head: `transform`, GELU, `norm`, output layer with `head_bias`.
 
     `head` is None where the output layer shares the embedding's weight.
@@ -76,27 +75,21 @@ class BERT(nn.Module):
         self.embed_positions = Embedding(model.seq_len, model.dim)
         self.embed_types = Embedding(TOKEN_TYPES, model.dim)
         self.embed_norm = nn.LayerNorm(model.dim, model.norm_eps)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.blocks = block_dict([Block(model) for _ in range(model.layers)])
         self.transform = Linear(model.dim, model.dim)
         self.norm = nn.LayerNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
         self.head_bias = nn.Parameter(torch.zeros(model.vocab_size))
 
-    def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V), fp32; with targets (B, T) -> mean loss over targets but -100.
+    def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
+        """T may not exceed the recipe's `seq_len`: positions are learned up to it."""
+        x_BTD = self.embed(tokens_BT) + (self.embed_positions(positions_T) + self.embed_types.weight[0])
+        return F.dropout(self.embed_norm(x_BTD), self.dropout, self.training)
 
-        With targets, the head works on the M masked tokens only. T may not exceed the recipe's `seq_len`.
-        """
-        assert cache is None, "an encoder has no use for a key-value cache"
-        positions_TD = self.embed_positions.weight[: tokens_BT.shape[1]]
-        x_BTD = self.embed(tokens_BT) + (positions_TD + self.embed_types.weight[0])
-        x_BTD = F.dropout(self.embed_norm(x_BTD), self.dropout, self.training)
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
+    def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        """With targets, the head works on the M masked tokens only."""
         if targets_BT is not None:  # now (1, M, D) and (1, M): the tokens that count
             masked_BT = targets_BT != -100
             x_BTD, targets_BT = x_BTD[masked_BT].unsqueeze(0), targets_BT[masked_BT].unsqueeze(0)
         x_BTD = self.norm(F.gelu(self.transform(x_BTD)))
-        return logits_or_loss(x_BTD, (self.head or self.embed).weight, targets_BT, self.head_bias)
+        return self.output(x_BTD, (self.head or self.embed).weight, targets_BT, self.head_bias)

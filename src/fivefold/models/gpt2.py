@@ -8,13 +8,12 @@ vocabulary.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold import kernels
-from fivefold.models.cache import Cache, LayerCache, cached_attention
-from fivefold.models.layers import Embedding, Linear, logits_or_loss
+from fivefold.models.cache import LayerCache, cached_attention
+from fivefold.models.layers import AttentionCore, Embedding, Linear
+from fivefold.models.model import LanguageModel, block_dict
 from fivefold.recipe.schema import ModelSection
 
 
@@ -23,15 +22,15 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        self.heads = model.heads
         self.qkv = Linear(model.dim, 3 * model.dim)
+        self.core = AttentionCore(model.heads, model.heads)
         self.out = Linear(model.dim, model.dim)
 
     def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:
         qkv = self.qkv(x_BTD)  # (B, T, 3 H d)
         if cache is None:
-            return self.out(kernels.qkv_attention(qkv, self.heads, self.heads, None, None, causal=True))
-        return self.out(cached_attention(qkv, self.heads, self.heads, None, None, cache))
+            return self.out(self.core(qkv))
+        return self.out(cached_attention(qkv, self.core.heads, self.core.kv_heads, None, None, cache))
 
 
 class FeedForward(nn.Module):
@@ -61,7 +60,7 @@ class Block(nn.Module):
         return x_BTD + F.dropout(self.mlp(self.norm2(x_BTD)), self.dropout, self.training)
 
 
-class GPT2(nn.Module):
+class GPT2(LanguageModel):
     """Decoder language model. `head` is None where the output layer shares the embedding's weight."""
 
     def __init__(self, model: ModelSection) -> None:
@@ -71,26 +70,14 @@ class GPT2(nn.Module):
         self.dropout = model.dropout
         self.embed = Embedding(model.vocab_size, model.dim)
         self.embed_positions = Embedding(model.seq_len, model.dim)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.blocks = block_dict([Block(model) for _ in range(model.layers)])
         self.norm = nn.LayerNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
 
-    def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V), fp32; with targets (B, T) -> mean loss over targets but -100.
+    def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
+        """T may not exceed the recipe's `seq_len`: positions are learned up to it."""
+        x_BTD = self.embed(tokens_BT) + self.embed_positions(positions_T)
+        return F.dropout(x_BTD, self.dropout, self.training)
 
-        T may not exceed the recipe's `seq_len`. With a cache the tokens follow those it holds, and only the
-        last position's logits come back, (B, 1, V): all that sampling needs.
-        """
-        start = 0 if cache is None else cache.length
-        stop = start + tokens_BT.shape[1]
-        assert stop <= self.embed_positions.num_embeddings, (
-            f"{stop} tokens, but positions are learned up to seq_len"
-        )
-        positions_TD = self.embed_positions(torch.arange(start, stop, device=tokens_BT.device))
-        x_BTD = F.dropout(self.embed(tokens_BT) + positions_TD, self.dropout, self.training)
-        for index, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, None if cache is None else cache[index])
-        x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
-        return logits_or_loss(x_BTD, (self.head or self.embed).weight, targets_BT)
+    def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.recipe.schema import ModelSection
+from fivefold.sharding import Part, boxes, local_shape
 
 CHUNK = 1 << 17  # elements made at once on a CPU: their scratch memory (4 MB) stays in its cache
 
@@ -39,6 +40,21 @@ def init_weights(module: nn.Module, seed: int, model: ModelSection) -> None:
                 parameter.fill_(1.0)
             else:
                 fill_normal_(parameter, seed, name, std_of(name, model))
+
+
+def init_part(
+    seed: int, name: str, model: ModelSection, part: Part, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Initial values of what a rank keeps of parameter `name`: fp32, in the shape of `part.keeps`."""
+    out = torch.empty(local_shape(part.keeps), dtype=torch.float32, device=device)
+    for where, box in boxes(part.keeps):
+        if name.endswith("bias"):
+            out[where] = 0.0
+        elif len(part.shape) == 1:
+            out[where] = 1.0
+        else:
+            out[where] = init_box(seed, name, part.shape, std_of(name, model), box, device)
+    return out
 
 
 def std_of(name: str, model: ModelSection) -> float:

@@ -48,18 +48,41 @@ class AddRMSNorm(RMSNorm):
         return kernels.add_rms_norm(x, branch, self.weight, self.eps)
 
 
-def rope_table(
-    start: int, stop: int, head_dim: int, theta: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles of positions start .. stop: two (stop - start, head_dim/2), fp32.
+class AttentionCore(nn.Module):
+    """Attention between projections: (B, T, (H + 2K) d) -> (B, T, H d). No parameters.
+
+    Context parallelism puts another module in its place; tensor parallelism lowers its counts of heads.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, causal: bool = True) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.causal = heads, kv_heads, causal
+
+    def forward(self, qkv: Tensor, cos_Td: Tensor | None = None, sin_Td: Tensor | None = None) -> Tensor:
+        return kernels.qkv_attention(qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal)
+
+
+class Output(nn.Module):
+    """Hidden states and the output layer's weight -> logits or loss (see `logits_or_loss`). No parameters.
+
+    Tensor parallelism puts a module in its place that works on a part of the vocabulary.
+    """
+
+    def forward(
+        self, x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None
+    ) -> Tensor:
+        return logits_or_loss(x_BTD, weight_VD, targets_BT, bias_V)
+
+
+def rope_table(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles of these positions: two (T, head_dim/2), fp32.
 
     Angle of position t and pair i: t * theta ** (-2 i / head_dim) (arXiv 2104.09864). Computed anew in every
     forward pass, which costs microseconds: a stored table would be rounded by `module.to(bfloat16)` and would
     have to follow every change of device.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    positions = torch.arange(start, stop, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, 1.0 / theta**exponents)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
+    angles = torch.outer(positions_T.float(), 1.0 / theta**exponents)
     return angles.cos(), angles.sin()
 
 

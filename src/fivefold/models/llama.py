@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.models.cache import Cache, LayerCache, cached_attention
-from fivefold.models.layers import AddRMSNorm, Embedding, Linear, RMSNorm, logits_or_loss, rope_table
+from fivefold.models.cache import LayerCache, cached_attention
+from fivefold.models.layers import AddRMSNorm, AttentionCore, Embedding, Linear, RMSNorm, rope_table
+from fivefold.models.model import LanguageModel, block_dict
 from fivefold.recipe.schema import ModelSection
 
 
@@ -23,20 +24,18 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        self.heads, self.kv_heads = model.heads, model.kv_heads or model.heads
-        head_dim = model.dim // model.heads
-        self.qkv = Linear(model.dim, (self.heads + 2 * self.kv_heads) * head_dim, bias=False)
-        self.out = Linear(self.heads * head_dim, model.dim, bias=False)
+        kv_heads, head_dim = model.kv_heads or model.heads, model.dim // model.heads
+        self.qkv = Linear(model.dim, (model.heads + 2 * kv_heads) * head_dim, bias=False)
+        self.core = AttentionCore(model.heads, kv_heads)
+        self.out = Linear(model.heads * head_dim, model.dim, bias=False)
 
     def forward(
         self, x_BTD: Tensor, cos_Td: Tensor, sin_Td: Tensor, cache: LayerCache | None = None
     ) -> Tensor:
         qkv = self.qkv(x_BTD)  # (B, T, (H + 2K) d)
         if cache is None:
-            return self.out(
-                kernels.qkv_attention(qkv, self.heads, self.kv_heads, cos_Td, sin_Td, causal=True)
-            )
-        return self.out(cached_attention(qkv, self.heads, self.kv_heads, cos_Td, sin_Td, cache))
+            return self.out(self.core(qkv, cos_Td, sin_Td))
+        return self.out(cached_attention(qkv, self.core.heads, self.core.kv_heads, cos_Td, sin_Td, cache))
 
 
 class FeedForward(nn.Module):
@@ -70,7 +69,7 @@ class Block(nn.Module):
         return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
 
 
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """Decoder language model. `head` is None where the output layer shares the embedding's weight."""
 
     def __init__(self, model: ModelSection) -> None:
@@ -80,23 +79,15 @@ class Llama(nn.Module):
         self.head_dim, self.rope_theta = model.dim // model.heads, model.rope_theta
         self.dropout = model.dropout
         self.embed = Embedding(model.vocab_size, model.dim)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.blocks = block_dict([Block(model) for _ in range(model.layers)])
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
 
-    def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V), fp32; with targets (B, T) -> mean loss over targets but -100.
+    def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
+        return F.dropout(self.embed(tokens_BT), self.dropout, self.training)
 
-        With a cache the tokens follow those it holds, and only the last position's logits come back,
-        (B, 1, V): all that sampling needs.
-        """
-        start = 0 if cache is None else cache.length
-        stop = start + tokens_BT.shape[1]
-        cos_Td, sin_Td = rope_table(start, stop, self.head_dim, self.rope_theta, tokens_BT.device)
-        x_BTD = F.dropout(self.embed(tokens_BT), self.dropout, self.training)
-        for index, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, cos_Td, sin_Td, None if cache is None else cache[index])
-        x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
-        return logits_or_loss(x_BTD, (self.head or self.embed).weight, targets_BT)
+    def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
+        return rope_table(positions_T, self.head_dim, self.rope_theta)
+
+    def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)

@@ -1,7 +1,6 @@
-"""Optimizers, learning-rate schedules and clipping."""
+"""Optimizers and learning-rate schedules."""
 
-from fivefold.optim.adamw import build_adamw, load_state, state_tensors
-from fivefold.optim.clip import clip_
+from fivefold.optim.adamw import MOMENTS, build_adamw, load_state, state_tensors
 from fivefold.optim.schedules import learning_rate
 
-__all__ = ["build_adamw", "clip_", "learning_rate", "load_state", "state_tensors"]
+__all__ = ["MOMENTS", "build_adamw", "learning_rate", "load_state", "state_tensors"]

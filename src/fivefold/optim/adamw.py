@@ -12,18 +12,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def build_adamw(
     master: Mapping[str, Tensor],
-    grads: Mapping[str, Tensor],
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """The optimizer of the named weights; it reads the gradients where `grads` holds them.
-
-    Weight decay applies to matrices only: norms and biases have one dim.
-    """
-    for name, weight in master.items():
-        weight.grad = grads[name]
+    """The optimizer of the named weights. Weight decay applies to matrices only: norms and biases have one dim."""
     groups = [
         {"params": [w for w in master.values() if w.dim() >= 2], "weight_decay": weight_decay},
         {"params": [w for w in master.values() if w.dim() < 2], "weight_decay": 0.0},

@@ -12,11 +12,36 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.precision.weights import Weights
+from fivefold.sharding import Part
 
 BUCKET_BYTES = 25 << 20
+
+
+class DataParallel:
+    """ZeRO stage 0 (see `replica.Replica`): masters, gradients and optimizer states of `params` on every rank of
+    `group`, over which gradients are summed in dtype `reduce`."""
+
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        parts: dict[str, Part],
+        compute_dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        reduce: torch.dtype = torch.float32,
+    ):
+        self.parts = {name: parts[name] for name in params}
+        self.weights = Weights(params, compute_dtype)
+        self.sum = GradientSum(self.weights, group, reduce)
+        self.masters, self.gradients = self.weights.master, self.weights.grads
+        self.start_step, self.refresh, self.close = (
+            self.weights.start_step,
+            self.weights.refresh,
+            self.weights.close,
+        )
+        self.arm, self.finish = self.sum.arm, self.sum.wait
 
 
 @dataclass

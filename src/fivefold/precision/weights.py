@@ -1,4 +1,4 @@
-"""Master weights, working weights and gradient sums of a module, each in one flat buffer.
+"""Master weights, working weights and gradient sums of a set of parameters, each in one flat buffer.
 
 fp32 masters are what the optimizer updates and a checkpoint holds. The module computes with its working weights:
 the masters themselves in fp32, a bf16 copy of them in bf16 (refreshed once a step, so forward casts nothing).
@@ -20,14 +20,14 @@ from fivefold.kernels import native
 
 
 class Weights:
-    """The flat state of `module`, whose parameters must be on their device in fp32 when it is built.
+    """The flat state of `params` (by name, in the module's order), which are on their device in fp32 when it is built.
 
     master, grads: {parameter name: fp32 view of the flat buffer, in the parameter's shape}.
     on_gradient: called with a parameter's index (in buffer order) when its gradient of this backward has been added.
     """
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype):
-        self.names, self.params = map(list, zip(*reversed(list(module.named_parameters())), strict=True))
+    def __init__(self, params: dict[str, nn.Parameter], compute_dtype: torch.dtype):
+        self.names, self.params = list(reversed(params)), list(reversed(params.values()))
         assert all(p.dtype == torch.float32 for p in self.params), "build the module in fp32"
         self.offsets = [0]
         for p in self.params:
@@ -72,6 +72,12 @@ class Weights:
         for hook in self._hooks:
             hook.remove()
 
+    def collect(self) -> None:
+        """Takes gradients that were set without the hooks (a pipeline's separate weight gradients)."""
+        for index, p in enumerate(self.params):
+            if p.grad is not None:
+                self._adder(index)(p)
+
     def start_step(self) -> None:
         """Forgets the gradients of the last step: the next ones overwrite them."""
         self._fresh = [True] * len(self.params)
@@ -86,20 +92,6 @@ class Weights:
         """Copies the masters into the working weights, after the optimizer's step."""
         if self.flat_working is not self.flat_master:
             self.flat_working.copy_(self.flat_master)
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Sets the masters from fp32 tensors by parameter name.
-
-        Raises:
-            ValueError: a name is missing, unknown, or has another shape.
-        """
-        wrong = sorted(set(tensors) ^ set(self.names))
-        wrong += [n for n in self.names if n in tensors and tensors[n].shape != self.master[n].shape]
-        if wrong:
-            raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
-        for name, tensor in tensors.items():
-            self.master[name].copy_(tensor)
-        self.refresh()
 
 
 def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:

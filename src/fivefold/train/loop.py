@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.errors import UserError
-from fivefold.optim import clip_, learning_rate
-from fivefold.parallel.data import GradientSum
-from fivefold.parallel.ranks import Ranks
-from fivefold.precision import Weights
+from fivefold.optim import learning_rate
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.parallelize import Parallel
+from fivefold.parallel.replica import clip_
 from fivefold.recipe import OptimSection, Recipe
 
 MAX_SKIPPED = 5  # steps in a row whose gradient is not finite, before the run is given up
@@ -32,13 +32,26 @@ Microbatch = tuple[Tensor, Tensor]  # inputs, targets: (rows, T) int64
 class State:
     """What changes while training; `step` counts the optimizer steps done."""
 
-    module: nn.Module
-    weights: Weights
+    parallel: Parallel
+    mesh: Mesh
     optimizer: torch.optim.Optimizer
-    gradients: GradientSum
     step: int = 0
     updates: int = 0  # steps that changed the weights: those with a finite gradient
     skipped: int = 0  # steps skipped in a row
+
+    @property
+    def module(self) -> nn.Module:
+        """The model where this rank computes all of its blocks."""
+        assert len(self.parallel.stages) == 1
+        return self.parallel.stages[0]
+
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's part of the weights in fp32, by name."""
+        return {name: w for replica in self.parallel.replicas for name, w in replica.masters.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Their gradients, after a step's backward."""
+        return {name: g for replica in self.parallel.replicas for name, g in replica.gradients.items()}
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ class Hooks:
     save: Callable[[int], None]
 
 
-def train_loop(state: State, recipe: Recipe, ranks: Ranks, hooks: Hooks) -> bool:
+def train_loop(state: State, recipe: Recipe, hooks: Hooks) -> bool:
     """Trains to the recipe's last step. Returns False if it was stopped before; the state is saved either way.
 
     Raises:
@@ -64,10 +77,10 @@ def train_loop(state: State, recipe: Recipe, ranks: Ranks, hooks: Hooks) -> bool
     while state.step < train.steps:
         began = time.perf_counter()
         microbatches, waited = hooks.next_batch()
-        loss = forward_backward(state, microbatches, train.seed, ranks)
-        norm = clip_(state.weights.flat_grads, recipe.optim.grad_clip)
+        loss = forward_backward(state, microbatches, train.seed)
+        norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
         lr = update(state, recipe.optim, norm, train.steps)
-        loss, stop = agree(loss, hooks.stop_wanted(), ranks)
+        loss, stop = agree(loss, hooks.stop_wanted(), state.mesh)
         state.step += 1
         hooks.record(
             {"step": state.step, "loss": loss, "grad_norm": norm, "lr": lr, "data_wait_s": waited}
@@ -95,21 +108,39 @@ def due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def forward_backward(state: State, microbatches: list[Microbatch], seed: int, ranks: Ranks) -> Tensor:
-    """Leaves the mean gradient of the global batch in `state.weights`; returns this rank's mean loss (scalar)."""
-    state.module.train()
-    state.weights.start_step()
-    scale = 1 / (len(microbatches) * ranks.world)  # the gradients of all are summed: makes it their mean
-    total = torch.zeros((), device=ranks.device)
+def forward_backward(state: State, microbatches: list[Microbatch], seed: int) -> Tensor:
+    """Leaves the mean gradient of the global batch in the replicas; returns this rank's share of the mean loss
+    (scalar): the shares of all ranks add up to it."""
+    parallel, mesh = state.parallel, state.mesh
+    scale = 1 / (
+        len(microbatches) * mesh.size("batch")
+    )  # gradients and losses of all are summed: makes it a mean
+    for replica in parallel.replicas:
+        replica.start_step()
+    total = torch.zeros((), device=mesh.device)
     for index, (inputs, targets) in enumerate(microbatches):
-        seed_dropout(seed, state.step, index, ranks.rank)
+        seed_dropout(seed, state.step, index, mesh.rank)
         if index == len(microbatches) - 1:
-            state.gradients.arm()
-        loss = state.module(inputs, targets)
+            for replica in parallel.replicas:
+                replica.arm()
+        loss = state.module(inputs, targets, **positions(parallel))
         loss.backward(torch.full_like(loss, scale))
         total += loss.detach()
-    state.gradients.wait()
-    return total / len(microbatches)
+    for replica in parallel.replicas:
+        replica.finish()
+    for reduction in parallel.reductions:
+        reduction()
+    return total * scale * counted_once(mesh)
+
+
+def positions(parallel: Parallel) -> dict[str, Tensor]:
+    """The argument that says which positions a rank's tokens have, where they are not 0, 1, 2, ..."""
+    return {} if parallel.positions is None else {"positions_T": parallel.positions}
+
+
+def counted_once(mesh: Mesh) -> float:
+    """1 on the one rank of those that compute the same loss which counts it, else 0."""
+    return float(mesh.index("tp") == 0)
 
 
 def seed_dropout(seed: int, step: int, microbatch: int, rank: int) -> None:
@@ -132,36 +163,40 @@ def update(state: State, optim: OptimSection, norm: float, steps: int) -> float:
         return lr
     state.skipped = 0
     state.updates += 1
+    gradients = state.gradients()
+    for name, weight in state.masters().items():
+        weight.grad = gradients[name]
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     state.optimizer.step()
-    state.weights.refresh()
+    for replica in state.parallel.replicas:
+        replica.refresh()
     return lr
 
 
-def agree(loss: Tensor, stop: bool, ranks: Ranks) -> tuple[float, bool]:
-    """The mean loss of all ranks, and whether any was asked to stop: all stop at the same step."""
+def agree(loss: Tensor, stop: bool, mesh: Mesh) -> tuple[float, bool]:
+    """The loss, of which every rank has a share, and whether any was asked to stop: all stop at the same step."""
     both = torch.stack([loss.float(), torch.tensor(float(stop), device=loss.device)])
-    if ranks.world > 1:
+    if mesh.size("all") > 1:
         dist.all_reduce(both)
-    return both[0].item() / ranks.world, both[1].item() > 0
+    return both[0].item(), both[1].item() > 0
 
 
 @torch.no_grad()
-def evaluate(
-    module: nn.Module, microbatches: list[Microbatch], token_bytes: Tensor | None, ranks: Ranks
-) -> dict[str, float]:
+def evaluate(state: State, microbatches: list[Microbatch], token_bytes: Tensor | None) -> dict[str, float]:
     """Validation over every rank's microbatches: val_loss (nats a target) and, with token_bytes (V), the bytes of
     text each token stands for, val_bits_per_byte."""
-    module.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # nats, targets, bytes
+    module, mesh = state.module.eval(), state.mesh
+    sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
     for inputs, targets in microbatches:
         counted = targets >= 0
-        sums[0] += module(inputs, targets).double() * counted.sum()
+        sums[0] += module(inputs, targets, **positions(state.parallel)).double() * counted.sum()
         sums[1] += counted.sum()
         if token_bytes is not None:
             sums[2] += token_bytes[targets[counted]].sum()
-    if ranks.world > 1:
+    module.train()
+    if mesh.size("all") > 1:
+        sums *= counted_once(mesh)
         dist.all_reduce(sums)
     nats, targets, size = sums.tolist()
     found = {"val_loss": nats / max(1, targets)}

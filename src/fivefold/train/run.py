@@ -20,17 +20,21 @@ from fivefold.data import Batches, DataSet, Prefetch
 from fivefold.errors import UserError
 from fivefold.host import memory_bytes
 from fivefold.kernels import native
-from fivefold.models import build, flops_per_token
+from fivefold.layout import Layout
+from fivefold.models import flops_per_token
 from fivefold.observe.console import Console
 from fivefold.observe.machine import describe, device_peak, has_fast_bf16, peak_memory_bytes
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
-from fivefold.optim import build_adamw, load_state, state_tensors
-from fivefold.parallel.data import GradientSum
+from fivefold.optim import MOMENTS, build_adamw, load_state, state_tensors
+from fivefold.parallel.data import DataParallel
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.ranks import Ranks
-from fivefold.precision import Weights
+from fivefold.parallel.replica import assert_owned_once
 from fivefold.recipe import Recipe, count_parameters, to_toml, tokens_per_step
+from fivefold.sharding import Part, boxes, local_shape, whole
 from fivefold.train.generate import Sampling, generate_text
 from fivefold.train.interrupt import Interrupt
 from fivefold.train.loop import Hooks, Microbatch, State, evaluate, train_loop
@@ -68,10 +72,11 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         message = "stopping: finishing this step, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
         state = build_state(recipe, ranks, job.module)
-        stack.callback(state.weights.close)
+        for replica in state.parallel.replicas:
+            stack.callback(replica.close)
         resumed = job.resume and _resume(state, job)
         if ranks.world > 1:
-            make_equal(state, ranks)
+            make_equal(state, ranks, own=job.module is not None)
         console = stack.enter_context(
             Console(
                 recipe.train.steps or 0,
@@ -89,10 +94,10 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             console.note(
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
             )
-        batches = stack.enter_context(_reader(job, ranks, state.step))
+        batches = stack.enter_context(_reader(job, state.mesh, state.step))
         stop_wanted = interrupt.wanted
         hooks = _hooks(state, job, ranks, console, metrics, batches, stop_wanted)
-        complete = train_loop(state, recipe, ranks, hooks)
+        complete = train_loop(state, recipe, hooks)
         if ranks.first:
             _conclude(console, job, complete)
         if ranks.world > 1:
@@ -101,35 +106,59 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
 
 
 def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -> State:
-    """Model, master weights, optimizer and gradient sum of a resolved recipe, at step 0."""
-    own_module = module is not None
-    needed = (
-        16 * count_parameters(recipe.model) if module is None else 0
-    )  # fp32: weight, gradient, two moments
-    if ranks.device.type == "cpu" and needed * ranks.local_world > memory_bytes():
+    """Model, master weights and optimizer of a resolved recipe, at step 0: this rank's part of them."""
+    layout = Layout.from_recipe(recipe.layout)
+    if module is None and ranks.device.type == "cpu":
+        _fits(recipe, layout, ranks)
+    mesh = Mesh(layout, ranks)
+    dtype = DTYPES[compute_mode(recipe, ranks.device, module is not None)]
+    reduce = DTYPES[recipe.precision.reduce]
+    if module is None:
+        parallel = parallelize(recipe, mesh, dtype, reduce)
+        assert_owned_once(parallel.replicas, mesh, count_parameters(recipe.model))
+    else:
+        parallel = _replicated(module, mesh, dtype, reduce)
+    for stage in parallel.stages:
+        stage.train()
+    masters = {name: w for replica in parallel.replicas for name, w in replica.masters.items()}
+    optim = recipe.optim
+    optimizer = build_adamw(masters, optim.lr, optim.betas, optim.eps, optim.weight_decay)
+    return State(parallel, mesh, optimizer)
+
+
+def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
+    """Refuses a model whose states alone are larger than the machine."""
+    shared = layout.tp * layout.pp * (layout.dp_shard * layout.cp if layout.zero else 1)
+    needed = 16 * count_parameters(recipe.model) / shared  # fp32: weight, gradient, two moments
+    if needed * ranks.local_world > memory_bytes():
         raise UserError(
             f"the model needs at least {needed / 2**30:,.1f} GiB a rank (16 bytes a parameter) for {ranks.local_world} "
             f"rank(s), and this machine has {memory_bytes() / 2**30:,.1f} GiB"
         )
-    if module is None:
-        module = build(recipe.model, device=ranks.device, seed=recipe.train.seed)
-    else:
-        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-        if frozen:
-            raise UserError(
-                f"the module has frozen parameters ({', '.join(frozen[:3])}): this version trains all or none"
-            )
-        module = module.float().to(ranks.device)
-    weights = Weights(module, DTYPES[compute_mode(recipe, ranks.device, own_module)])
-    if ranks.device.type == "cuda":
-        for block in getattr(module, "blocks", [module]):
-            block.compile()
-    optim = recipe.optim
-    optimizer = build_adamw(
-        weights.master, weights.grads, optim.lr, optim.betas, optim.eps, optim.weight_decay
-    )
-    group = torch.distributed.group.WORLD if ranks.world > 1 else None
-    return State(module, weights, optimizer, GradientSum(weights, group, DTYPES[recipe.precision.reduce]))
+
+
+def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch.dtype) -> Parallel:
+    """A user's own module, whole on every rank.
+
+    Raises:
+        UserError: it has frozen parameters, or the layout divides it.
+    """
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise UserError(
+            f"the module has frozen parameters ({', '.join(frozen[:3])}): this version trains all or none"
+        )
+    if mesh.layout.ranks != mesh.layout.dp_replicate:
+        raise UserError(
+            "a module of your own trains on replicas only: nobody knows how to divide it. Use --layout dp=N"
+        )
+    module = module.float().to(mesh.device)
+    if mesh.device.type == "cuda":
+        module.compile()
+    params = dict(module.named_parameters())
+    spans = {name: whole(tuple(p.shape)) for name, p in params.items()}
+    parts = {n: Part(tuple(p.shape), spans[n], spans[n], mesh.index("batch") == 0) for n, p in params.items()}
+    return Parallel([module], [DataParallel(params, parts, dtype, mesh.group("batch"), reduce)])
 
 
 def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> str:
@@ -147,7 +176,7 @@ def _resume(state: State, job: Job) -> bool:
     if not store.checkpoints(job.out):
         return False
     folder = store.latest(job.out)
-    checkpoint = store.load(folder)
+    checkpoint = store.Reader(folder)
     meta, steps = checkpoint.meta, job.recipe.train.steps or 0
     for key, now in identity(job).items():
         if key in meta and meta[key] != now:
@@ -156,22 +185,56 @@ def _resume(state: State, job: Job) -> bool:
                 "stopped. Undo the change, or start a new run"
             )
     try:
-        buffers = {
-            name: checkpoint.model.pop(name)
-            for name, _ in state.module.named_buffers()
-            if name in checkpoint.model
-        }
-        state.weights.load(checkpoint.model)
-        state.module.load_state_dict(buffers, strict=False)
-        state.step, state.updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
-        state.skipped = int(meta.get("skipped", 0))
-        if state.updates:
-            load_state(state.optimizer, state.weights.master, checkpoint.optimizer, state.updates)
+        load_checkpoint(state, checkpoint)
     except (ValueError, KeyError) as error:
         raise UserError(f"{folder} does not fit the recipe: {error}") from None
     if state.step > steps:
         raise UserError(f"train.steps = {steps}, but {folder} is further: set at least {state.step}")
     return True
+
+
+def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
+    """Sets weights, moments, buffers and counts: this rank reads its own parts, whatever layout wrote them.
+
+    Raises:
+        ValueError: a name is missing, unknown, or has another shape.
+    """
+    parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
+    buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
+    shapes = {name: part.shape for name, part in parts.items()} | {
+        n: tuple(b.shape) for n, b in buffers.items()
+    }
+    saved = set(checkpoint.names("model"))
+    whole_model = len(state.parallel.stages) == 1 and state.mesh.size("pp") == 1
+    wrong = sorted(set(shapes) - saved | (saved - set(shapes) if whole_model else set()))
+    wrong += [name for name in shapes if name in saved and checkpoint.shape("model", name) != shapes[name]]
+    if wrong:
+        raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
+    masters = state.masters()
+    for name, weight in masters.items():
+        weight.copy_(_read(checkpoint, "model", name, parts[name]))
+    for name, buffer in buffers.items():
+        buffer.copy_(checkpoint.read("model", name))
+    for replica in state.parallel.replicas:
+        replica.refresh()
+    meta = checkpoint.meta
+    state.step, state.updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
+    state.skipped = int(meta.get("skipped", 0))
+    if state.updates:
+        moments = {
+            f"{moment}.{name}": _read(checkpoint, "optimizer", f"{moment}.{name}", parts[name])
+            for name in masters
+            for moment in MOMENTS
+        }
+        load_state(state.optimizer, masters, moments, state.updates)
+
+
+def _read(checkpoint: store.Reader, kind: str, name: str, part: Part) -> Tensor:
+    """The part of a tensor that this rank keeps."""
+    out = torch.empty(local_shape(part.keeps))
+    for where, box in boxes(part.keeps):
+        out[where] = checkpoint.read(kind, name, box)
+    return out
 
 
 def identity(job: Job) -> dict[str, Any]:
@@ -187,17 +250,20 @@ def identity(job: Job) -> dict[str, Any]:
     return found
 
 
-def make_equal(state: State, ranks: Ranks) -> None:
-    """Every rank starts from rank 0's weights, at the same step: a user's module may have been initialised anew on
-    each, and a shared disk may show them different checkpoints."""
+def make_equal(state: State, ranks: Ranks, own: bool) -> None:
+    """Every rank starts at the same step (a shared disk may show them different checkpoints), and with rank 0's
+    weights where the module is the user's own: it may have been initialised anew on each."""
     steps = torch.tensor([state.step, -state.step], device=ranks.device)
     dist.all_reduce(steps, dist.ReduceOp.MAX)
     if steps[0] != -steps[1]:
         raise UserError(
             f"ranks see different checkpoints: steps {-int(steps[1])} to {int(steps[0])}. Is the disk shared?"
         )
-    dist.broadcast(state.weights.flat_master, 0)
-    state.weights.refresh()
+    if own:
+        for replica in state.parallel.replicas:
+            for weight in replica.masters.values():
+                dist.broadcast(weight, 0)
+            replica.refresh()
 
 
 def _write_run_files(job: Job) -> None:
@@ -210,7 +276,8 @@ def _write_run_files(job: Job) -> None:
 
 def _introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
     recipe = job.recipe
-    parameters = sum(p.numel() for p in state.weights.params)
+    own = sum(w.numel() for w in state.masters().values())
+    parameters = count_parameters(recipe.model) if job.module is None else own
     where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     name = recipe.model.arch if job.module is None else type(job.module).__name__
     mode = compute_mode(recipe, ranks.device, job.module is not None)
@@ -223,7 +290,7 @@ def _introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
 
 
 @contextmanager
-def _reader(job: Job, ranks: Ranks, start: int) -> Iterator[Callable[[], tuple[list[Microbatch], float]]]:
+def _reader(job: Job, mesh: Mesh, start: int) -> Iterator[Callable[[], tuple[list[Microbatch], float]]]:
     """Reads this rank's share of each global batch ahead, in microbatches."""
     recipe, batches = job.recipe, job.batches
     if batches is None:
@@ -231,17 +298,18 @@ def _reader(job: Job, ranks: Ranks, start: int) -> Iterator[Callable[[], tuple[l
         batches = _batches(recipe, job.data, job.data.train, recipe.train.global_batch_size, shuffle=True)
 
     def fetch(i: int) -> list[Microbatch]:
-        return _slice(batches, i, recipe.train.global_batch_size, recipe.train.microbatch_size or 1, ranks)
+        return share_of(batches, i, recipe.train.global_batch_size, recipe.train.microbatch_size or 1, mesh)
 
     with Prefetch(fetch, start, recipe.train.steps) as prefetch:
         yield prefetch.next
 
 
-def _slice(batches: BatchSource, i: int, size: int, microbatch: int, ranks: Ranks) -> list[Microbatch]:
+def share_of(batches: BatchSource, i: int, size: int, microbatch: int, mesh: Mesh) -> list[Microbatch]:
     """This rank's rows of global batch i, of `size` rows, in microbatches on its device."""
-    start, stop = size * ranks.rank // ranks.world, size * (ranks.rank + 1) // ranks.world
+    index, ranks = mesh.index("dp"), mesh.size("dp")
+    start, stop = size * index // ranks, size * (index + 1) // ranks
     parts = [range(row, min(row + microbatch, stop)) for row in range(start, stop, microbatch)]
-    return [tuple(_tensor(x, ranks.device) for x in batches.batch(i, rows)) for rows in parts]  # type: ignore[misc]
+    return [tuple(_tensor(x, mesh.device) for x in batches.batch(i, rows)) for rows in parts]  # type: ignore[misc]
 
 
 def _tensor(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
@@ -289,9 +357,9 @@ def _hooks(
         if job.val_batches is None and (job.data is None or job.data.val is None):
             return  # nothing is held out, on any rank
         microbatches, token_bytes = _validation_set(
-            job, ranks
+            job, state.mesh
         )  # perhaps none for this rank: it still takes part
-        line = {"step": step, **evaluate(state.module, microbatches, token_bytes, ranks)}
+        line = {"step": step, **evaluate(state, microbatches, token_bytes)}
         write(line)
         console.validation(line)
 
@@ -311,24 +379,60 @@ def _hooks(
         console.sample(text, step)
 
     def save(step: int) -> None:
-        if ranks.first:
-            save_state(state, job.out, identity(job) | {"tokens": step * tokens}, recipe.checkpoint.keep_last)
+        save_state(state, job.out, identity(job) | {"tokens": step * tokens}, recipe.checkpoint.keep_last)
 
     return Hooks(next_batch, stop_wanted, record, validate, sample, save)
 
 
 def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) -> Path:
-    """Writes a checkpoint of the state, with `meta`, into the run folder; removes those beyond `keep_last`."""
-    masters = dict(reversed(state.weights.master.items()))  # in the module's order
-    moments = state_tensors(state.optimizer, masters)
+    """Writes a checkpoint of the state, with `meta`, into the run folder; removes those beyond `keep_last`. All ranks
+    call it, and each writes what it owns."""
     counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
-    buffers = dict(state.module.named_buffers())
-    folder = store.save(store.folder_of(out, state.step), masters | buffers, moments, counts | meta)
-    store.prune(out, keep_last)
+    folder = store.folder_of(out, state.step)
+    model = [*owned_pieces(state, state.masters()), *_buffers(state)]
+    moments = state_tensors(state.optimizer, state.masters())
+    write_pieces(folder, model, owned_pieces(state, moments), counts | meta, state.mesh)
+    if state.mesh.rank == 0:
+        store.prune(out, keep_last)
     return folder
 
 
-def _validation_set(job: Job, ranks: Ranks) -> tuple[list[Microbatch], Tensor | None]:
+def write_pieces(
+    folder: Path, model: list[store.Piece], optimizer: list[store.Piece], meta: dict[str, Any], mesh: Mesh
+) -> None:
+    """`store.save` by all ranks of a mesh together."""
+
+    def agree(fine: bool) -> bool:
+        all_fine = torch.tensor(float(fine), device=mesh.device)
+        if mesh.size("all") > 1:
+            dist.all_reduce(all_fine, dist.ReduceOp.MIN)
+        return all_fine.item() > 0
+
+    store.save(folder, model, optimizer, meta, rank=mesh.rank, ranks=mesh.size("all"), agree=agree)
+
+
+def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[store.Piece]:
+    """What this rank owns of tensors that have the shapes of its masters; their names are a parameter's, perhaps with
+    "exp_avg." or the like before it."""
+    parts = {name: part for r in state.parallel.replicas for name, part in reversed(r.parts.items())}
+    prefixes = ("", *(f"{moment}." for moment in MOMENTS))
+    return [
+        store.Piece(prefix + name, tensors[prefix + name][where], part.shape, box)
+        for name, part in parts.items()
+        if part.owned
+        for prefix in prefixes
+        if prefix + name in tensors
+        for where, box in boxes(part.keeps)
+    ]
+
+
+def _buffers(state: State) -> list[store.Piece]:
+    """Buffers are equal on all ranks; rank 0 writes them."""
+    buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
+    return store.whole_pieces(buffers) if state.mesh.rank == 0 else []
+
+
+def _validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | None]:
     """This rank's share of the validation sequences, and the bytes a token stands for where they are known."""
     recipe, size = job.recipe, job.recipe.train.val_sequences
     batches, token_bytes = job.val_batches, None
@@ -338,8 +442,8 @@ def _validation_set(job: Job, ranks: Ranks) -> tuple[list[Microbatch], Tensor | 
         batches = _batches(recipe, job.data, job.data.val, size, shuffle=False)
         size = min(size, batches.sequences)
         if job.data.tokenizer is not None and recipe.model.arch != "bert":
-            token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=ranks.device)
-    return _slice(batches, 0, size, recipe.train.microbatch_size or 1, ranks), token_bytes
+            token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=mesh.device)
+    return share_of(batches, 0, size, recipe.train.microbatch_size or 1, mesh), token_bytes
 
 
 def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:

@@ -1,0 +1,65 @@
+"""The tables of parameters and cuts, against the built modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.models import build
+from fivefold.recipe import ModelSection, resolve_model
+from fivefold.sharding import Cut, boxes, cuts, divide, local_shape, narrow, parameters, whole
+
+SMALL = {"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "seq_len": 16}
+MODELS = [
+    ModelSection(arch="llama", **SMALL),
+    ModelSection(arch="llama", kv_heads=2, tie_embeddings=True, **SMALL),
+    ModelSection(arch="gpt2", **SMALL),
+    ModelSection(arch="gpt2", tie_embeddings=False, **SMALL),
+    ModelSection(arch="bert", **SMALL),
+]
+
+
+@pytest.mark.parametrize("section", MODELS, ids=lambda m: f"{m.arch}-{m.kv_heads}-{m.tie_embeddings}")
+def test_names_and_shapes_are_the_modules(section):
+    model = resolve_model(section, vocab_size=64)
+    module = build(model)
+    assert [(n, tuple(p.shape)) for n, p in module.named_parameters()] == list(parameters(model).items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("section", [MODELS[0], MODELS[2], MODELS[4]], ids=lambda m: m.arch)
+def test_parts_of_all_ranks_are_the_whole(section, ranks):
+    model = resolve_model(section, vocab_size=64)
+    for name, cut in cuts(model).items():
+        shape = parameters(model)[name]
+        seen = torch.zeros(shape)
+        for index in range(ranks):
+            part = divide(whole(shape), cut, index, ranks)
+            assert torch.Size(local_shape(part)).numel() * ranks == seen.numel()
+            for _, box in boxes(part):
+                seen[tuple(slice(*span) for span in box)] += 1
+        assert (seen == 1).all(), name
+
+
+def test_fused_rows_are_cut_section_by_section():
+    part = divide(whole((12, 5)), Cut("column", 0, (8, 2, 2)), 1, 2)
+    assert part == (((4, 8), (9, 10), (11, 12)), ((0, 5),))
+    assert narrow(part, 0, 3, 6) == (((7, 8), (9, 10), (11, 12)), ((0, 5),))
+    assert narrow(part, 0, 6, 6)[0] == ()
+
+
+@given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 1))
+def test_narrowing_a_part_is_slicing_its_tensor(a, b, index):
+    start, stop = min(a, b), max(a, b)
+    full = torch.arange(16 * 3).view(16, 3)
+    part = divide(whole((16, 3)), Cut("column", 0, (8, 4, 4)), index, 2)
+
+    def local(ranges):
+        out = torch.empty(local_shape(ranges), dtype=torch.int64)
+        for where, box in boxes(ranges):
+            out[where] = full[tuple(slice(*span) for span in box)]
+        return out
+
+    assert torch.equal(local(narrow(part, 0, start, stop)), local(part)[start:stop])
