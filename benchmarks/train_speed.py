@@ -26,7 +26,7 @@ FLOPS_PER_TOKEN = (
     6 * (L * (4 * D * D + 3 * D * F) + V * D) + 6 * L * T * D
 )  # causal attention: half of 12 L T D
 
-VARIANTS = ["fivefold bf16", "plain bf16 autocast", "fivefold fp32", "plain fp32", "fivefold bf16 dp2"]
+VARIANTS = ["fivefold bf16", "plain bf16 autocast", "fivefold fp32", "plain fp32", "fivefold bf16 dp=2"]
 COMPILED = ["plain bf16 autocast compiled", "plain all bf16 compiled"]
 
 
@@ -92,7 +92,7 @@ def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
         str(microbatch),
     ]
     cores = len(os.sched_getaffinity(0))
-    world = 2 if name.endswith("dp2") else 1
+    world = ranks_of(name)
     port = str(20000 + os.getpid() % 20000)
     from fivefold.host import HUGE_PAGES  # as `fivefold train` sets them; for plain PyTorch, too
 
@@ -119,6 +119,14 @@ def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
     }
 
 
+def ranks_of(name: str) -> int:
+    """Ranks of a variant: "fivefold bf16 tp=2" has its layout behind the dtype."""
+    from fivefold.layout import Layout, parse
+
+    layout = name.split()[2:] if name.startswith("fivefold") else []
+    return Layout(**parse(layout[0])).ranks if layout else 1  # type: ignore[arg-type]
+
+
 def work(name: str, steps: int, microbatch: int) -> dict[str, float]:
     step = fivefold_step(name, microbatch) if name.startswith("fivefold") else plain_step(name, microbatch)
     seconds = []
@@ -139,6 +147,14 @@ def random_batches(rows: int):
     return [torch.randint(V, (rows, T), generator=generator) for _ in range(2)]
 
 
+class RandomBatches:
+    """Two tensors of random tokens, the same for every batch."""
+
+    def batch(self, i: int, rows: range):
+        inputs, targets = random_batches(B)
+        return inputs[rows.start : rows.stop], targets[rows.start : rows.stop]
+
+
 def fivefold_step(name: str, microbatch: int):
     """The trainer's own step: forward, backward, gradient sum, clipping, update."""
     from fivefold.parallel import ranks as ranks_
@@ -146,7 +162,7 @@ def fivefold_step(name: str, microbatch: int):
     from fivefold.recipe import load, resolve
     from fivefold.train.allocator import keep_freed_memory
     from fivefold.train.loop import agree, forward_backward, update
-    from fivefold.train.run import build_state
+    from fivefold.train.run import build_state, share_of
 
     keep_freed_memory()
     sets = [
@@ -159,10 +175,11 @@ def fivefold_step(name: str, microbatch: int):
     sets += ["train.steps=1000", f"train.global_batch_size={B}", f"precision.mode={name.split()[1]}"]
     joined = ranks_.join()
     ranks = joined.__enter__()
-    recipe = resolve(load("quickstart", [*sets, f"layout.dp_replicate={ranks.world}"]), vocab_size=V)
+    layout = (name.split()[2:] or ["dp=1"])[0]
+    sets += [f"train.microbatch_size={microbatch}"]
+    recipe = resolve(load("quickstart", sets, layout), vocab_size=V)
     state = build_state(recipe, ranks)
-    inputs, targets = random_batches(B // ranks.world)
-    microbatches = list(zip(inputs.split(microbatch), targets.split(microbatch), strict=True))
+    microbatches = share_of(RandomBatches(), 0, B, microbatch, state.mesh)
 
     def step(index: int) -> None:
         loss = forward_backward(state, microbatches, 0)
@@ -181,7 +198,8 @@ def plain_step(name: str, microbatch: int):
 
     from fivefold.train.allocator import keep_freed_memory
 
-    keep_freed_memory()  # a tuned allocator for both
+    if "default allocator" not in name:
+        keep_freed_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = PlainLlama(V, D, L, H, F, T)
     if "all bf16" in name:
