@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.models.layers import AttentionCore, Embedding, Linear
+from fivefold.models.layers import AttentionCore, Embedding, Linear, Sublayer
 from fivefold.models.model import LanguageModel, block_dict
 from fivefold.recipe.schema import ModelSection
 
 TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, both are kept for exchange of weights
 
 
-class Attention(nn.Module):
+class Attention(Sublayer):
     """Self-attention in both directions. Rows of `qkv.weight`: H query, H key, H value heads."""
 
     def __init__(self, model: ModelSection) -> None:
@@ -31,10 +31,14 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         qkv = self.qkv(x_BTD)  # (B, T, 3 H d)
-        return self.out(self.core(qkv))
+        return self.finish(qkv)
+
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        """Queries, keys and values (B, T, 3 H d) -> (B, T, D)."""
+        return self.out(self.core(product))
 
 
-class FeedForward(nn.Module):
+class FeedForward(Sublayer):
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
@@ -42,7 +46,11 @@ class FeedForward(nn.Module):
         self.down = Linear(model.ffn_dim, model.dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD)))
+        return self.finish(self.up(x_BTD))
+
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        """(B, T, F) -> (B, T, D)."""
+        return self.down(F.gelu(product))
 
 
 class Block(nn.Module):
@@ -58,6 +66,17 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = self.norm1(x_BTD + F.dropout(self.attention(x_BTD), self.dropout, self.training))
         return self.norm2(x_BTD + F.dropout(self.mlp(x_BTD), self.dropout, self.training))
+
+
+class MaskedOnly(nn.Module):
+    """Hidden states (B, T, D) and targets (B, T) -> those of the M masked tokens, (1, M, D) and (1, M). No parameters:
+    sequence parallelism puts another module before it."""
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if targets_BT is None:
+            return x_BTD, None
+        masked_BT = targets_BT != -100
+        return x_BTD[masked_BT].unsqueeze(0), targets_BT[masked_BT].unsqueeze(0)
 
 
 class BERT(LanguageModel):
@@ -76,6 +95,7 @@ class BERT(LanguageModel):
         self.embed_types = Embedding(TOKEN_TYPES, model.dim)
         self.embed_norm = nn.LayerNorm(model.dim, model.norm_eps)
         self.blocks = block_dict([Block(model) for _ in range(model.layers)])
+        self.select: nn.Module = MaskedOnly()
         self.transform = Linear(model.dim, model.dim)
         self.norm = nn.LayerNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
@@ -88,8 +108,6 @@ class BERT(LanguageModel):
 
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         """With targets, the head works on the M masked tokens only."""
-        if targets_BT is not None:  # now (1, M, D) and (1, M): the tokens that count
-            masked_BT = targets_BT != -100
-            x_BTD, targets_BT = x_BTD[masked_BT].unsqueeze(0), targets_BT[masked_BT].unsqueeze(0)
+        x_BTD, targets_BT = self.select(x_BTD, targets_BT)
         x_BTD = self.norm(F.gelu(self.transform(x_BTD)))
         return self.output(x_BTD, (self.head or self.embed).weight, targets_BT, self.head_bias)

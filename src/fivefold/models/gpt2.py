@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.models.cache import LayerCache, cached_attention
-from fivefold.models.layers import AttentionCore, Embedding, Linear
+from fivefold.models.layers import AttentionCore, Embedding, Linear, Sublayer
 from fivefold.models.model import LanguageModel, block_dict
 from fivefold.recipe.schema import ModelSection
 
 
-class Attention(nn.Module):
+class Attention(Sublayer):
     """Causal self-attention. Rows of `qkv.weight`: H query heads, then H key heads, then H value heads."""
 
     def __init__(self, model: ModelSection) -> None:
@@ -29,11 +29,15 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:
         qkv = self.qkv(x_BTD)  # (B, T, 3 H d)
         if cache is None:
-            return self.out(self.core(qkv))
+            return self.finish(qkv)
         return self.out(cached_attention(qkv, self.core.heads, self.core.kv_heads, None, None, cache))
 
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        """Queries, keys and values (B, T, 3 H d) -> (B, T, D)."""
+        return self.out(self.core(product))
 
-class FeedForward(nn.Module):
+
+class FeedForward(Sublayer):
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
@@ -41,7 +45,11 @@ class FeedForward(nn.Module):
         self.down = Linear(model.ffn_dim, model.dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.finish(self.up(x_BTD))
+
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        """(B, T, F) -> (B, T, D)."""
+        return self.down(F.gelu(product, approximate="tanh"))
 
 
 class Block(nn.Module):

@@ -48,6 +48,14 @@ class AddRMSNorm(RMSNorm):
         return kernels.add_rms_norm(x, branch, self.weight, self.eps)
 
 
+class Sublayer(nn.Module):
+    """Attention or feed-forward, in two halves: a first matrix product, and `finish`, all that follows it up to the
+    sublayer's output. `parallel/recompute.py` keeps the product's result and computes the second half again."""
+
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
 class AttentionCore(nn.Module):
     """Attention between projections: (B, T, (H + 2K) d) -> (B, T, H d). No parameters.
 

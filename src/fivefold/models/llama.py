@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from fivefold import kernels
 from fivefold.models.cache import LayerCache, cached_attention
-from fivefold.models.layers import AddRMSNorm, AttentionCore, Embedding, Linear, RMSNorm, rope_table
+from fivefold.models.layers import AddRMSNorm, AttentionCore, Embedding, Linear, RMSNorm, Sublayer, rope_table
 from fivefold.models.model import LanguageModel, block_dict
 from fivefold.recipe.schema import ModelSection
 
 
-class Attention(nn.Module):
+class Attention(Sublayer):
     """Causal self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads."""
 
     def __init__(self, model: ModelSection) -> None:
@@ -34,11 +34,15 @@ class Attention(nn.Module):
     ) -> Tensor:
         qkv = self.qkv(x_BTD)  # (B, T, (H + 2K) d)
         if cache is None:
-            return self.out(self.core(qkv, cos_Td, sin_Td))
+            return self.finish(qkv, cos_Td, sin_Td)
         return self.out(cached_attention(qkv, self.core.heads, self.core.kv_heads, cos_Td, sin_Td, cache))
 
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        """Queries, keys and values (B, T, (H + 2K) d) -> (B, T, D)."""
+        return self.out(self.core(product, *tables))
 
-class FeedForward(nn.Module):
+
+class FeedForward(Sublayer):
     """SwiGLU: down(silu(gate(x)) * up(x)). Rows of `gate_up.weight`: F of the gate, then F of up."""
 
     def __init__(self, model: ModelSection) -> None:
@@ -48,7 +52,11 @@ class FeedForward(nn.Module):
         self.down = Linear(model.ffn_dim, model.dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(kernels.swiglu(self.gate_up(x_BTD)))
+        return self.finish(self.gate_up(x_BTD))
+
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        """Gate and up (B, T, 2F) -> (B, T, D)."""
+        return self.down(kernels.swiglu(product))
 
 
 class Block(nn.Module):

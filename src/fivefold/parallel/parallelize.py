@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.models import LanguageModel, build
 from fivefold.models.init import init_part
+from fivefold.parallel import recompute, tensor
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
@@ -44,14 +45,28 @@ def parallelize(recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype, reduce: 
     stages: list[LanguageModel] = [module]
     table = parts(model, layout, mesh.rank)
     found = Parallel(list(stages), [])
+    if mesh.size("tp") > 1:
+        partial = [name for stage in stages for name in tensor.apply(stage, mesh, model, layout.sp)]
+        found.reductions.append(tensor.sum_gradients(found.replicas, partial, mesh))
+    for stage in stages:
+        recompute.apply(stage, layout.recompute)
     if mesh.device.type == "cuda":
         for stage in stages:
             for block in stage.blocks.values():
                 block.compile()
+    shared = layout.zero > 0 and mesh.size("shard") > 1
+    if shared:
+        from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
+
+        for stage in stages:  # before it has memory: no rank ever holds all the weights in fp32
+            zero.shard(stage, mesh, compute_dtype, reduce)
     for stage in stages:
         materialize(stage, recipe, table, mesh.device)
-    params = {name: p for stage in stages for name, p in stage.named_parameters()}
-    found.replicas.append(DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce))
+    if shared:
+        found.replicas.append(zero.Sharded(stages, table, layout.zero))
+    else:
+        params = {name: p for stage in stages for name, p in stage.named_parameters()}
+        found.replicas.append(DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce))
     return found
 
 
@@ -60,4 +75,5 @@ def materialize(stage: nn.Module, recipe: Recipe, table: dict[str, Part], device
     stage.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
-            parameter.copy_(init_part(recipe.train.seed, name, recipe.model, table[name], device))
+            own = getattr(parameter, "to_local", lambda whole=parameter: whole)()  # a DTensor's rows
+            own.copy_(init_part(recipe.train.seed, name, recipe.model, table[name], device))

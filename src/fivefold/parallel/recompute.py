@@ -1,0 +1,58 @@
+"""Activations that are computed again in backward, instead of kept from forward: memory for work.
+
+- "full": a block keeps its input only; backward runs the whole block again (Chen et al., arXiv 1604.06174). About a
+  third more work.
+- "selective": a sublayer keeps the result of its first matrix product and computes from there again what is cheap for
+  the memory that it takes: attention, the gate or GELU (Korthikanti et al., arXiv 2205.05198, section 5). The second
+  matrix product is not repeated: its own result is not needed, and running again stops at the last tensor that is.
+
+Kept a token under "selective", for llama in units of D: the inputs of the norms and what they give (4), queries, keys
+and values ((H + 2K) / H), gate and up (2 F / D). Not kept: probabilities (of attention up to T 1024), the
+attention's output, the gate's.
+
+The random state of forward is restored, so dropout drops the same elements, and gradients are those of "none", bit for
+bit. Collectives inside a block (tensor, sequence, context, expert parallelism) run again; all ranks come to them
+in the same order, that of their backward. What the data axes put around a block (gathering its weights)
+stays outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fivefold.models import LanguageModel
+from fivefold.models.layers import Sublayer
+
+
+def apply(stage: LanguageModel, how: str) -> None:
+    """Makes the blocks of a stage compute activations again: `how` is "none", "selective" or "full"."""
+    for block in stage.blocks.values():
+        if how == "full":
+            _set(block, "forward")
+        elif how == "selective":
+            for sublayer in block.modules():
+                if isinstance(sublayer, Sublayer):
+                    _set(sublayer, "finish")
+
+
+def _set(module: nn.Module, method: str) -> None:
+    """Replaces a method of one module, not of its class: names of parameters and hooks stay as they are."""
+    setattr(module, method, _computed_again(getattr(module, method)))
+
+
+def _computed_again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, keeping its inputs only. Without gradients (validation, sampling) it is called as it is."""
+
+    @wraps(function)
+    def run(*inputs: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*inputs, **options)
+        return checkpoint(function, *inputs, use_reentrant=False, **options)
+
+    return run
