@@ -15,7 +15,9 @@ import sys
 import tempfile
 import traceback
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from fivefold.errors import UserError
 from fivefold.layout import Layout, require_supported, to_text, validate
 from fivefold.observe.machine import cores, ensure_matmul_rate
 from fivefold.parallel import ranks as ranks_
+from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.train.allocator import keep_freed_memory
 from fivefold.train.run import BatchSource, Job, compute_mode, run_rank
@@ -61,7 +64,7 @@ def run_command(
     recipe = _fit_layout(recipe, nproc, launched[1] if launched else None)
     data = None
     if batches is None:
-        data = _prepare(recipe, quiet=launched is not None and launched[0] != 0)
+        data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
         recipe = resolve(recipe, vocab_size=data.vocab_size)
     else:
         if module is None and recipe.model.vocab_size is None:
@@ -83,7 +86,7 @@ def run_command(
         with ranks_.join() as ranks:
             stopped = run_rank(job, ranks)
     else:
-        stopped = _start_ranks(job, world, "fork" if fork and not torch.cuda.is_available() else "spawn")
+        stopped = start_ranks(partial(run_rank, job), world, fork, partial(_how_to_resume, job))
     if stopped is not None:
         raise SystemExit(128 + stopped)
     return out
@@ -116,7 +119,7 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     return change(recipe, changes)
 
 
-def _prepare(recipe: Recipe, quiet: bool) -> DataSet:
+def prepare_data(recipe: Recipe, quiet: bool) -> DataSet:
     if quiet:
         return prepare(recipe)
     with progress_bar() as progress:
@@ -148,12 +151,22 @@ def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | 
     return out
 
 
-def _start_ranks(job: Job, world: int, start_method: str) -> int | None:
-    """Runs `world` local ranks to their end. Returns the signal that stopped them, or None."""
+def start_ranks(
+    work: Callable[[Ranks], int | None], world: int, fork: bool, advice: Callable[[], str] = str
+) -> int | None:
+    """Runs `work` on `world` local ranks to their end. Returns the signal that stopped them, or None.
+
+    work: returns the signal that stopped it, or None. fork: see `run_command`. advice: what to tell the user, besides,
+    when a rank has failed.
+
+    Raises:
+        UserError: a rank raised it, or failed otherwise: the message says which and how.
+    """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    start_method = "fork" if fork and not torch.cuda.is_available() else "spawn"
     # What the agent logs of a failed rank, _verdict says in one message.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     handled = ["SIGTERM", "SIGINT"]
@@ -179,18 +192,18 @@ def _start_ranks(job: Job, world: int, start_method: str) -> int | None:
             shutdown_timeout=600, logs_specs=DefaultLogsSpecs(log_dir=folder), signals_to_handle=",".join(handled),
         )  # fmt: skip
         try:
-            elastic_launch(config, _rank_main)(job, Path(folder))
+            elastic_launch(config, _rank_main)(work, Path(folder))
         except SignalException as error:
             return int(error.sigval)
         except ChildFailedError as error:
             stopped = Path(folder, "stopped")
             if stopped.exists():  # the signal went to a rank, not to us
                 return int(stopped.read_text())
-            raise _verdict(error, Path(folder), job) from None
+            raise _verdict(error, Path(folder), advice) from None
         return None
 
 
-def _rank_main(job: Job, folder: Path) -> None:
+def _rank_main(work: Callable[[Ranks], int | None], folder: Path) -> None:
     """A forked rank. What a user did wrong travels to the parent in a file, not as a traceback."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -199,7 +212,7 @@ def _rank_main(job: Job, folder: Path) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         with ranks_.join() as ranks:
-            stopped = run_rank(job, ranks)
+            stopped = work(ranks)
             if stopped is not None:
                 (folder / "stopped").write_text(str(stopped))
                 # A plain return would wait for the agent, which is waiting for us.
@@ -214,7 +227,7 @@ def _rank_main(job: Job, folder: Path) -> None:
         raise SystemExit(1) from None
 
 
-def _verdict(error: object, folder: Path, job: Job) -> UserError:
+def _verdict(error: object, folder: Path, advice: Callable[[], str]) -> UserError:
     """What happened to the ranks, in one message."""
     said = sorted(folder.glob("error-*"))
     if said:
@@ -223,9 +236,13 @@ def _verdict(error: object, folder: Path, job: Job) -> UserError:
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     text = f"rank {rank} failed first ({how}); the others were stopped. Its own message stands above"
-    if (job.out / "checkpoints").exists():
-        text += f". Go on from the last checkpoint with: {job.resume_command}"
-    return UserError(text)
+    return UserError(text + advice())
+
+
+def _how_to_resume(job: Job) -> str:
+    if not (job.out / "checkpoints").exists():
+        return ""
+    return f". Go on from the last checkpoint with: {job.resume_command}"
 
 
 class _environment:

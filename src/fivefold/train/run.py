@@ -295,7 +295,7 @@ def _reader(job: Job, mesh: Mesh, start: int) -> Iterator[Callable[[], tuple[lis
     recipe, batches = job.recipe, job.batches
     if batches is None:
         assert job.data is not None
-        batches = _batches(recipe, job.data, job.data.train, recipe.train.global_batch_size, shuffle=True)
+        batches = batches_of(recipe, job.data, job.data.train, recipe.train.global_batch_size, shuffle=True)
 
     def fetch(i: int) -> list[Microbatch]:
         return share_of(batches, i, recipe.train.global_batch_size, recipe.train.microbatch_size or 1, mesh)
@@ -316,7 +316,7 @@ def _tensor(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
     return torch.as_tensor(array).to(device, torch.int64, non_blocking=True)
 
 
-def _batches(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
+def batches_of(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
     assert recipe.model.vocab_size is not None
     objective = "mlm" if recipe.model.arch == "bert" else "causal"
     seq_len, seed = recipe.model.seq_len, recipe.train.seed
@@ -439,7 +439,7 @@ def _validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | No
     if batches is None:
         assert job.data is not None
         assert job.data.val is not None
-        batches = _batches(recipe, job.data, job.data.val, size, shuffle=False)
+        batches = batches_of(recipe, job.data, job.data.val, size, shuffle=False)
         size = min(size, batches.sequences)
         if job.data.tokenizer is not None and recipe.model.arch != "bert":
             token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=mesh.device)
