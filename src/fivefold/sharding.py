@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from fivefold.layout import Layout, index_in
+from fivefold.recipe.count import MASKED_SHARE
 from fivefold.recipe.schema import ModelSection
+from fivefold.schedules.pipeline import SCHEDULES, cut, place, stages_a_rank
 
 Shape = tuple[int, ...]
 Span = tuple[int, int]
 Ranges = tuple[tuple[Span, ...], ...]
+TIED = "embed.weight"
+"""The parameter that the output layer shares where embeddings are tied."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,67 @@ def parts(model: ModelSection, layout: Layout, rank: int) -> dict[str, Part]:
     """What a rank holds of each parameter, if every stage of the pipeline were its own."""
     table = cuts(model)
     return {name: _part(shape, table.get(name), layout, rank) for name, shape in parameters(model).items()}
+
+
+def held(model: ModelSection, layout: Layout, rank: int) -> dict[str, Part]:
+    """What a rank holds of each parameter of its own pipeline stages, in the module's order. A tied embedding is on the
+    first and on the last stage; the first owns it."""
+    table, mine = parts(model, layout, rank), stages_of(layout, index_in(layout, "pp", rank))
+    by_stage = stage_parameters(model, layout)
+    names = {name for stage in mine for name in by_stage[stage]}
+    owned = {name for stage in mine for name in by_stage[stage] if not _again(name, stage)}
+    return {n: p if n in owned else replace(p, owned=False) for n, p in table.items() if n in names}
+
+
+def stages_of(layout: Layout, pp_index: int) -> list[int]:
+    """The pipeline stages of the ranks with this index on the pp axis."""
+    if layout.pp == 1:
+        return [0]
+    chunks = stages_a_rank(layout.schedule, layout.virtual_stages)
+    rank_of = place(SCHEDULES[layout.schedule].placement, layout.pp, chunks)
+    return [stage for stage, owner in enumerate(rank_of) if owner == pp_index]
+
+
+def stage_blocks(model: ModelSection, layout: Layout) -> tuple[range, ...]:
+    """The blocks of each pipeline stage: cut as evenly as possible, in FLOPs; embedding and head count."""
+    stages = layout.pp * (stages_a_rank(layout.schedule, layout.virtual_stages) if layout.pp > 1 else 1)
+    blocks, first, last = stage_costs(model)
+    return cut(blocks, stages, first, last)
+
+
+def stage_costs(model: ModelSection) -> tuple[list[float], float, float]:
+    """FLOPs a token, forward and backward, of each block, of what comes before them and of what comes after."""
+    attention = 6.0 * model.dim * model.seq_len * (2 if model.arch == "bert" else 1)
+    blocks, head = [attention] * model.layers, 0.0
+    for name, shape in parameters(model).items():
+        product = 6.0 * math.prod(shape) if len(shape) > 1 else 0.0
+        if name.startswith("blocks."):
+            blocks[int(name.split(".")[1])] += product
+        elif not name.startswith("embed") or (name == TIED and model.tie_embeddings):
+            head += product
+    embedding = 12.0 * model.dim  # no product: a row is read, and its gradient added
+    return blocks, embedding, head * (MASKED_SHARE if model.arch == "bert" else 1.0)
+
+
+def stage_parameters(model: ModelSection, layout: Layout) -> list[list[str]]:
+    """Names of the parameters of each pipeline stage: embeddings on the first, blocks where they are cut, the rest on
+    the last, which has a tied embedding, too."""
+    blocks = stage_blocks(model, layout)
+    stage_of = {str(block): stage for stage, part in enumerate(blocks) for block in part}
+    found: list[list[str]] = [[] for _ in blocks]
+    for name in parameters(model):
+        if name.startswith("blocks."):
+            found[stage_of[name.split(".")[1]]].append(name)
+        else:
+            found[0 if name.startswith("embed") else -1].append(name)
+    if model.tie_embeddings and len(blocks) > 1:
+        found[-1].append(TIED)
+    return found
+
+
+def _again(name: str, stage: int) -> bool:
+    """Whether this is the last stage's copy of a tied embedding."""
+    return name == TIED and stage > 0
 
 
 def _part(shape: Shape, cut: Cut | None, layout: Layout, rank: int) -> Part:

@@ -1,9 +1,11 @@
-"""Pipeline schedules: generated, checked, completed with transfers, simulated and drawn. No torch."""
+"""Pipeline schedules: generated, checked, completed with transfers, simulated and drawn; and the cut of a
+model into stages. No torch."""
 
 from fivefold.schedules.pipeline.action import Action, Kind, parse
 from fivefold.schedules.pipeline.check import check
 from fivefold.schedules.pipeline.check_transfers import check_transfers
 from fivefold.schedules.pipeline.communication import with_transfers
+from fivefold.schedules.pipeline.cut import cut
 from fivefold.schedules.pipeline.draw_svg import to_svg
 from fivefold.schedules.pipeline.draw_text import to_text
 from fivefold.schedules.pipeline.memory import peak_live
@@ -23,6 +25,7 @@ __all__ = [
     "build",
     "check",
     "check_transfers",
+    "cut",
     "from_csv",
     "parse",
     "peak_live",
