@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fivefold.observe.metrics import read_metrics
     from fivefold.recipe import Recipe, change, load, shipped, to_toml
     from fivefold.train.api import Run, resume, train
+    from fivefold.train.verify import verify
 
     __version__: str
 
@@ -36,6 +37,7 @@ __all__ = [
     "shipped",
     "to_toml",
     "train",
+    "verify",
 ]
 
 _HOMES = {
@@ -49,6 +51,7 @@ _HOMES = {
     "resume": "fivefold.train.api",
     "shipped": "fivefold.recipe",
     "to_toml": "fivefold.recipe",
+    "verify": "fivefold.train.verify",
 }
 
 

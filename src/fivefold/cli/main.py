@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import check, export, generate, import_, recipes, report, tokenize, train
+from fivefold.cli import check, export, generate, import_, recipes, report, tokenize, train, verify
 from fivefold.errors import CheckFailed, UserError
 from fivefold.host import restart_with_huge_pages
 
@@ -30,6 +30,7 @@ app = typer.Typer(
 
 for name, module, function in (
     ("train", train, train.train),
+    ("verify", verify, verify.verify),
     ("check", check, check.check),
     ("recipes", recipes, recipes.recipes),
     ("tokenize", tokenize, tokenize.tokenize),

@@ -1,0 +1,262 @@
+"""Does a layout compute what one process computes?
+
+Both sides train the same few steps from the same initial weights on the same batches, with dropout off, and write what
+they have into a folder: the whole gradient of each step, the loss, the gradient's norm, and after the last step weights
+and moments. Ranks write only what they own, so a piece that is missing, or owned twice, shows too. One process then
+reads both folders and compares them, tensor by tensor.
+
+Differences are relative: the norm of a tensor's difference by the norm of the reference's tensor. For weights
+each element counts by the size of its gradients (the root of Adam's second moment): Adam divides by that size, so
+an element whose true gradient is zero, such as a bias of attention's keys, moves by rounding noise alone.
+
+fp32: the tolerances are TOLERANCE. bf16: the reference is one process in fp32, and a layout may differ from it
+TIMES_BF16 as much as one process in bf16 does; so the rounding of bf16 itself is measured, not guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.checkpoint import store
+from fivefold.data import DataSet
+from fivefold.errors import UserError
+from fivefold.host import cores
+from fivefold.layout import Layout, require_supported, to_text, validate
+from fivefold.optim import state_tensors
+from fivefold.parallel import ranks as ranks_
+from fivefold.parallel.ranks import Ranks
+from fivefold.parallel.replica import clip_
+from fivefold.recipe import Recipe, change, resolve
+from fivefold.recipe.schema import LayoutSection
+from fivefold.train.launch import prepare_data, start_ranks
+from fivefold.train.loop import agree, forward_backward, update
+from fivefold.train.run import batches_of, build_state, owned_pieces, share_of, write_pieces
+
+TOLERANCE = {"loss": 1e-6, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
+TIMES_BF16 = 2.0  # two independent roundings of equal size differ by 1.4 from each other
+FLOOR_BF16 = {"loss": 2e-4, "gradients": 0.0, "grad_norm": 2e-3, "weights": 0.0}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side computes: `steps` steps of a resolved recipe, written into `folder`."""
+
+    recipe: Recipe
+    data: DataSet
+    steps: int
+    folder: Path
+
+
+@dataclass
+class Figure:
+    """The largest relative difference of one kind, where it is, and what is allowed there."""
+
+    max_rel: float = 0.0
+    worst: str = ""
+    allowed: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.max_rel <= self.allowed
+
+    @property
+    def share(self) -> float:
+        """Of what is allowed."""
+        return self.max_rel / self.allowed if self.allowed else math.inf if self.max_rel else 0.0
+
+    def worse(self, other: Figure) -> Figure:
+        """The one that is worse by what is allowed."""
+        return other if not self.worst or other.share > self.share else self
+
+
+@dataclass
+class Report:
+    """What `fivefold verify` found. `passed`: every figure is within what is allowed."""
+
+    layout: str
+    ranks: int
+    mode: str
+    steps: int
+    loss: Figure = field(default_factory=Figure)
+    gradients: Figure = field(default_factory=Figure)
+    grad_norm: Figure = field(default_factory=Figure)
+    weights: Figure = field(default_factory=Figure)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        return {name: getattr(self, name) for name in TOLERANCE}
+
+    @property
+    def passed(self) -> bool:
+        return all(figure.passed for figure in self.figures.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """As `fivefold verify --json` prints it; `tolerance` is what was allowed where each difference is worst."""
+        figures = {
+            name: {"max_rel": f.max_rel, "worst": f.worst, "passed": f.passed}
+            for name, f in self.figures.items()
+        }
+        tolerance = {name: figure.allowed for name, figure in self.figures.items()}
+        facts = {k: v for k, v in asdict(self).items() if k not in figures}
+        return {"passed": self.passed, **figures, "tolerance": tolerance, **facts}
+
+
+def verify(
+    recipe: Recipe, layout: str | None = None, *, steps: int = 3, mode: str = "fp32", fork: bool = False
+) -> Report | None:
+    """Compares a layout with one process, over `steps` steps of a recipe in `mode` ("fp32" or "bf16").
+
+    layout: as `--layout` takes it; None: the recipe's. Its ranks are started here; under torchrun or Slurm theirs are
+    used, and ranks other than the first return None. fork: see `run_command`.
+
+    Raises:
+        UserError: the recipe, the layout or the data does not do.
+        SystemExit: it was stopped by a signal.
+    """
+    recipe, notes = prepared(recipe, layout, steps, mode)
+    wanted, launched = Layout.from_recipe(recipe.layout), ranks_.found()
+    require_supported(wanted)
+    validate(wanted, launched[1] if launched else wanted.ranks)
+    data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as name:
+        folder = Path(name)
+        if launched:
+            with ranks_.join() as ranks:
+                folder = _common(folder, ranks)
+                compute(Side(recipe, data, steps, folder / "layout"), ranks)
+            if launched[0]:
+                return None
+        elif wanted.ranks > 1:
+            side = Side(recipe, data, steps, folder / "layout")
+            stopped = start_ranks(partial(compute, side), wanted.ranks, fork)
+            if stopped is not None:
+                raise SystemExit(128 + stopped)
+        else:
+            compute(Side(recipe, data, steps, folder / "layout"), _alone())
+        report = compare_with_one_process(recipe, data, steps, folder)
+    report.notes = notes
+    return report
+
+
+def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple[Recipe, list[str]]:
+    """The recipe as it is compared, and what was changed for that."""
+    if mode not in ("fp32", "bf16"):
+        raise UserError(f"mode '{mode}': must be fp32 or bf16")
+    if steps < 1:
+        raise UserError(f"steps {steps}: must be at least 1")
+    changes, notes = [f"precision.mode={mode}"], []
+    if recipe.model.dropout:
+        changes.append("model.dropout=0.0")
+        notes.append(f"dropout is 0 here, not {recipe.model.dropout}: ranks draw other elements to drop")
+    if mode == "fp32" and recipe.precision.reduce != "fp32":
+        changes.append("precision.reduce=fp32")
+        notes.append("gradients are summed in fp32 here; --mode bf16 compares bf16 sums")
+    if recipe.train.steps and recipe.train.steps < steps:
+        changes.append(f"train.steps={steps}")
+    return change(recipe, changes, layout), notes
+
+
+def _alone() -> Ranks:
+    """One process, with all cores."""
+    torch.set_num_threads(cores())
+    return Ranks(0, 1, 0, 1, ranks_.device_for(0))
+
+
+def _common(folder: Path, ranks: Ranks) -> Path:
+    """Rank 0's folder, on every rank: they share the disk."""
+    text = torch.zeros(4096, dtype=torch.uint8, device=ranks.device)
+    raw = str(folder).encode()
+    text[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    if ranks.world > 1:
+        dist.broadcast(text, 0)
+    return Path(bytes(text.tolist()).rstrip(b"\0").decode())
+
+
+def compute(side: Side, ranks: Ranks) -> None:
+    """One rank's part of a side."""
+    recipe, train = side.recipe, side.recipe.train
+    batches = batches_of(recipe, side.data, side.data.train, train.global_batch_size, shuffle=True)
+    state = build_state(recipe, ranks)
+    found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    try:
+        for step in range(1, side.steps + 1):
+            share = share_of(
+                batches, step - 1, train.global_batch_size, train.microbatch_size or 1, state.mesh
+            )
+            loss = forward_backward(state, share, train.seed)
+            pieces = owned_pieces(state, state.gradients())
+            write_pieces(side.folder / f"step-{step}", pieces, [], {}, state.mesh)
+            norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
+            update(state, recipe.optim, norm, train.steps or side.steps)
+            found["loss"].append(agree(loss, False, state.mesh)[0])
+            found["grad_norm"].append(norm)
+            state.step += 1
+        moments = owned_pieces(state, state_tensors(state.optimizer, state.masters()))
+        weights = owned_pieces(state, state.masters())
+        write_pieces(side.folder / "end", weights, moments, found, state.mesh)
+    finally:
+        for replica in state.parallel.replicas:
+            replica.close()
+
+
+def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: Path) -> Report:
+    """Computes the reference in this process and compares it with `folder`/layout, where the layout's ranks left
+    theirs. In bf16 there are two references, of fp32 and of bf16."""
+    layout, mode = Layout.from_recipe(recipe.layout), recipe.precision.mode
+    one = recipe.model_copy(update={"layout": LayoutSection()})
+    for other in {"fp32", mode}:
+        precision = one.precision.model_copy(update={"mode": other})
+        compute(Side(one.model_copy(update={"precision": precision}), data, steps, folder / other), _alone())
+    report = Report(to_text(layout), layout.ranks, mode, steps)
+    own = {} if mode == "fp32" else dict(_differences(folder / mode, folder / "fp32", steps))
+    for (kind, where), rel in _differences(folder / "layout", folder / "fp32", steps):
+        allowed = TOLERANCE[kind]
+        if own:
+            allowed = max(TIMES_BF16 * own[kind, where], FLOOR_BF16[kind])
+        setattr(report, kind, getattr(report, kind).worse(Figure(rel, where, allowed)))
+    return report
+
+
+def _differences(side: Path, reference: Path, steps: int) -> Iterator[tuple[tuple[str, str], float]]:
+    """((kind, where), relative difference) of everything that both sides wrote."""
+    mine, theirs = store.Reader(side / "end"), store.Reader(reference / "end")
+    for kind in ("loss", "grad_norm"):
+        for step, (a, b) in enumerate(zip(mine.meta[kind], theirs.meta[kind], strict=True), 1):
+            yield (kind, f"step {step}"), _relative(torch.tensor(a), torch.tensor(b))
+    for name in _names(mine, theirs):
+        size = theirs.read("optimizer", f"exp_avg_sq.{name}").sqrt()
+        size = torch.where(size > 0, size, size.max().clamp(min=1e-30))  # no gradient: no excuse
+        rel = _relative(mine.read("model", name) * size, theirs.read("model", name) * size)
+        yield ("weights", name), rel
+    for step in range(1, steps + 1):
+        mine, theirs = store.Reader(side / f"step-{step}"), store.Reader(reference / f"step-{step}")
+        for name in _names(mine, theirs):
+            rel = _relative(mine.read("model", name), theirs.read("model", name))
+            yield ("gradients", f"{name}, step {step}"), rel
+
+
+def _names(mine: store.Reader, theirs: store.Reader) -> list[str]:
+    names = theirs.names("model")
+    assert set(mine.names("model")) == set(names), "both sides have the same parameters"
+    return names
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference by norm of the reference, b. Infinite where only the reference is zero, or where one is
+    not finite."""
+    difference, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference / size) else math.inf
