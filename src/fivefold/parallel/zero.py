@@ -1,0 +1,157 @@
+"""Shared states (ZeRO stages 1 to 3, arXiv 1910.02054), and hybrids of them with replicas, on PyTorch's FSDP2.
+
+The ranks of a "shard" group divide the rows of every parameter: each keeps the fp32 master weights, gradients and
+moments of its rows only. A block's weights are gathered, in the compute dtype, when it is about to run; its gradients
+are summed and scattered to the rows' keepers when its backward is done. The stages are one engine with two switches:
+
+| Stage | weights, once gathered | gradients are scattered | Elements sent a step of m microbatches |
+|---|---|---|---|
+| 1 | stay until the optimizer's step | in the last microbatch (they add up whole until then) | 2 Psi |
+| 2 | stay until the optimizer's step | in every microbatch | (1 + m) Psi |
+| 3 | are freed after a block's forward, and gathered again for its backward | in every microbatch | 3 m Psi |
+
+Psi is the number of parameters; a gather or a scatter of all of them counts Psi, as in the paper. In a hybrid, the
+replicas add up their shards once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fivefold.models import LanguageModel
+from fivefold.parallel.mesh import Mesh
+from fivefold.sharding import Part, local_shape
+
+
+def shard(
+    stage: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, reduce: torch.dtype = torch.float32
+) -> None:
+    """Divides the parameters of a module on "meta" between the ranks of the "shard" group: they become DTensors of
+    which each rank has its rows. A block is a unit of communication; so is what the module has besides blocks."""
+    names = ("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)
+    shards = mesh.device_mesh(*names)
+    for block in stage.blocks.values():
+        _shard(block, shards, compute_dtype, reduce)
+    _shard(stage, shards, compute_dtype, reduce)
+
+
+def _shard(module: nn.Module, shards: DeviceMesh, compute_dtype: torch.dtype, reduce: torch.dtype) -> None:
+    # The inputs are not cast: the rotary table stays fp32.
+    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=True)
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)  # a sum: the loop has scaled the losses
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_custom_reduce_scatter(ReduceScatter(reduce))  # pyright: ignore[reportArgumentType]
+
+
+class ReduceScatter:
+    """The sum over ranks of a fp32 tensor, of which each rank gets its part; sent in dtype `sent` (FSDP2's interface).
+
+    gloo has no reduce-scatter of its own: its stand-in is an all-reduce, which sends twice as much. Here every rank
+    sends each other one its part, and adds up what it receives, in the order of ranks, in fp32.
+    """
+
+    def __init__(self, sent: torch.dtype):
+        self.sent = sent
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, op
+        assert not async_op
+        given = input_tensor.to(self.sent)
+        if given.is_cuda:
+            part = output_tensor.to(self.sent)
+            dist.reduce_scatter_single(part, given, group=group)
+            output_tensor.copy_(part)
+            return
+        received = torch.empty_like(given)
+        dist.all_to_all_single(received, given, group=group)
+        torch.sum(received.view(group.size(), -1), 0, dtype=torch.float32, out=output_tensor)
+
+
+class Sharded:
+    """ZeRO stage 1, 2 or 3 (see `replica.Replica`) of modules that `shard` has divided and that have their values.
+
+    The masters are the rows that FSDP2 holds, as plain tensors of the same memory.
+    """
+
+    def __init__(self, stages: Sequence[LanguageModel], parts: dict[str, Part], zero: int):
+        assert zero in (1, 2, 3), zero
+        self.zero, self.roots = zero, [_unit(stage) for stage in stages]
+        self.units = [_unit(m) for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
+        self._params = {name: p for stage in stages for name, p in stage.named_parameters()}
+        self.parts = {name: parts[name] for name in self._params}
+        self.masters = {name: rows(p) for name, p in self._params.items()}
+        self.gradients: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            kept = local_shape(self.parts[name].keeps)
+            assert tuple(master.shape) == kept, f"{name}: FSDP2 holds {tuple(master.shape)}, the table says {kept}"
+        for root in self.roots:
+            root.set_reshard_after_forward(zero == 3)
+            root.set_reshard_after_backward(zero == 3)
+        for stage in stages:
+            _prefetch(stage)
+
+    def start_step(self) -> None:
+        """Forgets the gradients of the last step, and frees their memory."""
+        self.gradients.clear()
+        for name, parameter in self._params.items():
+            self.masters[name].grad = parameter.grad = None
+        for root in self.roots:
+            root.set_requires_gradient_sync(self.zero > 1)
+            root.set_requires_all_reduce(False)
+
+    def arm(self) -> None:
+        """The next backward is the last of the step."""
+        for root in self.roots:
+            root.set_requires_gradient_sync(True)
+
+    def finish(self) -> None:
+        """The gradients are summed when backward is done; here they get their place."""
+        for name, parameter in self._params.items():
+            master = self.masters[name]
+            self.gradients[name] = torch.zeros_like(master) if parameter.grad is None else rows(parameter.grad)
+
+    def refresh(self) -> None:
+        """The masters have changed: the next forward gathers them anew."""
+        for unit in self.units:
+            unit.reshard()
+
+    def close(self) -> None:
+        """Nothing: a module that was built divided is not used apart from this."""
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """This rank's rows of a DTensor, as a plain tensor of the same memory."""
+    with torch.no_grad():
+        return tensor.to_local().detach()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _unit(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _prefetch(stage: LanguageModel) -> None:
+    """While a block computes, the weights of the one that comes next are on their way."""
+    blocks = [_unit(block) for block in stage.blocks.values()]
+    for before, after in pairwise(blocks):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
