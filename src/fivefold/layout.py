@@ -276,7 +276,7 @@ def _factor(product: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-NOT_YET = ("ep", "cp", "pp", "zero")
+NOT_YET = ("ep", "cp", "pp")
 
 
 def unsupported(layout: Layout) -> list[str]:
