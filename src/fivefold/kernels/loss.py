@@ -38,8 +38,7 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         assert targets.shape == x.shape[:1], "one target a row"
         N, V = x.shape[0], weight.shape[0]
-        rows = max(MIN_ROWS, CHUNK_BYTES // (V * x.element_size()))
-        rows = -(-N // max(1, -(-N // rows)))  # chunks of equal size
+        rows = rows_at_once(N, V, x.element_size())
         scale = 1.0 / max(1, int((targets >= 0).sum()))
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
         needs_x, needs_weight, _, needs_bias, _ = (needed and gradients for needed in ctx.needs_input_grad)
@@ -67,6 +66,12 @@ class _LinearCrossEntropy(Function):
             dx, dweight, dbias = (None if g is None else g * factor for g in (dx, dweight, dbias))
         dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
         return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None
+
+
+def rows_at_once(N: int, V: int, element_size: int) -> int:
+    """Rows of a chunk: equally many in each, and their V logits fit CHUNK_BYTES."""
+    rows = max(MIN_ROWS, CHUNK_BYTES // (V * element_size))
+    return -(-N // max(1, -(-N // rows)))
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: float) -> Tensor:

@@ -237,6 +237,54 @@ void NAME(softmax_forward)(T *scores, i64 matrices, i64 Q, i64 K, i64 offset, i6
   }
 }
 
+/* As above over some of the keys; the logarithm of each row's sum of exponents goes to lse (matrices, Q). */
+void NAME(softmax_lse)(T *scores, float *lse, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal, float scale) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < matrices * Q; n++) {
+    T *p = scores + n * K;
+    i64 seen = causal ? offset + n % Q + 1 : K;
+    if (seen > K) seen = K;
+    float top = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : top)
+    for (i64 i = 0; i < seen; i++) {
+      float v = LOAD(p + i);
+      top = v > top ? v : top;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (i64 i = 0; i < seen; i++) {
+      float e = fast_exp((LOAD(p + i) - top) * scale);
+      sum += e;
+      STORE(p + i, e);
+    }
+    lse[n] = logf(sum) + top * scale;
+    float inverse = 1.0f / sum;
+#pragma omp simd
+    for (i64 i = 0; i < seen; i++) STORE(p + i, LOAD(p + i) * inverse);
+    memset(p + seen, 0, sizeof(T) * (size_t)(K - seen));
+  }
+}
+
+/* Its gradient, given lse over all keys and delta = sum(dout * out) of each row: scores becomes the probabilities
+ * p = exp(scale * scores - lse), dp becomes scale * p * (dp - delta). */
+void NAME(softmax_lse_backward)(T *scores, T *dp, const float *lse, const float *delta, i64 matrices, i64 Q, i64 K,
+                                i64 offset, i64 causal, float scale) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < matrices * Q; n++) {
+    T *p = scores + n * K, *g = dp + n * K;
+    i64 seen = causal ? offset + n % Q + 1 : K;
+    if (seen > K) seen = K;
+    float l = lse[n], c = delta[n];
+#pragma omp simd
+    for (i64 i = 0; i < seen; i++) {
+      float e = fast_exp(LOAD(p + i) * scale - l);
+      STORE(g + i, scale * e * (LOAD(g + i) - c));
+      STORE(p + i, e);
+    }
+    memset(p + seen, 0, sizeof(T) * (size_t)(K - seen));
+    memset(g + seen, 0, sizeof(T) * (size_t)(K - seen));
+  }
+}
+
 /* dscores = scale * p * (dp - sum(p * dp)), written over dp. */
 void NAME(softmax_backward)(const T *probabilities, T *dp, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal,
                             float scale) {
@@ -280,6 +328,48 @@ void NAME(cross_entropy)(T *logits, const i64 *targets, float *losses, i64 rows,
 #pragma omp simd
     for (i64 i = 0; i < V; i++) STORE(p + i, fast_exp(LOAD(p + i) - top) * inverse);
     STORE(p + target, (fast_exp(at_target - top) / sum - 1.0f) * scale);
+  }
+}
+
+/* Cross-entropy where this process has only a part of the vocabulary, columns first .. first + V of the logits:
+ * statistics (3, rows): the largest logit here, sum of exp(logit - largest), and the logit of the target, 0 where it
+ * lies elsewhere. */
+void NAME(vocabulary_statistics)(const T *logits, const i64 *targets, float *out, i64 rows, i64 V, i64 first) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < rows; n++) {
+    const T *p = logits + n * V;
+    i64 target = targets[n] - first;
+    float top = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : top)
+    for (i64 i = 0; i < V; i++) {
+      float v = LOAD(p + i);
+      top = v > top ? v : top;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (i64 i = 0; i < V; i++) sum += fast_exp(LOAD(p + i) - top);
+    out[n] = top;
+    out[rows + n] = sum;
+    out[2 * rows + n] = target >= 0 && target < V ? LOAD(p + target) : 0.0f;
+  }
+}
+
+/* Its gradient in place of the logits, given the log-sum-exp over the whole vocabulary:
+ * (exp(logit - lse) - onehot(target)) * scale. A row with target < 0 gets zeros. */
+void NAME(vocabulary_gradient)(T *logits, const i64 *targets, const float *lse, i64 rows, i64 V, i64 first,
+                               float scale) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < rows; n++) {
+    T *p = logits + n * V;
+    i64 target = targets[n] - first;
+    if (targets[n] < 0) {
+      memset(p, 0, sizeof(T) * (size_t)V);
+      continue;
+    }
+    int here = target >= 0 && target < V;
+    float at_target = here ? LOAD(p + target) : 0.0f;
+#pragma omp simd
+    for (i64 i = 0; i < V; i++) STORE(p + i, fast_exp(LOAD(p + i) - lse[n]) * scale);
+    if (here) STORE(p + target, (fast_exp(at_target - lse[n]) - 1.0f) * scale);
   }
 }
 #endif

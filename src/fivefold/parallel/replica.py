@@ -35,6 +35,10 @@ class Replica(Protocol):
         """The next backward is the last of the step: reductions may start while it runs."""
         ...
 
+    def collect(self) -> None:
+        """Takes gradients that were not made by a backward through the module: a pipeline's separate weight gradients."""
+        ...
+
     def finish(self) -> None:
         """Until all gradients are summed over the ranks that hold the same weights."""
         ...
@@ -57,7 +61,8 @@ def clip_(replicas: Iterable[Replica], max_norm: float, mesh: Mesh) -> float:
     replicas = list(replicas)
     divided = mesh.layout.ranks > mesh.layout.dp_replicate
     owned = [r.gradients[n] for r in replicas for n in r.gradients if not divided or r.parts[n].owned]
-    norms = torch._foreach_norm([g for g in owned if g.numel()])
+    owned = [g for g in owned if g.numel()]
+    norms = torch._foreach_norm(owned) if owned else []
     square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
     if divided:
         square = square.to(mesh.device)

@@ -119,7 +119,7 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
         replica.start_step()
     total = torch.zeros((), device=mesh.device)
     for index, (inputs, targets) in enumerate(microbatches):
-        seed_dropout(seed, state.step, index, mesh.rank)
+        seed_dropout(seed, state.step, index, dropout_rank(mesh))
         if index == len(microbatches) - 1:
             for replica in parallel.replicas:
                 replica.arm()
@@ -141,6 +141,12 @@ def positions(parallel: Parallel) -> dict[str, Tensor]:
 def counted_once(mesh: Mesh) -> float:
     """1 on the one rank of those that compute the same loss which counts it, else 0."""
     return float(mesh.index("tp") == 0)
+
+
+def dropout_rank(mesh: Mesh) -> int:
+    """The number from which this rank draws: ranks of a tensor axis drop the same elements of the activations that
+    each has as a whole; with sp each has its own piece of them, and draws for itself."""
+    return mesh.rank if mesh.layout.sp else mesh.rank - mesh.index("tp")  # tp is the innermost axis
 
 
 def seed_dropout(seed: int, step: int, microbatch: int, rank: int) -> None:

@@ -1,0 +1,124 @@
+"""Embedding and loss where each rank of the tensor axis has a part of the vocabulary (arXiv 1909.08053, section 3).
+
+Logits are never gathered for the loss: of each token a rank tells its largest logit, its sum of exponentials and the
+target's logit, three numbers instead of V.
+
+Legend: B batch, T sequence, N tokens, D model, V vocabulary, v = V/tp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fivefold import kernels
+from fivefold.kernels.loss import rows_at_once
+from fivefold.kernels.vocabulary import vocabulary_gradient, vocabulary_loss, vocabulary_statistics
+from fivefold.models.layers import Embedding, Output
+from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis, gather_single, start_gather
+
+
+class VocabularyEmbedding(nn.Module):
+    """Tokens (B, T) -> (B, T, D), with sp (B, t, D). `weight` has the rows of this rank; the other ranks' tokens are
+    zeros here, and the sum over ranks puts them together."""
+
+    def __init__(self, embedding: Embedding, axis: TensorAxis):
+        super().__init__()
+        self.weight, self.axis = embedding.weight, axis
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        local_BT = tokens_BT - self.axis.index * rows
+        elsewhere_BT = (local_BT < 0) | (local_BT >= rows)
+        x_BTD = F.embedding(local_BT.masked_fill_(elsewhere_BT, 0), self.weight)
+        return Leave.apply(x_BTD.masked_fill(elsewhere_BT[..., None], 0.0), self.axis)
+
+
+class VocabularyOutput(Output):
+    """Takes the place of `models.layers.Output`. weight and bias: the rows of this rank. x whole, or with sp cut along
+    the sequence; targets and logits are whole in any case."""
+
+    def __init__(self, axis: TensorAxis):
+        super().__init__()
+        self.axis = axis
+
+    def forward(
+        self, x: Tensor, weight_vD: Tensor, targets_BT: Tensor | None, bias_v: Tensor | None = None
+    ) -> Tensor:
+        if targets_BT is None:
+            logits = kernels.linear(Enter.apply(x, self.axis), weight_vD, bias_v)
+            return Join.apply(logits.float(), self.axis)
+        return _Loss.apply(x, weight_vD, targets_BT.long(), bias_v, self.axis, torch.is_grad_enabled())
+
+
+class _Loss(Function):
+    """Mean cross-entropy over targets but -100; see `kernels/loss.py` for one rank's. The gradients are made in
+    forward, chunk by chunk; the sum of dx over the ranks runs while the step goes on, until backward needs it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        axis: TensorAxis,
+        grad: bool,
+    ) -> Tensor:
+        x_BTD = start_gather(x, axis)() if axis.sp else x.contiguous()
+        x_ND, targets_N = x_BTD.flatten(0, 1), targets.flatten()
+        N, v = x_ND.shape[0], weight.shape[0]
+        assert N == 0 or int(targets_N.max()) < v * axis.size, "a target beyond the vocabulary"
+        rows, counted = rows_at_once(N, v, x.element_size()), targets_N >= 0
+        scale = 1.0 / max(1, int(counted.sum()))
+        needs_x, needs_weight, _, needs_bias = (needed and grad for needed in ctx.needs_input_grad[:4])
+        losses = torch.empty(N, dtype=torch.float32, device=x.device)
+        dx_ND = torch.empty_like(x_ND) if needs_x else None
+        dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        dbias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+        for start in range(0, N, max(1, rows)):
+            part = slice(start, start + rows)
+            dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], scale)
+            if dx_ND is not None:
+                torch.mm(dlogits, weight, out=dx_ND[part])
+            if dweight is not None:
+                dweight += dlogits.t() @ x_ND[part]
+            if dbias is not None:
+                dbias += dlogits.sum(0)
+        ctx.dx = None if dx_ND is None else axis.start_sum(dx_ND.view_as(x_BTD))
+        ctx.save_for_backward(dweight, dbias)
+        ctx.dtype = weight.dtype
+        return (losses * counted).sum() * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        factor, (dweight, dbias) = grads[0], ctx.saved_tensors
+        found = [None if ctx.dx is None else ctx.dx(), dweight, dbias]
+        dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
+        return dx, dweight, None, dbias, None, None
+
+
+def _chunk(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    axis: TensorAxis,
+    losses: Tensor,
+    scale: float,
+) -> Tensor:
+    """Fills losses (n) of some tokens, x (n, D); returns the gradient of their logits here, (n, v)."""
+    first, targets = axis.index * weight.shape[0], targets.contiguous()
+    logits = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+    mine = vocabulary_statistics(logits, targets, first)
+    everyone = mine.new_empty(axis.size * 3, mine.shape[1])
+    gather_single(everyone, mine, group=axis.group)
+    lse, loss = vocabulary_loss(everyone.view(axis.size, *mine.shape))
+    losses.copy_(loss)
+    return vocabulary_gradient(logits, targets, lse, first, scale)

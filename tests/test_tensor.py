@@ -1,0 +1,117 @@
+"""Tensor and sequence parallelism compute what one process computes: loss, gradients, norm, weights, validation."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from fivefold.checkpoint import store
+from fivefold.data import prepare
+from fivefold.errors import UserError
+from fivefold.parallel.ranks import Ranks
+from fivefold.parallel.replica import clip_
+from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.train.loop import agree, evaluate, forward_backward, update
+from fivefold.train.run import Job, build_state, owned_pieces, run_rank
+
+STEPS, ROWS, T, V = 3, 8, 16, 128
+MODELS = {
+    "llama": ["model.kv_heads=4", "model.heads=8"],
+    "llama tied": ["model.kv_heads=4", "model.tie_embeddings=true"],
+    "gpt2": ["model.arch=gpt2", "model.kv_heads=4"],
+    "gpt2 untied": ["model.arch=gpt2", "model.kv_heads=4", "model.tie_embeddings=false"],
+    "bert": ["model.arch=bert", "model.kv_heads=4"],
+}
+TINY = [
+    "model.layers=2", "model.dim=32", "model.heads=4", f"model.seq_len={T}", f"model.vocab_size={V}",
+    "model.init_std=0.1", "train.steps=6", f"train.global_batch_size={ROWS}", "train.microbatch_size=2",
+    "train.sample_every=0", "optim.lr=1e-3", "optim.warmup_steps=1", "optim.grad_clip=0.5", "precision.mode=fp32",
+    "layout.dp_replicate=1", "observe.tensorboard=false",
+]  # fmt: skip
+
+
+# Adam divides a gradient by its own size. That of a key's bias is 0 but for rounding (softmax does not see it), and its
+# updates would be rounding noise as large as any: eps is above the noise.
+TINY.append("optim.eps=1e-4")
+
+
+def recipe_of(model: str, *overrides: str) -> Recipe:
+    return resolve(change(load("quickstart", TINY), [*MODELS[model], *overrides]), vocab_size=V)
+
+
+def batch(step: int, model: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets (ROWS, T); a few targets do not count, for BERT most."""
+    draw = torch.Generator().manual_seed(step)
+    tokens, targets = torch.randint(0, V, (2, ROWS, T), generator=draw)
+    skipped = torch.rand(ROWS, T, generator=draw) < (0.7 if model == "bert" else 0.0)
+    skipped[:, :2] = model == "bert"  # as many count in each row, so that microbatches have equal weight
+    if model == "bert":
+        skipped = torch.arange(T).expand(ROWS, T) % 4 != 1
+    return tokens, targets.masked_fill(skipped, -100)
+
+
+def train(rank: int, world: int, recipe: Recipe, model: str) -> dict:
+    """Three steps: loss and norm of each, gradients of the first, weights and validation after the last. Tensors come as
+    the pieces that this rank owns."""
+    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
+    mesh, found = state.mesh, {"loss": [], "norm": []}
+    rows = ROWS // mesh.size("dp")
+    mine = slice(rows * mesh.index("dp"), rows * (mesh.index("dp") + 1))
+    for step in range(STEPS):
+        halves = zip(
+            *(x[mine].split(recipe.train.microbatch_size or 1) for x in batch(step, model)), strict=True
+        )
+        loss = forward_backward(state, list(halves), seed=0)
+        if step == 0:
+            found["gradients"] = pieces(state, state.gradients())
+        found["norm"].append(clip_(state.parallel.replicas, recipe.optim.grad_clip, mesh))
+        found["loss"].append(agree(loss, False, mesh)[0])
+        update(state, recipe.optim, found["norm"][-1], recipe.train.steps or 0)
+    found["weights"] = pieces(state, state.masters())
+    inputs, targets = (x[mine] for x in batch(STEPS, model))
+    found["validation"] = evaluate(state, [(inputs, targets)], torch.arange(V))
+    return found
+
+
+def pieces(state, tensors) -> list:
+    return [(p.name, p.shape, p.box, p.tensor.clone()) for p in owned_pieces(state, tensors)]
+
+
+def joined(answers: list[dict], key: str) -> dict[str, torch.Tensor]:
+    whole: dict[str, torch.Tensor] = {}
+    for name, shape, box, tensor in (piece for answer in answers for piece in answer[key]):
+        out = whole.setdefault(name, torch.full(shape, float("nan")))
+        out[tuple(slice(*span) for span in box)] = tensor
+    return whole
+
+
+@cache
+def one_process(model: str) -> dict:
+    return train(0, 1, recipe_of(model, "train.microbatch_size=8"), model)
+
+
+def assert_equal(answers: list[dict], wanted: dict) -> None:
+    for answer in answers:
+        assert answer["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+        assert answer["norm"] == pytest.approx(wanted["norm"], rel=1e-5)
+        assert answer["validation"] == pytest.approx(wanted["validation"], rel=1e-6)
+    for key in ("gradients", "weights"):
+        got, expected = joined(answers, key), joined([wanted], key)
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            error = ((got[name] - tensor).norm() / tensor.norm()).item()
+            assert error < 1e-5, f"{key} of {name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "layout", ["tp=2", "tp=2,sp=true", "tp=4", "tp=4,sp=true", "tp=2,dp_replicate=2,sp=true"]
+)
+def test_equals_one_process(model, layout):
+    overrides = [f"layout.{part}" for part in layout.split(",")]
+    recipe = recipe_of(model, *overrides)
+    world = 2 if layout.startswith("tp=2") and "dp" not in layout else 4
+    assert_equal(run_ranks(world, train, recipe, model), one_process(model))
