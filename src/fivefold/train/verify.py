@@ -144,7 +144,7 @@ def verify(
             if stopped is not None:
                 raise SystemExit(128 + stopped)
         else:
-            compute(Side(recipe, data, steps, folder / "layout"), _alone())
+            compute(Side(recipe, data, steps, folder / "layout"), alone())
         report = compare_with_one_process(recipe, data, steps, folder)
     report.notes = notes
     return report
@@ -168,7 +168,7 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
     return change(recipe, changes, layout), notes
 
 
-def _alone() -> Ranks:
+def alone() -> Ranks:
     """One process, with all cores."""
     torch.set_num_threads(cores())
     return Ranks(0, 1, 0, 1, ranks_.device_for(0))
@@ -212,13 +212,14 @@ def compute(side: Side, ranks: Ranks) -> None:
 
 
 def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: Path) -> Report:
-    """Computes the reference in this process and compares it with `folder`/layout, where the layout's ranks left
-    theirs. In bf16 there are two references, of fp32 and of bf16."""
+    """Computes the reference in this process, unless it is there, and compares it with `folder`/layout, where the
+    layout's ranks left theirs. In bf16 there are two references, of fp32 and of bf16."""
     layout, mode = Layout.from_recipe(recipe.layout), recipe.precision.mode
-    one = recipe.model_copy(update={"layout": LayoutSection()})
     for other in {"fp32", mode}:
-        precision = one.precision.model_copy(update={"mode": other})
-        compute(Side(one.model_copy(update={"precision": precision}), data, steps, folder / other), _alone())
+        if not (folder / other).exists():
+            precision = recipe.precision.model_copy(update={"mode": other})
+            one = recipe.model_copy(update={"layout": LayoutSection(), "precision": precision})
+            compute(Side(one, data, steps, folder / other), alone())
     report = Report(to_text(layout), layout.ranks, mode, steps)
     own = {} if mode == "fp32" else dict(_differences(folder / mode, folder / "fp32", steps))
     for (kind, where), rel in _differences(folder / "layout", folder / "fp32", steps):

@@ -1,0 +1,208 @@
+"""`fivefold verify`: passes what is right, and fails what is wrong, wherever the mistake sits."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import TINY, compared, known, side, tiny
+
+import fivefold
+from fivefold.errors import UserError
+from fivefold.recipe import Recipe
+from fivefold.train.verify import Figure, prepared
+
+
+def test_one_process_equals_itself(tmp_path):
+    report = compared(tiny(tmp_path, "dp=1"))
+    assert report.passed
+    assert [figure.max_rel for figure in report.figures.values()] == [0.0] * 4
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])
+def test_replicas_pass(tmp_path, arch):
+    report = compared(tiny(tmp_path, "dp=2", f"model.arch={arch}"))
+    assert report.passed, report
+    assert report.gradients.max_rel > 0, "sums in another order differ by rounding"
+
+
+def test_bf16_is_measured_against_its_own_rounding(tmp_path):
+    report = compared(tiny(tmp_path, "dp=2", mode="bf16"))
+    assert report.passed, report
+    assert 1e-4 < report.gradients.max_rel < report.gradients.allowed < 0.2
+
+
+# Mistakes: what a rank does, with one thing broken in it.
+
+
+def forgets_the_sum(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
+    """Takes part in the sum of gradients over the replicas and forgets the result, on the last rank only."""
+    _with_all_reduce(lambda tensor: rank == world - 1, rank, world, recipe, steps, folder)
+
+
+def forgets_the_sum_first(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
+    """The same on the rank whose gradients are compared."""
+    _with_all_reduce(lambda tensor: rank == 0, rank, world, recipe, steps, folder)
+
+
+def _with_all_reduce(forgets, rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
+    reduce = dist.all_reduce
+
+    def broken(tensor, *arguments, **options):
+        large = tensor.numel() > 100 and forgets(tensor)
+        return reduce(tensor.clone() if large else tensor, *arguments, **options)
+
+    dist.all_reduce = broken
+    try:
+        side(rank, world, recipe, steps, folder)
+    finally:
+        dist.all_reduce = reduce
+
+
+def skips_reductions(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
+    """Leaves out the sums besides those over replicas: of sequence parallelism, of tied embeddings over stages."""
+    import fivefold.train.verify as module
+
+    build = module.build_state
+
+    def without(recipe, ranks):
+        state = build(recipe, ranks)
+        assert state.parallel.reductions
+        state.parallel.reductions.clear()
+        return state
+
+    module.build_state = without
+    try:
+        side(rank, world, recipe, steps, folder)
+    finally:
+        module.build_state = build
+
+
+def scales_by_replicas(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
+    """Averages over the replicas once more: AdamW's update hardly feels it, the gradients do."""
+    import fivefold.train.verify as module
+
+    run = module.forward_backward
+
+    def halved(state, microbatches, seed):
+        loss = run(state, microbatches, seed)
+        torch._foreach_div_(list(state.gradients().values()), float(world))
+        return loss
+
+    module.forward_backward = halved
+    try:
+        side(rank, world, recipe, steps, folder)
+    finally:
+        module.forward_backward = run
+
+
+def test_a_reduction_that_the_first_rank_forgets_fails(tmp_path):
+    report = compared(tiny(tmp_path, "dp=2"), part=forgets_the_sum_first)
+    assert not report.gradients.passed
+    assert report.gradients.max_rel > 0.1
+    assert not report.weights.passed
+
+
+def test_a_reduction_that_another_rank_forgets_fails(tmp_path):
+    """The gradients that are written are right in the first step; the ranks' weights part after it."""
+    report = compared(tiny(tmp_path, "dp=2"), part=forgets_the_sum)
+    assert not report.passed
+    assert not report.loss.passed
+    assert "step 1" not in report.gradients.worst
+
+
+def test_a_wrong_scale_fails(tmp_path):
+    report = compared(tiny(tmp_path, "dp=2"), part=scales_by_replicas)
+    assert report.gradients.max_rel == pytest.approx(0.5, rel=1e-2)
+    assert not report.grad_norm.passed
+
+
+@pytest.mark.skipif(not known("tp=2,sp=true"), reason="needs tp")
+def test_a_missing_sum_of_sequence_parallelism_fails(tmp_path):
+    report = compared(tiny(tmp_path, "tp=2,sp=true"), part=skips_reductions)
+    assert not report.gradients.passed
+    assert "norm" in report.gradients.worst
+
+
+@pytest.mark.skipif(not known("pp=2"), reason="needs pp")
+def test_a_missing_sum_of_tied_embeddings_fails(tmp_path):
+    report = compared(tiny(tmp_path, "pp=2"), part=skips_reductions)
+    assert not report.gradients.passed
+    assert "embed.weight" in report.gradients.worst
+
+
+def test_what_is_not_finite_or_missing_is_not_passed():
+    assert Figure(0.0, "x", 0.0).passed
+    assert not Figure(math.inf, "x", 1.0).passed
+    worst = Figure().worse(Figure(0.0, "a", 0.0)).worse(Figure(1e-9, "b", 0.0)).worse(Figure(0.5, "c", 1.0))
+    assert worst.worst == "b", "a difference where none is allowed is the worst"
+
+
+def test_what_is_changed_for_the_comparison_is_said(tmp_path):
+    recipe = tiny(tmp_path, "dp=2", "model.dropout=0.1", "precision.reduce=bf16")
+    assert recipe.model.dropout == 0
+    original = fivefold.load("quickstart", ["model.dropout=0.1", "precision.reduce=bf16"])
+    changed, notes = prepared(original, "dp=2", 3, "fp32")
+    assert changed.precision.reduce == "fp32"
+    assert ["dropout" in notes[0], "summed in fp32" in notes[1]] == [True, True]
+    with pytest.raises(UserError, match="must be fp32 or bf16"):
+        prepared(original, None, 3, "fp16")
+
+
+def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    tiny(folder, "dp=1")  # makes the text
+    sets = [f"--set={o}" for o in (*TINY, f"data.source={folder}/text.txt", f"data.cache={folder}/cache")]
+    start = launcher or (sys.executable,)
+    command = [*start, "-m", "fivefold.cli.main", "verify", "quickstart", *sets, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_command(tmp_path):
+    done = run(tmp_path, "--layout", "dp=2", "--json", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] is True
+    assert report["layout"] == "dp=2"
+    assert report["steps"] == 2
+    assert set(report["tolerance"]) == {"loss", "gradients", "grad_norm", "weights"}
+    for kind, tolerance in report["tolerance"].items():
+        assert report[kind]["max_rel"] <= tolerance
+    assert report["gradients"]["worst"]
+    done = run(tmp_path, "--layout", "dp=3")
+    assert done.returncode == 2
+    assert "global_batch_size" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_command_under_torchrun(tmp_path):
+    """Its ranks are used; the first compares and prints."""
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--no-python",
+        sys.executable,
+    )
+    done = run(tmp_path, "--layout", "dp=2", launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("dp=2 computes what one process computes") == 1
+
+
+def test_a_failed_check_exits_with_1(tmp_path, monkeypatch, capsys):
+    """The command line's part, with a report that says no."""
+    import fivefold.train.verify as module
+    from fivefold.cli.main import main
+
+    report = module.Report("dp=2", 2, "fp32", 3, gradients=Figure(0.5, "embed.weight, step 1", 1e-5))
+    monkeypatch.setattr(module, "verify", lambda *_, **__: report)
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", "quickstart", "--layout", "dp=2"])
+    assert stop.value.code == 1
+    printed = capsys.readouterr()
+    assert "WRONG embed.weight, step 1" in printed.out
+    assert "does not compute what one process computes: gradients" in printed.err
