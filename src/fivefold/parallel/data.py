@@ -41,7 +41,7 @@ class DataParallel:
             self.weights.refresh,
             self.weights.close,
         )
-        self.arm, self.finish = self.sum.arm, self.sum.wait
+        self.arm, self.finish, self.collect = self.sum.arm, self.sum.wait, self.weights.collect
 
 
 @dataclass

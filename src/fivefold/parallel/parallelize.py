@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fivefold.models import LanguageModel, build
 from fivefold.models.init import init_part
 from fivefold.parallel import recompute, tensor
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Replica
+from fivefold.parallel.stages import share_tied, split, sum_tied
 from fivefold.recipe import Recipe
-from fivefold.sharding import Part, parts
+from fivefold.sharding import Part, held
 
 
 @dataclass
@@ -28,45 +29,56 @@ class Parallel:
     """What a rank computes and keeps.
 
     stages: the model, or this rank's pipeline stages of it. positions: (T) of the tokens this rank gets; None: all.
-    reductions: sums of gradients besides those of the replicas, called when these have finished.
+    reductions: sums of gradients besides those of the replicas, called when these have finished. pipeline: what runs
+    the stages, where there is more than one rank of them.
     """
 
     stages: list[nn.Module]
     replicas: list[Replica]
     positions: Tensor | None = None
     reductions: list[Callable[[], None]] = field(default_factory=list)
+    pipeline: Pipeline | None = None
 
 
 def parallelize(recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype, reduce: torch.dtype) -> Parallel:
     """Builds this rank's part of a resolved recipe's model, with its initial weights."""
     layout, model = mesh.layout, recipe.model
-    module = build(model, device="meta")
-    assert isinstance(module, LanguageModel)
-    stages: list[LanguageModel] = [module]
-    table = parts(model, layout, mesh.rank)
+    numbered = split(model, layout, mesh.index("pp"))
+    stages = list(numbered.values())
+    table = held(model, layout, mesh.rank)
     found = Parallel(list(stages), [])
     if mesh.size("tp") > 1:
         partial = [name for stage in stages for name in tensor.apply(stage, mesh, model, layout.sp)]
         found.reductions.append(tensor.sum_gradients(found.replicas, partial, mesh))
+    if mesh.size("pp") > 1:
+        found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype)
     for stage in stages:
         recompute.apply(stage, layout.recompute)
-    if mesh.device.type == "cuda":
+    if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
         for stage in stages:
             for block in stage.blocks.values():
                 block.compile()
-    shared = layout.zero > 0 and mesh.size("shard") > 1
-    if shared:
+    zero, of_stage = None, {}
+    if layout.zero and mesh.size("shard") > 1:
         from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
 
         for stage in stages:  # before it has memory: no rank ever holds all the weights in fp32
             zero.shard(stage, mesh, compute_dtype, reduce)
     for stage in stages:
         materialize(stage, recipe, table, mesh.device)
-    if shared:
-        found.replicas.append(zero.Sharded(stages, table, layout.zero))
-    else:
-        params = {name: p for stage in stages for name, p in stage.named_parameters()}
-        found.replicas.append(DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce))
+    for group in [stages] if share_tied(numbered) else [[stage] for stage in stages]:
+        params = {name: p for stage in group for name, p in stage.named_parameters()}
+        replica: Replica
+        if zero is not None:
+            replica = zero.Sharded(group, table, layout.zero)
+        else:
+            replica = DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce)
+        found.replicas.append(replica)
+        of_stage |= {number: [replica] for number, stage in numbered.items() if stage in group}
+    if found.pipeline is not None:
+        found.pipeline.replicas = of_stage
+        if model.tie_embeddings:
+            found.reductions += sum_tied(found.replicas, mesh, found.pipeline.rank_of)
     return found
 
 

@@ -36,7 +36,7 @@ class Replica(Protocol):
         ...
 
     def collect(self) -> None:
-        """Takes gradients that were not made by a backward through the module: a pipeline's separate weight gradients."""
+        """Takes gradients that no backward through the module has made: a pipeline's separate weight gradients."""
         ...
 
     def finish(self) -> None:

@@ -102,7 +102,9 @@ class Sharded:
         self.gradients: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             kept = local_shape(self.parts[name].keeps)
-            assert tuple(master.shape) == kept, f"{name}: FSDP2 holds {tuple(master.shape)}, the table says {kept}"
+            assert tuple(master.shape) == kept, (
+                f"{name}: FSDP2 holds {tuple(master.shape)}, the table says {kept}"
+            )
         for root in self.roots:
             root.set_reshard_after_forward(zero == 3)
             root.set_reshard_after_backward(zero == 3)
@@ -123,11 +125,21 @@ class Sharded:
         for root in self.roots:
             root.set_requires_gradient_sync(True)
 
+    def collect(self) -> None:
+        """FSDP2 looks for gradients when a backward through the module ends: here it looks again."""
+        for unit in self.units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                group.post_backward()
+        for root in self.roots:
+            root._get_fsdp_state()._root_post_backward_final_callback()
+
     def finish(self) -> None:
         """The gradients are summed when backward is done; here they get their place."""
         for name, parameter in self._params.items():
             master = self.masters[name]
-            self.gradients[name] = torch.zeros_like(master) if parameter.grad is None else rows(parameter.grad)
+            self.gradients[name] = (
+                torch.zeros_like(master) if parameter.grad is None else rows(parameter.grad)
+            )
 
     def refresh(self) -> None:
         """The masters have changed: the next forward gathers them anew."""

@@ -115,17 +115,25 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     scale = 1 / (
         len(microbatches) * mesh.size("batch")
     )  # gradients and losses of all are summed: makes it a mean
+
+    def seeds(microbatch: int, stage: int = 0) -> None:
+        """stage: which of this rank's."""
+        seed_dropout(seed, state.step, microbatch, dropout_rank(mesh) + stage * mesh.size("all"))
+
     for replica in parallel.replicas:
         replica.start_step()
-    total = torch.zeros((), device=mesh.device)
-    for index, (inputs, targets) in enumerate(microbatches):
-        seed_dropout(seed, state.step, index, dropout_rank(mesh))
-        if index == len(microbatches) - 1:
-            for replica in parallel.replicas:
-                replica.arm()
-        loss = state.module(inputs, targets, **positions(parallel))
-        loss.backward(torch.full_like(loss, scale))
-        total += loss.detach()
+    if parallel.pipeline is not None:
+        total = parallel.pipeline.forward_backward(microbatches, scale, seeds, parallel.positions)
+    else:
+        total = torch.zeros((), device=mesh.device)
+        for index, (inputs, targets) in enumerate(microbatches):
+            seeds(index)
+            if index == len(microbatches) - 1:
+                for replica in parallel.replicas:
+                    replica.arm()
+            loss = state.module(inputs, targets, **positions(parallel))
+            loss.backward(torch.full_like(loss, scale))
+            total += loss.detach()
     for replica in parallel.replicas:
         replica.finish()
     for reduction in parallel.reductions:
@@ -192,15 +200,22 @@ def agree(loss: Tensor, stop: bool, mesh: Mesh) -> tuple[float, bool]:
 def evaluate(state: State, microbatches: list[Microbatch], token_bytes: Tensor | None) -> dict[str, float]:
     """Validation over every rank's microbatches: val_loss (nats a target) and, with token_bytes (V), the bytes of
     text each token stands for, val_bits_per_byte."""
-    module, mesh = state.module.eval(), state.mesh
+    parallel, mesh = state.parallel, state.mesh
+    for stage in parallel.stages:
+        stage.eval()
+    if parallel.pipeline is not None:  # only the last stage has losses
+        losses = parallel.pipeline.losses(microbatches, parallel.positions)
+    else:
+        losses = (state.module(*microbatch, **positions(parallel)) for microbatch in microbatches)
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
-    for inputs, targets in microbatches:
+    for loss, (_, targets) in zip(losses, microbatches, strict=False):
         counted = targets >= 0
-        sums[0] += module(inputs, targets, **positions(state.parallel)).double() * counted.sum()
+        sums[0] += loss.double() * counted.sum()
         sums[1] += counted.sum()
         if token_bytes is not None:
             sums[2] += token_bytes[targets[counted]].sum()
-    module.train()
+    for stage in parallel.stages:
+        stage.train()
     if mesh.size("all") > 1:
         sums *= counted_once(mesh)
         dist.all_reduce(sums)

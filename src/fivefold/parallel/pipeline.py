@@ -1,0 +1,298 @@
+"""Runs a pipeline schedule: each rank goes through its list of computations and transfers, the one that
+`schedules/pipeline` made, checked and simulates.
+
+F computes a stage and keeps its input and output; B runs autograd from the output and leaves the gradient of the input;
+I does the same but leaves the linear layers' weight gradients in a queue (`later.py`), which W computes. Transfers
+are asynchronous: a receive is posted one computation ahead of its place in the list, since gloo moves data only once it
+is posted, and a send is waited for only when many are under way.
+
+Legend: B rows of a microbatch, T tokens of a sequence that this rank has between stages, D model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.models import LanguageModel
+from fivefold.parallel.later import Later, Work, attach
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.replica import Replica
+from fivefold.schedules.pipeline import Action, Event, Schedule, Timeline, build, with_transfers
+
+Microbatch = tuple[Tensor, Tensor]  # tokens, targets: (B, T) int64
+Seed = Callable[[int, int], None]  # (microbatch, which of this rank's stages): sets the random state
+Key = tuple[int, int]  # stage, microbatch
+Arrival = tuple[Tensor, dist.Work | None]  # a tensor, and what to wait for before it is there
+SENDS_A_RANK = 2  # sends under way, times the ranks of the pipeline
+
+
+class Pipeline:
+    """This rank's stages by number, and the schedule that they run.
+
+    dim: D. dtype: of the activations. replicas: of the parameters of each stage. timeline: of the latest step that was
+    recorded.
+    """
+
+    def __init__(self, stages: Mapping[int, LanguageModel], mesh: Mesh, dim: int, dtype: torch.dtype):
+        self.stages, self.mesh, self.dim, self.dtype = dict(stages), mesh, dim, dtype
+        self.replicas: Mapping[int, Sequence[Replica]] = {}
+        self.timeline: Timeline | None = None
+        self.rank_of = self.schedule(1).rank_of  # index on the pp axis of each stage's ranks
+        self.later = Later()
+        if self.splits_backward:
+            for stage in self.stages.values():
+                attach(stage, self.later)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart (I and W)."""
+        return self.schedule(2 * self.mesh.size("pp")).splits_backward
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """The schedule of a step of so many microbatches."""
+        layout = self.mesh.layout
+        return build(layout.schedule, layout.pp, microbatches, layout.virtual_stages)
+
+    def forward_backward(
+        self,
+        microbatches: Sequence[Microbatch],
+        scale: float,
+        seed: Seed,
+        positions_T: Tensor | None = None,
+        record: bool = False,
+    ) -> Tensor:
+        """Adds the gradients of `scale` x the sum of the microbatches' losses; returns that sum of losses (scalar)
+        where the last stage is, 0 on other ranks. Replicas are armed before their last gradients come.
+
+        positions_T: of the tokens that this rank gets; None: all. record: measures when each computation runs, into
+        `timeline`; all ranks of a pipeline do it, or none.
+        """
+        run = _Run(self, microbatches, positions_T, scale, seed, record)
+        if record:
+            dist.barrier(self.mesh.group("pp"))
+        began = time.perf_counter()
+        run(self._training(len(microbatches)))
+        if record:
+            self.timeline = _gather(run.events, began, self.schedule(len(microbatches)), self.mesh)
+        return torch.stack([torch.zeros((), device=self.mesh.device), *run.losses.values()]).sum()
+
+    @torch.no_grad()
+    def losses(self, microbatches: Sequence[Microbatch], positions_T: Tensor | None = None) -> list[Tensor]:
+        """The loss of each microbatch, by the forwards of the schedule alone; empty where the last stage is not."""
+        run = _Run(self, microbatches, positions_T, 0.0, lambda microbatch, stage: None)
+        if microbatches:
+            run(self._validation(len(microbatches)))
+        return [loss for _, loss in sorted(run.losses.items())]
+
+    @cache  # noqa: B019  a pipeline lives as long as its run
+    def _training(self, microbatches: int) -> list[Action]:
+        return self._own_actions(self.schedule(microbatches))
+
+    @cache  # noqa: B019
+    def _validation(self, microbatches: int) -> list[Action]:
+        return self._own_actions(forwards(self.schedule(microbatches)))
+
+    def _own_actions(self, schedule: Schedule) -> list[Action]:
+        """This rank's computations and transfers."""
+        actions = with_transfers(schedule)[self.mesh.index("pp")]
+        # NCCL runs transfers between two ranks in the order of their calls, which must stay that of the list.
+        return receives_ahead(actions) if self.mesh.device.type == "cpu" else actions
+
+
+def forwards(schedule: Schedule) -> Schedule:
+    """The forwards alone, for validation."""
+    rows = tuple(tuple(action for action in row if action.kind == "F") for row in schedule.rows)
+    return Schedule(schedule.name, schedule.microbatches, schedule.rank_of, rows)
+
+
+def receives_ahead(actions: Sequence[Action]) -> list[Action]:
+    """The same list, with each receive before the computation that preceded it: what arrives then moves beside it."""
+    found: list[Action] = []
+    before = 0  # where the latest computation stands
+    for action in actions:
+        if action.kind.startswith("RECV"):
+            found.insert(before, action)
+            before += 1
+        else:
+            if action.computes:
+                before = len(found)
+            found.append(action)
+    return found
+
+
+class _Run:
+    """One pass through this rank's list of actions. Dictionaries are by (stage, microbatch)."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        microbatches: Sequence[Microbatch],
+        positions_T: Tensor | None,
+        scale: float,
+        seed: Seed,
+        exact_times: bool = False,
+    ):
+        self.pipeline, self.mesh, self.microbatches = pipeline, pipeline.mesh, microbatches
+        self.scale, self.seed, self.positions_T = scale, seed, positions_T
+        self.synchronize = exact_times and pipeline.mesh.device.type == "cuda"
+        self.losses: dict[int, Tensor] = {}  # by microbatch
+        self.events: list[Event] = []
+        self.kept: dict[Key, tuple[Tensor, Tensor]] = {}  # input and output, until backward
+        self.owed: dict[Key, deque[Work]] = {}  # weight gradients, from I until W
+        self.inputs: dict[Key, Arrival] = {}
+        self.gradients: dict[Key, Arrival] = {}  # of outputs
+        self.to_send: dict[Action, Tensor] = {}
+        self.sends: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def __call__(self, actions: Sequence[Action]) -> None:
+        do = {
+            "F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
+            "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
+        }  # fmt: skip
+        last = _last_gradients(actions, self.pipeline.replicas)
+        for action in actions:
+            for replica in last.get(action, ()):
+                replica.arm()
+            do[action.kind](action)
+        self._wait_for_sends(0)
+        assert not any((self.kept, self.owed, self.inputs, self.gradients, self.to_send)), (
+            "nothing is left over"
+        )
+
+    def _forward(self, action: Action) -> None:
+        key = stage, index = action.stage, action.microbatch
+        module, (tokens, targets) = self.pipeline.stages[stage], self.microbatches[index]
+        train = torch.is_grad_enabled()
+        x = tokens if stage == 0 else _take(self.inputs, key).requires_grad_(train)
+        positions_T = self.positions_T
+        if positions_T is None:
+            positions_T = torch.arange(tokens.shape[1], device=tokens.device)
+        self.seed(index, list(self.pipeline.stages).index(stage))
+        with self._timed(action):
+            y = module(x, targets if module.last else None, positions_T=positions_T)
+        if train:
+            self.kept[key] = x, y
+        if module.last:
+            self.losses[index] = y.detach()
+        else:
+            assert y.dtype == self.pipeline.dtype, f"stage {stage} gives {y.dtype}"
+            self._hand_over(y.detach(), self.inputs, stage + 1, Action(stage, "SEND_F", index))
+
+    def _backward(self, action: Action) -> None:
+        """B, or I."""
+        key = stage, index = action.stage, action.microbatch
+        x, y = self.kept.pop(key)
+        last = self.pipeline.stages[stage].last
+        gradient = torch.full_like(y, self.scale) if last else _take(self.gradients, key)
+        backward = partial(torch.autograd.backward, y, gradient)
+        with self._timed(action):
+            if action.kind == "I":
+                self.owed[key] = self.pipeline.later.collect(backward)
+            else:
+                backward()
+        if stage > 0:
+            assert x.grad is not None
+            self._hand_over(x.grad, self.gradients, stage - 1, Action(stage, "SEND_B", index))
+
+    def _weights(self, action: Action) -> None:
+        queue = self.owed.pop((action.stage, action.microbatch))
+        with self._timed(action):
+            while queue:
+                queue.popleft()()
+            for replica in self.pipeline.replicas.get(action.stage, ()):
+                replica.collect()
+
+    def _hand_over(self, result: Tensor, to: dict[Key, Arrival], stage: int, send: Action) -> None:
+        """Gives a result to a neighbouring stage: of this rank, or through a send that comes later in the list."""
+        if stage in self.pipeline.stages:
+            to[stage, send.microbatch] = result, None
+        else:
+            self.to_send[send] = result
+
+    def _send(self, action: Action) -> None:
+        tensor = self.to_send.pop(action).contiguous()
+        peer = self._peer(action.stage + (1 if action.kind == "SEND_F" else -1))
+        work = dist.isend(tensor, peer, self.mesh.group("pp"), self._tag(action))
+        assert work is not None
+        self.sends.append((work, tensor))
+        self._wait_for_sends(SENDS_A_RANK * self.mesh.size("pp"))
+
+    def _wait_for_sends(self, left: int) -> None:
+        """Until at most `left` sends are under way: their tensors take memory."""
+        while len(self.sends) > left:
+            self.sends.popleft()[0].wait()
+
+    def _receive(self, action: Action) -> None:
+        forward, (tokens, _) = action.kind == "RECV_F", self.microbatches[action.microbatch]
+        layout = self.mesh.layout
+        rows, length = tokens.shape[0], tokens.shape[1] // (layout.tp if layout.sp else 1)
+        tensor = torch.empty(
+            rows, length, self.pipeline.dim, dtype=self.pipeline.dtype, device=self.mesh.device
+        )
+        peer = self._peer(action.stage + (-1 if forward else 1))
+        work = dist.irecv(tensor, peer, self.mesh.group("pp"), self._tag(action))
+        assert work is not None
+        arrivals = self.inputs if forward else self.gradients
+        arrivals[action.stage, action.microbatch] = tensor, work
+
+    def _peer(self, stage: int) -> int:
+        return self.mesh.ranks("pp")[self.pipeline.rank_of[stage]]
+
+    def _tag(self, action: Action) -> int:
+        """A number for each transfer of a step: gloo matches by it, so the order of calls does not matter there."""
+        into = action.stage + {"SEND_F": 1, "SEND_B": -1}.get(action.kind, 0)  # the stage that receives
+        backward = action.kind.endswith("_B")
+        return (action.microbatch * len(self.pipeline.rank_of) + into) * 2 + backward
+
+    @contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        start = self._clock()
+        yield
+        self.events.append(Event(action, start, self._clock()))
+
+    def _clock(self) -> float:
+        if self.synchronize:
+            torch.cuda.synchronize(self.mesh.device)
+        return time.perf_counter()
+
+
+def _take(arrivals: dict[Key, Arrival], key: Key) -> Tensor:
+    """What has arrived for a computation; waits for it."""
+    tensor, work = arrivals.pop(key)
+    if work is not None:
+        work.wait()
+    return tensor
+
+
+def _last_gradients(
+    actions: Sequence[Action], replicas: Mapping[int, Sequence[Replica]]
+) -> dict[Action, list[Replica]]:
+    """The computations that make the last gradients of a replica."""
+    found: dict[Action, list[Replica]] = {}
+    seen: list[Replica] = []
+    for action in reversed(actions):
+        if action.kind in ("B", "W"):
+            new = [r for r in replicas.get(action.stage, ()) if not any(r is other for other in seen)]
+            seen += new
+            if new:
+                found[action] = new
+    return found
+
+
+def _gather(events: Sequence[Event], began: float, schedule: Schedule, mesh: Mesh) -> Timeline:
+    """The events of all ranks of the pipeline, in seconds since `began` on each."""
+    longest = max(map(len, schedule.rows))
+    times = torch.zeros(longest, 2, dtype=torch.float64)
+    times[: len(events)] = torch.tensor([(start - began, end - began) for _, start, end in events])
+    found = [torch.empty_like(times, device=mesh.device) for _ in schedule.rows]
+    dist.all_gather(found, times.to(mesh.device), group=mesh.group("pp"))
+    rows = zip(schedule.rows, (part.tolist() for part in found), strict=True)
+    return Timeline(tuple(tuple(Event(a, *t) for a, t in zip(row, part, strict=False)) for row, part in rows))
