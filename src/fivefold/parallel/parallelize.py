@@ -70,7 +70,7 @@ def parallelize(recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype, reduce: 
         params = {name: p for stage in group for name, p in stage.named_parameters()}
         replica: Replica
         if zero is not None:
-            replica = zero.Sharded(group, table, layout.zero)
+            replica = zero.Sharded(group, table, layout.zero, mesh.size("pp") > 1)
         else:
             replica = DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce)
         found.replicas.append(replica)

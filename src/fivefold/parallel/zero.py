@@ -11,7 +11,8 @@ are summed and scattered to the rows' keepers when its backward is done. The sta
 | 3 | are freed after a block's forward, and gathered again for its backward | in every microbatch | 3 m Psi |
 
 Psi is the number of parameters; a gather or a scatter of all of them counts Psi, as in the paper. In a hybrid, the
-replicas add up their shards once a step.
+replicas add up their shards once a step. In a pipeline, whose microbatches overlap and may leave weight gradients for
+later, every stage scatters the gradients once a step, as stage 1 does.
 """
 
 from __future__ import annotations
@@ -89,12 +90,16 @@ class ReduceScatter:
 class Sharded:
     """ZeRO stage 1, 2 or 3 (see `replica.Replica`) of modules that `shard` has divided and that have their values.
 
-    The masters are the rows that FSDP2 holds, as plain tensors of the same memory.
+    The masters are the rows that FSDP2 holds, as plain tensors of the same memory. defer: gradients add up whole on each
+    rank, and are scattered once a step.
     """
 
-    def __init__(self, stages: Sequence[LanguageModel], parts: dict[str, Part], zero: int):
+    def __init__(
+        self, stages: Sequence[LanguageModel], parts: dict[str, Part], zero: int, pipeline: bool = False
+    ):
         assert zero in (1, 2, 3), zero
-        self.zero, self.roots = zero, [_unit(stage) for stage in stages]
+        self.defer, self.pipeline = zero == 1 or pipeline, pipeline
+        self.roots = [_unit(stage) for stage in stages]
         self.units = [_unit(m) for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
         self._params = {name: p for stage in stages for name, p in stage.named_parameters()}
         self.parts = {name: parts[name] for name in self._params}
@@ -102,9 +107,7 @@ class Sharded:
         self.gradients: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             kept = local_shape(self.parts[name].keeps)
-            assert tuple(master.shape) == kept, (
-                f"{name}: FSDP2 holds {tuple(master.shape)}, the table says {kept}"
-            )
+            assert tuple(master.shape) == kept, f"{name}: FSDP2 holds {tuple(master.shape)}, not {kept}"
         for root in self.roots:
             root.set_reshard_after_forward(zero == 3)
             root.set_reshard_after_backward(zero == 3)
@@ -117,7 +120,7 @@ class Sharded:
         for name, parameter in self._params.items():
             self.masters[name].grad = parameter.grad = None
         for root in self.roots:
-            root.set_requires_gradient_sync(self.zero > 1)
+            root.set_requires_gradient_sync(not self.defer)
             root.set_requires_all_reduce(False)
 
     def arm(self) -> None:
@@ -126,15 +129,18 @@ class Sharded:
             root.set_requires_gradient_sync(True)
 
     def collect(self) -> None:
-        """FSDP2 looks for gradients when a backward through the module ends: here it looks again."""
+        """Takes gradients that no backward through the module has made: a pipeline's separate weight gradients."""
         for unit in self.units:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 group.post_backward()
-        for root in self.roots:
-            root._get_fsdp_state()._root_post_backward_final_callback()
 
     def finish(self) -> None:
-        """The gradients are summed when backward is done; here they get their place."""
+        """Gradients are summed when backward is done, but for those of a pipeline's stages that had their last
+        backward before `arm`; here they get their place."""
+        if self.pipeline:
+            self.arm()
+            for root in self.roots:
+                root._get_fsdp_state()._root_post_backward_final_callback()
         for name, parameter in self._params.items():
             master = self.masters[name]
             self.gradients[name] = (
@@ -163,7 +169,10 @@ def _unit(module: nn.Module) -> FSDPModule:
 
 def _prefetch(stage: LanguageModel) -> None:
     """While a block computes, the weights of the one that comes next are on their way."""
-    blocks = [_unit(block) for block in stage.blocks.values()]
-    for before, after in pairwise(blocks):
+    root, blocks = _unit(stage), [_unit(block) for block in stage.blocks.values()]
+    for before, after in pairwise([root, *blocks]):
         before.set_modules_to_forward_prefetch([after])
+    for before, after in pairwise([*blocks, root]):
         after.set_modules_to_backward_prefetch([before])
+    if next(stage.parameters()).device.type == "cpu":  # on GPUs streams do it
+        root._set_unshard_async_op(True)
