@@ -24,8 +24,9 @@ LINES = [
     {"data", "comm", "optim", "precision"},
     {"kernels"},
     {"sharding"},
-    {"recipe", "schedules"},
+    {"recipe"},
     {"layout"},
+    {"schedules"},
     {"files"},
     {"errors", "host"},
 ]

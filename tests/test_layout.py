@@ -26,7 +26,7 @@ from fivefold.recipe import LayoutSection
 
 sizes = st.integers(1, 4)
 layouts = st.builds(
-    Layout,
+    lambda schedule, **rest: Layout(schedule=schedule[0], virtual_stages=schedule[1], **rest),
     pp=sizes,
     dp_replicate=sizes,
     dp_shard=sizes,
@@ -35,8 +35,7 @@ layouts = st.builds(
     ep=sizes,
     zero=st.integers(0, 3),
     sp=st.booleans(),
-    schedule=st.sampled_from(["1f1b", "gpipe"]),
-    virtual_stages=sizes,
+    schedule=st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 3), ("zbv", 1), ("zbv", 2)]),
     microbatches=st.none() | st.integers(1, 64),
     recompute=st.sampled_from(["none", "full", "selective"]),
 )
@@ -130,6 +129,9 @@ def test_wrong_number_of_ranks_shows_equation_and_nearest() -> None:
         (Layout(dp_replicate=2, ep=4), "ep=4 must divide dp_replicate x dp_shard x cp = 2"),
         (Layout(dp_replicate=2, sp=True), "it needs tp > 1"),
         (Layout(dp_replicate=2, virtual_stages=2), "needs pp > 1"),
+        (Layout(dp_replicate=2, schedule="1f2b"), "schedule: '1f2b' is not known; did you mean '1f1b'?"),
+        (Layout(pp=2, virtual_stages=2), "virtual_stages=1, or schedule=interleaved"),
+        (Layout(pp=2, schedule="interleaved"), "virtual_stages=2, or schedule=1f1b"),
     ],
 )
 def test_contradictions(layout: Layout, message: str) -> None:
@@ -140,7 +142,7 @@ def test_contradictions(layout: Layout, message: str) -> None:
 
 def test_valid_layouts_pass() -> None:
     validate(Layout(), 1)
-    validate(Layout(pp=2, dp_shard=4, tp=2, zero=3, sp=True, virtual_stages=2, ep=4), 16)
+    validate(Layout(pp=2, dp_shard=4, tp=2, zero=3, sp=True, schedule="zbv", virtual_stages=2, ep=4), 16)
 
 
 @given(layouts, st.integers(1, 48))

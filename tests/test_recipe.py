@@ -149,7 +149,15 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[layout]\ndp_shard = 2", "layout: dp_shard=2 shares states between ranks"),
         ("[layout]\ntp = 4", "layout.tp = 4 must divide model.heads = 6"),
         ("[layout]\ncp = 3", "layout.cp = 3 must divide model.seq_len = 256"),
-        ("[layout]\npp = 4\nvirtual_stages = 2", "= 8 stages, more than model.layers = 6"),
+        (
+            '[layout]\npp = 4\nschedule = "interleaved"\nvirtual_stages = 2',
+            "= 8 stages, more than model.layers = 6",
+        ),
+        (
+            '[layout]\npp = 8\nschedule = "zbv"',
+            "pp = 8 x zbv's 2 = 16 stages, more than model.layers = 6: each has at "
+            "least one. Nearest valid: layout.pp = 3",
+        ),
     ],
 )
 def test_one_error(tmp_path: Path, text: str, message: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from fivefold.errors import UserError, did_you_mean
+from fivefold.schedules.pipeline import SCHEDULES, stages_a_rank
 
 if TYPE_CHECKING:
     from fivefold.recipe.schema import LayoutSection
@@ -88,6 +89,12 @@ class Layout:
             assert 0 <= index < size, f"{axis} index {index} of {size}"
             rank = rank * size + index
         return rank
+
+
+def stages_of_a_rank(layout: Layout) -> int:
+    """Number of pipeline stages that each rank has: `virtual_stages`, or as many as the schedule wants; 1 without a
+    pipeline."""
+    return stages_a_rank(layout.schedule, layout.virtual_stages) if layout.pp > 1 else 1
 
 
 def index_in(layout: Layout, group: str, rank: int) -> int:
@@ -199,7 +206,7 @@ def describe(layout: Layout) -> str:
     if layout.sp:
         words.append("sequence parallel")
     if layout.pp > 1:
-        words.append(f"schedule {layout.schedule} with {layout.virtual_stages} stage(s) a rank")
+        words.append(f"schedule {layout.schedule} with {stages_of_a_rank(layout)} stage(s) a rank")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     return ", ".join(words)
@@ -227,6 +234,11 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         yield {"sp", "tp"}, "sp=true cuts the sequence between tensor-parallel ranks: it needs tp > 1"
     if layout.virtual_stages > 1 and layout.pp == 1:
         yield {"virtual_stages", "pp"}, f"virtual_stages={layout.virtual_stages} needs pp > 1"
+    try:
+        if layout.pp > 1 or layout.schedule not in SCHEDULES:
+            stages_a_rank(layout.schedule, layout.virtual_stages)
+    except UserError as error:
+        yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
 
 
 def validate(layout: Layout, ranks: int) -> None:
@@ -276,7 +288,7 @@ def _factor(product: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-NOT_YET = ("ep", "cp", "pp")
+NOT_YET = ("ep", "cp")
 
 
 def unsupported(layout: Layout) -> list[str]:

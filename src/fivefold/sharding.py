@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fivefold.layout import Layout, index_in
+from fivefold.layout import Layout, index_in, stages_of_a_rank
 from fivefold.recipe.count import MASKED_SHARE
 from fivefold.recipe.schema import ModelSection
-from fivefold.schedules.pipeline import SCHEDULES, cut, place, stages_a_rank
+from fivefold.schedules.pipeline import SCHEDULES, cut, place
 
 Shape = tuple[int, ...]
 Span = tuple[int, int]
@@ -51,32 +51,32 @@ def parameters(model: ModelSection) -> dict[str, Shape]:
     V, D, F, T = model.vocab_size or 0, model.dim, model.ffn_dim or 0, model.seq_len
     found: dict[str, Shape] = {"head_bias": (V,)} if model.arch == "bert" else {}
     found["embed.weight"] = (V, D)
-    if model.arch != "llama":
+    if model.arch in ("gpt2", "bert"):
         found["embed_positions.weight"] = (T, D)
     if model.arch == "bert":
         found |= {"embed_types.weight": (2, D)} | _affine("embed_norm", D)
     for i in range(model.layers):
-        found |= {f"blocks.{i}.{name}": shape for name, shape in _block(model, F).items()}
+        found |= {f"blocks.{i}.{name}": shape for name, shape in _block(model, F, i).items()}
     if model.arch == "bert":
         found |= {"transform.weight": (D, D), "transform.bias": (D,)}
-    found |= {"norm.weight": (D,)} if model.arch == "llama" else _affine("norm", D)
+    found |= {"norm.weight": (D,)} if model.arch in ("llama", "moe") else _affine("norm", D)
     if not model.tie_embeddings:
         found["head.weight"] = (V, D)
     return found
 
 
-def _block(model: ModelSection, F: int) -> dict[str, Shape]:
+def _block(model: ModelSection, F: int, number: int) -> dict[str, Shape]:
     D = model.dim
     qkv = D + 2 * (D // model.heads) * (model.kv_heads or model.heads)
-    if model.arch == "llama":
+    if model.arch in ("llama", "moe"):
+        mixed = model.arch == "moe" and number >= model.dense_layers
+        mlp = _mixture(model) if mixed else {"gate_up.weight": (2 * F, D), "down.weight": (D, F)}
         return {
             "norm1.weight": (D,),
             "attention.qkv.weight": (qkv, D),
             "attention.out.weight": (D, D),
             "norm2.weight": (D,),
-            "mlp.gate_up.weight": (2 * F, D),
-            "mlp.down.weight": (D, F),
-        }
+        } | {f"mlp.{name}": shape for name, shape in mlp.items()}
     norm1, norm2 = _affine("norm1", D), _affine("norm2", D)
     attention = {"qkv.weight": (qkv, D), "qkv.bias": (qkv,), "out.weight": (D, D), "out.bias": (D,)}
     attention = {f"attention.{name}": shape for name, shape in attention.items()}
@@ -84,6 +84,19 @@ def _block(model: ModelSection, F: int) -> dict[str, Shape]:
     if model.arch == "bert":  # post-norm: the norms come behind
         return attention | norm1 | mlp | norm2
     return norm1 | attention | norm2 | mlp
+
+
+def _mixture(model: ModelSection) -> dict[str, Shape]:
+    """Router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one wide SwiGLU."""
+    D, E, F, shared = model.dim, model.experts or 0, model.expert_ffn_dim or 0, model.shared_experts
+    found: dict[str, Shape] = {
+        "router.weight": (E, D),
+        "experts.gate_up": (E, 2 * F, D),
+        "experts.down": (E, D, F),
+    }
+    if shared:
+        found |= {"shared.gate_up.weight": (2 * shared * F, D), "shared.down.weight": (D, shared * F)}
+    return found
 
 
 def _affine(name: str, D: int) -> dict[str, Shape]:
@@ -110,6 +123,8 @@ def _cut(name: str, shape: Shape, model: ModelSection) -> Cut | None:
             return Cut("column", 0, (model.dim, d * K, d * K))
         case "mlp.gate_up.weight":
             return Cut("column", 0, (shape[0] // 2,) * 2)
+        case "mlp.experts.gate_up" | "mlp.experts.down":
+            return Cut("expert", 0, shape[:1])
         case "mlp.up.weight" | "mlp.up.bias":
             return Cut("column", 0, shape[:1])
         case "attention.out.weight" | "mlp.down.weight":
@@ -153,14 +168,13 @@ def stages_of(layout: Layout, pp_index: int) -> list[int]:
     """The pipeline stages of the ranks with this index on the pp axis."""
     if layout.pp == 1:
         return [0]
-    chunks = stages_a_rank(layout.schedule, layout.virtual_stages)
-    rank_of = place(SCHEDULES[layout.schedule].placement, layout.pp, chunks)
+    rank_of = place(SCHEDULES[layout.schedule].placement, layout.pp, stages_of_a_rank(layout))
     return [stage for stage, owner in enumerate(rank_of) if owner == pp_index]
 
 
 def stage_blocks(model: ModelSection, layout: Layout) -> tuple[range, ...]:
     """The blocks of each pipeline stage: cut as evenly as possible, in FLOPs; embedding and head count."""
-    stages = layout.pp * (stages_a_rank(layout.schedule, layout.virtual_stages) if layout.pp > 1 else 1)
+    stages = layout.pp * stages_of_a_rank(layout)
     blocks, first, last = stage_costs(model)
     return cut(blocks, stages, first, last)
 

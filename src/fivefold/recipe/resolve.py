@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.errors import UserError
+from fivefold.recipe.rules import contradictions
 from fivefold.recipe.schema import ModelSection, Recipe
 
 
@@ -49,7 +50,8 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
         vocab_size: ids that the data may hold (the tokenizer's size).
 
     Raises:
-        UserError: `model.vocab_size` is smaller than `vocab_size`, or the length of the run is not given.
+        UserError: `model.vocab_size` is smaller than `vocab_size`, the length of the run is not given, or the layout
+            cannot divide a size that only now is known.
     """
     steps = total_steps(recipe)
     train: dict[str, Any] = {
@@ -66,7 +68,7 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
         )
     if recipe.optim.warmup_steps is None:
         optim["warmup_steps"] = min(max(1, round(0.02 * steps)), 2000)
-    return recipe.model_copy(
+    resolved = recipe.model_copy(
         update={
             "model": resolve_model(recipe.model, vocab_size=vocab_size),
             "train": recipe.train.model_copy(update=train),
@@ -74,6 +76,10 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
             "layout": recipe.layout.model_copy(update=layout),
         }
     )
+    found = [message for _, message in contradictions(resolved)]
+    if found:
+        raise UserError(f"recipe: {'; '.join(found)}")
+    return resolved
 
 
 def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
@@ -87,24 +93,30 @@ def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
             f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {vocab_size} tokens; "
             "make it larger or leave it out"
         )
-    filled = {
+    gated = model.arch in ("llama", "moe")
+    filled: dict[str, Any] = {
         "kv_heads": model.heads,
-        "ffn_dim": _round_up(-(-8 * model.dim // 3), 64) if model.arch == "llama" else 4 * model.dim,
+        "ffn_dim": _round_up(-(-8 * model.dim // 3), 64) if gated else 4 * model.dim,
         "vocab_size": _round_up(vocab_size, 64),
-        "tie_embeddings": model.arch != "llama",
+        "tie_embeddings": not gated,
         "norm_eps": 1e-12 if model.arch == "bert" else 1e-5,
     }
+    if model.arch == "moe":
+        filled |= {"experts": 8, "experts_per_token": min(2, model.experts or 8)}
+        filled |= {"expert_ffn_dim": model.ffn_dim or filled["ffn_dim"]}
     return model.model_copy(update={name: v for name, v in filled.items() if getattr(model, name) is None})
 
 
 def _microbatch_size(recipe: Recipe) -> int:
-    """The given one; else as `layout.microbatches` wants it; else the share's largest divisor up to 8."""
+    """The given one; else as `layout.microbatches` wants it; else the share's largest divisor up to 8, with which a
+    pipeline has at least twice as many microbatches as ranks where that is possible."""
     if recipe.train.microbatch_size:
         return recipe.train.microbatch_size
     share = recipe.train.global_batch_size // (recipe.layout.dp_replicate * recipe.layout.dp_shard)
     if recipe.layout.microbatches:
         return share // recipe.layout.microbatches
-    return max(size for size in range(1, min(share, 8) + 1) if share % size == 0)
+    most = min(share, 8) if recipe.layout.pp == 1 else max(1, min(8, share // (2 * recipe.layout.pp)))
+    return max(size for size in range(1, most + 1) if share % size == 0)
 
 
 def _round_up(number: int, multiple: int) -> int:

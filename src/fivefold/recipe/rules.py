@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fivefold.layout import Layout, problems
+from fivefold.layout import Layout, problems, stages_of_a_rank
+from fivefold.schedules.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
-    from fivefold.recipe.schema import Recipe
+    from fivefold.recipe.schema import ModelSection, Recipe
 
 Contradiction = tuple[set[str], str]
 """The keys that disagree, and what must hold between them."""
@@ -17,6 +18,7 @@ Contradiction = tuple[set[str], str]
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     """Every rule that a recipe breaks, its single fields being valid."""
     yield from _model(recipe)
+    yield from _experts(recipe)
     yield from _length(recipe)
     yield from _batch(recipe)
     yield from _layout(recipe)
@@ -29,7 +31,7 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
             {"model.dim", "model.heads"},
             f"model.dim = {model.dim} must be divisible by model.heads = {model.heads}",
         )
-    elif model.arch == "llama" and model.dim // model.heads % 2:
+    elif model.arch in ("llama", "moe") and model.dim // model.heads % 2:
         yield (
             {"model.dim", "model.heads"},
             f"model.dim / model.heads = {model.dim // model.heads} must be even: RoPE turns pairs",
@@ -39,22 +41,90 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
             {"model.kv_heads", "model.heads"},
             f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}",
         )
-    if model.arch != "llama":
+    if model.arch not in ("llama", "moe"):
         if model.kv_heads and model.kv_heads != model.heads:
             yield (
                 {"model.kv_heads", "model.heads"},
-                f"{model.arch} has as many kv_heads as heads (only llama has fewer)",
+                f"{model.arch} has as many kv_heads as heads (only llama and moe have fewer)",
             )
         if model.rope_theta != 10000.0:
             yield (
                 {"model.rope_theta"},
-                f"model.rope_theta: {model.arch} has no rotary positions (only llama has)",
+                f"model.rope_theta: {model.arch} has no rotary positions (only llama and moe have)",
             )
     if model.arch == "bert" and recipe.train.sample_every:
         yield (
             {"train.sample_every"},
             "train.sample_every: bert sees both sides of a token and generates no text",
         )
+
+
+MOE_FIELDS = (
+    "experts", "experts_per_token", "shared_experts", "expert_ffn_dim", "dense_layers", "router_score",
+    "router_normalize", "balance", "aux_loss_weight", "balance_rate", "z_loss_weight", "capacity_factor",
+)  # fmt: skip
+
+
+def _experts(recipe: Recipe) -> Iterator[Contradiction]:
+    """What a mixture of experts must agree on, and that other models have none."""
+    model, layout = recipe.model, recipe.layout
+    if model.arch != "moe":
+        plain = type(model)()
+        given = [name for name in MOE_FIELDS if getattr(model, name) != getattr(plain, name)]
+        for name in given:
+            yield (
+                {f"model.{name}", "model.arch"},
+                f'model.{name}: {model.arch} has no experts (arch = "moe" has)',
+            )
+        if layout.ep > 1:
+            yield (
+                {"layout.ep", "model.arch"},
+                f'layout.ep = {layout.ep}: {model.arch} has no experts to divide (arch = "moe" has). Nearest valid: ep = 1',
+            )
+        return
+    yield from _expert_sizes(model)
+    experts = model.experts or 8
+    if experts % layout.ep:
+        nearest = max(n for n in range(1, layout.ep + 1) if experts % n == 0)
+        yield (
+            {"model.experts", "layout.ep"},
+            f"layout.ep = {layout.ep} must divide model.experts = {experts}: a rank has whole experts. "
+            f"Nearest valid: layout.ep = {nearest}, or model.experts = {-(-experts // layout.ep) * layout.ep}",
+        )
+    if layout.cp > 1 and model.capacity_factor:
+        yield (
+            {"model.capacity_factor", "layout.cp"},
+            "model.capacity_factor: with layout.cp > 1 no rank knows who comes first in an expert's queue. Nearest valid: "
+            "capacity_factor = 0",
+        )
+
+
+def _expert_sizes(model: ModelSection) -> Iterator[Contradiction]:
+    experts, per_token = model.experts or 8, model.experts_per_token or min(2, model.experts or 8)
+    if per_token > experts:
+        yield (
+            {"model.experts_per_token", "model.experts"},
+            f"model.experts_per_token = {per_token} must be at most model.experts = {experts}",
+        )
+    if model.dense_layers >= model.layers:
+        yield (
+            {"model.dense_layers", "model.layers"},
+            f"model.dense_layers = {model.dense_layers} must be less than model.layers = {model.layers}",
+        )
+    for name in ("dim", "expert_ffn_dim"):
+        size = getattr(model, name)
+        if size and size % 8:
+            yield (
+                {f"model.{name}"},
+                f"model.{name} = {size} must be a multiple of 8: the grouped matrix product of experts wants rows of 16 "
+                f"bytes. Nearest valid: {max(8, round(size / 8) * 8)}",
+            )
+    for name, balance in (("aux_loss_weight", "aux"), ("balance_rate", "bias")):
+        if model.balance != balance and getattr(model, name) != getattr(type(model)(), name):
+            yield (
+                {f"model.{name}", "model.balance"},
+                f'model.{name} needs model.balance = "{balance}", not "{model.balance}"',
+            )
 
 
 def _length(recipe: Recipe) -> Iterator[Contradiction]:
@@ -104,22 +174,79 @@ def _batch(recipe: Recipe) -> Iterator[Contradiction]:
         yield keys, f"train.global_batch_size = {size} must be {unit} ({equation})"
 
 
+def _tensor(recipe: Recipe) -> Iterator[Contradiction]:
+    """What tensor and sequence parallelism divide must be divisible."""
+    from fivefold.recipe.resolve import expected_vocab_size, resolve_model
+
+    layout, tp = recipe.layout, recipe.layout.tp
+    model = resolve_model(recipe.model, vocab_size=1)  # what is left open gets its default
+    heads = "kv_heads" if recipe.model.kv_heads else "heads"
+    divided = {heads: (model.kv_heads or 1, "a rank has whole heads")}
+    divided["ffn_dim"] = (model.ffn_dim or 1, "a rank has equally many columns")
+    model = model.model_copy(update={"vocab_size": expected_vocab_size(recipe) or tp})
+    divided["vocab_size"] = (model.vocab_size or tp, "a rank has equally many rows")
+    if layout.sp:
+        divided["seq_len"] = (model.seq_len // layout.cp, "with sp a rank has equally many tokens")
+    fitting = max(n for n in range(1, tp + 1) if not any(size % n for size, _ in divided.values()))
+    for name, (size, why) in divided.items():
+        if size % tp:
+            over = f" / layout.cp = {size}" if name == "seq_len" and layout.cp > 1 else ""
+            given = model.seq_len if over else size
+            other = _nearest(name, model, tp)
+            nearest = f"layout.tp = {fitting}" + (f", or model.{name} = {other}" if other else "")
+            yield (
+                {f"model.{name}", "layout.tp"} | ({"layout.sp", "layout.cp"} if name == "seq_len" else set()),
+                f"layout.tp = {tp} must divide model.{name} = {given}{over}: {why}. Nearest valid: {nearest}",
+            )
+
+
+def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
+    """The value of a field of the model, closest to its own, that `ranks` divides; of those that the model can have."""
+    size = getattr(model, name) or 0
+    multiples = range(ranks, max(size, model.heads) + ranks, ranks)
+    if name == "heads":  # heads of even width, as many as divide the model's
+        multiples = [n for n in multiples if model.dim % (2 * n) == 0]
+    elif name == "kv_heads":
+        multiples = [n for n in multiples if model.heads % n == 0]
+    elif name == "vocab_size":
+        multiples = [n for n in multiples if n >= size]  # the tokens there are
+    elif name == "seq_len":
+        return None  # shorter or longer sequences are another task
+    return min(multiples, key=lambda n: abs(n - size), default=None)
+
+
 def _layout(recipe: Recipe) -> Iterator[Contradiction]:
     model, layout = recipe.model, recipe.layout
     for names, message in problems(Layout.from_recipe(layout)):
         yield {f"layout.{name}" for name in names}, f"layout: {message}"
-    kv_heads = model.kv_heads or model.heads
-    if kv_heads % layout.tp:
-        name = "kv_heads" if model.kv_heads else "heads"
-        yield {f"model.{name}", "layout.tp"}, f"layout.tp = {layout.tp} must divide model.{name} = {kv_heads}"
+    yield from _tensor(recipe)
     if model.seq_len % layout.cp:
         yield (
             {"model.seq_len", "layout.cp"},
             f"layout.cp = {layout.cp} must divide model.seq_len = {model.seq_len}",
         )
-    stages = layout.pp * layout.virtual_stages
-    if stages > model.layers:
+    yield from _pipeline(recipe)
+
+
+def _pipeline(recipe: Recipe) -> Iterator[Contradiction]:
+    model, layout = recipe.model, Layout.from_recipe(recipe.layout)
+    if any({"schedule", "virtual_stages"} & names for names, _ in problems(layout)):
+        return  # said already
+    a_rank = stages_of_a_rank(layout)
+    if layout.pp * a_rank > model.layers:
+        name = "layout.virtual_stages" if layout.virtual_stages == a_rank else f"{layout.schedule}'s"
+        fitting = max(1, model.layers // a_rank)
         yield (
-            {"model.layers", "layout.pp", "layout.virtual_stages"},
-            f"layout.pp x layout.virtual_stages = {stages} stages, more than model.layers = {model.layers}",
+            {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
+            f"layout.pp = {layout.pp} x {name} {a_rank} = {layout.pp * a_rank} stages, more than model.layers = "
+            f"{model.layers}: each has at least one. Nearest valid: layout.pp = {fitting}",
+        )
+    tied = model.arch in ("gpt2", "bert") if model.tie_embeddings is None else model.tie_embeddings
+    turns = SCHEDULES[layout.schedule].placement == "v"
+    if layout.pp > 1 and turns and tied and layout.zero and layout.dp_shard * layout.cp > 1:
+        yield (
+            {"layout.schedule", "layout.zero", "model.tie_embeddings"},
+            f"layout.schedule = {layout.schedule} puts the first and the last stage on one rank; with layout.zero = "
+            f"{layout.zero} they cannot share the tied embedding. Nearest valid: layout.schedule = zb_h1, layout.zero "
+            "= 0, or model.tie_embeddings = false",
         )
