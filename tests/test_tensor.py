@@ -54,8 +54,8 @@ def batch(step: int, model: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(rank: int, world: int, recipe: Recipe, model: str) -> dict:
-    """Three steps: loss and norm of each, gradients of the first, weights and validation after the last. Tensors come as
-    the pieces that this rank owns."""
+    """Three steps: loss and norm of each, gradients of the first, weights and validation after the last. Tensors
+    come as the pieces that this rank owns."""
     state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
     mesh, found = state.mesh, {"loss": [], "norm": []}
     rows = ROWS // mesh.size("dp")
@@ -115,3 +115,81 @@ def test_equals_one_process(model, layout):
     recipe = recipe_of(model, *overrides)
     world = 2 if layout.startswith("tp=2") and "dp" not in layout else 4
     assert_equal(run_ranks(world, train, recipe, model), one_process(model))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["layout.tp=4", "model.heads=4", "model.kv_heads=2"],
+         "layout.tp = 4 must divide model.kv_heads = 2: a rank has whole heads. "
+         "Nearest valid: layout.tp = 2, or model.kv_heads = 4"),
+        (["layout.tp=4", "model.ffn_dim=66"], "= 66: .* Nearest valid: layout.tp = 2, or model.ffn_dim = 64"),
+        (["layout.tp=2", "model.vocab_size=257"], "Nearest valid: layout.tp = 1, or model.vocab_size = 258"),
+        (["layout.tp=2", "layout.sp=true", "model.seq_len=15"], "layout.tp = 2 must divide model.seq_len = 15"),
+        (["layout.tp=4", "layout.sp=true", "layout.cp=2", "model.seq_len=20"],
+         r"layout.tp = 4 must divide model.seq_len = 20 / layout.cp = 10: with sp"),
+        (["layout.sp=true"], "it needs tp > 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        change(load("quickstart", TINY), overrides)
+
+
+def test_a_size_known_after_the_data_is_refused_too():
+    """Three ranks cannot share what turns out to be 128 tokens."""
+    recipe = load(
+        "quickstart",
+        ["model.heads=3", "model.kv_heads=3", "model.ffn_dim=96", "layout.tp=3", "data.tokenizer=chars"],
+    )
+    with pytest.raises(UserError, match=r"layout.tp = 3 must divide model.vocab_size = 128"):
+        resolve(recipe, vocab_size=100)
+
+
+def run(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> None:
+    data = prepare(recipe)
+    job = Job(resolve(recipe, vocab_size=data.vocab_size), out, data, resume=resume)
+    run_rank(job, Ranks(rank, world, rank, world, torch.device("cpu")))
+
+
+def lines(out: Path, key: str) -> list[float]:
+    found = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    return [line[key] for line in found if key in line]
+
+
+@pytest.mark.parametrize("sp", ["false", "true"])
+def test_a_run_goes_on_in_one_process(tmp_path, sp):
+    """Four steps at tp 2, saved; two more by one process: losses, norms, validation and weights of a run by one."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    source = [
+        f"data.source={tmp_path / 'text.txt'}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.tokenizer=bytes",
+    ]
+    size = ["model.vocab_size=320", "train.val_every=2", "optim.schedule=constant", "data.val_fraction=0.1"]
+    recipe = change(load("quickstart", TINY), [*MODELS["llama"], *source, *size])
+    run(0, 1, recipe, tmp_path / "one", False)
+    two = change(recipe, ["train.steps=4", "layout.tp=2", f"layout.sp={sp}"])
+    run_ranks(2, run, two, tmp_path / "two", False)
+    run(0, 1, recipe, tmp_path / "two", True)
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert lines(tmp_path / "two", key) == pytest.approx(lines(tmp_path / "one", key), rel=1e-5)
+    one, two = (store.load(store.latest(tmp_path / name)) for name in ("one", "two"))
+    assert one.model.keys() == two.model.keys()
+    for name, weight in one.model.items():
+        assert ((two.model[name] - weight).norm() / weight.norm()).item() < 1e-5, name
+
+
+def test_dropout_is_the_same_on_whole_activations(tmp_path):
+    """Without sp the ranks must drop the same elements: the whole parameters stay equal on all."""
+    for sp in ("false", "true"):
+        recipe = recipe_of("gpt2", "layout.tp=2", f"layout.sp={sp}", "model.dropout=0.3")
+        first, second = run_ranks(2, whole_weights, recipe)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def whole_weights(rank: int, world: int, recipe: Recipe) -> dict[str, torch.Tensor]:
+    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
+    forward_backward(state, [batch(0, "gpt2")], seed=0)
+    update(state, recipe.optim, clip_(state.parallel.replicas, 1.0, state.mesh), 6)
+    return {n: w.clone() for n, w in state.masters().items() if "norm" in n or n == "embed_positions.weight"}

@@ -385,6 +385,6 @@ def _train_own(rank: int, world: int, recipe: Recipe, out: Path) -> float:
 
 
 def test_layouts_that_cannot_be_trained_are_refused(text):
-    with pytest.raises(UserError, match="tp=2"):
-        run_command(tiny(text, "layout.tp=2"))
+    with pytest.raises(UserError, match=r"layout.tp = 4 must divide model.kv_heads = 2"):
+        tiny(text, "layout.tp=4")
     assert Layout.from_recipe(tiny(text).layout).ranks == 1

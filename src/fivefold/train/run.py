@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint import store
 from fivefold.data import Batches, DataSet, Prefetch
+from fivefold.data.batches import NOT_COUNTED
 from fivefold.errors import UserError
 from fivefold.host import memory_bytes
 from fivefold.kernels import native
@@ -35,10 +36,11 @@ from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.recipe import Recipe, count_parameters, to_toml, tokens_per_step
 from fivefold.sharding import Part, boxes, local_shape, whole
-from fivefold.train.generate import Sampling, generate_text
+from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.interrupt import Interrupt
 from fivefold.train.loop import Hooks, Microbatch, State, evaluate, train_loop
 
+MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -304,12 +306,32 @@ def _reader(job: Job, mesh: Mesh, start: int) -> Iterator[Callable[[], tuple[lis
         yield prefetch.next
 
 
-def share_of(batches: BatchSource, i: int, size: int, microbatch: int, mesh: Mesh) -> list[Microbatch]:
-    """This rank's rows of global batch i, of `size` rows, in microbatches on its device."""
+def share_of(
+    batches: BatchSource, i: int, size: int, microbatch: int, mesh: Mesh, equal: bool = False
+) -> list[Microbatch]:
+    """This rank's rows of global batch i, of `size` rows, in microbatches on its device.
+
+    equal: all ranks get equally many microbatches, all of them full, filled up with rows that do not count. Where ranks
+    compute a model together, one that has nothing to do still has to take part.
+    """
     index, ranks = mesh.index("dp"), mesh.size("dp")
     start, stop = size * index // ranks, size * (index + 1) // ranks
     parts = [range(row, min(row + microbatch, stop)) for row in range(start, stop, microbatch)]
-    return [tuple(_tensor(x, mesh.device) for x in batches.batch(i, rows)) for rows in parts]  # type: ignore[misc]
+    if equal:
+        most = -(-size // ranks)  # rows of a rank
+        parts += [range(0)] * (-(-most // microbatch) - len(parts))
+    found = []
+    for rows in parts:
+        inputs, targets = (_tensor(x, mesh.device) for x in batches.batch(i, rows or range(1)))
+        found.append(_fill(inputs, targets, len(rows), microbatch) if equal else (inputs, targets))
+    return found
+
+
+def _fill(inputs: Tensor, targets: Tensor, real: int, rows: int) -> Microbatch:
+    """At most `rows` sequences, of which `real` count -> `rows` sequences, of which the others do not count."""
+    both = [torch.cat([x, x[:1].expand(rows - len(x), -1)]) for x in (inputs, targets)]
+    both[1][real:] = NOT_COUNTED
+    return both[0], both[1]
 
 
 def _tensor(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
@@ -370,7 +392,8 @@ def _hooks(
         train = recipe.train
         sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
         try:
-            pieces = generate_text(state.module, recipe.model, tokenizer, train.sample_prompt, sampling)
+            module = _whole_model(state, job, step)
+            pieces = generate_text(module, recipe.model, tokenizer, train.sample_prompt, sampling)
             text = train.sample_prompt + "".join(pieces)
         except UserError as error:  # a diverged model cannot write: no reason to end the run here
             console.note(f"step {step}: no sample: {error}")
@@ -382,6 +405,24 @@ def _hooks(
         save_state(state, job.out, identity(job) | {"tokens": step * tokens}, recipe.checkpoint.keep_last)
 
     return Hooks(next_batch, stop_wanted, record, validate, sample, save)
+
+
+def _whole_model(state: State, job: Job, step: int) -> nn.Module:
+    """The model that one rank can compute alone: its own, or where ranks divide it that of this step's checkpoint.
+
+    Raises:
+        UserError: the model is divided, and this step is not saved or the model too large for one rank.
+    """
+    layout = state.mesh.layout
+    if layout.ranks == layout.dp_replicate:
+        return state.module
+    if store.folder_of(job.out, step) not in store.checkpoints(job.out):
+        raise UserError("the ranks divide the model, and only steps that are saved write samples then")
+    if count_parameters(job.recipe.model) > MAX_SAMPLED:
+        raise UserError(
+            "the ranks divide the model, which is too large for one of them: use `fivefold generate`"
+        )
+    return open_run(job.out, checkpoint=store.folder_of(job.out, step), device=state.mesh.device)[0]
 
 
 def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) -> Path:
@@ -443,7 +484,9 @@ def _validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | No
         size = min(size, batches.sequences)
         if job.data.tokenizer is not None and recipe.model.arch != "bert":
             token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=mesh.device)
-    return share_of(batches, 0, size, recipe.train.microbatch_size or 1, mesh), token_bytes
+    together = mesh.layout.ranks > mesh.layout.dp_replicate
+    share = share_of(batches, 0, size, recipe.train.microbatch_size or 1, mesh, equal=together)
+    return share, token_bytes
 
 
 def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:
