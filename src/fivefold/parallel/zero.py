@@ -90,8 +90,8 @@ class ReduceScatter:
 class Sharded:
     """ZeRO stage 1, 2 or 3 (see `replica.Replica`) of modules that `shard` has divided and that have their values.
 
-    The masters are the rows that FSDP2 holds, as plain tensors of the same memory. defer: gradients add up whole on each
-    rank, and are scattered once a step.
+    The masters are the rows that FSDP2 holds, as plain tensors of the same memory. defer: gradients add up whole on
+    each rank, and are scattered once a step.
     """
 
     def __init__(

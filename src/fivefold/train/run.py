@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.checkpoint import store
-from fivefold.data import Batches, DataSet, Prefetch
-from fivefold.data.batches import NOT_COUNTED
+from fivefold.data import NOT_COUNTED, Batches, DataSet, Prefetch
 from fivefold.errors import UserError
 from fivefold.host import memory_bytes
 from fivefold.kernels import native
