@@ -121,7 +121,7 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[model]\ndim = true", "model.dim = true: must be a whole number >= 1"),
         ("[model]\ndim = 0", "model.dim = 0: must be a whole number >= 1"),
         ("[model]\ndim = 512.0", "model.dim = 512.0: must be a whole number >= 1: write 512"),
-        ('[model]\narch = "lama"', 'must be one of "llama", "gpt2", "bert"; did you mean \'llama\'?'),
+        ('[model]\narch = "lama"', 'must be one of "llama", "gpt2", "bert", "moe"; did you mean \'llama\'?'),
         ("[optim]\nlr = nan", "optim.lr = nan: must be a number > 0"),
         ("[optim]\nlr = inf", "optim.lr = inf: must be a number > 0"),
         ("[optim]\nbetas = [0.9, 1]", "betas = [0.9, 1]: must be a list of 2, each a number >= 0 and < 1"),
@@ -148,7 +148,7 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[train]\nmicrobatch_size = 2\n[layout]\nmicrobatches = 2", "global_batch_size = 16 must be 4"),
         ("[layout]\ndp_shard = 2", "layout: dp_shard=2 shares states between ranks"),
         ("[layout]\ntp = 4", "layout.tp = 4 must divide model.heads = 6"),
-        ("[layout]\ncp = 3", "layout.cp = 3 must divide model.seq_len = 256"),
+        ("[layout]\ncp = 3", "2 x layout.cp = 6 must divide model.seq_len = 256"),
         (
             '[layout]\npp = 4\nschedule = "interleaved"\nvirtual_stages = 2',
             "= 8 stages, more than model.layers = 6",
@@ -299,7 +299,9 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     assert resolve(resolved, vocab_size=vocab_size) == resolved
     assert Recipe.model_validate(resolved.model_dump()) == resolved  # what was filled in keeps the rules
     left_open = {row.key for row in explain(resolved) if row.value is None}
-    assert left_open <= {"train.tokens", "layout.microbatches", "data.cache"}
+    of_experts = {"experts", "experts_per_token", "expert_ffn_dim", "router_normalize"}
+    allowed = {f"model.{name}" for name in of_experts} if recipe.model.arch != "moe" else set()
+    assert left_open <= {"train.tokens", "layout.microbatches", "data.cache"} | allowed
 
 
 def test_resolve_values() -> None:

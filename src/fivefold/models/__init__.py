@@ -11,12 +11,13 @@ from fivefold.models.gpt2 import GPT2
 from fivefold.models.init import init_weights
 from fivefold.models.llama import Llama
 from fivefold.models.model import LanguageModel
+from fivefold.models.moe import MoE
 from fivefold.recipe import flops_per_token
 from fivefold.recipe.schema import ModelSection
 
 __all__ = ["ARCHITECTURES", "Cache", "LanguageModel", "build", "flops_per_token", "init_weights"]
 
-ARCHITECTURES: dict[str, type[nn.Module]] = {"llama": Llama, "gpt2": GPT2, "bert": BERT}
+ARCHITECTURES: dict[str, type[nn.Module]] = {"llama": Llama, "gpt2": GPT2, "bert": BERT, "moe": MoE}
 
 
 def build(model: ModelSection, *, device: torch.device | str = "meta", seed: int | None = 0) -> nn.Module:

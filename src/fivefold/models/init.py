@@ -27,12 +27,14 @@ CHUNK = 1 << 17  # elements made at once on a CPU: their scratch memory (4 MB) s
 
 
 def init_weights(module: nn.Module, seed: int, model: ModelSection) -> None:
-    """Fills every parameter of a module in place.
+    """Fills every parameter of a module in place; buffers get zeros.
 
     Matrices: normal with standard deviation `init_std`; the projections back into the residual stream get it
     divided by sqrt(2 L) (GPT-2). Scales of norms: ones. Biases: zeros.
     """
     with torch.no_grad():
+        for buffer in module.buffers():
+            buffer.zero_()
         for name, parameter in module.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
@@ -59,7 +61,7 @@ def init_part(
 
 def std_of(name: str, model: ModelSection) -> float:
     """Standard deviation of the initial values of a matrix."""
-    into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    into_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.experts.down"))
     return model.init_std / math.sqrt(2 * model.layers) if into_residual else model.init_std
 
 

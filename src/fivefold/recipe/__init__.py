@@ -1,6 +1,6 @@
 """What to train: a strict recipe in TOML, its errors, and the numbers that follow from it. No torch."""
 
-from fivefold.recipe.count import count_parameters, flops_per_token
+from fivefold.recipe.count import active_parameters, count_parameters, flops_per_token
 from fivefold.recipe.explain import Explained, explain
 from fivefold.recipe.load import change, load, shipped, source
 from fivefold.recipe.resolve import expected_vocab_size, resolve, resolve_model, tokens_per_step, total_steps
@@ -28,6 +28,7 @@ __all__ = [
     "PrecisionSection",
     "Recipe",
     "TrainSection",
+    "active_parameters",
     "change",
     "count_parameters",
     "expected_vocab_size",

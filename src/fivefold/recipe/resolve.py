@@ -102,7 +102,8 @@ def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
         "norm_eps": 1e-12 if model.arch == "bert" else 1e-5,
     }
     if model.arch == "moe":
-        filled |= {"experts": 8, "experts_per_token": min(2, model.experts or 8)}
+        per_token = model.experts_per_token or min(2, model.experts or 8)
+        filled |= {"experts": 8, "experts_per_token": per_token, "router_normalize": per_token > 1}
         filled |= {"expert_ffn_dim": model.ffn_dim or filled["ffn_dim"]}
     return model.model_copy(update={name: v for name, v in filled.items() if getattr(model, name) is None})
 

@@ -79,7 +79,8 @@ def _experts(recipe: Recipe) -> Iterator[Contradiction]:
         if layout.ep > 1:
             yield (
                 {"layout.ep", "model.arch"},
-                f'layout.ep = {layout.ep}: {model.arch} has no experts to divide (arch = "moe" has). Nearest valid: ep = 1',
+                f'layout.ep = {layout.ep}: {model.arch} has no experts to divide (arch = "moe" has). '
+                "Nearest valid: ep = 1",
             )
         return
     yield from _expert_sizes(model)
@@ -94,8 +95,8 @@ def _experts(recipe: Recipe) -> Iterator[Contradiction]:
     if layout.cp > 1 and model.capacity_factor:
         yield (
             {"model.capacity_factor", "layout.cp"},
-            "model.capacity_factor: with layout.cp > 1 no rank knows who comes first in an expert's queue. Nearest valid: "
-            "capacity_factor = 0",
+            "model.capacity_factor: with layout.cp > 1 no rank knows who comes first in an expert's queue. "
+            "Nearest valid: capacity_factor = 0",
         )
 
 
@@ -106,18 +107,24 @@ def _expert_sizes(model: ModelSection) -> Iterator[Contradiction]:
             {"model.experts_per_token", "model.experts"},
             f"model.experts_per_token = {per_token} must be at most model.experts = {experts}",
         )
+    if per_token == 1 and model.router_normalize:
+        yield (
+            {"model.router_normalize", "model.experts_per_token"},
+            "model.router_normalize with model.experts_per_token = 1 divides a score by itself: the router would not "
+            "learn. Nearest valid: router_normalize = false",
+        )
     if model.dense_layers >= model.layers:
         yield (
             {"model.dense_layers", "model.layers"},
             f"model.dense_layers = {model.dense_layers} must be less than model.layers = {model.layers}",
         )
-    for name in ("dim", "expert_ffn_dim"):
+    for name in ("dim", "expert_ffn_dim" if model.expert_ffn_dim else "ffn_dim"):
         size = getattr(model, name)
         if size and size % 8:
             yield (
                 {f"model.{name}"},
-                f"model.{name} = {size} must be a multiple of 8: the grouped matrix product of experts wants rows of 16 "
-                f"bytes. Nearest valid: {max(8, round(size / 8) * 8)}",
+                f"model.{name} = {size} must be a multiple of 8: the grouped product of experts wants rows of whole "
+                f"16 bytes. Nearest valid: {max(8, round(size / 8) * 8)}",
             )
     for name, balance in (("aux_loss_weight", "aux"), ("balance_rate", "bias")):
         if model.balance != balance and getattr(model, name) != getattr(type(model)(), name):
@@ -200,6 +207,40 @@ def _tensor(recipe: Recipe) -> Iterator[Contradiction]:
             )
 
 
+def _context(recipe: Recipe) -> Iterator[Contradiction]:
+    """Ranks of the context axis have equally many tokens, and with `ulysses` whole heads."""
+    T, layout, kv_heads = recipe.model.seq_len, recipe.layout, recipe.model.kv_heads or recipe.model.heads
+    cp, ulysses = layout.cp, layout.cp_method == "ulysses"
+    keys = {"model.seq_len", "layout.cp", "layout.cp_method"}
+
+    def fits(ranks: int) -> bool:
+        return T % (ranks if ulysses or ranks == 1 else 2 * ranks) == 0 and not (
+            ulysses and kv_heads % (ranks * layout.tp)
+        )
+
+    nearest = max((ranks for ranks in range(1, cp + 1) if fits(ranks)), default=1)
+    if cp > 1 and not ulysses and T % (2 * cp):
+        more = -(-T // (2 * cp)) * 2 * cp
+        yield (
+            keys,
+            f"2 x layout.cp = {2 * cp} must divide model.seq_len = {T}: in the ring a rank has a chunk from the front "
+            f"and one from the back. Nearest valid: layout.cp = {nearest}, or model.seq_len = {more}",
+        )
+    if cp > 1 and ulysses and T % cp:
+        yield (
+            keys,
+            f"layout.cp = {cp} must divide model.seq_len = {T}: a rank has equally many tokens. "
+            f"Nearest valid: layout.cp = {nearest}, or model.seq_len = {-(-T // cp) * cp}",
+        )
+    if cp > 1 and ulysses and kv_heads % (cp * layout.tp):
+        name = "kv_heads" if recipe.model.kv_heads else "heads"
+        yield (
+            {f"model.{name}", "layout.cp", "layout.tp", "layout.cp_method"},
+            f"layout.cp x layout.tp = {cp * layout.tp} must divide model.{name} = {kv_heads}: with cp_method = ulysses "
+            f"a rank has whole heads. Nearest valid: layout.cp = {nearest}, or layout.cp_method = ring",
+        )
+
+
 def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
     """The value of a field of the model, closest to its own, that `ranks` divides; of those that the model can have."""
     size = getattr(model, name) or 0
@@ -216,15 +257,10 @@ def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
 
 
 def _layout(recipe: Recipe) -> Iterator[Contradiction]:
-    model, layout = recipe.model, recipe.layout
-    for names, message in problems(Layout.from_recipe(layout)):
+    for names, message in problems(Layout.from_recipe(recipe.layout)):
         yield {f"layout.{name}" for name in names}, f"layout: {message}"
     yield from _tensor(recipe)
-    if model.seq_len % layout.cp:
-        yield (
-            {"model.seq_len", "layout.cp"},
-            f"layout.cp = {layout.cp} must divide model.seq_len = {model.seq_len}",
-        )
+    yield from _context(recipe)
     yield from _pipeline(recipe)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Arch = Literal["llama", "gpt2", "bert"]
+Arch = Literal["llama", "gpt2", "bert", "moe"]
 Dtype = Literal["fp32", "bf16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -27,7 +27,8 @@ class Section(BaseModel):
 class ModelSection(Section):
     arch: Arch = "llama"
     """Architecture: `llama` (RMSNorm, RoPE, SwiGLU, GQA), `gpt2` (LayerNorm, learned positions, GELU), `bert`
-    (bidirectional encoder, masked-language-model loss)."""
+    (bidirectional encoder, masked-language-model loss), `moe` (llama with a mixture of experts for
+    feed-forward)."""
     layers: int = Field(default=6, ge=1)
     """L: number of transformer blocks."""
     dim: int = Field(default=384, ge=1)
@@ -36,10 +37,10 @@ class ModelSection(Section):
     """H: number of query heads."""
     kv_heads: int | None = Field(default=None, ge=1)
     """K: number of key-value heads (grouped-query attention, arXiv 2305.13245); must divide `heads`.
-    Unset: as many as `heads`. Only `llama` has fewer."""
+    Unset: as many as `heads`. Only `llama` and `moe` have fewer."""
     ffn_dim: int | None = Field(default=None, ge=1)
-    """F: inner width of the feed-forward layer. Unset: 4 D for `gpt2` and `bert`; for `llama` 8/3 D, rounded
-    up to a multiple of 64."""
+    """F: inner width of the feed-forward layer (of the `dense_layers`, in `moe`). Unset: 4 D for `gpt2` and
+    `bert`; for `llama` and `moe` 8/3 D, rounded up to a multiple of 64."""
     vocab_size: int | None = Field(default=None, ge=2)
     """V: size of the vocabulary. Unset: the tokenizer's, rounded up to a multiple of 64."""
     seq_len: int = Field(default=256, ge=2)
@@ -48,14 +49,44 @@ class ModelSection(Section):
     """The output layer shares the embedding's weight. Unset: true for `gpt2` and `bert`, else
     false."""
     norm_eps: float | None = Field(default=None, gt=0)
-    """Added to the variance in RMSNorm and LayerNorm. Unset: 1e-5 (`llama`, `gpt2`), 1e-12 (`bert`)."""
+    """Added to the variance in RMSNorm and LayerNorm. Unset: 1e-5, but 1e-12 for `bert`."""
     rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the rotary position embedding (arXiv 2104.09864). `llama` only."""
+    """Base of the rotary position embedding (arXiv 2104.09864). `llama` and `moe` only."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; the projections back into the residual stream get this
     divided by sqrt(2 L) (GPT-2)."""
+    experts: int | None = Field(default=None, ge=1)
+    """E: routed experts of a block (`moe` only, like all fields from here on). Unset: 8."""
+    experts_per_token: int | None = Field(default=None, ge=1)
+    """Routed experts that compute a token. Unset: 2, or 1 where there is one expert."""
+    shared_experts: int = Field(default=0, ge=0)
+    """Experts that compute every token besides (DeepSeekMoE, arXiv 2401.06066)."""
+    expert_ffn_dim: int | None = Field(default=None, ge=1)
+    """Inner width of an expert. Unset: `ffn_dim`."""
+    dense_layers: int = Field(default=0, ge=0)
+    """The first blocks that have an ordinary feed-forward layer instead of experts."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes a token's scores of the experts out of the router's logits: `softmax` (Mixtral), `sigmoid`
+    (DeepSeek-V3)."""
+    router_normalize: bool | None = None
+    """The scores of a token's experts are divided by their sum. Unset: true, but false with one expert a token:
+    a score divided by itself teaches the router nothing."""
+    balance: Literal["aux", "bias", "none"] = "aux"
+    """What keeps the load of the experts even: `aux` (a term of the loss, Switch, arXiv 2101.03961), `bias`
+    (loss-free: a number an expert, added to its scores when experts are chosen, follows the load: arXiv
+    2408.15664), `none`."""
+    aux_loss_weight: float = Field(default=0.01, ge=0)
+    """Weight of the load-balance term, which is 1 at even load. With `balance = "aux"` only."""
+    balance_rate: float = Field(default=0.001, ge=0)
+    """Change of an expert's number in a step. With `balance = "bias"` only."""
+    z_loss_weight: float = Field(default=0.0, ge=0)
+    """Weight of the mean squared logarithm of the sum of exponentials of the router's logits, which keeps them
+    small (router z-loss, arXiv 2202.08906; 0.001 there)."""
+    capacity_factor: float = Field(default=0.0, ge=0)
+    """An expert computes at most this many times its even share of a microbatch's tokens in training; those
+    beyond it pass by the expert (arXiv 2101.03961). 0: no limit, none is dropped."""
 
 
 class DataSection(Section):
@@ -143,7 +174,10 @@ class LayoutSection(Section):
     sp: bool = False
     """Megatron sequence parallelism on the tensor axis."""
     cp: int = Field(default=1, ge=1)
-    """Context-parallel ranks."""
+    """Context-parallel ranks: each has a part of every sequence."""
+    cp_method: Literal["ring", "ulysses"] = "ring"
+    """How attention sees the other ranks' tokens: keys and values travel round them (`ring`, arXiv 2310.01889), or
+    heads and sequence change places (`ulysses`, arXiv 2309.14509)."""
     pp: int = Field(default=1, ge=1)
     """Pipeline stages' ranks."""
     ep: int = Field(default=1, ge=1)

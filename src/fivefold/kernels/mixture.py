@@ -1,0 +1,105 @@
+"""What a mixture of experts does besides its router: sorting tokens by expert, one product for all experts, and
+bringing the results back. Functions of tensors.
+
+Legend: N tokens, K experts of a token, E experts, M rows (a token once for each of its experts, less those dropped),
+D model, F features.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+class Plan(NamedTuple):
+    """Where tokens go. Slot s of token n is number s N + n, so first choices come before second ones.
+
+    order_M: the slot of each row; rows are in the order of experts, within an expert in that of slots. place_NK: the
+    row of each slot, M where it is dropped. counts_E: rows of each expert. chosen_E: slots of each, dropped ones too.
+    """
+
+    order_M: Tensor
+    place_NK: Tensor
+    counts_E: Tensor
+    chosen_E: Tensor
+
+    @property
+    def tokens_M(self) -> Tensor:
+        """The token of each row."""
+        return self.order_M % self.place_NK.shape[0]
+
+
+def plan(chosen_NK: Tensor, experts: int, capacity: int = 0) -> Plan:
+    """Sorts slots by expert. capacity: rows that an expert takes, the first in the order of slots; 0: all."""
+    slots = chosen_NK.t().reshape(-1)
+    order = slots.argsort(stable=True)
+    chosen = counts = torch.bincount(slots, minlength=experts)
+    if capacity:
+        first = (counts.cumsum(0) - counts)[slots[order]]  # the expert's first row
+        order = order[torch.arange(len(order), device=order.device) - first < capacity]
+        counts = counts.clamp(max=capacity)
+    place = torch.full_like(slots, len(order))
+    place[order] = torch.arange(len(order), device=order.device)
+    return Plan(order, place.view(chosen_NK.shape[::-1]).t().contiguous(), counts, chosen)
+
+
+def dispatch(x_ND: Tensor, plan: Plan) -> Tensor:
+    """The rows that experts compute: each token once for each of its experts. (M, D)."""
+    return _Dispatch.apply(x_ND, plan)
+
+
+def combine(rows_MD: Tensor, weights_NK: Tensor, plan: Plan) -> Tensor:
+    """The sum of each token's rows by its weights; dropped ones count as zero. (N, D) in the rows' dtype."""
+    return _Combine.apply(rows_MD, weights_NK.to(rows_MD.dtype), plan)
+
+
+def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+    """Rows that are sorted by expert, times each one's own weight: counts_E[0] rows by weight 0, and so on. (M, F)."""
+    offsets = counts_E.cumsum(0).to(torch.int32)
+    return F.grouped_mm(rows_MD, weight_EFD.transpose(1, 2), offs=offsets)
+
+
+class _Dispatch(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return x.index_select(0, plan.tokens_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        return _sum_rows(grads[0], ctx.plan.place_NK), None
+
+
+class _Combine(Function):
+    """Rows (M, D), weights (N, K) -> (N, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(rows, weights)
+        return _sum_rows(rows, plan.place_NK, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        (rows, weights), plan = ctx.saved_tensors, ctx.plan
+        dout_MD = grads[0].index_select(0, plan.tokens_M)
+        dslots = torch.zeros(weights.numel(), dtype=torch.float32, device=rows.device)
+        dslots[plan.order_M] = (dout_MD * rows).sum(-1, dtype=torch.float32)
+        dweights = dslots.view(weights.shape[::-1]).t().to(weights.dtype)
+        slot_weights_M = weights.t().reshape(-1)[plan.order_M]
+        return dout_MD.mul_(slot_weights_M[:, None]), dweights, None
+
+
+def _sum_rows(rows_MD: Tensor, place_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
+    """The sum of the rows at `place`, weighted, one bag of K rows a token: an order that does not change from run to
+    run. A place of M is a row of zeros."""
+    if len(rows_MD) < place_NK.numel():
+        rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
+    return F.embedding_bag(place_NK, rows_MD, mode="sum", per_sample_weights=weights_NK)
