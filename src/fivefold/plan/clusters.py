@@ -112,7 +112,7 @@ def parse(text: str) -> Cluster:
     """
     name, colon, count = (text, "", "") if text.endswith(".toml") else text.rpartition(":")
     if not colon:
-        name = text
+        name, count = text, ""
     cluster = _own(Path(name)) if name.endswith(".toml") else _preset(name, text)
     if colon and not count:
         raise UserError(f"cluster '{text}': the number of devices is missing, for example {name}:8")

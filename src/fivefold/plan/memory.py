@@ -1,0 +1,216 @@
+"""Bytes on each rank: states from the sharding table, activations from the operations, live microbatches from the
+schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from fivefold.layout import Layout
+from fivefold.plan import operations
+from fivefold.plan.operations import Sizes
+from fivefold.plan.software import Software, States
+from fivefold.recipe.schema import ModelSection
+from fivefold.schedules.pipeline import Schedule, build, peak_live
+from fivefold.sharding import TIED, cuts, parameters, stage_blocks, stages_of
+
+RESERVE = 1.5 * 2**30
+"""Bytes of a device that the program's runtime and the network library take (an estimate; reported as it is)."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of elements of some parameters on a rank. computes: whole after tensor and expert parallelism; keeps: of
+    those the rows that it keeps under ZeRO. largest: of the biggest parameter."""
+
+    computes: float = 0
+    keeps: float = 0
+    largest: float = 0
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(
+            self.computes + other.computes, self.keeps + other.keeps, max(self.largest, other.largest)
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the first rank of a pipeline position (the one with most where ranks differ)."""
+
+    params: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return self.params + self.gradients + self.optimizer + self.activations + self.buffers
+
+    def as_json(self) -> dict[str, int]:
+        names = ("params", "gradients", "optimizer", "activations", "buffers", "total")
+        return {name: round(getattr(self, name)) for name in names}
+
+
+def state_bytes(
+    bytes_a_parameter: States, zero: int, computes: float, keeps: float
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer: each is kept whole (`computes` elements) below the ZeRO stage that
+    shares it, and as `keeps` elements from there on (arXiv 1910.02054, figure 1)."""
+    b = bytes_a_parameter
+    return (
+        b.working * (keeps if zero >= 3 else computes),
+        b.gradient * (keeps if zero >= 2 else computes),
+        b.optimizer * (keeps if zero >= 1 else computes),
+    )
+
+
+def count(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements, Elements, Elements]:
+    """Elements of each block, of what comes before them, of what comes behind, and of the last stage's copy of a tied
+    embedding. Of the first rank, which has most."""
+    kinds: dict[str, Elements] = {}
+    blocks = [Elements() for _ in range(model.layers)]
+    before = behind = Elements()
+    table = cuts(model)
+    for name, shape in parameters(model).items():
+        cut = table.get(name)
+        ranks = 1 if cut is None else getattr(layout, cut.axis)
+        rows, rest = shape[0], math.prod(shape[1:])
+        if cut is not None and cut.dim == 0:
+            rows //= ranks
+        elif cut is not None:
+            rest //= ranks
+        expert = cut is not None and cut.kind == "expert"
+        shards = layout.dp_shard * layout.cp // (layout.ep if expert else 1) if layout.zero else 1
+        own = Elements(rows * rest, -(-rows // shards) * rest, rows * rest)
+        kinds[name] = own
+        if name.startswith("blocks."):
+            number = int(name.split(".")[1])
+            blocks[number] += own
+        elif name.startswith("embed"):
+            before += own
+        else:
+            behind += own
+    return blocks, before, behind, kinds[TIED] if model.tie_embeddings else Elements()
+
+
+def rank_elements(model: ModelSection, layout: Layout) -> list[Elements]:
+    """Elements on the ranks of each position in the pipeline."""
+    blocks, before, behind, tied = _counted(model, layout)
+    by_stage = stages(model, layout)
+    found = []
+    for position in range(layout.pp):
+        total, mine = Elements(), stages_of(layout, position)
+        for stage in mine:
+            for number in by_stage[stage]:
+                total += blocks[number]
+            if stage == 0:
+                total += before
+            if stage == len(by_stage) - 1:
+                total += behind + (Elements() if 0 in mine else tied)
+        found.append(total)
+    return found
+
+
+def activations(
+    model: ModelSection, layout: Layout, sizes: Sizes, software: Software, schedule: Schedule | None
+) -> list[float]:
+    """Bytes of activations at the peak, of each position in the pipeline: what live microbatches keep, and what the
+    backward of a block or of the loss holds besides."""
+    kinds = {mixed: operations.block(sizes, software, mixed) for mixed in (False, True)}
+    first, last = operations.begin(sizes, software), operations.end(sizes, software)
+    keeps = {m: operations.kept(ops, layout.recompute, software) for m, ops in kinds.items()}
+    by_stage = stages(model, layout)
+    stage_bytes = [sum(keeps[operations.is_mixed(model, i)] for i in part) for part in by_stage]
+    stage_bytes[0] += operations.kept(first, layout.recompute, software)
+    stage_bytes[-1] += operations.kept(last, "none", software)
+    largest = max(keeps, key=lambda mixed: mixed is operations.is_mixed(model, model.layers - 1))
+    block = kinds[largest]
+    again = operations.kept(block, "none", software) - keeps[largest] if layout.recompute != "none" else 0.0
+    inside = max(op.workspace for op in block) + sizes.n * model.dim * sizes.e + again
+    loss = max(op.workspace for op in last)
+    if schedule is None:
+        return [stage_bytes[0] + max(inside, loss)]
+    live = peak_live(schedule, stage_bytes)
+    owner = schedule.rank_of[-1]
+    return [
+        bytes_ + (max(inside, loss) if rank == owner else inside)
+        + 2 * 2 * sizes.n * model.dim * sizes.e  # one activation and one gradient arriving, one of each leaving
+        for rank, bytes_ in enumerate(live)
+    ]  # fmt: skip
+
+
+def buffers(model: ModelSection, layout: Layout, own: Elements, b: States) -> float:
+    """Weights that ZeRO gathers and gradients on their way: two blocks are there at once."""
+    blocks, before, behind, _ = _counted(model, layout)
+    largest = max(block.computes for block in blocks)
+    shards = layout.dp_shard * layout.cp
+    if not layout.zero or shards == 1:
+        return own.largest * b.working  # a gradient before it is added to its sum
+    gathered = 2 * largest * b.working if layout.zero == 3 else 0.0
+    if layout.zero == 3:
+        gathered += max(before.computes, behind.computes) * b.working
+    reduced = (2 * largest if layout.zero >= 2 else largest) * b.reduce * (1 + 1 / shards)
+    return gathered + reduced
+
+
+def predict(
+    model: ModelSection,
+    layout: Layout,
+    sizes: Sizes,
+    software: Software,
+    dtype: str,
+    microbatches: int,
+    extra: float = 0.0,
+) -> list[Memory]:
+    """Bytes of each position in the pipeline. `extra`: buffers besides."""
+    b = software.states[dtype]
+    schedule = live_schedule(layout, microbatches)
+    found = []
+    acts = activations(model, layout, sizes, software, schedule)
+    for own, kept in zip(rank_elements(model, layout), acts, strict=True):
+        weights, gradients, optimizer = state_bytes(b, layout.zero, own.computes, own.keeps)
+        found.append(Memory(weights, gradients, optimizer, kept, buffers(model, layout, own, b) + extra))
+    return found
+
+
+def live_schedule(layout: Layout, microbatches: int) -> Schedule | None:
+    """The schedule with as many microbatches as can be live at once: more change no rank's peak, but of schedules that
+    go breadth first, in which all are live."""
+    if layout.pp == 1:
+        return None
+    enough = 2 * layout.pp * max(2, layout.virtual_stages)
+    if layout.schedule not in ("gpipe", "looped_bfs") and microbatches % layout.pp == 0:
+        microbatches = min(microbatches, enough)
+    return schedule(layout.schedule, layout.pp, microbatches, layout.virtual_stages)
+
+
+@lru_cache(maxsize=256)
+def schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    return build(name, ranks, microbatches, virtual_stages)
+
+
+def stages(model: ModelSection, layout: Layout) -> Sequence[range]:
+    hashed: Any = model  # frozen: pydantic gives it a hash
+    return _stages_of(hashed, layout.pp, layout.schedule if layout.pp > 1 else "1f1b", layout.virtual_stages)
+
+
+@lru_cache(maxsize=4096)
+def _stages_of(model: ModelSection, pp: int, name: str, virtual_stages: int) -> tuple[range, ...]:
+    return stage_blocks(model, Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
+
+
+def _counted(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements, Elements, Elements]:
+    shards = layout.dp_shard * layout.cp if layout.zero else 1
+    hashed: Any = model
+    return _count(hashed, layout.tp, layout.ep, shards, layout.zero > 0)
+
+
+@lru_cache(maxsize=4096)
+def _count(
+    model: ModelSection, tp: int, ep: int, shards: int, shared: bool
+) -> tuple[list[Elements], Elements, Elements, Elements]:
+    return count(model, Layout(tp=tp, ep=ep, dp_shard=shards, zero=int(shared)))

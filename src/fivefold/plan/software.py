@@ -1,0 +1,68 @@
+"""What a training program does that neither model nor layout say: which states it keeps, in how many bytes, what it
+fuses, what it overlaps. Ours by default; others' for predicting published runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes a parameter of each state, and the ZeRO stage from which ranks share it.
+
+    working: the weights that compute. master: those that the optimizer updates, 0 where they are the same. moments: of
+    the optimizer. gradient: where microbatches add up. reduce: bytes an element that a rank sends of a gradient.
+    """
+
+    working: float = 2
+    master: float = 4
+    gradient: float = 4
+    moments: float = 8
+    reduce: float = 4
+
+    @property
+    def optimizer(self) -> float:
+        """What ZeRO 1 shares: masters and moments."""
+        return self.master + self.moments
+
+
+BF16 = States()
+"""Ours in bf16: fp32 masters, gradients and moments beside the bf16 weights (precision/weights.py)."""
+FP32 = States(working=0, master=4)
+"""Ours in fp32: the masters compute."""
+PAPER = States(working=2, master=4, gradient=2, moments=8, reduce=2)
+"""The mixed precision of the ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a program computes.
+
+    attention: "flash" keeps no probabilities, "plain" does. probability_dropout: drops attention's probabilities, too.
+    selective: what "selective" recomputes: the "core" of attention only (arXiv 2205.05198), or of each "sublayer" what
+    follows its first matrix product (parallel/recompute.py). fused: element-wise operations that follow one another are
+    one pass over memory. loss: logits exist by "chunks"; or whole, in the compute dtype ("fused": the gradient takes
+    their place) or with fp32 copies ("plain"). overlap_data: gradients are summed, and shards gathered, while others
+    compute. kernel: seconds between two kernels of the device. host: seconds the processor takes to issue a block's
+    forward (`host_tensor` more for each of its collectives), and as long to issue its backward. step: seconds a step
+    besides. optimizer_passes: how often an unfused optimizer goes over its memory.
+    """
+
+    name: str = "fivefold"
+    attention: Literal["flash", "plain"] = "flash"
+    probability_dropout: bool = False
+    selective: Literal["core", "sublayer"] = "sublayer"
+    fused: bool = True
+    loss: Literal["chunks", "fused", "plain"] = "chunks"
+    chunk_bytes: float = 16 * 2**20
+    overlap_data: bool = True
+    kernel: float = 1.5e-6
+    host: float = 0.3e-3
+    host_tensor: float = 0.0
+    step: float = 5e-3
+    optimizer_passes: float = 1.0
+    states: dict[str, States] = field(default_factory=lambda: {"bf16": BF16, "fp16": BF16, "fp32": FP32})
+
+
+FIVEFOLD = Software()
