@@ -45,6 +45,7 @@ class Layout:
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
+    cp_method: str = "ring"
     tp: int = 1
     ep: int = 1
     zero: int = 0
@@ -288,7 +289,7 @@ def _factor(product: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-NOT_YET = ("ep", "cp")
+NOT_YET: tuple[str, ...] = ()
 
 
 def unsupported(layout: Layout) -> list[str]:

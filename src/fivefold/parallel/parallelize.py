@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.models.init import init_part
-from fivefold.parallel import recompute, tensor
+from fivefold.parallel import context, expert, recompute, tensor
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Pipeline
@@ -30,7 +30,7 @@ class Parallel:
 
     stages: the model, or this rank's pipeline stages of it. positions: (T) of the tokens this rank gets; None: all.
     reductions: sums of gradients besides those of the replicas, called when these have finished. pipeline: what runs
-    the stages, where there is more than one rank of them.
+    the stages, where there is more than one rank of them. balance: of the experts' load, where there are experts.
     """
 
     stages: list[nn.Module]
@@ -38,6 +38,7 @@ class Parallel:
     positions: Tensor | None = None
     reductions: list[Callable[[], None]] = field(default_factory=list)
     pipeline: Pipeline | None = None
+    balance: expert.Balance | None = None
 
 
 def parallelize(recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype, reduce: torch.dtype) -> Parallel:
@@ -47,17 +48,26 @@ def parallelize(recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype, reduce: 
     stages = list(numbered.values())
     table = held(model, layout, mesh.rank)
     found = Parallel(list(stages), [])
+    if model.arch == "moe":
+        found.balance = expert.Balance(stages, mesh, model)
+        for stage in stages:
+            expert.apply(stage, mesh, table)
     if mesh.size("tp") > 1:
         partial = [name for stage in stages for name in tensor.apply(stage, mesh, model, layout.sp)]
         found.reductions.append(tensor.sum_gradients(found.replicas, partial, mesh))
+    if mesh.size("cp") > 1:
+        found.positions = context.positions(model.seq_len, mesh)
+        for stage in stages:
+            context.apply(stage, mesh)
     if mesh.size("pp") > 1:
         found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype)
     for stage in stages:
         recompute.apply(stage, layout.recompute)
     if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
         for stage in stages:
-            for block in stage.blocks.values():
-                block.compile()
+            for number, block in stage.blocks.items():
+                if int(number) not in dict(expert.mixtures(stage)):  # the compiler would break at every choice
+                    block.compile()
     zero, of_stage = None, {}
     if layout.zero and mesh.size("shard") > 1:
         from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
@@ -68,13 +78,16 @@ def parallelize(recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype, reduce: 
         materialize(stage, recipe, table, mesh.device)
     for group in [stages] if share_tied(numbered) else [[stage] for stage in stages]:
         params = {name: p for stage in group for name, p in stage.named_parameters()}
-        replica: Replica
+        experts = {name: params.pop(name) for name in list(params) if layout.ep > 1 and table[name].expert}
+        replicas: list[Replica]
         if zero is not None:
-            replica = zero.Sharded(group, table, layout.zero, mesh.size("pp") > 1)
+            replicas = [zero.Sharded(group, table, layout.zero, mesh.size("pp") > 1)]
         else:
-            replica = DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce)
-        found.replicas.append(replica)
-        of_stage |= {number: [replica] for number, stage in numbered.items() if stage in group}
+            replicas = [DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce)]
+        if experts and (zero is None or mesh.size("eshard") == 1):  # on fewer ranks than the rest, or none
+            replicas.append(DataParallel(experts, table, compute_dtype, mesh.group("edp"), reduce))
+        found.replicas += replicas
+        of_stage |= {number: replicas for number, stage in numbered.items() if stage in group}
     if found.pipeline is not None:
         found.pipeline.replicas = of_stage
         if model.tie_embeddings:
@@ -86,6 +99,8 @@ def materialize(stage: nn.Module, recipe: Recipe, table: dict[str, Part], device
     """Gives a module that is on "meta" memory on the device, and its initial weights."""
     stage.to_empty(device=device)
     with torch.no_grad():
+        for buffer in stage.buffers():
+            buffer.zero_()
         for name, parameter in stage.named_parameters():
             own = getattr(parameter, "to_local", lambda whole=parameter: whole)()  # a DTensor's rows
             own.copy_(init_part(recipe.train.seed, name, recipe.model, table[name], device))

@@ -25,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fivefold.models import LanguageModel
+from fivefold.models.moe import Experts
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding import Part, local_shape
 
@@ -38,15 +40,40 @@ def shard(
     which each rank has its rows. A block is a unit of communication; so is what the module has besides blocks."""
     names = ("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)
     shards = mesh.device_mesh(*names)
+    whole = _shard_experts(stage, mesh, compute_dtype, reduce)
     for block in stage.blocks.values():
-        _shard(block, shards, compute_dtype, reduce)
-    _shard(stage, shards, compute_dtype, reduce)
+        _shard(block, shards, compute_dtype, reduce, whole)
+    _shard(stage, shards, compute_dtype, reduce, whole)
 
 
-def _shard(module: nn.Module, shards: DeviceMesh, compute_dtype: torch.dtype, reduce: torch.dtype) -> None:
+def _shard_experts(
+    stage: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, reduce: torch.dtype
+) -> set[nn.Parameter]:
+    """Experts that are divided between ranks are shared by fewer: those of "eshard". Returns their parameters where
+    that is one rank, which keeps them whole."""
+    if mesh.size("ep") == 1:
+        return set()
+    found = [module for module in stage.modules() if isinstance(module, Experts)]
+    if mesh.size("eshard") == 1:
+        return {parameter for module in found for parameter in module.parameters()}
+    names = ("replicate", "eshard") if mesh.size("replicate") > 1 else ("eshard",)
+    shards = mesh.device_mesh(*names)
+    for module in found:
+        _shard(module, shards, compute_dtype, reduce)
+    return set()
+
+
+def _shard(
+    module: nn.Module,
+    shards: DeviceMesh,
+    compute_dtype: torch.dtype,
+    reduce: torch.dtype,
+    whole: set[nn.Parameter] | None = None,
+) -> None:
+    """whole: parameters of it that stay as they are."""
     # The inputs are not cast: the rotary table stays fp32.
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # a sum: the loop has scaled the losses
     module.set_force_sum_reduction_for_comms(True)
@@ -101,7 +128,8 @@ class Sharded:
         self.defer, self.pipeline = zero == 1 or pipeline, pipeline
         self.roots = [_unit(stage) for stage in stages]
         self.units = [_unit(m) for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
-        self._params = {name: p for stage in stages for name, p in stage.named_parameters()}
+        named = (pair for stage in stages for pair in stage.named_parameters())
+        self._params = {name: p for name, p in named if isinstance(p, DTensor)}  # others are not divided
         self.parts = {name: parts[name] for name in self._params}
         self.masters = {name: rows(p) for name, p in self._params.items()}
         self.gradients: dict[str, Tensor] = {}

@@ -84,6 +84,7 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks) -> bool:
         state.step += 1
         hooks.record(
             {"step": state.step, "loss": loss, "grad_norm": norm, "lr": lr, "data_wait_s": waited}
+            | (state.parallel.balance.figures if state.parallel.balance else {})
             | {"step_s": time.perf_counter() - began}
         )
         diverged, last = state.skipped >= MAX_SKIPPED, state.step == train.steps
@@ -122,6 +123,8 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
 
     for replica in parallel.replicas:
         replica.start_step()
+    if parallel.balance is not None:
+        parallel.balance.start_step(scale)
     if parallel.pipeline is not None:
         total = parallel.pipeline.forward_backward(microbatches, scale, seeds, parallel.positions)
     else:
@@ -138,6 +141,8 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
         replica.finish()
     for reduction in parallel.reductions:
         reduction()
+    if parallel.balance is not None:
+        parallel.balance.finish()
     return total * scale * counted_once(mesh)
 
 
@@ -185,6 +190,8 @@ def update(state: State, optim: OptimSection, norm: float, steps: int) -> float:
     state.optimizer.step()
     for replica in state.parallel.replicas:
         replica.refresh()
+    if state.parallel.balance is not None:
+        state.parallel.balance.update()
     return lr
 
 
