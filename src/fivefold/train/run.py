@@ -28,6 +28,7 @@ from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.optim import MOMENTS, build_adamw, load_state, state_tensors
+from fivefold.parallel.context import take
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize
@@ -308,7 +309,7 @@ def _reader(job: Job, mesh: Mesh, start: int) -> Iterator[Callable[[], tuple[lis
 def share_of(
     batches: BatchSource, i: int, size: int, microbatch: int, mesh: Mesh, equal: bool = False
 ) -> list[Microbatch]:
-    """This rank's rows of global batch i, of `size` rows, in microbatches on its device.
+    """This rank's rows of global batch i, of `size` rows, and its columns of them, in microbatches on its device.
 
     equal: all ranks get equally many microbatches, all of them full, filled up with rows that do not count. Where ranks
     compute a model together, one that has nothing to do still has to take part.
@@ -321,7 +322,7 @@ def share_of(
         parts += [range(0)] * (-(-most // microbatch) - len(parts))
     found = []
     for rows in parts:
-        inputs, targets = (_tensor(x, mesh.device) for x in batches.batch(i, rows or range(1)))
+        inputs, targets = (take(_tensor(x, mesh.device), mesh) for x in batches.batch(i, rows or range(1)))
         found.append(_fill(inputs, targets, len(rows), microbatch) if equal else (inputs, targets))
     return found
 
@@ -467,9 +468,10 @@ def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[store.Piece]:
 
 
 def _buffers(state: State) -> list[store.Piece]:
-    """Buffers are equal on all ranks; rank 0 writes them."""
+    """Buffers are equal on all ranks that have them; the first of each pipeline stage writes them."""
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
-    return store.whole_pieces(buffers) if state.mesh.rank == 0 else []
+    first = state.mesh.index("batch") == 0 and state.mesh.index("tp") == 0
+    return store.whole_pieces(buffers) if first else []
 
 
 def _validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | None]:
