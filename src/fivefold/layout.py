@@ -70,6 +70,11 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def divided(self) -> bool:
+        """Whether no rank holds and computes the whole model by itself."""
+        return self.ranks > self.dp_replicate or self.ep > 1
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Size of each axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}

@@ -59,7 +59,7 @@ def clip_(replicas: Iterable[Replica], max_norm: float, mesh: Mesh) -> float:
     A norm that is not finite leaves the gradient as it is: the caller decides. (Clipping: arXiv 1211.5063.)
     """
     replicas = list(replicas)
-    divided = mesh.layout.ranks > mesh.layout.dp_replicate or mesh.layout.ep > 1
+    divided = mesh.layout.divided
     owned = [r.gradients[n] for r in replicas for n in r.gradients if not divided or r.parts[n].owned]
     owned = [g for g in owned if g.numel()]
     norms = torch._foreach_norm(owned) if owned else []

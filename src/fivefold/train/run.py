@@ -35,7 +35,7 @@ from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.recipe import Recipe, count_parameters, to_toml, tokens_per_step
-from fivefold.sharding import Part, boxes, local_shape, whole
+from fivefold.sharding import Part, boxes, held, local_shape, size_of, whole
 from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.interrupt import Interrupt
 from fivefold.train.loop import Hooks, Microbatch, State, evaluate, train_loop
@@ -130,8 +130,8 @@ def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -
 
 def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
     """Refuses a model whose states alone are larger than the machine."""
-    shared = layout.tp * layout.pp * (layout.dp_shard * layout.cp if layout.zero else 1)
-    needed = 16 * count_parameters(recipe.model) / shared  # fp32: weight, gradient, two moments
+    kept = sum(size_of(part.keeps) for part in held(recipe.model, layout, ranks.rank).values())
+    needed = 16 * kept  # fp32: weight, gradient, two moments
     if needed * ranks.local_world > memory_bytes():
         raise UserError(
             f"the model needs at least {needed / 2**30:,.1f} GiB a rank (16 bytes a parameter) for {ranks.local_world} "
@@ -150,7 +150,7 @@ def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch
         raise UserError(
             f"the module has frozen parameters ({', '.join(frozen[:3])}): this version trains all or none"
         )
-    if mesh.layout.ranks != mesh.layout.dp_replicate:
+    if mesh.layout.divided:
         raise UserError(
             "a module of your own trains on replicas only: nobody knows how to divide it. Use --layout dp=N"
         )
@@ -414,7 +414,7 @@ def _whole_model(state: State, job: Job, step: int) -> nn.Module:
         UserError: the model is divided, and this step is not saved or the model too large for one rank.
     """
     layout = state.mesh.layout
-    if layout.ranks == layout.dp_replicate:
+    if not layout.divided:
         return state.module
     if store.folder_of(job.out, step) not in store.checkpoints(job.out):
         raise UserError("the ranks divide the model, and only steps that are saved write samples then")
@@ -485,7 +485,7 @@ def _validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | No
         size = min(size, batches.sequences)
         if job.data.tokenizer is not None and recipe.model.arch != "bert":
             token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=mesh.device)
-    together = mesh.layout.ranks > mesh.layout.dp_replicate
+    together = mesh.layout.divided
     share = share_of(batches, 0, size, recipe.train.microbatch_size or 1, mesh, equal=together)
     return share, token_bytes
 
