@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,7 @@ from collectives import Collectives
 from ranks import run_ranks
 from torch import Tensor
 
-from fivefold.data import NOT_COUNTED
 from fivefold.layout import Layout
-from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
@@ -171,10 +168,14 @@ def test_gradients_sent_in_bf16() -> None:
 def sent(rank: int, world: int, recipe: Recipe, microbatches: int) -> dict[tuple[str, str], list[int]]:
     """What the second step sends, without clipping."""
     state = state_on(rank, world, recipe)
-    for step in range(2):
-        with Collectives(state.mesh) as counter:
-            forward_backward(state, share(state, recipe, microbatches), 0)
-            update(state, recipe.optim, 1.0, 10)
+
+    def step() -> None:
+        forward_backward(state, share(state, recipe, microbatches), 0)
+        update(state, recipe.optim, 1.0, 10)
+
+    step()
+    with Collectives(state.mesh) as counter:
+        step()
     return counter.found
 
 
