@@ -218,6 +218,12 @@ def describe(layout: Layout) -> str:
     return ", ".join(words)
 
 
+def equation(layout: Layout) -> str:
+    """`pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 2 = 8 ranks`."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items())
+    return f"{axes} = {layout.ranks} rank{'s' * (layout.ranks > 1)}"
+
+
 def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     """What is wrong with a layout whatever the model: (fields, message) pairs."""
     if layout.dp_shard > 1 and layout.zero == 0:
@@ -255,8 +261,8 @@ def validate(layout: Layout, ranks: int) -> None:
     """
     found = [message for _, message in problems(layout)]
     if layout.ranks != ranks:
-        equation = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items())
-        found.insert(0, f"{equation} = {layout.ranks}, but there are {ranks} ranks")
+        product = equation(layout).removesuffix("s").removesuffix(" rank")
+        found.insert(0, f"{product}, but there are {ranks} ranks")
     if found:
         near = " or ".join(to_text(candidate) for candidate in nearest(layout, ranks))
         raise UserError(

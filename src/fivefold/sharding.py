@@ -230,6 +230,16 @@ def _part(shape: Shape, cut: Cut | None, layout: Layout, rank: int) -> Part:
     return Part(shape, computes, narrow(computes, 0, start, stop), owned and first["replicate"], expert)
 
 
+def token_spans(layout: Layout, T: int, index: int) -> list[Span]:
+    """The parts [start, stop) of a sequence of T tokens that rank `index` of the context axis has, in order: a chunk
+    from the front and its mirror image from the back, or one chunk for `ulysses`, where all see equally much."""
+    c = layout.cp
+    if layout.cp_method == "ulysses":
+        return [(T // c * index, T // c * (index + 1))]
+    n = T // (2 * c)
+    return [(n * i, n * (i + 1)) for i in (index, 2 * c - 1 - index)]
+
+
 def chunk(size: int, index: int, ranks: int) -> Span:
     """Rows of shard `index` when `size` rows are divided as FSDP2 does: chunks of equal size, rounded up, of which
     the last may be smaller or empty."""
@@ -251,7 +261,7 @@ def divide(ranges: Ranges, cut: Cut, index: int, ranks: int) -> Ranges:
         spans.append((start + size // ranks * index, start + size // ranks * (index + 1)))
         start += size
     assert start == ranges[cut.dim][0][1], "the sections are the dim"
-    return (*ranges[: cut.dim], _joined(spans), *ranges[cut.dim + 1 :])
+    return (*ranges[: cut.dim], joined(spans), *ranges[cut.dim + 1 :])
 
 
 def narrow(ranges: Ranges, dim: int, start: int, stop: int) -> Ranges:
@@ -287,7 +297,7 @@ def boxes(ranges: Ranges) -> Iterator[tuple[tuple[slice, ...], tuple[Span, ...]]
         yield tuple(where for where, _ in combination), tuple(box for _, box in combination)
 
 
-def _joined(spans: list[Span]) -> tuple[Span, ...]:
+def joined(spans: list[Span]) -> tuple[Span, ...]:
     """Neighbouring spans as one."""
     out: list[Span] = []
     for start, stop in spans:

@@ -1,0 +1,71 @@
+"""Which rank holds what, as data: for the pictures of a layout. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.layout import Layout, index_in
+from fivefold.recipe import Recipe
+from fivefold.sharding import Span, held, joined, size_of, stage_blocks, stages_of, token_spans
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank computes and keeps.
+
+    stages: numbers of its pipeline stages, and blocks of each. first, last: whether the model's beginning and end are
+    among them. tensor: its part of every matrix that is cut, (index, of how many). shard: its part of the states that
+    ranks share. rows: sequences of the global batch [start, stop). tokens: spans of each sequence. experts: their
+    numbers, None without experts. computes, keeps: numbers of parameters.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    stages: dict[int, range]
+    first: bool
+    last: bool
+    tensor: tuple[int, int]
+    shard: tuple[int, int]
+    rows: Span
+    tokens: tuple[Span, ...]
+    experts: range | None
+    computes: int
+    keeps: int
+
+
+def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
+    """What a rank of a resolved recipe holds."""
+    model, T = recipe.model, recipe.model.seq_len
+    blocks = stage_blocks(model, layout) if layout.pp > 1 else (range(model.layers),)
+    mine = stages_of(layout, index_in(layout, "pp", rank))
+    parts = held(model, layout, rank)
+    sequences, dp = recipe.train.global_batch_size, index_in(layout, "dp", rank)
+    experts = getattr(model, "experts", None) if model.arch == "moe" else None
+    ep = index_in(layout, "ep", rank)
+    return Holding(
+        rank=rank,
+        coordinates=layout.coordinates(rank),
+        stages={stage: blocks[stage] for stage in mine},
+        first=0 in mine,
+        last=len(blocks) - 1 in mine,
+        tensor=(index_in(layout, "tp", rank), layout.tp),
+        shard=(index_in(layout, "shard", rank), layout.dp_shard * layout.cp) if layout.zero else (0, 1),
+        rows=(sequences * dp // layout.dp, sequences * (dp + 1) // layout.dp),
+        tokens=joined(token_spans(layout, T, index_in(layout, "cp", rank))) if layout.cp > 1 else ((0, T),),
+        experts=range(experts * ep // layout.ep, experts * (ep + 1) // layout.ep) if experts else None,
+        computes=sum(size_of(part.computes) for part in parts.values()),
+        keeps=sum(size_of(part.keeps) for part in parts.values()),
+    )
+
+
+def stage_words(found: Holding) -> str:
+    """`embedding, blocks 0-2`."""
+    words = ["embedding"] if found.first else []
+    words += [f"block{'s' * (len(b) > 1)} {span_words((b.start, b.stop))}" for b in found.stages.values()]
+    return ", ".join([*words, "head"] if found.last else words)
+
+
+def span_words(span: Span) -> str:
+    """[start, stop) as `start-last`, or one number."""
+    start, stop = span
+    return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
