@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,9 @@ from fivefold.models import LanguageModel
 from fivefold.models.moe import Experts
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding import Part, local_shape
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def shard(
@@ -145,8 +149,10 @@ class Sharded:
     def start_step(self) -> None:
         """Forgets the gradients of the last step, and frees their memory."""
         self.gradients.clear()
-        for name, parameter in self._params.items():
-            self.masters[name].grad = parameter.grad = None
+        for name, same in self._params.items():
+            self.masters[name].grad = None
+            for parameter in same:
+                parameter.grad = None
         for root in self.roots:
             root.set_requires_gradient_sync(not self.defer)
             root.set_requires_all_reduce(False)
@@ -159,7 +165,7 @@ class Sharded:
     def collect(self) -> None:
         """Takes gradients that no backward through the module has made: a pipeline's separate weight gradients."""
         for unit in self.units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in _groups(unit):
                 group.post_backward()
 
     def finish(self) -> None:
@@ -180,14 +186,21 @@ class Sharded:
         for unit in self.units:
             unit.reshard()
 
+    def _share(self, same: list[DTensor]) -> None:
+        """Gives one memory to parameters that are one: a tied embedding, where a rank has the first and last stage."""
+        owners = {id(p.sharded_param): p for unit in self.units for g in _groups(unit) for p in g.fsdp_params}
+        for parameter in same[1:]:
+            owners[id(parameter)]._sharded_param_data = owners[id(same[0])]._sharded_param_data
+            parameter._local_tensor = same[0]._local_tensor
+
     def close(self) -> None:
         """Nothing: a module that was built divided is not used apart from this."""
 
 
-def rows(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, as a plain tensor of the same memory."""
+def rows(tensor: DTensor) -> Tensor:
+    """This rank's rows, as a plain tensor of the same memory."""
     with torch.no_grad():
-        return tensor.to_local().detach()  # pyright: ignore[reportAttributeAccessIssue]
+        return tensor.to_local().detach()
 
 
 def _unit(module: nn.Module) -> FSDPModule:
@@ -195,12 +208,22 @@ def _unit(module: nn.Module) -> FSDPModule:
     return module
 
 
+def _units(unit: FSDPModule) -> list[FSDPModule]:
+    """The units of communication in one, itself the first."""
+    assert isinstance(unit, nn.Module)
+    return [module for module in unit.modules() if isinstance(module, FSDPModule)]
+
+
+def _groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    return unit._get_fsdp_state()._fsdp_param_groups
+
+
 def _prefetch(stage: LanguageModel) -> None:
     """While a block computes, the weights of the one that comes next are on their way."""
     root, blocks = _unit(stage), [_unit(block) for block in stage.blocks.values()]
     for before, after in pairwise([root, *blocks]):
-        before.set_modules_to_forward_prefetch([after])
+        before.set_modules_to_forward_prefetch(_units(after))
     for before, after in pairwise([*blocks, root]):
-        after.set_modules_to_backward_prefetch([before])
+        after.set_modules_to_backward_prefetch(_units(before))
     if next(stage.parameters()).device.type == "cpu":  # on GPUs streams do it
         root._set_unshard_async_op(True)
