@@ -48,6 +48,8 @@ def attach(stage: nn.Module, later: Later) -> None:
     for module in stage.modules():
         if isinstance(module, Linear):
             module.forward = partial(_linear, module, later)
+        elif hasattr(module, "later"):  # a layer that does it by itself
+            module.later = later  # pyright: ignore[reportArgumentType]
 
 
 def _linear(module: Linear, later: Later, input: Tensor) -> Tensor:
@@ -68,23 +70,23 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (x, weight), dy, dweight = ctx.saved_tensors, grads[0], None
-        if ctx.later.queue is None:
-            dweight = weight_gradient(dy, x)
-        else:
-            ctx.later.queue.append(partial(add_weight_gradient, weight, dy, x))
+        (x, weight), dy = ctx.saved_tensors, grads[0]
+        dweight = weight_gradient(ctx.later, weight, dy, x)
         dx = torch.matmul(dy, weight) if ctx.needs_input_grad[0] else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy (..., F), x (..., D) -> dy^T x, (F, D)."""
-    return dy.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-def add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Adds dy^T x to the gradient of a parameter, through autograd: hooks on the parameter see it.
+def weight_gradient(later: Later | None, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """dy^T x, for a layer's backward to return; None where `later` collects, and has got the work.
 
     weight (F, D), a parameter; dy (..., F); x (..., D).
     """
-    torch.autograd.backward(weight, weight_gradient(dy, x))
+    if later is None or later.queue is None:
+        return dy.flatten(0, -2).t() @ x.flatten(0, -2)
+    later.queue.append(partial(_add_weight_gradient, weight, dy, x))
+    return None
+
+
+def _add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Through autograd: hooks on the parameter see the gradient."""
+    torch.autograd.backward(weight, dy.flatten(0, -2).t() @ x.flatten(0, -2))

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from fivefold import kernels
 from fivefold.models.layers import AttentionCore, Embedding, Linear, Output
 from fivefold.models.model import LanguageModel
+from fivefold.parallel.later import Later, weight_gradient
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.sequence import TensorAxis, Whole, piece, start_gather
@@ -120,9 +121,10 @@ class ColumnLinear(nn.Module):
     def __init__(self, linear: Linear, axis: TensorAxis):
         super().__init__()
         self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.later: Later | None = None  # set where a pipeline computes weight gradients apart
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.weight, self.bias, self.axis)
+        return _Column.apply(x, self.weight, self.bias, self.axis, self.later)
 
 
 class RowLinear(nn.Module):
@@ -132,18 +134,21 @@ class RowLinear(nn.Module):
     def __init__(self, linear: Linear, axis: TensorAxis):
         super().__init__()
         self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.later: Later | None = None  # set where a pipeline computes weight gradients apart
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Row.apply(x, self.weight, self.bias, self.axis)
+        return _Row.apply(x, self.weight, self.bias, self.axis, self.later)
 
 
 class _Column(Function):
     """With sp it is the piece that is kept for backward, and gathered again there while dx is computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, later: Later | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.has_bias = axis, bias is not None
+        ctx.axis, ctx.has_bias, ctx.later = axis, bias is not None, later
         return kernels.linear(start_gather(x, axis)() if axis.sp else x, weight, bias)
 
     @staticmethod
@@ -154,16 +159,18 @@ class _Column(Function):
         dx = torch.matmul(dy, weight)
         x = whole()
         dx = axis.start_sum(dx)  # while it runs, the gradients that need no communication
-        dweight = dy.flatten(0, 1).t() @ x.flatten(0, 1)
+        dweight = weight_gradient(ctx.later, weight, dy, x)
         dbias = dy.sum((0, 1)) if ctx.has_bias else None
-        return dx(), dweight, dbias, None
+        return dx(), dweight, dbias, None, None
 
 
 class _Row(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, later: Later | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.has_bias = axis, bias is not None
+        ctx.axis, ctx.has_bias, ctx.later = axis, bias is not None, later
         y = axis.start_sum(kernels.linear(x, weight))()
         return y if bias is None else y.add_(bias)
 
@@ -174,7 +181,7 @@ class _Row(Function):
         dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp of this piece
         if axis.sp:
             dy = start_gather(dy, axis)()
-        return torch.matmul(dy, weight), dy.flatten(0, 1).t() @ x.flatten(0, 1), dbias, None
+        return torch.matmul(dy, weight), weight_gradient(ctx.later, weight, dy, x), dbias, None, None
 
 
 class PiecePositions(nn.Module):
