@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fivefold.layout import Layout, problems, stages_of_a_rank
-from fivefold.schedules.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
     from fivefold.recipe.schema import ModelSection, Recipe
@@ -276,13 +275,4 @@ def _pipeline(recipe: Recipe) -> Iterator[Contradiction]:
             {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
             f"layout.pp = {layout.pp} x {name} {a_rank} = {layout.pp * a_rank} stages, more than model.layers = "
             f"{model.layers}: each has at least one. Nearest valid: layout.pp = {fitting}",
-        )
-    tied = model.arch in ("gpt2", "bert") if model.tie_embeddings is None else model.tie_embeddings
-    turns = SCHEDULES[layout.schedule].placement == "v"
-    if layout.pp > 1 and turns and tied and layout.zero and layout.dp_shard * layout.cp > 1:
-        yield (
-            {"layout.schedule", "layout.zero", "model.tie_embeddings"},
-            f"layout.schedule = {layout.schedule} puts the first and the last stage on one rank; with layout.zero = "
-            f"{layout.zero} they cannot share the tied embedding. Nearest valid: layout.schedule = zb_h1, layout.zero "
-            "= 0, or model.tie_embeddings = false",
         )
