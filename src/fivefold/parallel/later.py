@@ -63,14 +63,15 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, later: Later) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # itself: where activations are recomputed, a saved one would come back as a copy
         ctx.later, ctx.has_bias = later, bias is not None
         return kernels.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (x, weight), dy = ctx.saved_tensors, grads[0]
+        (x,), weight, dy = ctx.saved_tensors, ctx.weight, grads[0]
         dweight = weight_gradient(ctx.later, weight, dy, x)
         dx = torch.matmul(dy, weight) if ctx.needs_input_grad[0] else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None
@@ -79,7 +80,7 @@ class _Linear(Function):
 def weight_gradient(later: Later | None, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """dy^T x, for a layer's backward to return; None where `later` collects, and has got the work.
 
-    weight (F, D), a parameter; dy (..., F); x (..., D).
+    weight (F, D), the parameter itself; dy (..., F); x (..., D).
     """
     if later is None or later.queue is None:
         return dy.flatten(0, -2).t() @ x.flatten(0, -2)

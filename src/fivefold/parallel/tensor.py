@@ -14,6 +14,7 @@ Legend: B batch, T sequence, D input features, F output features.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection, sp: bool) -> li
             stage.set_submodule(name, VocabularyEmbedding(module, axis))
         elif isinstance(module, Linear) and cut is not None and cut.kind in ("column", "row"):
             kind = ColumnLinear if cut.kind == "column" else RowLinear
-            stage.set_submodule(name, kind(module, axis))
+            attends = hasattr(stage.get_submodule(name.rpartition(".")[0]), "core")
+            stage.set_submodule(name, kind(module, replace(axis, ordered=attends)))
     replicated = _outside_blocks(stage, axis)
     _cut_parameters(
         stage, {n: p.computes for n, p in parts(model, mesh.layout, mesh.rank).items() if n in table}
@@ -74,7 +76,7 @@ def _outside_blocks(stage: LanguageModel, axis: TensorAxis) -> tuple[str, ...]:
         ):  # BERT's head picks masked tokens, unevenly many in each piece: it works on the whole
             stage.select = WholeFirst(select, axis)
             output, replicated = (
-                TensorAxis(axis.group, axis.size, axis.index, sp=False),
+                replace(axis, sp=False),
                 ("transform.", "norm."),
             )
     assert type(stage.output) is Output, "replaced before"
@@ -147,14 +149,14 @@ class _Column(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, later: Later | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.has_bias, ctx.later = axis, bias is not None, later
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.axis, ctx.has_bias, ctx.later = weight, axis, bias is not None, later
         return kernels.linear(start_gather(x, axis)() if axis.sp else x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (x, weight), axis, dy = ctx.saved_tensors, ctx.axis, grads[0].contiguous()
+        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
         whole = start_gather(x, axis) if axis.sp else lambda: x
         dx = torch.matmul(dy, weight)
         x = whole()
@@ -169,15 +171,15 @@ class _Row(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, later: Later | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.has_bias, ctx.later = axis, bias is not None, later
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.axis, ctx.has_bias, ctx.later = weight, axis, bias is not None, later
         y = axis.start_sum(kernels.linear(x, weight))()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (x, weight), axis, dy = ctx.saved_tensors, ctx.axis, grads[0].contiguous()
+        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
         dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp of this piece
         if axis.sp:
             dy = start_gather(dy, axis)()
