@@ -185,6 +185,8 @@ def stage_costs(model: ModelSection) -> tuple[list[float], float, float]:
     blocks, head = [attention] * model.layers, 0.0
     for name, shape in parameters(model).items():
         product = 6.0 * math.prod(shape) if len(shape) > 1 else 0.0
+        if ".experts." in name:  # of which a token uses some
+            product *= (model.experts_per_token or 0) / (model.experts or 1)
         if name.startswith("blocks."):
             blocks[int(name.split(".")[1])] += product
         elif not name.startswith("embed") or (name == TIED and model.tie_embeddings):
