@@ -15,7 +15,7 @@ GIB = 2**30
 GB = 1e9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, so that prices can be cached
 class Device:
     """One accelerator.
 

@@ -12,9 +12,9 @@ from typing import Any
 from fivefold.layout import Layout
 from fivefold.plan import operations
 from fivefold.plan.operations import Sizes
-from fivefold.plan.software import Software, States
+from fivefold.plan.software import Partition, Software, States
 from fivefold.recipe.schema import ModelSection
-from fivefold.schedules.pipeline import Schedule, build, peak_live
+from fivefold.schedules.pipeline import Schedule, build, peak_live, stages_a_rank
 from fivefold.sharding import TIED, cuts, parameters, stage_blocks, stages_of
 
 RESERVE = 1.5 * 2**30
@@ -97,10 +97,10 @@ def count(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements
     return blocks, before, behind, kinds[TIED] if model.tie_embeddings else Elements()
 
 
-def rank_elements(model: ModelSection, layout: Layout) -> list[Elements]:
+def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balanced") -> list[Elements]:
     """Elements on the ranks of each position in the pipeline."""
-    blocks, before, behind, tied = _counted(model, layout)
-    by_stage = stages(model, layout)
+    blocks, before, behind, tied = elements(model, layout)
+    by_stage = stages(model, layout, how)
     found = []
     for position in range(layout.pp):
         total, mine = Elements(), stages_of(layout, position)
@@ -123,7 +123,7 @@ def activations(
     kinds = {mixed: operations.block(sizes, software, mixed) for mixed in (False, True)}
     first, last = operations.begin(sizes, software), operations.end(sizes, software)
     keeps = {m: operations.kept(ops, layout.recompute, software) for m, ops in kinds.items()}
-    by_stage = stages(model, layout)
+    by_stage = stages(model, layout, software.partition)
     stage_bytes = [sum(keeps[operations.is_mixed(model, i)] for i in part) for part in by_stage]
     stage_bytes[0] += operations.kept(first, layout.recompute, software)
     stage_bytes[-1] += operations.kept(last, "none", software)
@@ -145,7 +145,7 @@ def activations(
 
 def buffers(model: ModelSection, layout: Layout, own: Elements, b: States) -> float:
     """Weights that ZeRO gathers and gradients on their way: two blocks are there at once."""
-    blocks, before, behind, _ = _counted(model, layout)
+    blocks, before, behind, _ = elements(model, layout)
     largest = max(block.computes for block in blocks)
     shards = layout.dp_shard * layout.cp
     if not layout.zero or shards == 1:
@@ -171,7 +171,7 @@ def predict(
     schedule = live_schedule(layout, microbatches)
     found = []
     acts = activations(model, layout, sizes, software, schedule)
-    for own, kept in zip(rank_elements(model, layout), acts, strict=True):
+    for own, kept in zip(rank_elements(model, layout, software.partition), acts, strict=True):
         weights, gradients, optimizer = state_bytes(b, layout.zero, own.computes, own.keeps)
         found.append(Memory(weights, gradients, optimizer, kept, buffers(model, layout, own, b) + extra))
     return found
@@ -193,17 +193,39 @@ def schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> S
     return build(name, ranks, microbatches, virtual_stages)
 
 
-def stages(model: ModelSection, layout: Layout) -> Sequence[range]:
+def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> Sequence[range]:
+    """The blocks of each stage: as the trainer cuts them, or as others do (see `software.Partition`)."""
     hashed: Any = model  # frozen: pydantic gives it a hash
-    return _stages_of(hashed, layout.pp, layout.schedule if layout.pp > 1 else "1f1b", layout.virtual_stages)
+    name = layout.schedule if layout.pp > 1 else "1f1b"
+    return _stages_of(hashed, layout.pp, name, layout.virtual_stages, how)
 
 
 @lru_cache(maxsize=4096)
-def _stages_of(model: ModelSection, pp: int, name: str, virtual_stages: int) -> tuple[range, ...]:
-    return stage_blocks(model, Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
+def _stages_of(
+    model: ModelSection, pp: int, name: str, virtual_stages: int, how: Partition
+) -> Sequence[range]:
+    if how == "balanced":
+        return stage_blocks(model, Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
+    count = pp * stages_a_rank(name, virtual_stages) if pp > 1 else 1
+    if how == "even":
+        each = model.layers / count
+        return tuple(range(round(i * each), round((i + 1) * each)) for i in range(count))
+    return _greedy(model, count)
 
 
-def _counted(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements, Elements, Elements]:
+def _greedy(model: ModelSection, stages: int) -> tuple[range, ...]:
+    """Stages are filled in order, each until it exceeds its share of the weights in products, output layer included."""
+    layer = sum(math.prod(s) for n, s in parameters(model).items() if n.startswith("blocks.0.") and len(s) > 1)
+    total = layer * model.layers + (model.vocab_size or 0) * model.dim
+    found, start = [], 0
+    for stage in range(stages - 1):
+        stop = min(model.layers, math.floor(total * (stage + 1) / stages / layer) + 1)
+        found.append(range(start, max(start, stop)))
+        start = max(start, stop)
+    return (*found, range(start, model.layers))
+
+
+def elements(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements, Elements, Elements]:
     shards = layout.dp_shard * layout.cp if layout.zero else 1
     hashed: Any = model
     return _count(hashed, layout.tp, layout.ep, shards, layout.zero > 0)

@@ -64,7 +64,7 @@ class Operation:
 
     attention: FLOPs of fused attention in forward. forward, backward: bytes moved by element-wise work. kernels: how
     many are started in forward. part: what recomputes it ("core" and "inner" as in `Saved`; "": only "full").
-    workspace: bytes that its backward holds besides what is saved.
+    workspace: bytes that its backward holds besides what is saved. random: numbers drawn in forward, for dropout.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Operation:
     saved: tuple[Saved, ...] = ()
     part: Literal["", "core", "inner"] = ""
     workspace: float = 0.0
+    random: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,11 @@ def _norm(name: str, s: Sizes, software: Software, role: Role, keep_output: bool
     return Operation(name, None, 0.0, forward * n * D * e, backward * n * D * e, kernels, saved=tuple(saved))
 
 
+def _bias(model: ModelSection, features: float, rows: float, e: float) -> float:
+    """Bytes read for the gradient of a bias."""
+    return rows * features * e if model.arch in ("gpt2", "bert") else 0.0
+
+
 def _add(name: str, s: Sizes, software: Software, mask: float) -> Operation:
     """Bias, dropout and the residual stream."""
     D, e, n = s.model.dim, s.e, s.n
@@ -218,7 +224,7 @@ def _add(name: str, s: Sizes, software: Software, mask: float) -> Operation:
     saved = (Saved(f"{name} mask", mask, "stream"),) if mask else ()
     forward = 3 * n * D * e * passes + mask
     backward = 3 * n * D * e + (2 * n * D * e + mask if mask else 0.0)
-    return Operation(name, None, 0.0, forward, backward, 1, saved=saved)
+    return Operation(name, None, 0.0, forward, backward, 1, saved=saved, random=mask)
 
 
 def _attention(s: Sizes, software: Software) -> list[Operation]:
@@ -230,6 +236,7 @@ def _attention(s: Sizes, software: Software) -> list[Operation]:
     product = Operation(
         "qkv",
         Matmul(N, qkv, D),
+        backward=_bias(s.model, qkv, N, e),
         sent_forward=into,
         sent_backward=back,
         saved=(Saved("qkv", N * qkv * e, "product"),),
@@ -262,6 +269,7 @@ def _attention(s: Sizes, software: Software) -> list[Operation]:
         Operation(
             "attention out",
             Matmul(N, D, D / s.tp),
+            backward=_bias(s.model, D, N, e),
             sent_forward=out,
             sent_backward=out_back,
             saved=(Saved("attention output", N * D / s.tp * e, "inner"),),
@@ -281,7 +289,11 @@ def _plain_attention(s: Sizes, software: Software, causal: float) -> list[Operat
     product = Matmul(T / s.cp, T, d, s.B * H, weight=False)
     softmax = (1 + causal) * scores * e
     dropout = (2 * e + 1) * scores if drop else 0.0
+    # The bias of queries, keys and values is a pass of its own, and the heads' outputs are put side by side; in backward
+    # the three gradients are put into one.
+    moved = 2 * s.N * (s.qkv + s.model.dim / s.tp) * e
     return [
+        Operation("bias and order of heads", None, 0.0, moved, moved, 2),
         Operation("scores", product, part="core"),
         Operation(
             "softmax",
@@ -293,6 +305,7 @@ def _plain_attention(s: Sizes, software: Software, causal: float) -> list[Operat
             saved=tuple(probabilities),
             part="core",
             workspace=2 * scores * e,
+            random=scores if drop else 0.0,
         ),
         Operation("values", Matmul(T / s.cp, d, T, s.B * H, weight=False), part="core"),
     ]
@@ -312,6 +325,7 @@ def _feed_forward(s: Sizes, software: Software) -> list[Operation]:
         Operation(
             "up",
             Matmul(N, wide, D),
+            backward=_bias(s.model, wide, N, e),
             sent_forward=into,
             sent_backward=back,
             saved=(Saved("up", N * wide * e, "product"),),
@@ -327,7 +341,7 @@ def _feed_forward(s: Sizes, software: Software) -> list[Operation]:
             part="inner",
             workspace=N * (wide + F) * e,
         ),
-        Operation("down", Matmul(N, D, F), sent_forward=out, sent_backward=out_back),
+        Operation("down", Matmul(N, D, F), backward=_bias(s.model, D, N, e), sent_forward=out, sent_backward=out_back),
     ]
 
 

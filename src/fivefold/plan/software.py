@@ -22,6 +22,11 @@ class States:
     reduce: float = 4
 
     @property
+    def working_sent(self) -> float:
+        """Bytes of a gathered weight."""
+        return self.working or self.master
+
+    @property
     def optimizer(self) -> float:
         """What ZeRO 1 shares: masters and moments."""
         return self.master + self.moments
@@ -35,6 +40,11 @@ PAPER = States(working=2, master=4, gradient=2, moments=8, reduce=2)
 """The mixed precision of the ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes."""
 
 
+Partition = Literal["balanced", "even", "greedy"]
+"""How blocks are divided between pipeline stages: so that the costliest costs least (ours); equally many each (Megatron);
+filled in order up to each one's share of the weights, the output layer counted (nanotron)."""
+
+
 @dataclass(frozen=True)
 class Software:
     """How a program computes.
@@ -44,7 +54,8 @@ class Software:
     follows its first matrix product (parallel/recompute.py). fused: element-wise operations that follow one another are
     one pass over memory. loss: logits exist by "chunks"; or whole, in the compute dtype ("fused": the gradient takes
     their place) or with fp32 copies ("plain"). overlap_data: gradients are summed, and shards gathered, while others
-    compute. kernel: seconds between two kernels of the device. host: seconds the processor takes to issue a block's
+    compute. overlap_pipeline: so are transfers between stages. scatters_transfers: each
+    tensor-parallel rank sends its part of what all have, which they gather on the other side. partition: how blocks are divided between stages. kernel: seconds between two kernels of the device. host: seconds the processor takes to issue a block's
     forward (`host_tensor` more for each of its collectives), and as long to issue its backward. step: seconds a step
     besides. optimizer_passes: how often an unfused optimizer goes over its memory.
     """
@@ -57,6 +68,9 @@ class Software:
     loss: Literal["chunks", "fused", "plain"] = "chunks"
     chunk_bytes: float = 16 * 2**20
     overlap_data: bool = True
+    overlap_pipeline: bool = True
+    scatters_transfers: bool = False
+    partition: Partition = "balanced"
     kernel: float = 1.5e-6
     host: float = 0.3e-3
     host_tensor: float = 0.0

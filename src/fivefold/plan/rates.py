@@ -1,0 +1,50 @@
+"""Seconds of single operations on a device, from what the device is: tiles and waves, bytes and bandwidth."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from fivefold.plan.clusters import Device
+from fivefold.plan.operations import Matmul
+
+# Tiles of a product's result that one processor computes at once, and the share of the best rate that each reaches:
+# a smaller one reads its factors more often.
+TILES = (((256, 128), 1.0), ((128, 256), 1.0), ((128, 128), 0.92), ((64, 128), 0.75), ((64, 64), 0.6))
+FILL = 128  # of the inner dim: what starting a tile and writing its result take
+SHORT = 500  # tokens: attention reaches half its rate on sequences this long (arXiv 2307.08691, figure 5)
+
+
+@lru_cache(maxsize=100_000)
+def matmul(product: Matmul, device: Device, dtype: str, e: float) -> float:
+    """Seconds of `product.count` products: whole waves of tiles over the processors, or the bytes that move."""
+    m, n, k = product.m, product.n, product.k
+    rate = device.peak[dtype] * device.matmul / device.units
+    waves = math.inf
+    for (rows, columns), share in TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * product.count
+        split = 1
+        if tiles < device.units / 2:  # the inner dim is divided between processors
+            split = min(math.floor(device.units / tiles), max(1, math.floor(k / 512)))
+        wave = 2 * rows * columns * (k / split + FILL) / (rate * share)
+        waves = min(waves, math.ceil(tiles * split / device.units) * wave)
+    moved = product.count * (m * k + k * n + m * n) * e / (device.bandwidth * device.streaming)
+    return max(waves, moved)
+
+
+def attention(flops: float, tokens: float, head: float, device: Device, dtype: str, backward: bool) -> float:
+    """Seconds of fused attention with `flops` in forward (2.5 times as many in backward) over sequences of `tokens`.
+    Heads narrower than 128 reach less: as many exponentials for fewer products."""
+    dtype = "bf16" if dtype == "fp8" else dtype
+    share = device.attention[backward] * tokens / (tokens + SHORT) * min(1.0, 0.55 + 0.45 * head / 128)
+    return flops * (2.5 if backward else 1.0) / (device.peak[dtype] * share)
+
+
+def stream(size: float, device: Device) -> float:
+    """Seconds to move bytes from and to memory."""
+    return size / (device.bandwidth * device.streaming)
+
+
+def random(numbers: float, device: Device) -> float:
+    """Seconds to draw numbers with Philox-4x32-10: about 20 integer operations each, at half the rate of fp32 FLOPs."""
+    return 20 * numbers / (device.peak["fp32"] / 2)

@@ -1,0 +1,315 @@
+"""Seconds of a step: operations priced on the device, messages on the network, the pipeline by running its schedule in
+the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fivefold.layout import Layout
+from fivefold.plan import communication, memory, operations, rates
+from fivefold.plan.clusters import Cluster
+from fivefold.plan.communication import group
+from fivefold.plan.operations import Matmul, Message, Operation, Sizes
+from fivefold.plan.software import Software
+from fivefold.recipe.schema import ModelSection
+from fivefold.schedules.pipeline import Costs, simulate
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a part of the model for one microbatch: forward, gradient of the input, gradient of the weights; each
+    with what of it is waiting for messages. host: seconds to issue forward, and as long again for backward."""
+
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    sent_forward: float = 0.0
+    sent_backward: float = 0.0
+    host: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def times(self, count: float) -> Cost:
+        return Cost(*(count * value for value in self.values()))
+
+    def values(self) -> tuple[float, ...]:
+        return (self.forward, self.input, self.weight, self.sent_forward, self.sent_backward, self.host)
+
+    @property
+    def bound(self) -> Cost:
+        """The same where the processor issues work more slowly than the device does it."""
+        scale = max(1.0, self.host / (self.input + self.weight)) if self.input + self.weight else 1.0
+        forward = max(self.forward, self.host)
+        return Cost(forward, self.input * scale, self.weight * scale, self.sent_forward, self.sent_backward, self.host)
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.input + self.weight
+
+    @property
+    def sent(self) -> float:
+        return self.sent_forward + self.sent_backward
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a price depends on."""
+
+    model: ModelSection
+    layout: Layout
+    cluster: Cluster
+    software: Software
+    sizes: Sizes
+    dtype: str
+    microbatches: int
+
+
+@dataclass
+class Step:
+    """Seconds of one optimizer step. compute: of the busiest rank, the optimizer included. exposed: messages that it
+    waits for, by axis. bubble: the rest, in which it waits for other stages. terms: what each part came to."""
+
+    seconds: float
+    compute: float
+    exposed: dict[str, float]
+    bubble: float
+    terms: list[tuple[str, float]] = field(default_factory=list)
+
+
+def message(sent: Message, s: Setting) -> float:
+    """Seconds of a collective, were nothing beside it."""
+    if sent.what == "ring":  # from neighbour to neighbour, cp - 1 times
+        hops = s.layout.cp - 1
+        crosses = group(s.layout, s.cluster, "cp").nodes > 1
+        return hops * communication.send(sent.size / hops, crosses, s.cluster)
+    price = getattr(communication, sent.what)
+    return price(sent.size, group(s.layout, s.cluster, sent.axis), s.cluster)
+
+
+def operation(op: Operation, s: Setting) -> Cost:
+    """Seconds of an operation."""
+    device, e = s.cluster.device, s.sizes.e
+    gap = op.kernels * s.software.kernel
+    forward = rates.stream(op.forward, device) + rates.random(op.random, device) + gap
+    inputs = rates.stream(op.backward, device) + gap
+    weight = 0.0
+    if op.matmul:
+        p = op.matmul
+        forward += rates.matmul(p, device, s.dtype, e)
+        inputs += rates.matmul(Matmul(p.m, p.k, p.n, p.count, p.weight), device, s.dtype, e)
+        other = rates.matmul(Matmul(p.k, p.n, p.m, p.count, p.weight), device, s.dtype, e) + gap
+        if p.weight:
+            weight += other
+        else:
+            inputs += other
+    if op.attention:
+        model = s.model
+        length, head = model.seq_len, model.dim / model.heads
+        forward += rates.attention(op.attention, length, head, device, s.dtype, False)
+        inputs += rates.attention(op.attention, length, head, device, s.dtype, True)
+    sent_forward = _exposed(op.sent_forward, forward, s)
+    sent_backward = _exposed(op.sent_backward, inputs, s)
+    return Cost(
+        forward + sent_forward,
+        inputs + sent_backward,
+        weight,
+        sent_forward,
+        sent_backward,
+        s.software.host_tensor * (len(op.sent_forward) + len(op.sent_backward)) / 2,
+    )
+
+
+def _exposed(messages: Iterable[Message], beside: float, s: Setting) -> float:
+    """Seconds of messages that nothing hides."""
+    hidden = sum(message(m, s) for m in messages if m.hidden)
+    return sum(message(m, s) for m in messages if not m.hidden) + max(0.0, hidden - beside)
+
+
+def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
+    """Seconds of several operations, with what backward computes again."""
+    costs = [operation(op, s) for op in ops]
+    total = sum(costs, Cost())
+    again = Cost()
+    for op, cost in zip(ops, costs, strict=True):
+        core = op.part == "core" or (op.part == "inner" and s.software.selective == "sublayer")
+        if recompute == "full" or (recompute == "selective" and core):
+            again += cost
+    return total + Cost(0, again.forward, 0, 0, again.sent_forward, again.host / 2)
+
+
+def stage_costs(s: Setting) -> list[Cost]:
+    """Seconds of each pipeline stage for one microbatch, data parallelism within the step included."""
+    host = Cost(host=s.software.host)
+    kinds = {}
+    for mixed in {operations.is_mixed(s.model, i) for i in (0, s.model.layers - 1)}:
+        ops = operations.block(s.sizes, s.software, mixed)
+        kinds[mixed] = (part(ops, s, s.layout.recompute) + host).bound
+    by_stage, counted = memory.stages(s.model, s.layout, s.software.partition), memory.elements(s.model, s.layout)
+    costs = []
+    for stage, numbers in enumerate(by_stage):
+        total = Cost()
+        for number in numbers:
+            cost = kinds[operations.is_mixed(s.model, number)] + _accumulate(counted[0][number].computes, s)
+            total += cost + _within_step(counted[0][number].computes, cost, s)
+        if stage == 0:
+            total += part(operations.begin(s.sizes, s.software), s)
+        if stage == len(by_stage) - 1:
+            total += part(operations.end(s.sizes, s.software), s)
+            total += _accumulate(counted[2].computes + counted[3].computes, s)
+        costs.append(total)
+    if not s.software.overlap_pipeline and s.layout.pp > 1:
+        wait = max(seconds for (a, b), seconds in _transfers(s).items() if b == a + 1)
+        costs = [cost + Cost(wait, wait, 0, wait, wait) for cost in costs]
+    return costs
+
+
+def _accumulate(elements: float, s: Setting) -> Cost:
+    """A microbatch's gradient is added to the sum of those before."""
+    if s.microbatches == 1 and s.dtype == "fp32":
+        return Cost()
+    size = elements * (s.sizes.e + 2 * s.software.states[s.dtype].gradient)
+    return Cost(weight=rates.stream(size, s.cluster.device))
+
+
+def _within_step(elements: float, cost: Cost, s: Setting) -> Cost:
+    """What ZeRO sends in every microbatch: stage 3 gathers a block's weights before forward and before backward, stages
+    2 and 3 scatter its gradients; while the block beside it computes, if the software overlaps."""
+    if s.layout.zero < 2 or s.layout.dp_shard * s.layout.cp == 1:
+        return Cost()
+    shards, b = group(s.layout, s.cluster, "shard"), s.software.states[s.dtype]
+    gather = communication.all_gather(elements * b.working_sent, shards, s.cluster) if s.layout.zero == 3 else 0.0
+    scatter = communication.reduce_scatter(elements * b.reduce, shards, s.cluster)
+    forward, backward = gather, gather + scatter
+    if s.software.overlap_data:
+        forward = max(0.0, forward - cost.forward)
+        backward = max(0.0, backward - cost.input - cost.weight)
+    return Cost(forward, backward, 0.0, forward, backward)
+
+
+def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], list[float]]:
+    """Makespan of a step's schedule, when each rank ends, and how long it computes. Of many microbatches only some are
+    simulated: once the pipeline is full, every further round takes as long as the one before."""
+    m, p = s.microbatches, s.layout.pp
+    if p == 1:
+        busy = m * costs[0].seconds
+        return busy, [busy], [busy]
+    edge = _transfers(s)
+    price = Costs(
+        forward=[c.forward for c in costs],
+        input=[c.input for c in costs],
+        weight=[c.weight for c in costs],
+        transfer=edge,
+    )
+    v = s.layout.virtual_stages
+
+    def run(count: int) -> tuple[float, list[float]]:
+        timeline = simulate(memory.schedule(s.layout.schedule, p, count, v), price)
+        return timeline.makespan, [row[-1].end for row in timeline.rows]
+
+    enough = 4 * p + m % p
+    if m <= enough + p:
+        makespan, ends = run(m)
+    else:
+        (short, ends), (long, _) = run(enough), run(enough + p)
+        more = (long - short) * (m - enough) / p
+        makespan, ends = short + more, [end + more for end in ends]
+    rank_of = memory.schedule(s.layout.schedule, p, min(m, 2), v).rank_of
+    busy = [0.0] * p
+    for stage, cost in enumerate(costs):
+        busy[rank_of[stage]] += m * cost.seconds
+    return makespan, ends, busy
+
+
+def _transfers(s: Setting) -> dict[tuple[int, int], float]:
+    """Seconds of an activation on its way from one position to another."""
+    stride = s.layout.ranks // s.layout.pp
+    size, gather = s.sizes.n * s.model.dim * s.sizes.e, 0.0
+    if s.software.scatters_transfers and s.layout.tp > 1 and not s.layout.sp:
+        gather = communication.all_gather(size, group(s.layout, s.cluster, "tp"), s.cluster)
+        size /= s.layout.tp
+    found = {}
+    for a in range(s.layout.pp):
+        for b in range(s.layout.pp):
+            crosses = a * stride // s.cluster.per_node != b * stride // s.cluster.per_node
+            found[a, b] = communication.send(size, crosses, s.cluster) + gather
+    return found
+
+
+def data_parallel(s: Setting, position: int, backward: float, forward: float) -> tuple[float, float]:
+    """Seconds that the sum of gradients, and the gathering of weights, add to a step of the rank at this position.
+    backward, forward: of one of its microbatches, beside which they run."""
+    own, layout, b = memory.rank_elements(s.model, s.layout, s.software.partition)[position], s.layout, s.software.states[s.dtype]
+    hidden = s.software.overlap_data
+    blocks = max(1, s.model.layers // layout.pp)
+    if layout.zero == 0:
+        whole = communication.all_reduce(own.computes * b.reduce, group(layout, s.cluster, "batch"), s.cluster)
+        return (max(whole / blocks, whole - backward * (1 - 1 / blocks)) if hidden else whole), 0.0
+    reduced = gathered = 0.0
+    shards = group(layout, s.cluster, "shard")
+    if layout.dp_replicate > 1:
+        replicas = group(layout, s.cluster, "replicate")
+        reduced += communication.all_reduce(own.keeps * b.reduce, replicas, s.cluster)
+    if layout.zero == 1:
+        reduced += communication.reduce_scatter(own.computes * b.reduce, shards, s.cluster)
+    if layout.zero < 3:
+        gathered = communication.all_gather(own.computes * b.working_sent, shards, s.cluster)
+    if hidden:
+        reduced = max(reduced / blocks, reduced - backward * (1 - 1 / blocks))
+        gathered = max(gathered / blocks, gathered - forward * (1 - 1 / blocks))
+    return reduced, gathered
+
+
+def optimizer(s: Setting, position: int) -> float:
+    """Seconds of the norm, the update and the refreshed weights: all bytes of the states, read and written."""
+    own, b = memory.rank_elements(s.model, s.layout, s.software.partition)[position], s.software.states[s.dtype]
+    kept = own.keeps if s.layout.zero else own.computes
+    size = kept * (2 * b.gradient + 2 * (b.master or b.working) + 2 * b.moments + b.working)
+    norm = communication.all_reduce(4, group(s.layout, s.cluster, "all"), s.cluster)
+    return s.software.optimizer_passes * rates.stream(size, s.cluster.device) + 2 * norm
+
+
+def step(s: Setting) -> Step:
+    """Seconds of an optimizer step."""
+    costs = stage_costs(s)
+    makespan, ends, busy = pipeline(s, costs)
+    p, m = s.layout.pp, s.microbatches
+    rank_of = memory.schedule(s.layout.schedule, p, 2, s.layout.virtual_stages).rank_of if p > 1 else (0,)
+    extra, waits = 0.0, [0.0] * p
+    reduced = gathered = updated = 0.0
+    for position in range(p):
+        mine = [costs[stage] for stage, rank in enumerate(rank_of) if rank == position]
+        backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
+        r, g = data_parallel(s, position, backward, forward)
+        u = optimizer(s, position)
+        waits[position] = m * sum(c.sent for c in mine)
+        late = ends[position] + r + g + u - makespan
+        if late > extra:
+            extra, reduced, gathered, updated = late, r, g, u
+    tied = _tied(s)
+    worst = max(range(p), key=lambda position: busy[position])
+    seconds = makespan + max(0.0, extra) + tied + s.software.step
+    exposed = {"model": waits[worst], "data": max(0.0, min(extra, reduced + gathered)) + tied}
+    compute = busy[worst] - waits[worst] + updated + s.software.step
+    bubble = seconds - compute - sum(exposed.values())
+    terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
+    terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
+    terms += [
+        ("pipeline, first start to last end", makespan),
+        ("gradients summed, not hidden", reduced),
+        ("weights gathered, not hidden", gathered),
+        ("optimizer", updated),
+        ("tied embedding summed", tied),
+        ("other, a step", s.software.step),
+    ]
+    return Step(seconds, compute, exposed, max(0.0, bubble), terms)
+
+
+def _tied(s: Setting) -> float:
+    """The first and the last stage add up the gradient of the embedding that they share."""
+    tied = memory.elements(s.model, s.layout)[3].computes
+    if s.layout.pp == 1 or not tied:
+        return 0.0
+    ends = communication.Group(2, 1 if group(s.layout, s.cluster, "pp").nodes > 1 else 2)
+    return communication.all_reduce(tied * s.software.states[s.dtype].reduce, ends, s.cluster)
