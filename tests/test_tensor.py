@@ -11,6 +11,7 @@ from ranks import run_ranks
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
+from fivefold.layout import Layout
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, load, resolve
@@ -106,15 +107,125 @@ def assert_equal(answers: list[dict], wanted: dict) -> None:
             assert error < 1e-5, f"{key} of {name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("model", MODELS)
+LAYOUTS = [
+    "tp=2",
+    "tp=2,sp=true",
+    "tp=4",
+    "tp=4,sp=true",
+    "tp=2,dp_replicate=2",
+    "tp=2,dp_replicate=2,sp=true",
+]
+QUICK = [("llama", layout) for layout in LAYOUTS] + [(model, "tp=2,sp=true") for model in list(MODELS)[1:]]
+QUICK += [
+    ("gpt2", "tp=2"),
+    ("bert", "tp=2"),
+    ("bert", "tp=4,sp=true"),
+    ("gpt2", "tp=2,dp_replicate=2,sp=true"),
+]
+
+
 @pytest.mark.parametrize(
-    "layout", ["tp=2", "tp=2,sp=true", "tp=4", "tp=4,sp=true", "tp=2,dp_replicate=2,sp=true"]
+    ("model", "layout"),
+    [
+        pytest.param(m, layout, marks=[] if (m, layout) in QUICK else pytest.mark.slow)
+        for m in MODELS
+        for layout in LAYOUTS
+    ],
 )
 def test_equals_one_process(model, layout):
-    overrides = [f"layout.{part}" for part in layout.split(",")]
-    recipe = recipe_of(model, *overrides)
-    world = 2 if layout.startswith("tp=2") and "dp" not in layout else 4
+    recipe = recipe_of(model, *(f"layout.{part}" for part in layout.split(",")))
+    world = Layout.from_recipe(recipe.layout).ranks
     assert_equal(run_ranks(world, train, recipe, model), one_process(model))
+
+
+def collectives(rank: int, world: int, recipe: Recipe) -> list[tuple[str, int]]:
+    """Name and elements (of the larger side) of each collective of one microbatch, forward and backward."""
+    import torch.distributed as dist
+
+    from fivefold.parallel import sequence, vocabulary
+
+    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
+    seen: list[tuple[str, int]] = []
+
+    def counted(name, function):
+        def call(*tensors, **options):
+            seen.append((name, max(t.numel() for t in tensors)))
+            return function(*tensors, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted("all_reduce", dist.all_reduce))
+        gather = counted("gather", sequence.gather_single)
+        for module in (sequence, vocabulary):
+            patch.setattr(module, "gather_single", gather)
+        patch.setattr(sequence, "scatter_single", counted("scatter", sequence.scatter_single))
+        forward_backward(state, [batch(0, "llama")], seed=0)
+    return seen
+
+
+def test_what_is_communicated():
+    """Megatron's volume: a layer sums two activations in forward and two in backward; with sp each sum is a scatter and
+    a gather. And the loss: three numbers a token from each rank, never logits."""
+    L, activation, statistics = 2, ROWS * T * 32, ("gather", 2 * 3 * ROWS * T)
+    for seen in run_ranks(2, collectives, recipe_of("llama", "layout.tp=2")):
+        assert sorted(seen) == sorted([("all_reduce", activation)] * (4 * L + 2) + [statistics])
+    for seen in run_ranks(2, collectives, recipe_of("llama", "layout.tp=2", "layout.sp=true")):
+        scatters = [("scatter", activation)] * (4 * L + 2)
+        gathers = [("gather", activation)] * (
+            4 * L + 2 + 2 * L
+        )  # the last: inputs of column layers, again in backward
+        norms = [("all_reduce", (2 * L + 1) * 32)]
+        assert sorted(seen) == sorted(scatters + gathers + norms + [statistics])
+
+
+def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool, native: bool) -> tuple:
+    """Loss and gradients by the vocabulary-parallel layer."""
+    import torch.distributed as dist
+
+    from fivefold.kernels import loss, vocabulary
+    from fivefold.parallel.sequence import TensorAxis
+    from fivefold.parallel.vocabulary import VocabularyOutput
+
+    rows = weight.shape[0] // world
+    leaves = [x, weight[rows * rank : rows * (rank + 1)], bias[rows * rank : rows * (rank + 1)]]
+    x, weight, bias = (t.clone().requires_grad_() for t in leaves)
+    output = VocabularyOutput(TensorAxis(dist.group.WORLD, world, rank, sp=False))
+    with pytest.MonkeyPatch.context() as patch:
+        if chunks:
+            patch.setattr(loss, "MIN_ROWS", 7)
+            patch.setattr(loss, "CHUNK_BYTES", 1)
+        if not native:
+            patch.setattr(vocabulary.native, "usable", lambda *tensors: False)
+        found = output(x, weight, targets, bias)
+        found.backward(torch.tensor(0.5))
+        with torch.no_grad():
+            logits = output(x, weight, None, bias)
+            assert output(x, weight, targets, bias).item() == pytest.approx(found.item(), rel=1e-6)
+    return found.item(), x.grad, weight.grad, bias.grad, logits
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("native", [False, True])
+def test_vocabulary_parallel_loss(chunks, native):
+    """Large logits (their exponentials overflow), targets that do not count, several chunks, a bias, plain PyTorch."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 10, 16) * 8, torch.randn(24, 16) * 8, torch.randn(24)
+    targets = torch.randint(24, (3, 10)).masked_fill(torch.rand(3, 10) < 0.3, -100)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    logits = (leaves[0] @ leaves[1].T + leaves[2]).double()
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    wanted.backward(torch.tensor(0.5))
+    answers = run_ranks(2, loss_of_parts, x, weight, bias, targets, chunks, native)
+    got = [answers[0][1], *(torch.cat([answer[i] for answer in answers]) for i in (2, 3))]
+    for answer in answers:
+        assert answer[0] == pytest.approx(wanted.item(), rel=1e-6)
+        assert torch.equal(answer[1], got[0]), "all ranks have the same gradient of x"
+        assert torch.allclose(answer[4], logits.float(), rtol=1e-5, atol=1e-4)
+    for tensor, leaf in zip(got, leaves, strict=True):
+        assert (
+            (tensor - leaf.grad).norm() / leaf.grad.norm()
+        ).item() < 1e-5  # logits near 250 are rounded by as much
 
 
 @pytest.mark.parametrize(

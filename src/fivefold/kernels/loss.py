@@ -51,9 +51,9 @@ class _LinearCrossEntropy(Function):
             if dx is not None:
                 torch.mm(dlogits, weight, out=dx[part])
             if needs_weight:
-                dweight = _add(dweight, dlogits.t() @ x[part], rows >= N)
+                dweight = add_chunk(dweight, dlogits.t() @ x[part], rows >= N)
             if needs_bias:
-                dbias = _add(dbias, dlogits.sum(0), rows >= N)
+                dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
         ctx.save_for_backward(dx, dweight, dbias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return losses.sum() * scale
@@ -88,7 +88,7 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: f
     return gradient.mul_(counted[:, None] * scale).to(logits.dtype)
 
 
-def _add(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
+def add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
     """Sums over chunks in fp32; a single chunk needs no sum."""
     if only:
         return part

@@ -29,15 +29,21 @@ Wait = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The tensor axis as one rank sees it. sp: activations outside its regions are cut along the sequence."""
+    """The tensor axis as one rank sees it. sp: activations outside its regions are cut along the sequence.
+
+    ordered: with sp, a region gets the sequence as it is, (B, T, D). Where no token sees another, the pieces may as
+    well come one after the other, (tp B, t, D), which saves a copy of each activation.
+    """
 
     group: dist.ProcessGroup
     size: int
     index: int
     sp: bool
+    ordered: bool = True
 
     def start_sum(self, x: Tensor) -> Wait:
-        """Sum of every rank's x (B, T, D), which is overwritten: whole, or with sp this rank's piece (B, t, D)."""
+        """Sum of every rank's x, as large as a region's activations, which may be overwritten: whole, or with sp this
+        rank's piece (B, t, D)."""
         return start_scatter(x, self) if self.sp else start_all_reduce(x, self)
 
 
@@ -53,12 +59,14 @@ def start_all_reduce(x: Tensor, axis: TensorAxis) -> Wait:
     return wait
 
 
-def start_scatter(x_BTD: Tensor, axis: TensorAxis) -> Wait:
-    """Sum of every rank's x; each gets its piece of the sequence, (B, t, D)."""
-    B, T, D = x_BTD.shape
-    assert T % axis.size == 0, f"{T} tokens over {axis.size} ranks"
-    pieces = x_BTD.view(B, axis.size, T // axis.size, D).transpose(0, 1).reshape(axis.size * B, -1, D)
-    out = x_BTD.new_empty(B, T // axis.size, D)
+def start_scatter(x: Tensor, axis: TensorAxis) -> Wait:
+    """Sum of every rank's x, (B, T, D) or (tp B, t, D); each gets its piece of the sequence, (B, t, D)."""
+    pieces = x.contiguous()  # (tp B, t, D)
+    if axis.ordered:
+        B, T, D = x.shape
+        assert T % axis.size == 0, f"{T} tokens over {axis.size} ranks"
+        pieces = x.view(B, axis.size, T // axis.size, D).transpose(0, 1).reshape(axis.size * B, -1, D)
+    out = x.new_empty(pieces.shape[0] // axis.size, *pieces.shape[1:])
     work = scatter_single(out, pieces, group=axis.group, async_op=True)
     assert work is not None
 
@@ -70,7 +78,7 @@ def start_scatter(x_BTD: Tensor, axis: TensorAxis) -> Wait:
 
 
 def start_gather(x_BtD: Tensor, axis: TensorAxis) -> Wait:
-    """The whole sequence from every rank's piece: (B, T, D)."""
+    """The whole sequence from every rank's piece: (B, T, D), or where it need not be in order (tp B, t, D)."""
     B, t, D = x_BtD.shape
     out = x_BtD.new_empty(axis.size * B, t, D)
     work = gather_single(out, x_BtD.contiguous(), group=axis.group, async_op=True)
@@ -78,6 +86,8 @@ def start_gather(x_BtD: Tensor, axis: TensorAxis) -> Wait:
 
     def wait() -> Tensor:
         work.wait()
+        if not axis.ordered:
+            return out
         return out.view(axis.size, B, t, D).transpose(0, 1).reshape(B, axis.size * t, D)
 
     return wait

@@ -8,6 +8,7 @@ Legend: B batch, T sequence, N tokens, D model, V vocabulary, v = V/tp.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.kernels.loss import rows_at_once
+from fivefold.kernels.loss import add_chunk, rows_at_once
 from fivefold.kernels.vocabulary import vocabulary_gradient, vocabulary_loss, vocabulary_statistics
 from fivefold.models.layers import Embedding, Output
 from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis, gather_single, start_gather
@@ -53,7 +54,11 @@ class VocabularyOutput(Output):
         if targets_BT is None:
             logits = kernels.linear(Enter.apply(x, self.axis), weight_vD, bias_v)
             return Join.apply(logits.float(), self.axis)
-        return _Loss.apply(x, weight_vD, targets_BT.long(), bias_v, self.axis, torch.is_grad_enabled())
+        targets, axis = targets_BT.long(), self.axis
+        if axis.sp:  # in the order of the pieces, which saves copies of x
+            axis = replace(axis, ordered=False)
+            targets = torch.cat(targets.chunk(axis.size, dim=1))  # (tp B, t)
+        return _Loss.apply(x, weight_vD, targets, bias_v, axis, torch.is_grad_enabled())
 
 
 class _Loss(Function):
@@ -70,27 +75,30 @@ class _Loss(Function):
         axis: TensorAxis,
         grad: bool,
     ) -> Tensor:
-        x_BTD = start_gather(x, axis)() if axis.sp else x.contiguous()
-        x_ND, targets_N = x_BTD.flatten(0, 1), targets.flatten()
+        whole = start_gather(x, axis)() if axis.sp else x.contiguous()  # (B, T, D) or (tp B, t, D)
+        x_ND, targets_N = whole.flatten(0, 1), targets.flatten()
         N, v = x_ND.shape[0], weight.shape[0]
         assert N == 0 or int(targets_N.max()) < v * axis.size, "a target beyond the vocabulary"
         rows, counted = rows_at_once(N, v, x.element_size()), targets_N >= 0
         scale = 1.0 / max(1, int(counted.sum()))
         needs_x, needs_weight, _, needs_bias = (needed and grad for needed in ctx.needs_input_grad[:4])
+        ctx.dx = None
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
         dx_ND = torch.empty_like(x_ND) if needs_x else None
-        dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        dbias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+        dweight = dbias = None
         for start in range(0, N, max(1, rows)):
             part = slice(start, start + rows)
             dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], scale)
             if dx_ND is not None:
                 torch.mm(dlogits, weight, out=dx_ND[part])
-            if dweight is not None:
-                dweight += dlogits.t() @ x_ND[part]
-            if dbias is not None:
-                dbias += dlogits.sum(0)
-        ctx.dx = None if dx_ND is None else axis.start_sum(dx_ND.view_as(x_BTD))
+            if (
+                dx_ND is not None and start + rows >= N
+            ):  # the sum runs while the last weight gradient is computed
+                ctx.dx = axis.start_sum(dx_ND.view_as(whole))
+            if needs_weight:
+                dweight = add_chunk(dweight, dlogits.t() @ x_ND[part], rows >= N)
+            if needs_bias:
+                dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
         ctx.save_for_backward(dweight, dbias)
         ctx.dtype = weight.dtype
         return (losses * counted).sum() * scale
