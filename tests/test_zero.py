@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from collectives import Collectives
+from layouts import compared, tiny
 from ranks import run_ranks
 from torch import Tensor
 
@@ -235,3 +237,11 @@ def test_a_rank_keeps_its_share() -> None:
     recipe = recipe_of("llama", "model.vocab_size=64", "model.dim=32", "layout.zero=1", "layout.dp_shard=4")
     share = count_parameters(recipe.model) // 4
     assert run_ranks(4, whole_masters, recipe) == [(share,) * 3] * 4
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_pipeline_whose_first_and_last_stage_share_an_embedding(tmp_path: Path, zero: int) -> None:
+    """zbv leaves weight gradients for later, and puts both users of the tied embedding on one rank."""
+    layout = f"dp=2,zero={zero},pp=2,schedule=zbv,virtual_stages=2"
+    report = compared(tiny(tmp_path, layout, "model.dim=40", "model.ffn_dim=63"))
+    assert report.passed, report.figures

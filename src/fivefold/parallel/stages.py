@@ -48,12 +48,14 @@ def _any(names: set[str], module: str) -> bool:
 
 def share_tied(stages: Mapping[int, LanguageModel]) -> bool:
     """Where a rank has the first and the last stage of a model with tied embeddings (schedules that turn around), lets
-    both compute with one tensor. Returns whether that is so here. For stages that have memory."""
+    both compute with one tensor. Returns whether that is so here. For stages that have memory. Where FSDP2 has divided
+    the weights, `zero.Sharded` does it."""
     first, last = (next((s for s in stages.values() if getattr(s, end)), None) for end in ("first", "last"))
     if first is None or last is None or first is last or TIED not in dict(last.named_parameters()):
         return False
-    owner, _, leaf = TIED.rpartition(".")
-    setattr(last.get_submodule(owner), leaf, first.get_parameter(TIED))
+    if not hasattr(first.get_parameter(TIED), "to_local"):
+        owner, _, leaf = TIED.rpartition(".")
+        setattr(last.get_submodule(owner), leaf, first.get_parameter(TIED))
     return True
 
 

@@ -131,11 +131,15 @@ class Sharded:
         assert zero in (1, 2, 3), zero
         self.defer, self.pipeline = zero == 1 or pipeline, pipeline
         self.roots = [_unit(stage) for stage in stages]
-        self.units = [_unit(m) for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
-        named = (pair for stage in stages for pair in stage.named_parameters())
-        self._params = {name: p for name, p in named if isinstance(p, DTensor)}  # others are not divided
+        self.units = [unit for root in self.roots for unit in _units(root)]
+        self._params: dict[str, list[DTensor]] = {}  # two where stages share one
+        for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
+            if isinstance(parameter, DTensor):  # others are not divided
+                self._params.setdefault(name, []).append(parameter)
+        for same in self._params.values():
+            self._share(same)
         self.parts = {name: parts[name] for name in self._params}
-        self.masters = {name: rows(p) for name, p in self._params.items()}
+        self.masters = {name: rows(same[0]) for name, same in self._params.items()}
         self.gradients: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             kept = local_shape(self.parts[name].keeps)
@@ -175,11 +179,11 @@ class Sharded:
             self.arm()
             for root in self.roots:
                 root._get_fsdp_state()._root_post_backward_final_callback()
-        for name, parameter in self._params.items():
-            master = self.masters[name]
-            self.gradients[name] = (
-                torch.zeros_like(master) if parameter.grad is None else rows(parameter.grad)
-            )
+        for name, same in self._params.items():
+            found = [rows(p.grad) for p in same if isinstance(p.grad, DTensor)]
+            self.gradients[name] = found[0] if found else torch.zeros_like(self.masters[name])
+            for other in found[1:]:
+                found[0].add_(other)
 
     def refresh(self) -> None:
         """The masters have changed: the next forward gathers them anew."""
