@@ -37,14 +37,15 @@ SENDS_A_RANK = 2  # sends under way, times the ranks of the pipeline
 class Pipeline:
     """This rank's stages by number, and the schedule that they run.
 
-    dim: D. dtype: of the activations. replicas: of the parameters of each stage. timeline: of the latest step that was
-    recorded.
+    dim: D. dtype: of the activations. replicas: of the parameters of each stage. recording: while it is set, each step
+    is measured, and `recorded` holds its schedule and timeline; all ranks of a pipeline set it, or none.
     """
 
     def __init__(self, stages: Mapping[int, LanguageModel], mesh: Mesh, dim: int, dtype: torch.dtype):
         self.stages, self.mesh, self.dim, self.dtype = dict(stages), mesh, dim, dtype
         self.replicas: Mapping[int, Sequence[Replica]] = {}
-        self.timeline: Timeline | None = None
+        self.recording = False
+        self.recorded: tuple[Schedule, Timeline] | None = None
         self.rank_of = self.schedule(1).rank_of  # index on the pp axis of each stage's ranks
         self.later = Later()
         if self.splits_backward:
@@ -67,21 +68,20 @@ class Pipeline:
         scale: float,
         seed: Seed,
         positions_T: Tensor | None = None,
-        record: bool = False,
     ) -> Tensor:
         """Adds the gradients of `scale` x the sum of the microbatches' losses; returns that sum of losses (scalar)
         where the last stage is, 0 on other ranks. Replicas are armed before their last gradients come.
 
-        positions_T: of the tokens that this rank gets; None: all. record: measures when each computation runs, into
-        `timeline`; all ranks of a pipeline do it, or none.
+        positions_T: of the tokens that this rank gets; None: all.
         """
-        run = _Run(self, microbatches, positions_T, scale, seed, record)
-        if record:
+        run = _Run(self, microbatches, positions_T, scale, seed)
+        if self.recording:
             dist.barrier(self.mesh.group("pp"))
         began = time.perf_counter()
         run(self._training(len(microbatches)))
-        if record:
-            self.timeline = _gather(run.events, began, self.schedule(len(microbatches)), self.mesh)
+        if self.recording:
+            schedule = self.schedule(len(microbatches))
+            self.recorded = schedule, _gather(run.events, began, schedule, self.mesh)
         return torch.stack([torch.zeros((), device=self.mesh.device), *run.losses.values()]).sum()
 
     @torch.no_grad()
@@ -138,11 +138,10 @@ class _Run:
         positions_T: Tensor | None,
         scale: float,
         seed: Seed,
-        exact_times: bool = False,
     ):
         self.pipeline, self.mesh, self.microbatches = pipeline, pipeline.mesh, microbatches
         self.scale, self.seed, self.positions_T = scale, seed, positions_T
-        self.synchronize = exact_times and pipeline.mesh.device.type == "cuda"
+        self.synchronize = pipeline.recording and pipeline.mesh.device.type == "cuda"
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.events: list[Event] = []
         self.kept: dict[Key, tuple[Tensor, Tensor]] = {}  # input and output, until backward

@@ -214,6 +214,9 @@ class ObserveSection(Section):
     """Steps between console lines."""
     tensorboard: bool = True
     """Write TensorBoard event files into RUN/tensorboard."""
+    trace_step: int = Field(default=0, ge=0)
+    """With pp > 1: the step whose pipeline is measured, action by action. RUN/traces gets a picture of it beside
+    the planned one. 0: none."""
 
 
 class Recipe(Section):

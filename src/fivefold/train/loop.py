@@ -77,6 +77,8 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks) -> bool:
     while state.step < train.steps:
         began = time.perf_counter()
         microbatches, waited = hooks.next_batch()
+        if state.parallel.pipeline is not None:
+            state.parallel.pipeline.recording = state.step + 1 == recipe.observe.trace_step
         loss = forward_backward(state, microbatches, train.seed)
         norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
         lr = update(state, recipe.optim, norm, train.steps)
@@ -128,15 +130,7 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     if parallel.pipeline is not None:
         total = parallel.pipeline.forward_backward(microbatches, scale, seeds, parallel.positions)
     else:
-        total = torch.zeros((), device=mesh.device)
-        for index, (inputs, targets) in enumerate(microbatches):
-            seeds(index)
-            if index == len(microbatches) - 1:
-                for replica in parallel.replicas:
-                    replica.arm()
-            loss = state.module(inputs, targets, **positions(parallel))
-            loss.backward(torch.full_like(loss, scale))
-            total += loss.detach()
+        total = accumulate(state, microbatches, scale, seeds)
     for replica in parallel.replicas:
         replica.finish()
     for reduction in parallel.reductions:
@@ -144,6 +138,23 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     if parallel.balance is not None:
         parallel.balance.finish()
     return total * scale * counted_once(mesh)
+
+
+def accumulate(
+    state: State, microbatches: list[Microbatch], scale: float, seeds: Callable[[int], None]
+) -> Tensor:
+    """Forward and backward of one microbatch after the other, where this rank has the whole model. Returns the sum of
+    the losses."""
+    parallel, total = state.parallel, torch.zeros((), device=state.mesh.device)
+    for index, (inputs, targets) in enumerate(microbatches):
+        seeds(index)
+        if index == len(microbatches) - 1:
+            for replica in parallel.replicas:
+                replica.arm()
+        loss = state.module(inputs, targets, **positions(parallel))
+        loss.backward(torch.full_like(loss, scale))
+        total += loss.detach()
+    return total
 
 
 def positions(parallel: Parallel) -> dict[str, Tensor]:

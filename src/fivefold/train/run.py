@@ -25,6 +25,7 @@ from fivefold.models import flops_per_token
 from fivefold.observe.console import Console
 from fivefold.observe.machine import describe, device_peak, has_fast_bf16, peak_memory_bytes
 from fivefold.observe.metrics import MetricsWriter, read_metrics
+from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.optim import MOMENTS, build_adamw, load_state, state_tensors
@@ -372,6 +373,10 @@ def _hooks(
             line["mfu"] = speed * flops / peak
         write(line)
         console.step(line)
+        pipeline = state.parallel.pipeline
+        if ranks.first and pipeline is not None and pipeline.recording and pipeline.recorded is not None:
+            path = write_pipeline_trace(job.out / "traces", line["step"], *pipeline.recorded)
+            console.note(f"timeline of the pipeline in step {line['step']}: {path}")
         if state.skipped:
             console.note(f"step {line['step']}: the gradient is not finite, its update is skipped")
 

@@ -1,0 +1,52 @@
+"""What a pipeline did in one step, beside what was planned: both timelines in one picture."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate, to_svg
+
+
+def write_pipeline_trace(folder: Path, step: int, schedule: Schedule, measured: Timeline) -> Path:
+    """Writes pipeline-step-N.svg, and as .json what it shows: seconds since the step began. Returns the picture's path.
+
+    Planned is what the simulator gives for the schedule, with the median duration of each kind of action at each stage
+    and no time for transfers; what the measured timeline takes more is waiting.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    planned = simulate(schedule, costs(schedule, measured))
+    path = folder / f"pipeline-step-{step:08d}.svg"
+    path.write_text(_beside(planned, measured, f"{schedule.name}, step {step}"), encoding="utf-8")
+    facts = {"step": step, "schedule": schedule.name, "microbatches": schedule.microbatches}
+    for name, timeline in (("planned", planned), ("measured", measured)):
+        rows = [[[str(action), start, end] for action, start, end in row] for row in timeline.rows]
+        facts[name] = {"makespan_s": timeline.makespan, "idle_share": timeline.bubble, "rows": rows}
+    path.with_suffix(".json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    return path
+
+
+def costs(schedule: Schedule, measured: Timeline) -> Costs:
+    """The median duration of each kind of action at each stage, in seconds; 0 for those that are not there."""
+    durations: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for action, start, end in measured.events():
+        durations[action.kind, action.stage].append(end - start)
+    of = {
+        kind: [median(durations.get((kind, stage), [0.0])) for stage in range(schedule.stages)]
+        for kind in "FBIW"
+    }
+    return Costs(forward=of["F"], backward=of["B"], input=of["I"], weight=of["W"])
+
+
+def _beside(planned: Timeline, measured: Timeline, title: str) -> str:
+    """Both, one under the other, to one scale."""
+    seconds, width = max(planned.makespan, measured.makespan), 960
+    above = to_svg(planned, f"{title}: planned", width, seconds)
+    below = to_svg(measured, f"{title}: measured", width, seconds)
+    height = int(above.split(' height="', 1)[1].split('"', 1)[0])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{2 * height}" '
+        f'viewBox="0 0 {width} {2 * height}">\n{above}<g transform="translate(0 {height})">{below}</g></svg>\n'
+    )
