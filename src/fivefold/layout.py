@@ -298,23 +298,3 @@ def _factor(product: int, count: int) -> Iterator[tuple[int, ...]]:
         if product % first == 0:
             for rest in _factor(product // first, count - 1):
                 yield (first, *rest)
-
-
-NOT_YET: tuple[str, ...] = ()
-
-
-def unsupported(layout: Layout) -> list[str]:
-    """The settings that this version cannot train with yet."""
-    plain, text = Layout(), {name: str(getattr(layout, name)).lower() for name in NOT_YET}
-    return [f"{name}={text[name]}" for name in NOT_YET if getattr(layout, name) != getattr(plain, name)]
-
-
-def require_supported(layout: Layout) -> None:
-    """Refuses what this version cannot train, instead of ignoring it.
-
-    Raises:
-        UserError: naming the settings.
-    """
-    extra = unsupported(layout)
-    if extra:
-        raise UserError(f"layout: this version cannot train with {', '.join(extra)} yet")

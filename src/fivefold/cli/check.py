@@ -52,7 +52,7 @@ def check(
 
 def summary(recipe: Recipe) -> dict[str, Any]:
     """The numbers of a recipe, as `check --json` prints them; None if that needs an unknown vocabulary."""
-    from fivefold.layout import Layout, to_text, unsupported
+    from fivefold.layout import Layout, to_text
     from fivefold.recipe import (
         count_parameters,
         expected_vocab_size,
@@ -87,8 +87,6 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         result["tokens_per_parameter"] = result["total_tokens"] / result["parameters"]
         result["flops_per_token"] = flops_per_token(model)
         result["total_flops"] = result["flops_per_token"] * result["total_tokens"]
-    if extra := unsupported(layout):
-        result["notes"].append(f"this version trains dp_replicate layouts only, not {', '.join(extra)}")
     return result
 
 

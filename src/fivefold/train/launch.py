@@ -25,7 +25,7 @@ from torch import nn
 
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import UserError
-from fivefold.layout import Layout, require_supported, to_text, validate
+from fivefold.layout import Layout, to_text, validate
 from fivefold.observe.machine import cores, ensure_matmul_rate
 from fivefold.parallel import ranks as ranks_
 from fivefold.parallel.ranks import Ranks
@@ -96,7 +96,6 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     """The recipe with a layout for the ranks there are. Replicas are added or left out as needed: they change
     speed, not what is computed. Anything else must fit as it stands."""
     layout = Layout.from_recipe(recipe.layout)
-    require_supported(layout)
     world = launched or nproc
     if world is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

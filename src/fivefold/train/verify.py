@@ -36,7 +36,7 @@ from fivefold.checkpoint import store
 from fivefold.data import DataSet
 from fivefold.errors import UserError
 from fivefold.host import cores
-from fivefold.layout import Layout, require_supported, to_text, validate
+from fivefold.layout import Layout, to_text, validate
 from fivefold.optim import state_tensors
 from fivefold.parallel import ranks as ranks_
 from fivefold.parallel.ranks import Ranks
@@ -131,7 +131,6 @@ def verify(
     """
     recipe, notes = prepared(recipe, layout, steps, mode)
     wanted, launched = Layout.from_recipe(recipe.layout), ranks_.found()
-    require_supported(wanted)
     validate(wanted, launched[1] if launched else wanted.ranks)
     data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
