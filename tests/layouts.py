@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 
 from fivefold.data import prepare
-from fivefold.layout import Layout, parse, unsupported
+from fivefold.layout import Layout
 from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.train.verify import Report, Side, alone, compare_with_one_process, compute, prepared
@@ -29,14 +29,6 @@ def tiny(folder: Path, layout: str, *overrides: str, mode: str = "fp32", steps: 
     moe = MOE if "ep=" in layout else []
     sets = [*TINY, f"data.source={text}", f"data.cache={folder / 'cache'}", *moe, *overrides]
     return prepared(load("quickstart", sets, layout), None, steps, mode)[0]
-
-
-def known(layout: str) -> bool:
-    """Whether this version trains it."""
-    try:
-        return not unsupported(Layout(**{**vars(Layout()), **parse(layout)}))  # type: ignore[arg-type]
-    except ValueError:  # an axis or option that is not there yet
-        return False
 
 
 def side(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:

@@ -5,9 +5,10 @@ layouts of 8 ranks.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from layouts import compared, known, tiny
+from layouts import compared, tiny
 
 from fivefold.layout import Layout, parse
 from fivefold.schedules.pipeline import SCHEDULES
@@ -42,6 +43,20 @@ EIGHT = [
 ]  # fmt: skip
 
 
+QUICK = {
+    "dp=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2", "dp=2,ep=2", "cp=2,tp=2,sp=true", "dp=2,tp=2,pp=2",
+    "dp=4,ep=2,zero=3", "pp=2,dp=2,zero=3,recompute=full", "pp=2,schedule=zbv,virtual_stages=2,recompute=selective",
+}  # fmt: skip
+"""Run by every `make test`; the others by `make test-all`."""
+
+
+def marked(layouts: list[str]) -> list[Any]:
+    return [
+        layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow)
+        for layout in layouts
+    ]
+
+
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
     """Where text, cache and the references stay, which all layouts share."""
@@ -52,43 +67,35 @@ def passes(room: Path, layout: str, *overrides: str, mode: str = "fp32") -> None
     model = "moe" if "ep=" in layout else "dense"
     recipe = tiny(room, layout, *overrides, mode=mode)
     report = compared(recipe, folder=room / "-".join((model, mode, *overrides)))
-    print(report)
     assert report.ranks == Layout.from_recipe(recipe.layout).ranks
     assert report.passed, report
 
 
-@pytest.mark.parametrize("layout", list(filter(known, SINGLE)))
-def test_one_axis(room, layout):
+@pytest.mark.parametrize("layout", marked(SINGLE + SCHEDULED + TOGETHER + EIGHT))
+def test_layouts(room, layout):
     passes(room, layout)
 
 
-@pytest.mark.parametrize("layout", list(filter(known, SCHEDULED)))
-def test_every_schedule(room, layout):
-    passes(room, layout)
-
-
-@pytest.mark.parametrize("layout", list(filter(known, TOGETHER)))
-def test_axes_together(room, layout):
-    passes(room, layout)
-
-
-@pytest.mark.parametrize("layout", list(filter(known, EIGHT)))
-def test_three_axes_on_eight_ranks(room, layout):
-    passes(room, layout)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gpt2", "bert"])
-@pytest.mark.parametrize(
-    "layout", list(filter(known, ["tp=2", "tp=2,sp=true", "pp=2", "dp=2,zero=3", "cp=2"]))
-)
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=true", "pp=2", "dp=2,zero=3", "cp=2"])
 def test_other_architectures(room, layout, arch):
-    if (arch, layout) == ("bert", "cp=2"):
-        pytest.skip("refused, or tested with the axis itself")
     passes(room, layout, f"model.arch={arch}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", list(filter(known, ["tp=2", "tp=2,sp=true", "cp=2", "pp=2", "dp=2,zero=3", "dp=2,tp=2,zero=2"]))
+    "layout",
+    [
+        "tp=2",
+        "tp=2,sp=true",
+        "cp=2",
+        "pp=2",
+        "dp=2,zero=3",
+        "dp=2,tp=2,zero=2",
+        "cp=2,tp=2,sp=true",
+        "dp=2,ep=2",
+    ],
 )
 def test_bf16_is_no_worse_than_one_process(room, layout):
     passes(room, layout, mode="bf16")
@@ -97,5 +104,5 @@ def test_bf16_is_no_worse_than_one_process(room, layout):
 def test_the_list_is_of_layouts():
     """Nothing is left out because it is misspelt."""
     for layout in (*SINGLE, *SCHEDULED, *TOGETHER, *EIGHT):
-        options = set(parse(layout.replace(",cp_method=ulysses", "")))
-        assert options <= {*Layout().__dict__}, layout
+        assert parse(layout), layout
+    assert {*SINGLE, *SCHEDULED, *TOGETHER, *EIGHT} >= QUICK

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import TINY, compared, known, side, tiny
+from layouts import TINY, compared, side, tiny
 
 import fivefold
 from fivefold.errors import UserError
@@ -122,14 +122,12 @@ def test_a_wrong_scale_fails(tmp_path):
     assert not report.grad_norm.passed
 
 
-@pytest.mark.skipif(not known("tp=2,sp=true"), reason="needs tp")
 def test_a_missing_sum_of_sequence_parallelism_fails(tmp_path):
     report = compared(tiny(tmp_path, "tp=2,sp=true"), part=skips_reductions)
     assert not report.gradients.passed
     assert "norm" in report.gradients.worst
 
 
-@pytest.mark.skipif(not known("pp=2"), reason="needs pp")
 def test_a_missing_sum_of_tied_embeddings_fails(tmp_path):
     report = compared(tiny(tmp_path, "pp=2"), part=skips_reductions)
     assert not report.gradients.passed
