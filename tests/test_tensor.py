@@ -25,6 +25,8 @@ MODELS = {
     "gpt2": ["model.arch=gpt2", "model.kv_heads=4"],
     "gpt2 untied": ["model.arch=gpt2", "model.kv_heads=4", "model.tie_embeddings=false"],
     "bert": ["model.arch=bert", "model.kv_heads=4"],
+    "moe": ["model.arch=moe", "model.kv_heads=4", "model.experts=4", "model.experts_per_token=2", "model.dense_layers=1",
+            "model.shared_experts=1"],
 }
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", f"model.seq_len={T}", f"model.vocab_size={V}",
@@ -91,7 +93,9 @@ def joined(answers: list[dict], key: str) -> dict[str, torch.Tensor]:
 
 @cache
 def one_process(model: str) -> dict:
-    return train(0, 1, recipe_of(model, "train.microbatch_size=8"), model)
+    # The balance of experts is a matter of each microbatch: for them the same ones.
+    rows = 2 if model == "moe" else 8
+    return train(0, 1, recipe_of(model, f"train.microbatch_size={rows}"), model)
 
 
 def assert_equal(answers: list[dict], wanted: dict) -> None:
@@ -130,6 +134,7 @@ QUICK += [
         pytest.param(m, layout, marks=[] if (m, layout) in QUICK else pytest.mark.slow)
         for m in MODELS
         for layout in LAYOUTS
+        if not (m == "moe" and "dp" in layout)
     ],
 )
 def test_equals_one_process(model, layout):
