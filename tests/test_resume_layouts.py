@@ -1,0 +1,140 @@
+"""A checkpoint knows no layout: a run saved at one goes on at another as it would have gone on in one process, and at
+the same layout with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_train import assert_same_tensors, lines, train_rank
+
+from fivefold.checkpoint import store
+from fivefold.data import prepare
+from fivefold.layout import Layout
+from fivefold.parallel.ranks import Ranks
+from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.train.run import build_state, load_checkpoint
+
+TINY = [
+    "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=48", "model.seq_len=16",
+    "data.tokenizer=bytes", "data.val_fraction=0.1", "train.global_batch_size=8", "train.microbatch_size=1",
+    "train.steps=4", "train.val_sequences=7", "train.val_every=2", "train.sample_tokens=8", "train.sample_every=0",
+    "optim.lr=1e-2", "optim.warmup_steps=0", "optim.schedule=constant", "observe.tensorboard=false",
+    "precision.mode=fp32", "layout.dp_replicate=1",
+    "optim.eps=1e-4",  # with a tiny one, an element without a gradient moves by rounding alone
+]  # fmt: skip
+ONE = "dp=1"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Recipe:
+    folder = tmp_path_factory.mktemp("data")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} and {i * i % 89} make {i + i * i % 89}; " for i in range(900)))
+    return load("quickstart", [*TINY, f"data.source={text}", f"data.cache={folder / 'cache'}"])
+
+
+@pytest.fixture(scope="module")
+def whole(base: Recipe, tmp_path_factory) -> Path:
+    """The run in one process, from its first step to its last."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    train_rank(0, 1, base, out)
+    return out
+
+
+def train(recipe: Recipe, layout: str, out: Path, steps: int, resume: bool = False) -> None:
+    """Trains to a step with a layout's ranks."""
+    recipe = change(recipe, [f"train.steps={steps}"], layout)
+    ranks = Layout.from_recipe(recipe.layout).ranks
+    if ranks == 1:
+        assert train_rank(0, 1, recipe, out, resume) is None
+    else:
+        assert run_ranks(ranks, train_rank, recipe, out, resume, timeout_s=60) == [None] * ranks
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("dp=4,zero=1", "dp=2,tp=2"),
+        pytest.param("dp=2,tp=2", ONE, marks=pytest.mark.slow),
+        (ONE, "dp=4,zero=3"),
+        ("dp=4,zero=3", "dp=2,zero=2"),
+        pytest.param("dp=2,zero=2", "dp_replicate=2,dp_shard=2,zero=1", marks=pytest.mark.slow),
+        ("dp_replicate=2,dp_shard=2,zero=3", "dp=2"),
+        pytest.param("dp=2", "pp=2,dp=2,zero=1", marks=pytest.mark.slow),
+        ("pp=2,dp=2,zero=1", "cp=2,dp=2,zero=3"),
+    ],
+)
+def test_goes_on_at_another_layout(
+    base: Recipe, whole: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    """Two steps at one layout, two at another: losses, norms, validation, weights and moments are those of one
+    process, to rounding."""
+    train(base, first, tmp_path, 2)
+    train(base, second, tmp_path, 4, resume=True)
+    for key in ("loss", "grad_norm"):
+        assert lines(tmp_path, key) == pytest.approx(lines(whole, key), rel=1e-5), key
+    assert lines(tmp_path, "val_loss") == pytest.approx(lines(whole, "val_loss"), rel=1e-5)
+    assert len(lines(tmp_path, "val_loss")) == 2
+    found, wanted = store.load(store.latest(tmp_path)), store.load(store.latest(whole))
+    assert found.meta["step"] == wanted.meta["step"] == 4
+    for kind in ("model", "optimizer"):
+        tensors, expected = getattr(found, kind), getattr(wanted, kind)
+        assert tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            error = ((tensors[name] - tensor).norm() / tensor.norm()).item()
+            assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [("dp=2,zero=1", "fp32"), ("dp=2,zero=2", "bf16"), ("dp=4,zero=3", "bf16")]
+    + [pytest.param("dp=4,zero=3", "fp32", marks=pytest.mark.slow)],
+)
+def test_same_layout_same_bits(base: Recipe, tmp_path: Path, layout: str, mode: str) -> None:
+    recipe = change(base, [f"precision.mode={mode}", "model.dropout=0.1", "train.microbatch_size=2"])
+    train(recipe, layout, tmp_path / "whole", 4)
+    train(recipe, layout, tmp_path / "parts", 2)
+    train(recipe, layout, tmp_path / "parts", 4, resume=True)
+    a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
+    assert_same_tensors(a.model, b.model)
+    assert_same_tensors(a.optimizer, b.optimizer)
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert lines(tmp_path / "whole", key) == lines(tmp_path / "parts", key), key
+
+
+def test_a_divided_run_samples_its_last_checkpoint(base: Recipe, tmp_path: Path) -> None:
+    """No rank has the model: rank 0 reads what has just been saved."""
+    train(base, "dp=2,zero=3", tmp_path / "divided", 2)
+    train(base, ONE, tmp_path / "one", 2)
+    assert lines(tmp_path / "divided", "sample") == lines(tmp_path / "one", "sample")
+    assert len(lines(tmp_path / "divided", "sample")) == 1
+
+
+def test_a_rank_reads_its_part_only(base: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resuming at dp 4, ZeRO 3 reads a quarter of each tensor on each rank."""
+    train(base, ONE, tmp_path, 1)
+    read = run_ranks(4, elements_read, change(base, ["train.steps=1"], "dp=4,zero=3"), tmp_path)
+    tensors = store.load(store.latest(tmp_path))
+    total = sum(t.numel() for kind in (tensors.model, tensors.optimizer) for t in kind.values())
+    assert sum(read) == total
+    assert max(read) < 1.1 * total / 4
+
+
+def elements_read(rank: int, world: int, recipe: Recipe, out: Path) -> int:
+    """How many elements of a checkpoint this rank reads when it resumes."""
+    recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
+    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
+    reader, sizes = store.Reader(store.latest(out)), []
+    read = reader.read
+
+    def counted(kind: str, name: str, box: store.Box | None = None) -> torch.Tensor:
+        found = read(kind, name, box)
+        sizes.append(found.numel())
+        return found
+
+    reader.read = counted  # type: ignore[method-assign]
+    load_checkpoint(state, reader)
+    return sum(sizes)
