@@ -90,8 +90,12 @@ def test_goes_on_at_another_layout(
 
 @pytest.mark.parametrize(
     ("layout", "mode"),
-    [("dp=2,zero=1", "fp32"), ("dp=2,zero=2", "bf16"), ("dp=4,zero=3", "bf16")]
-    + [pytest.param("dp=4,zero=3", "fp32", marks=pytest.mark.slow)],
+    [
+        ("dp=2,zero=1", "fp32"),
+        ("dp=2,zero=2", "bf16"),
+        ("dp=4,zero=3", "bf16"),
+        pytest.param("dp=4,zero=3", "fp32", marks=pytest.mark.slow),
+    ],
 )
 def test_same_layout_same_bits(base: Recipe, tmp_path: Path, layout: str, mode: str) -> None:
     recipe = change(base, [f"precision.mode={mode}", "model.dropout=0.1", "train.microbatch_size=2"])
