@@ -1,0 +1,247 @@
+"""Expert parallelism computes what one process computes, with every way of balancing, and communicates what it says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import compared, side, tiny
+from ranks import run_ranks
+
+from fivefold.checkpoint import store
+from fivefold.data import prepare
+from fivefold.kernels.mixture import grouped_linear
+from fivefold.layout import Layout
+from fivefold.parallel.expert import AllToAll
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.ranks import Ranks
+from fivefold.recipe import Recipe, change, resolve
+from fivefold.sharding import cuts, parameters
+from fivefold.train import verify
+from fivefold.train.run import Job, run_rank
+
+# Terms that are large enough to be seen in every gradient.
+MODEL = [
+    "model.arch=moe", "model.layers=2", "model.experts=8", "model.expert_ffn_dim=32", "model.shared_experts=1",
+    "model.z_loss_weight=0.01",
+]  # fmt: skip
+AUX, BIAS = ["model.aux_loss_weight=0.3"], ["model.balance=bias", "model.balance_rate=0.05"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("expert")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Also for the side of one process: more threads than cores that are free only wait for each other."""
+    monkeypatch.setattr(verify, "cores", lambda: 1)
+
+
+OPTIONS = {
+    "aux": AUX,
+    "bias": BIAS,
+    "capacity": [*AUX, "model.capacity_factor=1.0", "train.microbatch_size=2"],
+    "sigmoid": [
+        *AUX, "model.router_score=sigmoid", "model.dense_layers=1", "model.experts_per_token=3",
+    ],
+}  # fmt: skip
+
+
+def check(folder: Path, layout: str, kind: str = "aux") -> None:
+    recipe = tiny(folder, layout, *MODEL, *OPTIONS[kind])
+    report = compared(recipe, folder=folder / kind)  # where one process leaves its side for the next layout
+    assert report.passed, report.as_json()
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=4,ep=2"])
+def test_equals_one_process(folder, layout, kind):
+    """Loss, every gradient, its norm and, after 3 steps, every weight; with every way of balancing."""
+    check(folder, layout, kind)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=4,ep=4", "dp=2,ep=2,zero=1", "dp=4,ep=2,zero=3", "dp=2,pp=2,ep=2", "cp=2,ep=2"]
+)
+def test_other_axes_equal_one_process(folder, layout):
+    check(folder, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=4,ep=2,zero=1", "dp=4,ep=2,zero=2", "dp=4,ep=4,zero=3", "dp_replicate=2,dp_shard=2,ep=2,zero=3",
+        "dp=2,ep=2,recompute=full", "dp=2,ep=2,recompute=selective", "dp=4,ep=2,zero=3,recompute=full", "tp=2",
+        "tp=2,sp=true", "dp=2,tp=2,ep=2", "dp=2,tp=2,ep=2,sp=true", "dp=2,cp=2,ep=4", "dp=2,cp=2,ep=2,zero=3",
+        "cp=2,tp=2,sp=true,ep=2", "dp=2,pp=2,ep=2,schedule=zbv", "dp=2,pp=2,ep=2,zero=1",
+    ],
+)  # fmt: skip
+def test_pairs_and_triples_equal_one_process(folder, layout):
+    check(folder, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=8,ep=2", "dp=8,ep=4", "dp=8,ep=8", "dp=8,ep=4,zero=3", "dp_replicate=2,dp_shard=4,ep=2,zero=2",
+        "dp=2,tp=2,cp=2,ep=4,sp=true", "dp=4,pp=2,ep=2,zero=1", "dp=4,tp=2,ep=4,zero=3", "dp=4,pp=2,ep=4,schedule=zbv",
+    ],
+)  # fmt: skip
+def test_eight_ranks_equal_one_process(folder, layout):
+    check(folder, layout)
+
+
+def test_bf16_is_as_close_as_bf16_can_be(folder):
+    report = compared(tiny(folder, "dp=2,ep=2", *MODEL, *AUX, mode="bf16"))
+    assert report.passed, report.as_json()
+
+
+def forgetful(rank: int, world: int, recipe: Recipe, steps: int, where: Path) -> None:
+    """Experts' gradients are not summed over the ranks that have the same experts."""
+    group = Mesh.group
+    Mesh.group = lambda mesh, name: None if name == "edp" else group(mesh, name)  # type: ignore[method-assign]
+    try:
+        side(rank, world, recipe, steps, where)
+    finally:
+        Mesh.group = group  # type: ignore[method-assign]
+
+
+def test_a_forgotten_sum_shows(folder):
+    report = compared(tiny(folder, "dp=4,ep=2", *MODEL, *AUX), part=forgetful)
+    assert not report.gradients.passed
+    assert "experts" in report.gradients.worst
+
+
+def exchange(rank: int, world: int, counts: list[list[int]]) -> list[torch.Tensor]:
+    """This rank's rows through all experts, which the ranks divide, and back: rows, results, gradients of weights."""
+    experts, mine = len(counts[0]), torch.tensor(counts[rank])
+    weights = torch.randn(experts, 4, 4, generator=torch.Generator().manual_seed(0))
+    own = weights.view(world, -1, 4, 4)[rank].clone().requires_grad_()
+    rows = torch.randn(int(mine.sum()), 4, generator=torch.Generator().manual_seed(1 + rank)).requires_grad_()
+    assert dist.group.WORLD is not None
+    layer = AllToAll(dist.group.WORLD)
+    out = layer(rows, mine, lambda rows, counts: grouped_linear(rows, own, counts))
+    wanted = torch.cat([part @ w.t() for part, w in zip(rows.split(counts[rank]), weights, strict=True)])
+    torch.testing.assert_close(out, wanted)
+    drows, dweights = torch.autograd.grad(out, [rows, own], 2 * out.detach())
+    torch.testing.assert_close(
+        drows,
+        torch.cat(
+            [part @ w for part, w in zip((2 * wanted.detach()).split(counts[rank]), weights, strict=True)]
+        ),
+    )
+    return [rows.detach(), out.detach(), dweights]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[3, 1, 2, 4], [5, 0, 0, 1]],
+        [[3, 1, 0, 0], [0, 0, 2, 2]],  # all stay at home
+        [[4, 2, 0, 0], [3, 3, 0, 0]],  # one rank computes all
+        [[0, 0, 0, 0], [0, 7, 1, 0]],  # a rank without rows
+        [[0, 0, 0, 0], [0, 0, 0, 0]],
+    ],
+)
+def test_rows_go_out_and_come_back(counts):
+    """Uneven splits, also of nothing: results and gradients are those of whole weights."""
+    found = run_ranks(2, exchange, counts)
+    for e in range(4):
+        total = torch.zeros(4, 4)
+        for (rows, out, _), row in zip(found, counts, strict=True):
+            at = slice(sum(row[:e]), sum(row[: e + 1]))
+            total += 2 * out[at].t() @ rows[at]
+        torch.testing.assert_close(found[e // 2][2][e % 2], total)
+
+
+def collectives(rank: int, world: int, recipe: Recipe, where: Path) -> list[tuple[str, int]]:
+    """(kind, bytes) of each all-to-all and all-reduce of one step of more than a few numbers."""
+    found, kinds = [], ("all_to_all_single", "all_reduce")
+    originals = {kind: getattr(dist, kind) for kind in kinds}
+
+    def counted(kind):
+        def call(tensor, *arguments, **options):
+            if tensor.numel() > 200:  # not counts of tokens, loads, norms
+                found.append((kind, tensor.nbytes))
+            return originals[kind](tensor, *arguments, **options)
+
+        return call
+
+    for kind in kinds:
+        setattr(dist, kind, counted(kind))
+    try:
+        side(rank, world, recipe, 1, where)
+    finally:
+        for kind in kinds:
+            setattr(dist, kind, originals[kind])
+    return found
+
+
+def test_gradients_of_experts_stay_with_those_who_have_them(folder, tmp_path):
+    """dp 2, ep 2: a layer sends its tokens' rows out and back, in forward and in backward; the all-reduce holds no
+    expert's gradient, for each is on one rank only."""
+    recipe = tiny(folder, "dp=2,ep=2", *MODEL, "train.microbatch_size=4", steps=1)
+    found = run_ranks(2, collectives, recipe, tmp_path)
+    model = resolve(recipe, vocab_size=prepare(recipe).vocab_size).model
+    table = cuts(model)
+    rest = [
+        torch.Size(shape).numel()
+        for name, shape in parameters(model).items()
+        if name not in table or table[name].kind != "expert"
+    ]
+    for calls in found:
+        assert [size for kind, size in calls if kind == "all_reduce"] == [4 * sum(rest)]
+        assert sum(kind == "all_to_all_single" for kind, _ in calls) == 4 * model.layers
+    # What all ranks receive: each layer's rows out, and back, twice: 2 experts a token, 4 rows a rank of 16 tokens.
+    moved = sum(size for calls in found for kind, size in calls if kind == "all_to_all_single")
+    assert moved == 4 * model.layers * (2 * 2 * 4 * 16) * model.dim * 4
+
+
+def train(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> None:
+    data = prepare(recipe)
+    job = Job(resolve(recipe, vocab_size=data.vocab_size), out, data, resume=resume)
+    run_rank(job, Ranks(rank, world, rank, world, torch.device("cpu")))
+
+
+def lines(out: Path, key: str) -> list[float]:
+    found = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    return [line[key] for line in found if key in line]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,ep=2",
+        pytest.param("dp=4,ep=2,zero=3", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,ep=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_in_one_process(folder, tmp_path, layout):
+    """Four steps on the layout, saved; two more by one process. Losses, balance, validation, weights and the routers'
+    biases are those of a run by one."""
+    sets = ["optim.schedule=constant", "data.val_fraction=0.1", "train.val_every=3", "train.sample_tokens=4"]
+    one = change(tiny(folder, "dp=1", *MODEL, *BIAS, *sets), ["train.steps=6"])
+    many = change(one, ["train.steps=4"], layout)
+    train(0, 1, one, tmp_path / "one", False)
+    run_ranks(Layout.from_recipe(many.layout).ranks, train, many, tmp_path / "many", False)
+    train(0, 1, one, tmp_path / "many", True)
+    for key in ("loss", "grad_norm", "aux_loss", "z_loss"):
+        assert lines(tmp_path / "many", key) == pytest.approx(lines(tmp_path / "one", key), rel=1e-5), key
+    for key in ("expert_load_max", "expert_load_min", "dropped_share"):
+        assert lines(tmp_path / "many", key) == lines(tmp_path / "one", key), key
+    assert lines(tmp_path / "many", "val_loss")[-1] == pytest.approx(
+        lines(tmp_path / "one", "val_loss")[-1], rel=1e-5
+    )
+    a, b = (store.load(store.latest(tmp_path / name)).model for name in ("one", "many"))
+    assert a.keys() == b.keys()
+    for name, weight in a.items():
+        if name.endswith("router.bias"):
+            assert torch.equal(weight, b[name]), name
+            assert weight.any()
+        else:
+            assert (weight - b[name]).norm() / weight.norm() < 1e-5, name
