@@ -1,0 +1,130 @@
+"""All layouts of 8 ranks, each compared with one process: a table of what `fivefold verify` finds.
+
+    python tests/sweep.py [--only N] [--out docs/layouts_verified.md]
+
+Every way to divide 8 ranks among the axes, with every ZeRO stage, with and without sequence parallelism, and for a
+mixture of experts with every ep. The other options take turns: schedule, cp_method, recompute. fp32, a tiny model, 2
+steps; the tolerances are verify's. Exit code 1 if a layout fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, product
+from pathlib import Path
+
+from layouts import compared, tiny
+from ranks import RankFailed
+
+from fivefold.errors import UserError
+from fivefold.layout import AXES, Layout, problems, stages_of_a_rank, to_text
+from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.train.verify import Report
+
+RANKS = 8
+MODEL = ["model.heads=8", "model.kv_heads=8"]
+STEPS = 2
+SIZES = (1, 2, 4, 8)
+
+
+def candidates() -> Iterator[Layout]:
+    """Every layout of 8 ranks that makes sense whatever the model."""
+    ways = {pp: cycle(_schedules(pp)) for pp in SIZES}
+    methods, recomputes = cycle(("ring", "ulysses")), cycle(("none", "full", "selective"))
+    for sizes in product(SIZES, repeat=len(AXES)):
+        axes = dict(zip(AXES, sizes, strict=True))
+        if Layout(**axes).ranks != RANKS:
+            continue
+        shared = axes["dp_shard"] * axes["cp"] > 1
+        for zero, sp, ep in product(range(4) if shared else (0,), (False, True), SIZES):
+            if (sp and axes["tp"] == 1) or (zero == 0 and axes["dp_shard"] > 1):
+                continue
+            options = {"cp_method": next(methods)} if axes["cp"] > 1 else {}
+            shape = Layout(**axes, zero=zero, sp=sp, ep=ep)
+            if not any(problems(shape)):
+                options["recompute"] = next(recomputes)
+                yield replace(shape, **options, **next(ways[axes["pp"]]))
+
+
+def _schedules(pp: int) -> list[dict]:
+    """Schedules, with the fewest stages that they allow, for which 8 blocks are enough."""
+    if pp == 1:
+        return [{}]
+    fewest = {name: made.stages[0] for name, made in SCHEDULES.items()}
+    return [{"schedule": n, "virtual_stages": stages} for n, stages in fewest.items() if pp * stages <= 8]
+
+
+def sweep(folder: Path, only: int | None = None) -> Iterator[tuple[str, Report | str]]:
+    """(layout, what verify found) of every layout; instead of a report why the layout is refused, or how a rank failed.
+
+    only: so many layouts, spread evenly over all.
+    """
+    everything = list(candidates())
+    step = max(1, len(everything) // only) if only else 1
+    for layout in everything[::step]:
+        text = to_text(layout)
+        try:
+            layers = 8 if stages_of_a_rank(layout) * layout.pp > 4 else 4
+            recipe = tiny(folder, text, *MODEL, f"model.layers={layers}")
+        except UserError as error:
+            yield text, f"refused: {error}"
+            continue
+        try:
+            reference = folder / f"{recipe.model.arch}-{layers}"
+            yield text, compared(recipe, STEPS, folder=reference, timeout_s=300)
+        except RankFailed as error:
+            yield text, f"failed: {str(error).strip().splitlines()[-1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", type=int, metavar="N", help="so many layouts, spread over all")
+    parser.add_argument("--out", type=Path, help="write the table there, too")
+    arguments = parser.parse_args()
+    began, lines, refused, wrong = time.monotonic(), [], 0, []
+    print(HEAD)
+    with tempfile.TemporaryDirectory(prefix="fivefold-sweep-") as name:
+        for layout, found in sweep(Path(name), arguments.only):
+            if isinstance(found, str) and found.startswith("refused"):
+                refused += 1
+                print(f"{layout}: {found}", file=sys.stderr)
+                continue
+            lines.append(row(layout, found))
+            print(lines[-1], flush=True)
+            if isinstance(found, str) or not found.passed:
+                wrong.append(layout)
+    minutes = (time.monotonic() - began) / 60
+    words = f"{len(lines)} layouts, {len(wrong)} wrong; {refused} more are refused as invalid; {minutes:.0f} minutes."
+    print(f"\n{words}")
+    if arguments.out:
+        arguments.out.write_text("\n".join([INTRODUCTION, words, "", HEAD, *lines, ""]), encoding="utf-8")
+    sys.exit(1 if wrong else 0)
+
+
+INTRODUCTION = f"""# Layouts that are verified
+
+What `python tests/sweep.py --out docs/layouts_verified.md` printed (`make test-all` runs it): every way to divide
+{RANKS} ranks among the axes, each compared with one process as `fivefold verify` does, in fp32, over {STEPS} steps of a tiny
+model (4 or 8 blocks; with `ep`, 8 experts a block). The largest relative differences: of a loss, of a gradient (allowed
+1e-5, loss 1e-6), of the gradient's norm, of a weight after the last step. Schedule, `cp_method` and `recompute` take
+turns.
+"""
+HEAD = "| layout | loss | gradients | gradient norm | weights | |\n|---|---|---|---|---|---|"
+
+
+def row(layout: str, found: Report | str) -> str:
+    if isinstance(found, str):
+        return f"| `{layout}` | | | | | {found} |"
+    figures = " | ".join(f"{figure.max_rel:.1e}" for figure in found.figures.values())
+    return f"| `{layout}` | {figures} | {'ok' if found.passed else 'WRONG'} |"
+
+
+if __name__ == "__main__":
+    main()
