@@ -13,6 +13,7 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.kernels.mixture import combine, dispatch, grouped_linear, plan
 from fivefold.models import Cache, MoE, build
+from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.moe import Mixture, balance_loss
 from fivefold.parallel import recompute
 from fivefold.parallel.ranks import Ranks
@@ -343,3 +344,65 @@ def test_a_bias_is_saved_and_goes_on(text, tmp_path):
 def test_what_cannot_be_is_refused(text, overrides, message):
     with pytest.raises(UserError, match=message):
         change(recipe_of(text), overrides)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """(our module, theirs with the same weights, read from the folder that is exported, the model section)."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    model = section(expert_ffn_dim=48, ffn_dim=48, rope_theta=500.0, aux_loss_weight=0.02)
+    ours = build(model, device="cpu", seed=3)
+    folder = tmp_path_factory.mktemp("mixtral")
+    weights = {name: tensor.contiguous() for name, tensor in to_hf(ours.state_dict(), model).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(model)))
+    theirs, report = transformers.MixtralForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return ours, theirs, model
+
+
+def test_logits_are_mixtrals(mixtral):
+    ours, theirs, _ = mixtral
+    tokens = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        got, expected = ours(tokens), theirs(tokens).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_are_mixtrals(mixtral):
+    """Of the loss without the load-balance term, which they compute over all blocks together."""
+    ours, theirs, model = mixtral
+    tokens = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(7))
+    ours.zero_grad()
+    theirs.zero_grad()
+    for layer in ours.modules():
+        if isinstance(layer, Mixture):
+            layer.aux_weight = 0.0
+    ours(tokens, tokens).backward()
+    F.cross_entropy(theirs(tokens).logits.flatten(0, 1), tokens.flatten()).backward()
+    got, expected = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    for i in range(model.layers):
+        for mine, other in (("router.weight", "gate.weight"), ("experts.down", "experts.down_proj"),
+                            ("experts.gate_up", "experts.gate_up_proj")):  # fmt: skip
+            a, b = got[f"blocks.{i}.mlp.{mine}"].grad, expected[f"model.layers.{i}.mlp.{other}"].grad
+            assert (a - b).norm() / b.norm() < 2e-5, (i, mine)
+
+
+def test_mixtral_survives_the_way_out_and_back(mixtral):
+    ours, theirs, model = mixtral
+    state = ours.state_dict()
+    back = from_hf(to_hf(state, model), model)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    assert from_hf_config(hf_config(model)) == model
+    assert from_hf_config(theirs.config.to_dict()) == model
+
+
+def test_what_mixtral_lacks_is_not_exported():
+    model = section(shared_experts=1, balance="bias")
+    with pytest.raises(UserError, match=r'no place for model.shared_experts = 1, model.balance = "bias"'):
+        to_hf(build(model, device="cpu").state_dict(), model)

@@ -1,6 +1,6 @@
 """Exchange with Hugging Face `transformers`: names and shapes of weights and config.json, both ways.
 
-Each model states its weights as a list of `Entry` (hf_llama.py, hf_gpt2.py, hf_bert.py). The same list is
+Each model states its weights as a list of `Entry` (hf_llama.py, hf_gpt2.py, hf_bert.py, hf_moe.py). The same list is
 read forwards and backwards, so the way out and the way in cannot drift apart. `transformers` itself is not
 needed.
 """
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.models import build, hf_bert, hf_gpt2, hf_llama
+from fivefold.models import build, hf_bert, hf_gpt2, hf_llama, hf_moe
 from fivefold.recipe import ModelSection, Recipe, TrainSection
 
-EXCHANGES: dict[str, ModuleType] = {"llama": hf_llama, "gpt2": hf_gpt2, "bert": hf_bert}
+EXCHANGES: dict[str, ModuleType] = {"llama": hf_llama, "gpt2": hf_gpt2, "bert": hf_bert, "moe": hf_moe}
+TYPES = {"mixtral" if arch == "moe" else arch: exchange for arch, exchange in EXCHANGES.items()}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -37,6 +38,8 @@ def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]
         tensor = state[entry.ours]
         if entry.transpose:
             tensor = tensor.t().contiguous()
+        if tensor.ndim == 3:  # experts, one under the other
+            tensor = tensor.flatten(0, 1)
         parts = tensor.split(list(entry.rows)) if entry.rows else [tensor]
         theirs.update(zip(entry.theirs, parts, strict=True))
     return theirs
@@ -70,7 +73,7 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
         parts = [given[name] for name in entry.theirs]
         expected = shapes[entry.ours]
         first_dims = entry.rows or ((expected[1] if entry.transpose else expected[0]),)
-        rest = (expected[0],) if entry.transpose else tuple(expected[1:])
+        rest = (expected[0],) if entry.transpose else tuple(expected[2 if len(expected) == 3 else 1 :])
         for name, part, rows in zip(entry.theirs, parts, first_dims, strict=True):
             if tuple(part.shape) != (rows, *rest):
                 problems.append(
@@ -81,7 +84,7 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
                 problems.append(f"weight {name} has dtype {str(part.dtype)[6:]}; allowed: {allowed}")
         if not problems:
             tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-            ours[entry.ours] = tensor.t().contiguous() if entry.transpose else tensor
+            ours[entry.ours] = tensor.t().contiguous() if entry.transpose else tensor.view(expected)
     _raise_all("the weights do not fit config.json", problems)
     return ours
 
@@ -103,11 +106,11 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
         UserError: keys are missing, or ask for something that our models do not compute; names every one.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in EXCHANGES:
+    if not isinstance(kind, str) or kind not in TYPES:
         raise UserError(
-            f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(EXCHANGES)}'
+            f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(TYPES)}'
         )
-    exchange = EXCHANGES[kind]
+    exchange = TYPES[kind]
     try:
         fields = exchange.from_config(config)
         problems = exchange.problems(config)

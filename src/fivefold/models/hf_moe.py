@@ -1,0 +1,100 @@
+"""Our `moe` as `MixtralForCausalLM`: Llama's attention, and experts of which each has three matrices there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.models import hf_llama
+from fivefold.models.hf_llama import TIED, rename
+from fivefold.models.hf_map import Entry, same
+from fivefold.recipe.schema import ModelSection
+
+__all__ = ["ARCHITECTURE", "SUPPORTED", "TIED", "entries", "from_config", "problems", "rename", "to_config"]
+
+ARCHITECTURE = "MixtralForCausalLM"
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "sliding_window": (None,),
+    "router_jitter_noise": (0.0, None),
+    "partial_rotary_factor": (1.0, None),
+}
+# What Mixtral computes; limits of capacity hold in training only.
+OURS: dict[str, Any] = {
+    "shared_experts": 0,
+    "dense_layers": 0,
+    "router_score": "softmax",
+    "router_normalize": True,
+}
+
+
+def entries(model: ModelSection) -> list[Entry]:
+    """
+    Raises:
+        UserError: the model computes what Mixtral does not.
+    """
+    _check(model)
+    D, F, E = model.dim, model.expert_ffn_dim or 0, model.experts or 0
+    table = [entry for entry in hf_llama.entries(model) if ".mlp." not in entry.ours]
+    for i in range(model.layers):
+        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.block_sparse_moe"
+        experts = [f"{theirs}.experts.{e}" for e in range(E)]
+        table += same(f"{ours}.router", f"{theirs}.gate")
+        gate_up = tuple(f"{expert}.{w}.weight" for expert in experts for w in ("w1", "w3"))
+        table += [Entry(f"{ours}.experts.gate_up", gate_up, (F,) * (2 * E))]
+        table += [Entry(f"{ours}.experts.down", tuple(f"{e}.w2.weight" for e in experts), (D,) * E)]
+    return table
+
+
+def _check(model: ModelSection) -> None:
+    found = [
+        f"model.{name} = {getattr(model, name)}" for name, v in OURS.items() if getattr(model, name) != v
+    ]
+    if model.balance == "bias":
+        found.append('model.balance = "bias"')
+    if found:
+        raise UserError(f"Mixtral has no place for {', '.join(found)}: such a model cannot be exported")
+
+
+def to_config(model: ModelSection) -> dict[str, Any]:
+    _check(model)
+    config = hf_llama.to_config(model)
+    for key in ("attention_bias", "mlp_bias"):
+        del config[key]
+    per_token = model.experts_per_token or 1
+    return config | {
+        "model_type": "mixtral",
+        "intermediate_size": model.expert_ffn_dim,
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": per_token,
+        # Theirs is summed over the choices of a token, ours is their mean.
+        "router_aux_loss_coef": (model.aux_loss_weight if model.balance == "aux" else 0.0) / per_token,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+    }
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `[model]`. Keys that older files leave out have the defaults of `MixtralConfig`."""
+    rope = config.get("rope_parameters") or {}
+    per_token = config.get("num_experts_per_tok", 2)
+    return hf_llama.from_config(config) | {
+        "arch": "moe",
+        "experts": config.get("num_local_experts", 8),
+        "experts_per_token": per_token,
+        "expert_ffn_dim": config["intermediate_size"],
+        "router_normalize": True,
+        "seq_len": config.get("max_position_embeddings", 4096 * 32),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
+        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e6),
+        "aux_loss_weight": round(float(config.get("router_aux_loss_coef", 0.001)) * per_token, 12),
+    }
+
+
+def problems(config: Mapping[str, Any]) -> list[str]:
+    """As for Llama; and one expert a token, whose score Mixtral divides by itself."""
+    found = hf_llama.problems(config)
+    if config.get("num_experts_per_tok", 2) == 1:
+        found.append("num_experts_per_tok = 1; only 2 or more are supported")
+    return found
