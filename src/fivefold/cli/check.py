@@ -54,6 +54,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     """The numbers of a recipe, as `check --json` prints them; None if that needs an unknown vocabulary."""
     from fivefold.layout import Layout, to_text
     from fivefold.recipe import (
+        active_parameters,
         count_parameters,
         expected_vocab_size,
         flops_per_token,
@@ -67,6 +68,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         "arch": recipe.model.arch,
         "vocab_size": expected_vocab_size(recipe),
         "parameters": None,
+        "active_parameters": None,
         "steps": steps,
         "tokens_per_step": step_tokens,
         "total_tokens": steps * step_tokens,
@@ -84,6 +86,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     else:
         model = recipe.model.model_copy(update={"vocab_size": result["vocab_size"]})
         result["parameters"] = count_parameters(model)
+        result["active_parameters"] = active_parameters(model)
         result["tokens_per_parameter"] = result["total_tokens"] / result["parameters"]
         result["flops_per_token"] = flops_per_token(model)
         result["total_flops"] = result["flops_per_token"] * result["total_tokens"]
@@ -107,8 +110,10 @@ def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     if result["parameters"] is None:
         rows = [("model", shape), ("run", run), *rows]
     else:
+        sparse = result["active_parameters"] != result["parameters"]
+        active = f", {short('active_parameters')} compute a token" if sparse else ""
         rows = [
-            ("model", f"{shape}, V {result['vocab_size']}: {short('parameters')} parameters"),
+            ("model", f"{shape}, V {result['vocab_size']}: {short('parameters')} parameters{active}"),
             ("run", f"{run}, {result['tokens_per_parameter']:,.3g} a parameter"),
             ("compute", f"{short('flops_per_token')} FLOPs a token, {result['total_flops']:.3g} in all"),
             *rows,
