@@ -25,8 +25,14 @@ MODELS = {
     "gpt2": ["model.arch=gpt2", "model.kv_heads=4"],
     "gpt2 untied": ["model.arch=gpt2", "model.kv_heads=4", "model.tie_embeddings=false"],
     "bert": ["model.arch=bert", "model.kv_heads=4"],
-    "moe": ["model.arch=moe", "model.kv_heads=4", "model.experts=4", "model.experts_per_token=2", "model.dense_layers=1",
-            "model.shared_experts=1"],
+    "moe": [
+        "model.arch=moe",
+        "model.kv_heads=4",
+        "model.experts=4",
+        "model.experts_per_token=2",
+        "model.dense_layers=1",
+        "model.shared_experts=1",
+    ],
 }
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", f"model.seq_len={T}", f"model.vocab_size={V}",
