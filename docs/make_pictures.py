@@ -1,0 +1,107 @@
+"""Draws the pictures of docs/parallelism with the program's own drawing functions.
+
+python docs/make_pictures.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fivefold.layout import Layout
+from fivefold.observe import layout_picture
+from fivefold.parallel.context import spans
+from fivefold.recipe import load, resolve
+from fivefold.schedules.pipeline import build, simulate, to_svg
+
+FOLDER = Path(__file__).with_name("parallelism") / "pictures"
+LAYOUTS = {
+    "hybrid": ("quickstart", "dp_replicate=2,dp_shard=2,zero=2"),
+    "tensor": ("quickstart", "dp=2,tp=2,sp=true"),
+    "expert": ("moe-tiny", "dp=4,ep=2"),
+    "combined": ("quickstart", "pp=2,cp=2,tp=2"),
+}
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
+COLORS = ("#1f5a9e", "#2c7a5a", "#b5651d", "#7b4fa3")
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, (recipe, layout) in LAYOUTS.items():
+        loaded = resolve(load(recipe, [], layout), vocab_size=4096)
+        picture = layout_picture.to_svg(loaded, Layout.from_recipe(loaded.layout), f"{recipe}: {layout}")
+        (FOLDER / f"{name}.svg").write_text(picture, encoding="utf-8")
+    (FOLDER / "schedules.svg").write_text(schedules(4, 8), encoding="utf-8")
+    (FOLDER / "context.svg").write_text(context(4), encoding="utf-8")
+
+
+def schedules(ranks: int, microbatches: int) -> str:
+    """All schedules one under the other, on one scale. A rank's stages together take the same time in each: F 1,
+    B 2 (I 1 and W 1)."""
+    timelines = []
+    for name, stages in SCHEDULES.items():
+        part = 1 / stages
+        timelines.append((name, simulate(build(name, ranks, microbatches, stages), costs(part))))
+    longest = max(timeline.makespan for _, timeline in timelines)
+    pictures = [to_svg(timeline, name, seconds=longest) for name, timeline in timelines]
+    return stack(pictures)
+
+
+def costs(part: float):
+    from fivefold.schedules.pipeline import Costs
+
+    return Costs(forward=part, input=part, weight=part)
+
+
+def stack(pictures: list[str]) -> str:
+    """SVG pictures of equal width, one under the other."""
+    top, parts, width = 0.0, [], 0.0
+    for picture in pictures:
+        head = picture[: picture.index(">")]
+        wide, high = (float(head.split(f'{key}="')[1].split('"')[0]) for key in ("width", "height"))
+        parts.append(picture.replace("<svg", f'<svg y="{top}"', 1))
+        top, width = top + high, max(width, wide)
+    size = f'width="{width:g}" height="{top:g}" viewBox="0 0 {width:g} {top:g}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "\n</svg>\n"
+
+
+def context(ranks: int) -> str:
+    """Queries down, keys across, a square for each pair of chunks that attention computes, coloured by the rank that
+    computes it: neighbouring parts on the left, zig-zag on the right."""
+    cell, chunks = 22, 2 * ranks
+    zigzag = Layout(cp=ranks)
+    owner = {a: rank for rank in range(ranks) for a, _ in spans(zigzag, chunks, rank)}
+    plans = [("neighbouring parts", [chunk // 2 for chunk in range(chunks)])]
+    plans.append(("zig-zag", [owner[chunk] for chunk in range(chunks)]))
+    parts = []
+    for column, (title, ranks_of) in enumerate(plans):
+        left, top = 20 + column * (chunks * cell + 130), 50
+        parts.append(text(left, 20, title, "600"))
+        work = [0.0] * ranks
+        for q in range(chunks):
+            for k in range(q + 1):
+                half = 0.5 if k == q else 1.0  # on the diagonal half of the pairs are seen
+                work[ranks_of[q]] += half
+                x, y, color = left + k * cell, top + q * cell, COLORS[ranks_of[q] % len(COLORS)]
+                parts.append(
+                    f'<rect x="{x}" y="{y}" width="{cell - 2}" height="{cell - 2}" fill="{color}" opacity="{half}"/>'
+                )
+        for rank, amount in enumerate(work):
+            y = top + 20 + rank * 22
+            x = left + chunks * cell + 8
+            parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLORS[rank]}"/>')
+            parts.append(text(x + 18, y, f"rank {rank}: {amount / sum(work):.0%}"))
+    width, height = 2 * (chunks * cell + 130) + 20, 60 + chunks * cell
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<rect width="100%" height="100%" fill="#fdfcf8"/>{"".join(parts)}'
+        f"{text(20, height - 4 - chunks * cell - 20, 'queries down, keys across; work of each rank')}</svg>\n"
+    )
+
+
+def text(x: float, y: float, words: str, weight: str = "400") -> str:
+    style = f'font-family="sans-serif" font-size="13" font-weight="{weight}" fill="#333"'
+    return f'<text x="{x}" y="{y}" {style}>{words}</text>'
+
+
+if __name__ == "__main__":
+    main()
