@@ -11,8 +11,8 @@ are summed and scattered to the rows' keepers when its backward is done. The sta
 | 3 | are freed after a block's forward, and gathered again for its backward | in every microbatch | 3 m Psi |
 
 Psi is the number of parameters; a gather or a scatter of all of them counts Psi, as in the paper. In a hybrid, the
-replicas add up their shards once a step, in fp32. In a pipeline, whose microbatches overlap and may leave weight gradients for
-later, every stage scatters the gradients once a step, as stage 1 does.
+replicas add up their shards once a step, in fp32. In a pipeline, whose microbatches overlap and may leave weight
+gradients for later, every stage scatters the gradients once a step, as stage 1 does.
 """
 
 from __future__ import annotations
