@@ -1,0 +1,371 @@
+"""Pipeline parallelism: every schedule trains as one process does; stages, ties, memory, order and times are right."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import compared, tiny
+from ranks import run_ranks
+
+from fivefold.checkpoint import store
+from fivefold.data import prepare
+from fivefold.layout import Layout
+from fivefold.models import build as build_model
+from fivefold.models import init_weights
+from fivefold.observe.pipeline_trace import write_pipeline_trace
+from fivefold.parallel import pipeline as pipeline_
+from fivefold.parallel.later import Later, attach
+from fivefold.parallel.pipeline import receives_ahead
+from fivefold.parallel.ranks import Ranks
+from fivefold.parallel.stages import split
+from fivefold.recipe import (
+    ModelSection,
+    Recipe,
+    change,
+    count_parameters,
+    flops_per_token,
+    resolve,
+    resolve_model,
+)
+from fivefold.recipe.schema import Arch
+from fivefold.schedules.pipeline import (
+    SCHEDULES,
+    Action,
+    Event,
+    Schedule,
+    Timeline,
+    build,
+    cut,
+    peak_live,
+    simulate,
+    with_transfers,
+)
+from fivefold.sharding import held, parameters, size_of, stage_blocks, stage_costs
+from fivefold.train.loop import evaluate, forward_backward
+from fivefold.train.run import Job, batches_of, build_state, run_rank, share_of
+
+STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # a rank
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Path:
+    """Where text, cache and the references stay, which all layouts share."""
+    return tmp_path_factory.mktemp("pipeline")
+
+
+def line(name: str, pp: int, more: str = "") -> str:
+    return f"pp={pp},schedule={name},virtual_stages={STAGES[name]}{more}"
+
+
+def ranks_of(rank: int, world: int) -> Ranks:
+    return Ranks(rank, world, rank, world, torch.device("cpu"))
+
+
+def small(arch: Arch = "llama", tied: bool | None = None, layers: int = 8) -> ModelSection:
+    section = ModelSection(arch=arch, layers=layers, dim=32, heads=4, seq_len=16, tie_embeddings=tied)
+    return resolve_model(section, vocab_size=64)
+
+
+# Every schedule once by every `make test`: the others by `make test-all`.
+QUICK = {
+    ("gpipe", 2, "false", 8), ("gpipe", 4, "true", 5), ("1f1b", 2, "true", 5), ("1f1b", 4, "false", 8),
+    ("interleaved", 2, "true", 5), ("interleaved", 4, "true", 6), ("looped_bfs", 2, "false", 5),
+    ("zb_h1", 4, "true", 5), ("zbv", 2, "false", 8), ("zbv", 4, "true", 5), ("dualpipev", 2, "true", 8),
+    ("dualpipev", 4, "false", 5),
+}  # fmt: skip
+
+
+def cases() -> Iterator[object]:
+    for case in [
+        (n, p, t, m) for n in SCHEDULES for p in (2, 4) for t in ("true", "false") for m in (5, 6, 8)
+    ]:
+        yield case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "pp", "tied", "microbatches"), cases())
+def test_every_schedule_trains_as_one_process(room, name, pp, tied, microbatches):
+    """Loss, gradients, their norm, weights after 3 steps; microbatches that are a multiple of the ranks and others."""
+    sets = ["model.layers=8", f"model.tie_embeddings={tied}", f"train.global_batch_size={microbatches}"]
+    report = compared(tiny(room, line(name, pp), *sets), folder=room / "-".join(sets))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "bert"])
+def test_other_architectures(room, arch):
+    sets = [f"model.arch={arch}", "model.kv_heads=4"]
+    report = compared(tiny(room, line("zbv", 2), *sets), folder=room / arch)
+    assert report.passed, report
+
+
+def test_with_replicas_on_eight_ranks(room):
+    report = compared(tiny(room, line("zb_h1", 4, ",dp=2"), "model.layers=8"))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_with_shared_states(room, name, zero):
+    report = compared(tiny(room, line(name, 2, f",dp=2,zero={zero}")), folder=room / "zero")
+    assert report.passed, report
+
+
+def test_bf16(room):
+    report = compared(tiny(room, line("dualpipev", 2), mode="bf16"))
+    assert report.passed, report
+
+
+# Stages
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=8),
+    st.integers(1, 8), st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 1.0, 2.6]),
+)  # fmt: skip
+def test_no_cut_is_better(costs, stages, first, last):
+    stages = min(stages, len(costs))
+
+    def judge(ends: tuple[int, ...]) -> tuple[float, float]:
+        bounds = [0, *ends, len(costs)]
+        sums = [sum(costs[a:b]) for a, b in pairwise(bounds)]
+        sums[0] += first
+        sums[-1] += last
+        return max(sums), sum(x * x for x in sums)
+
+    found = cut(costs, stages, first, last)
+    assert [block for part in found for block in part] == list(range(len(costs)))
+    best = min(judge(ends) for ends in combinations(range(1, len(costs)), stages - 1))
+    assert judge(tuple(part.stop for part in found[:-1])) == pytest.approx(best)
+
+
+def test_the_head_counts():
+    """A large vocabulary costs as much as blocks: the last stage gets fewer of them."""
+    model = resolve_model(ModelSection(layers=12, dim=64, heads=4), vocab_size=3000)
+    sizes = [len(part) for part in stage_blocks(model, Layout(pp=4))]
+    assert sizes[-1] < sizes[0]
+    assert sum(sizes) == 12
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
+def test_costs_are_the_models_flops(arch):
+    model = small(arch)
+    blocks, _, head = stage_costs(model)
+    assert sum(blocks) + head == pytest.approx(flops_per_token(model))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("pp", "dp", "zero", "tp"), [(2, 1, 0, 1), (4, 2, 0, 1), (2, 2, 1, 1), (2, 2, 3, 2)])
+def test_every_parameter_is_owned_once(name, tied, pp, dp, zero, tp):
+    model = small(tied=tied)
+    replicate, shard = (1, dp) if zero else (dp, 1)
+    layout = Layout(
+        pp=pp,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        zero=zero,
+        tp=tp,
+        schedule=name,
+        virtual_stages=STAGES[name],
+    )
+    owned: Counter[str] = Counter()
+    for rank in range(layout.ranks):
+        for parameter, part in held(model, layout, rank).items():
+            owned[parameter] += size_of(part.keeps) * part.owned
+    assert owned == {parameter: prod(shape) for parameter, shape in parameters(model).items()}
+    assert owned.total() == count_parameters(model)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_one_after_the_other_are_the_model(arch, tied):
+    model = small(arch, tied)
+    layout = Layout(pp=2, schedule="zbv")
+    whole = build_model(model, device="cpu", seed=1)
+    stages = {n: stage for index in range(2) for n, stage in split(model, layout, index).items()}
+    names: list[str] = []
+    for stage in stages.values():
+        stage.to_empty(device="cpu")
+        init_weights(stage, 1, model)
+        names += [n for n, _ in stage.named_parameters()]
+    assert Counter(names) == Counter([n for n, _ in whole.named_parameters()] + ["embed.weight"] * tied)
+    tokens = torch.arange(32).view(2, 16) % 64
+    x = tokens
+    for number in range(4):
+        x = stages[number](x, tokens if stages[number].last else None, positions_T=torch.arange(16))
+    assert torch.equal(x, whole(tokens, tokens))
+
+
+# The runner
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (4, 8)])
+def test_receives_ahead_changes_nothing_else(name, ranks, microbatches):
+    schedule = build(name, ranks, microbatches, STAGES[name])
+    for actions in with_transfers(schedule):
+        ahead = receives_ahead(actions)
+        is_receive = [a.kind.startswith("RECV") for a in ahead]
+        assert [a for a, r in zip(ahead, is_receive, strict=True) if not r] == [
+            a for a in actions if not a.kind.startswith("RECV")
+        ]
+        assert [a for a, r in zip(ahead, is_receive, strict=True) if r] == [
+            a for a in actions if a.kind.startswith("RECV")
+        ]
+        for action in actions:
+            if action.kind.startswith("RECV"):
+                passed = actions[ahead.index(action) : actions.index(action)]
+                assert sum(a.computes for a in passed) <= 1, "one computation ahead, no more"
+
+
+def record(rank: int, world: int, recipe: Recipe) -> tuple[Schedule, Timeline, float, list[float]]:
+    """A recorded step: schedule, timeline, most microbatches held at once, loss of two equal steps."""
+    data = prepare(recipe)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    state = build_state(recipe, ranks_of(rank, world))
+    batches = batches_of(recipe, data, data.train, recipe.train.global_batch_size, shuffle=True)
+    share = share_of(
+        batches, 0, recipe.train.global_batch_size, recipe.train.microbatch_size or 1, state.mesh
+    )
+    assert state.parallel.pipeline is not None
+    most = 0
+
+    def counting(self: pipeline_._Run, action: Action) -> None:
+        nonlocal most
+        forward(self, action)
+        most = max(most, len(self.kept) + len(self.owed))
+
+    forward = pipeline_._Run._forward
+    pipeline_._Run._forward = counting
+    try:
+        state.parallel.pipeline.recording = True
+        losses = [forward_backward(state, share, 0).item() for _ in range(2)]
+    finally:
+        pipeline_._Run._forward = forward
+    assert state.parallel.pipeline.recorded is not None
+    return *state.parallel.pipeline.recorded, most, losses
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_runs_is_what_was_planned(room, name):
+    """The measured timeline has the schedule's actions in its order, each after what it needs; never more microbatches
+    are held than it says; with dropout, the same step has the same loss."""
+    recipe = tiny(room, line(name, 4), "model.layers=8")  # (verify's recipes have no dropout)
+    answers = run_ranks(4, record, change(recipe, ["model.dropout=0.1"]))
+    schedule, timeline = answers[0][:2]
+    for rank, (_, other, most, losses) in enumerate(answers):
+        assert other == timeline, "all ranks know the whole"
+        assert [event.action for event in timeline.rows[rank]] == list(schedule.rows[rank])
+        assert most == peak_live(schedule)[rank]
+        assert losses[0] == losses[1]
+        assert (losses[0] > 0) == (schedule.rank_of[-1] == rank), "only the last stage has the loss"
+    ends = {event.action: event.end for event in timeline.events()}
+    slack = 0.02  # of the clocks: the ranks come from the barrier one after the other
+    for action, start, _ in timeline.events():
+        if action.kind == "F" and action.stage:
+            assert start > ends[Action(action.stage - 1, "F", action.microbatch)] - slack
+
+
+def test_weight_gradients_later():
+    """I leaves the products of the linear layers, and nothing else; W makes them; together they are B."""
+    model = small("gpt2", layers=2)
+    module = build_model(model, device="cpu")
+    tokens = torch.arange(32).view(2, 16) % 64
+    module(tokens, tokens).backward()
+    wanted = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    later = Later()
+    attach(module, later)
+    module(tokens, tokens).backward()
+    for name, p in module.named_parameters():  # B
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-5, atol=1e-7)
+    module.zero_grad()
+    queue = later.collect(module(tokens, tokens).backward)
+    missing = {name for name, p in module.named_parameters() if p.grad is None}
+    assert missing == {
+        n for n in wanted if n.startswith("blocks.") and n.endswith("weight") and "norm" not in n
+    }
+    assert len(queue) == len(missing)
+    seen = []
+    for name, p in module.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    while queue:
+        queue.popleft()()
+    assert set(seen) == missing, "hooks on the parameters see what comes later"
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-5, atol=1e-7)
+
+
+# Runs
+
+
+def validate(rank: int, world: int, recipe: Recipe, sequences: int) -> dict[str, float]:
+    data = prepare(recipe)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    state = build_state(recipe, ranks_of(rank, world))
+    batches = batches_of(recipe, data, data.train, sequences, shuffle=False)
+    return evaluate(state, share_of(batches, 0, sequences, 2, state.mesh), None)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("sequences", [1, 7, 24])
+def test_validation_is_that_of_one_process(room, name, sequences):
+    """Also of a last microbatch that is smaller, and of more microbatches than sends may be under way."""
+    recipe = tiny(room, line(name, 2))
+    one = validate(
+        0, 1, change(recipe, ["layout.pp=1", "layout.schedule=1f1b", "layout.virtual_stages=1"]), sequences
+    )
+    for got in run_ranks(2, validate, recipe, sequences):
+        assert got == pytest.approx(one, rel=1e-6)
+
+
+def train(rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False) -> None:
+    data = prepare(recipe)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    assert run_rank(Job(recipe, out, data, resume=resume), ranks_of(rank, world)) is None
+
+
+def test_a_run_moves_between_pipelines(room, tmp_path):
+    """Saved at pp 2, gone on with at pp 4 and in one process: the losses are those of one process all along. On the
+    way the timeline of a step is drawn."""
+    sets = ["model.layers=8", "optim.schedule=constant", "observe.tensorboard=false", "train.val_sequences=4"]
+    recipe = tiny(room, "dp=1", *sets, "train.val_every=100", "data.val_fraction=0.1")
+    train(0, 1, change(recipe, ["train.steps=6"]), tmp_path / "one")
+    run = tmp_path / "run"
+    first = change(recipe, ["train.steps=2", "observe.trace_step=2"], line("zbv", 2))
+    run_ranks(2, train, first, run)
+    run_ranks(4, train, change(recipe, ["train.steps=4"], line("1f1b", 4)), run, True)
+    train(0, 1, change(recipe, ["train.steps=6"]), run, True)
+
+    def lines(folder: Path) -> list[dict]:
+        return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    one, moved = ([m for m in lines(f) if "loss" in m] for f in (tmp_path / "one", run))
+    assert [m["loss"] for m in moved] == pytest.approx([m["loss"] for m in one], rel=1e-5)
+    assert [m["grad_norm"] for m in moved] == pytest.approx([m["grad_norm"] for m in one], rel=1e-4)
+    a, b = store.load(store.latest(tmp_path / "one")), store.load(store.latest(run))
+    assert a.model.keys() == b.model.keys()
+    picture = run / "traces" / "pipeline-step-00000002.svg"
+    assert picture.read_text().count("</svg>") == 3
+    facts = json.loads(picture.with_suffix(".json").read_text())
+    assert [len(row) for row in facts["measured"]["rows"]] == [len(row) for row in facts["planned"]["rows"]]
+    assert facts["planned"]["makespan_s"] <= facts["measured"]["makespan_s"]
+
+
+def test_the_picture_plans_with_measured_costs(tmp_path):
+    schedule = build("zb_h1", 2, 3)
+    rows = [
+        [Event(a, 2 * s, 2 * e) for a, s, e in row] for row in simulate(schedule).rows
+    ]  # all takes 2 s, B 4 s
+    measured = Timeline(tuple(map(tuple, rows)))
+    facts = json.loads(write_pipeline_trace(tmp_path, 1, schedule, measured).with_suffix(".json").read_text())
+    assert facts["planned"] == facts["measured"]
