@@ -28,8 +28,9 @@ train: $(TO_TRAIN)  ## train a small language model on this machine: a few minut
 test: $(TO_TEST)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: $(TO_TEST)  ## run the tests, the slow sweeps too
+test-all: $(TO_TEST)  ## run the tests, and all layouts of 8 ranks: the better part of an hour
 	$(BIN)/python -m pytest -m "" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
 
 check: $(TO_TEST)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

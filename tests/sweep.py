@@ -111,10 +111,10 @@ def main() -> None:
 INTRODUCTION = f"""# Layouts that are verified
 
 What `python tests/sweep.py --out docs/layouts_verified.md` printed (`make test-all` runs it): every way to divide
-{RANKS} ranks among the axes, each compared with one process as `fivefold verify` does, in fp32, over {STEPS} steps of a tiny
-model (4 or 8 blocks; with `ep`, 8 experts a block). The largest relative differences: of a loss, of a gradient (allowed
-1e-5, loss 1e-6), of the gradient's norm, of a weight after the last step. Schedule, `cp_method` and `recompute` take
-turns.
+{RANKS} ranks among the axes, each compared with one process as `fivefold verify` does, in fp32, over {STEPS} steps
+of a tiny model (4 or 8 blocks; with `ep`, 8 experts a block). The largest relative differences: of a loss (allowed:
+1e-6), of a gradient (1e-5), of the gradient's norm, of a weight after the last step. Schedule, `cp_method` and
+`recompute` take turns.
 """
 HEAD = "| layout | loss | gradients | gradient norm | weights | |\n|---|---|---|---|---|---|"
 

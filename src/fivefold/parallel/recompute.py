@@ -5,10 +5,12 @@
 - "selective": a sublayer keeps the result of its first matrix product and computes from there again what is cheap for
   the memory that it takes: attention, the gate or GELU (Korthikanti et al., arXiv 2205.05198, section 5). The second
   matrix product is not repeated: its own result is not needed, and running again stops at the last tensor that is.
+  (Layers that communicate, or leave their weight gradient for later, save their input only after the product: there
+  it is repeated.)
 
-Kept a token under "selective", for llama in units of D: the inputs of the norms and what they give (4), queries, keys
-and values ((H + 2K) / H), gate and up (2 F / D). Not kept: probabilities (of attention up to T 1024), the
-attention's output, the gate's.
+Kept a token and block under "selective", for llama in units of D: inputs and results of the norms (4), queries, keys
+and values ((H + 2K) / H), gate and up (2 F / D). Not kept: attention's probabilities (which are kept up to T 1024),
+its output, and the gate's.
 
 The random state of forward is restored, so dropout drops the same elements, and gradients are those of "none", bit for
 bit. Collectives inside a block (tensor, sequence, context, expert parallelism) run again; all ranks come to them

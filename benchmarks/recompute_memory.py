@@ -1,0 +1,124 @@
+"""Recompute: memory saved and time lost, on the common work.
+
+    python benchmarks/recompute_memory.py [--microbatch 8] [--steps 6] [--out benchmarks/results/recompute_memory.json]
+
+Llama of 13.8M parameters (V 4096, D 384, 6 layers, 6 heads, ffn 1024, T 256), forward and backward in bf16, one
+process. Activations: bytes of the tensors made in forward that are alive before backward. Peak: the most resident
+memory of the process, less that before the first step; gradients (27.6 MB in bf16) and workspace are in it. Seconds:
+processor time of the median step, of all threads together. The variants take turns, each in a process of its own;
+ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.models import LanguageModel, build
+from fivefold.observe.machine import current_memory_bytes, peak_memory_bytes
+from fivefold.parallel import recompute
+from fivefold.recipe import load, resolve
+from fivefold.train.allocator import keep_freed_memory
+
+VARIANTS = ("none", "selective", "full")
+WARM_UP = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--microbatch", type=int, default=8, help="sequences computed at once")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mode", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return print(json.dumps(work(args.worker, args.microbatch, args.steps, args.mode)))
+    rows: dict[str, list[dict[str, Any]]] = {how: [] for how in VARIANTS}
+    for _ in range(args.rounds):
+        for how in VARIANTS:
+            command = [sys.executable, __file__, "--worker", how, "--mode", args.mode]
+            command += ["--microbatch", str(args.microbatch), "--steps", str(args.steps)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            rows[how].append(json.loads(done.stdout))
+    result = {"microbatch": args.microbatch, "mode": args.mode}
+    for how, found in rows.items():
+        ratios = [a["seconds"] / b["seconds"] for a, b in zip(found, rows["none"], strict=True)]
+        result[how] = {
+            "activation_bytes": found[0]["activation_bytes"],
+            "peak_bytes": median(row["peak_bytes"] for row in found),
+            "seconds": median(row["seconds"] for row in found),
+            "seconds_by_none": median(ratios),
+            "activation_share": found[0]["activation_bytes"] / rows["none"][0]["activation_bytes"],
+        }
+        print(
+            f"{how:10} activations {result[how]['activation_bytes'] / 2**20:7.1f} MiB "
+            f"({result[how]['activation_share']:.2f} of none), peak {result[how]['peak_bytes'] / 2**20:7.1f} MiB, "
+            f"{result[how]['seconds_by_none']:.2f} times none's time"
+        )
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def work(how: str, microbatch: int, steps: int, mode: str) -> dict[str, Any]:
+    """One variant: bytes and seconds of forward and backward."""
+    keep_freed_memory()
+    sizes = ["layers=6", "dim=384", "heads=6", "ffn_dim=1024", "seq_len=256", "vocab_size=4096"]
+    recipe = resolve(
+        load("quickstart", [f"model.{size}" for size in sizes] + ["model.tie_embeddings=false"], "dp=1"),
+        vocab_size=4096,
+    )
+    module = build(recipe.model, device="cpu", seed=0)
+    assert isinstance(module, LanguageModel)
+    module.to(torch.bfloat16 if mode == "bf16" else torch.float32)
+    recompute.apply(module, how)
+    tokens = torch.randint(0, 4096, (microbatch, 256), generator=torch.Generator().manual_seed(0))
+    before, times = current_memory_bytes(), []
+    for step in range(WARM_UP + steps):
+        module.zero_grad(set_to_none=False)
+        began = time.process_time()
+        module(tokens, tokens).backward()
+        if step >= WARM_UP:
+            times.append(time.process_time() - began)
+    peak = peak_memory_bytes() - before
+    with Alive() as alive:
+        loss = module(tokens, tokens)
+        kept = alive.bytes()
+    loss.backward()
+    return {"activation_bytes": kept, "peak_bytes": peak, "seconds": median(times)}
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the tensors made while it is entered that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def bytes(self) -> int:
+        return sum(size for reference, size in self.made.values() if not reference.expired())
+
+
+if __name__ == "__main__":
+    main()
