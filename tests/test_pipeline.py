@@ -77,10 +77,8 @@ def small(arch: Arch = "llama", tied: bool | None = None, layers: int = 8) -> Mo
 
 # Every schedule once by every `make test`: the others by `make test-all`.
 QUICK = {
-    ("gpipe", 2, "false", 8), ("gpipe", 4, "true", 5), ("1f1b", 2, "true", 5), ("1f1b", 4, "false", 8),
-    ("interleaved", 2, "true", 5), ("interleaved", 4, "true", 6), ("looped_bfs", 2, "false", 5),
-    ("zb_h1", 4, "true", 5), ("zbv", 2, "false", 8), ("zbv", 4, "true", 5), ("dualpipev", 2, "true", 8),
-    ("dualpipev", 4, "false", 5),
+    ("gpipe", 4, "true", 5), ("1f1b", 2, "true", 5), ("interleaved", 4, "true", 5), ("looped_bfs", 2, "false", 8),
+    ("zb_h1", 4, "true", 5), ("zbv", 2, "false", 8), ("zbv", 4, "true", 5), ("dualpipev", 2, "true", 5),
 }  # fmt: skip
 
 
@@ -111,8 +109,19 @@ def test_with_replicas_on_eight_ranks(room):
     assert report.passed, report
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def slow_but(quick: list, everything: list) -> list:
+    """Those that are not quick run in `make test-all` only."""
+    return [
+        case
+        if case in quick
+        else pytest.param(*([case] if isinstance(case, str) else case), marks=pytest.mark.slow)
+        for case in everything
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"), slow_but([("zbv", 3)], [(n, z) for n in ("1f1b", "zbv") for z in (1, 2, 3)])
+)
 def test_with_shared_states(room, name, zero):
     report = compared(tiny(room, line(name, 2, f",dp=2,zero={zero}")), folder=room / "zero")
     assert report.passed, report
@@ -254,7 +263,7 @@ def record(rank: int, world: int, recipe: Recipe) -> tuple[Schedule, Timeline, f
     return *state.parallel.pipeline.recorded, most, losses
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", slow_but(["1f1b", "dualpipev"], list(SCHEDULES)))
 def test_what_runs_is_what_was_planned(room, name):
     """The measured timeline has the schedule's actions in its order, each after what it needs; never more microbatches
     are held than it says; with dropout, the same step has the same loss."""
@@ -316,8 +325,13 @@ def validate(rank: int, world: int, recipe: Recipe, sequences: int) -> dict[str,
     return evaluate(state, share_of(batches, 0, sequences, 2, state.mesh), None)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
-@pytest.mark.parametrize("sequences", [1, 7, 24])
+@pytest.mark.parametrize(
+    ("name", "sequences"),
+    slow_but(
+        [("1f1b", 7), ("interleaved", 1), ("zbv", 24)],
+        [(n, s) for n in ("1f1b", "interleaved", "zbv") for s in (1, 7, 24)],
+    ),
+)
 def test_validation_is_that_of_one_process(room, name, sequences):
     """Also of a last microbatch that is smaller, and of more microbatches than sends may be under way."""
     recipe = tiny(room, line(name, 2))
