@@ -29,7 +29,9 @@ from fivefold.recipe import (
     total_steps,
 )
 
-SHIPPED = ["bert-base-mlm", "gpt2-124m", "llama-7b", "quickstart", "shakespeare"]
+SHIPPED = [
+    "bert-base-mlm", "gpt2-124m", "llama-7b", "mixtral-8x7b", "moe-tiny", "quickstart", "shakespeare",
+]  # fmt: skip
 
 
 def write(folder: Path, text: str) -> Path:
