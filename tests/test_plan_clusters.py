@@ -22,7 +22,7 @@ def test_presets(name: str) -> None:
 def test_nodes_of_other_sizes() -> None:
     cluster = parse("H100:6x4")
     assert (cluster.devices, cluster.per_node, cluster.nodes) == (24, 4, 6)
-    assert parse("a100").devices == 1
+    assert parse("a100").devices == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import check, draw, export, generate, import_, recipes, report, tokenize, train, verify
+from fivefold.cli import check, draw, export, generate, import_, plan, recipes, report, tokenize, train, verify
 from fivefold.errors import CheckFailed, UserError
 from fivefold.host import restart_with_huge_pages
 
@@ -31,6 +31,7 @@ app = typer.Typer(
 for name, module, function in (
     ("train", train, train.train),
     ("verify", verify, verify.verify),
+    ("plan", plan, plan.plan),
     ("check", check, check.check),
     ("draw", draw, draw.draw),
     ("recipes", recipes, recipes.recipes),

@@ -59,7 +59,7 @@ class Link:
 @dataclass(frozen=True)
 class Cluster:
     """`devices` equal devices, `per_node` a node; `intra` links those of a node, `inter` the nodes (both: what one
-    device sends)."""
+    device sends). 0 devices: as many as a layout has ranks."""
 
     name: str
     device: Device
@@ -77,14 +77,14 @@ class Cluster:
 # that a search over shapes found (stas00/ml-engineering, "MAMF" table). NVLink's share is what nccl-tests' rings reach
 # with 16 GiB on 8 devices (same place, network/README.md); InfiniBand's is NVIDIA's 24 of 25 and 48 of 50 GB/s.
 # Latencies of a hop are those of NCCL's own tuning model (ring, "Simple": 3.4 us NVLink, 14 us network). Attention:
-# FlashAttention-2 on A100 (arXiv 2307.08691, figures 5 and 6), FlashAttention-3 on H100 (arXiv 2407.08608).
+# FlashAttention-2, which is PyTorch's: on A100 (arXiv 2307.08691, figures 5 and 6), on H100 (figure 7).
 _A100 = Device("a100", {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 271.2 / 312, 108, 80 * GIB, 2.039e12,
                attention=(0.60, 0.55))  # fmt: skip
 _HOPPER = {"bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12, "fp8": 1978.9e12}
-_H100 = Device("h100", _HOPPER, 794.5 / 989, 132, 80 * GIB, 3.35e12, attention=(0.60, 0.50))
+_H100 = Device("h100", _HOPPER, 794.5 / 989, 132, 80 * GIB, 3.35e12, attention=(0.37, 0.31))
 _H200 = replace(_H100, name="h200", memory=141e9, bandwidth=4.8e12)
 _BLACKWELL = {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12, "fp8": 4500e12}
-_B200 = Device("b200", _BLACKWELL, 1745 / 2250, 148, 180e9, 8.0e12, attention=(0.55, 0.42))
+_B200 = Device("b200", _BLACKWELL, 1745 / 2250, 148, 180e9, 8.0e12, attention=(0.40, 0.30))
 _CDNA3 = {"bf16": 1307.4e12, "fp16": 1307.4e12, "fp32": 163.4e12, "fp8": 2614.9e12}
 _MI300X = Device("mi300x", _CDNA3, 668.4 / 1307.4, 304, 192e9, 5.3e12, streaming=0.8, attention=(0.40, 0.27))
 _HOP, _NETWORK_HOP = 3.4e-6, 14e-6
@@ -93,19 +93,21 @@ _NDR = Link(50 * GB, 48 / 50, _NETWORK_HOP)
 
 PRESETS = {
     "a100": Cluster(
-        "a100", _A100, 1, 8, Link(300 * GB, 234.9 / 300, _HOP), Link(25 * GB, 24 / 25, _NETWORK_HOP)
+        "a100", _A100, 0, 8, Link(300 * GB, 234.9 / 300, _HOP), Link(25 * GB, 24 / 25, _NETWORK_HOP)
     ),
-    "h100": Cluster("h100", _H100, 1, 8, _NVLINK4, _NDR),
-    "h200": Cluster("h200", _H200, 1, 8, _NVLINK4, _NDR),
-    "b200": Cluster("b200", _B200, 1, 8, Link(900 * GB, 682.2 / 900, _HOP, reduce=845 * GB), _NDR),
+    "h100": Cluster("h100", _H100, 0, 8, _NVLINK4, _NDR),
+    "h200": Cluster("h200", _H200, 0, 8, _NVLINK4, _NDR),
+    "b200": Cluster("b200", _B200, 0, 8, Link(900 * GB, 682.2 / 900, _HOP, reduce=845 * GB), _NDR),
     # Infinity Fabric: 64 GB/s a pair of devices, 7 pairs each; 312.9 GB/s reached by all 8. The network is the
     # builder's choice: 400 Gb/s a device assumed.
-    "mi300x": Cluster("mi300x", _MI300X, 1, 8, Link(448 * GB, 312.9 / 448, _HOP, mesh=True), _NDR),
+    "mi300x": Cluster("mi300x", _MI300X, 0, 8, Link(448 * GB, 312.9 / 448, _HOP, mesh=True), _NDR),
 }
 
 
 def parse(text: str) -> Cluster:
     """Reads `h100:64` (64 devices, 8 a node), `h100:8x4` (8 nodes of 4), or `my.toml`, `my.toml:64`.
+
+    Without a number the cluster has as many devices as the layout needs (0).
 
     Raises:
         UserError: unknown cluster, a number of devices that cannot be, a broken file.

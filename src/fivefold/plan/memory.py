@@ -215,7 +215,9 @@ def _stages_of(
 
 def _greedy(model: ModelSection, stages: int) -> tuple[range, ...]:
     """Stages are filled in order, each until it exceeds its share of the weights in products, output layer included."""
-    layer = sum(math.prod(s) for n, s in parameters(model).items() if n.startswith("blocks.0.") and len(s) > 1)
+    layer = sum(
+        math.prod(s) for n, s in parameters(model).items() if n.startswith("blocks.0.") and len(s) > 1
+    )
     total = layer * model.layers + (model.vocab_size or 0) * model.dim
     found, start = [], 0
     for stage in range(stages - 1):

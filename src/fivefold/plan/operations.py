@@ -289,8 +289,8 @@ def _plain_attention(s: Sizes, software: Software, causal: float) -> list[Operat
     product = Matmul(T / s.cp, T, d, s.B * H, weight=False)
     softmax = (1 + causal) * scores * e
     dropout = (2 * e + 1) * scores if drop else 0.0
-    # The bias of queries, keys and values is a pass of its own, and the heads' outputs are put side by side; in backward
-    # the three gradients are put into one.
+    # The bias of queries, keys and values is a pass of its own, and the heads' outputs are put side by side; in
+    # backward the three gradients are put into one.
     moved = 2 * s.N * (s.qkv + s.model.dim / s.tp) * e
     return [
         Operation("bias and order of heads", None, 0.0, moved, moved, 2),
@@ -341,7 +341,13 @@ def _feed_forward(s: Sizes, software: Software) -> list[Operation]:
             part="inner",
             workspace=N * (wide + F) * e,
         ),
-        Operation("down", Matmul(N, D, F), backward=_bias(s.model, D, N, e), sent_forward=out, sent_backward=out_back),
+        Operation(
+            "down",
+            Matmul(N, D, F),
+            backward=_bias(s.model, D, N, e),
+            sent_forward=out,
+            sent_backward=out_back,
+        ),
     ]
 
 

@@ -41,8 +41,8 @@ PAPER = States(working=2, master=4, gradient=2, moments=8, reduce=2)
 
 
 Partition = Literal["balanced", "even", "greedy"]
-"""How blocks are divided between pipeline stages: so that the costliest costs least (ours); equally many each (Megatron);
-filled in order up to each one's share of the weights, the output layer counted (nanotron)."""
+"""How blocks are divided between pipeline stages: so that the costliest costs least (ours); equally many each
+(Megatron); filled in order up to each one's share of the weights, the output layer counted (nanotron)."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class Software:
     follows its first matrix product (parallel/recompute.py). fused: element-wise operations that follow one another are
     one pass over memory. loss: logits exist by "chunks"; or whole, in the compute dtype ("fused": the gradient takes
     their place) or with fp32 copies ("plain"). overlap_data: gradients are summed, and shards gathered, while others
-    compute. overlap_pipeline: so are transfers between stages. scatters_transfers: each
-    tensor-parallel rank sends its part of what all have, which they gather on the other side. partition: how blocks are divided between stages. kernel: seconds between two kernels of the device. host: seconds the processor takes to issue a block's
-    forward (`host_tensor` more for each of its collectives), and as long to issue its backward. step: seconds a step
-    besides. optimizer_passes: how often an unfused optimizer goes over its memory.
+    compute. overlap_pipeline: so are transfers between stages. scatters_transfers: each tensor-parallel rank sends its
+    part of what all have, which they gather on the other side. partition: how blocks are divided between stages.
+    kernel: seconds between two kernels of the device. host: seconds the processor takes to issue a block's forward
+    (`host_tensor` more for each of its collectives), and as long to issue its backward. step: seconds a step besides.
+    optimizer_passes: how often an unfused optimizer goes over its memory.
     """
 
     name: str = "fivefold"

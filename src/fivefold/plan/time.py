@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from fivefold.layout import Layout
 from fivefold.plan import communication, memory, operations, rates
 from fivefold.plan.clusters import Cluster
 from fivefold.plan.communication import group
+from fivefold.plan.memory import Elements
 from fivefold.plan.operations import Matmul, Message, Operation, Sizes
 from fivefold.plan.software import Software
 from fivefold.recipe.schema import ModelSection
@@ -42,7 +44,9 @@ class Cost:
         """The same where the processor issues work more slowly than the device does it."""
         scale = max(1.0, self.host / (self.input + self.weight)) if self.input + self.weight else 1.0
         forward = max(self.forward, self.host)
-        return Cost(forward, self.input * scale, self.weight * scale, self.sent_forward, self.sent_backward, self.host)
+        return Cost(
+            forward, self.input * scale, self.weight * scale, self.sent_forward, self.sent_backward, self.host
+        )
 
     @property
     def seconds(self) -> float:
@@ -139,20 +143,30 @@ def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
     return total + Cost(0, again.forward, 0, 0, again.sent_forward, again.host / 2)
 
 
+def block_cost(s: Setting, number: int) -> Cost:
+    """Seconds of a block for one microbatch, data parallelism within the step included."""
+    ops = operations.block(s.sizes, s.software, operations.is_mixed(s.model, number))
+    cost = (part(ops, s, s.layout.recompute) + Cost(host=s.software.host)).bound
+    elements = memory.elements(s.model, s.layout)[0][number].computes
+    cost += _accumulate(elements, s)
+    return cost + _within_step(elements, cost, s)
+
+
 def stage_costs(s: Setting) -> list[Cost]:
-    """Seconds of each pipeline stage for one microbatch, data parallelism within the step included."""
-    host = Cost(host=s.software.host)
-    kinds = {}
-    for mixed in {operations.is_mixed(s.model, i) for i in (0, s.model.layers - 1)}:
-        ops = operations.block(s.sizes, s.software, mixed)
-        kinds[mixed] = (part(ops, s, s.layout.recompute) + host).bound
-    by_stage, counted = memory.stages(s.model, s.layout, s.software.partition), memory.elements(s.model, s.layout)
+    """Seconds of each pipeline stage for one microbatch."""
+    by_stage, counted = (
+        memory.stages(s.model, s.layout, s.software.partition),
+        memory.elements(s.model, s.layout),
+    )
+    kinds: dict[bool, Cost] = {}
     costs = []
     for stage, numbers in enumerate(by_stage):
         total = Cost()
         for number in numbers:
-            cost = kinds[operations.is_mixed(s.model, number)] + _accumulate(counted[0][number].computes, s)
-            total += cost + _within_step(counted[0][number].computes, cost, s)
+            mixed = operations.is_mixed(s.model, number)
+            if mixed not in kinds:
+                kinds[mixed] = block_cost(s, number)
+            total += kinds[mixed]
         if stage == 0:
             total += part(operations.begin(s.sizes, s.software), s)
         if stage == len(by_stage) - 1:
@@ -179,7 +193,9 @@ def _within_step(elements: float, cost: Cost, s: Setting) -> Cost:
     if s.layout.zero < 2 or s.layout.dp_shard * s.layout.cp == 1:
         return Cost()
     shards, b = group(s.layout, s.cluster, "shard"), s.software.states[s.dtype]
-    gather = communication.all_gather(elements * b.working_sent, shards, s.cluster) if s.layout.zero == 3 else 0.0
+    gather = (
+        communication.all_gather(elements * b.working_sent, shards, s.cluster) if s.layout.zero == 3 else 0.0
+    )
     scatter = communication.reduce_scatter(elements * b.reduce, shards, s.cluster)
     forward, backward = gather, gather + scatter
     if s.software.overlap_data:
@@ -190,36 +206,36 @@ def _within_step(elements: float, cost: Cost, s: Setting) -> Cost:
 
 def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], list[float]]:
     """Makespan of a step's schedule, when each rank ends, and how long it computes. Of many microbatches only some are
-    simulated: once the pipeline is full, every further round takes as long as the one before."""
-    m, p = s.microbatches, s.layout.pp
+    simulated: once the pipeline is full, each further one takes as long as on the busiest rank."""
+    m, p, v = s.microbatches, s.layout.pp, s.layout.virtual_stages
     if p == 1:
         busy = m * costs[0].seconds
         return busy, [busy], [busy]
-    edge = _transfers(s)
-    price = Costs(
-        forward=[c.forward for c in costs],
-        input=[c.input for c in costs],
-        weight=[c.weight for c in costs],
-        transfer=edge,
-    )
-    v = s.layout.virtual_stages
-
-    def run(count: int) -> tuple[float, list[float]]:
-        timeline = simulate(memory.schedule(s.layout.schedule, p, count, v), price)
-        return timeline.makespan, [row[-1].end for row in timeline.rows]
-
-    enough = 4 * p + m % p
-    if m <= enough + p:
-        makespan, ends = run(m)
-    else:
-        (short, ends), (long, _) = run(enough), run(enough + p)
-        more = (long - short) * (m - enough) / p
-        makespan, ends = short + more, [end + more for end in ends]
     rank_of = memory.schedule(s.layout.schedule, p, min(m, 2), v).rank_of
-    busy = [0.0] * p
+    once = [0.0] * p
     for stage, cost in enumerate(costs):
-        busy[rank_of[stage]] += m * cost.seconds
-    return makespan, ends, busy
+        once[rank_of[stage]] += cost.seconds
+    few = min(m, 2 * p + m % p)
+    parts = tuple((c.forward, c.input, c.weight) for c in costs)
+    makespan, ends = _simulated(s.layout.schedule, p, few, v, parts, tuple(_transfers(s).items()))
+    more = (m - few) * max(once)
+    return makespan + more, [end + more for end in ends], [m * seconds for seconds in once]
+
+
+@lru_cache(maxsize=512)
+def _simulated(
+    name: str,
+    p: int,
+    m: int,
+    v: int,
+    costs: tuple[tuple[float, float, float], ...],
+    transfers: tuple[tuple[tuple[int, int], float], ...],
+) -> tuple[float, list[float]]:
+    """Makespan, and when each rank ends."""
+    forward, inputs, weight = ([cost[i] for cost in costs] for i in range(3))
+    price = Costs(forward, inputs, weight, transfer=dict(transfers))
+    timeline = simulate(memory.schedule(name, p, m, v), price)
+    return timeline.makespan, [row[-1].end for row in timeline.rows]
 
 
 def _transfers(s: Setting) -> dict[tuple[int, int], float]:
@@ -229,22 +245,23 @@ def _transfers(s: Setting) -> dict[tuple[int, int], float]:
     if s.software.scatters_transfers and s.layout.tp > 1 and not s.layout.sp:
         gather = communication.all_gather(size, group(s.layout, s.cluster, "tp"), s.cluster)
         size /= s.layout.tp
-    found = {}
-    for a in range(s.layout.pp):
-        for b in range(s.layout.pp):
-            crosses = a * stride // s.cluster.per_node != b * stride // s.cluster.per_node
-            found[a, b] = communication.send(size, crosses, s.cluster) + gather
+    found, p = {}, s.layout.pp
+    for a, b in [(a, (a + step) % p) for a in range(p) for step in (1, -1)]:
+        crosses = a * stride // s.cluster.per_node != b * stride // s.cluster.per_node
+        found[a, b] = communication.send(size, crosses, s.cluster) + gather
     return found
 
 
-def data_parallel(s: Setting, position: int, backward: float, forward: float) -> tuple[float, float]:
-    """Seconds that the sum of gradients, and the gathering of weights, add to a step of the rank at this position.
+def data_parallel(s: Setting, own: Elements, backward: float, forward: float) -> tuple[float, float]:
+    """Seconds that the sum of gradients, and the gathering of weights, add to a step of a rank that has these elements.
     backward, forward: of one of its microbatches, beside which they run."""
-    own, layout, b = memory.rank_elements(s.model, s.layout, s.software.partition)[position], s.layout, s.software.states[s.dtype]
+    layout, b = s.layout, s.software.states[s.dtype]
     hidden = s.software.overlap_data
     blocks = max(1, s.model.layers // layout.pp)
     if layout.zero == 0:
-        whole = communication.all_reduce(own.computes * b.reduce, group(layout, s.cluster, "batch"), s.cluster)
+        whole = communication.all_reduce(
+            own.computes * b.reduce, group(layout, s.cluster, "batch"), s.cluster
+        )
         return (max(whole / blocks, whole - backward * (1 - 1 / blocks)) if hidden else whole), 0.0
     reduced = gathered = 0.0
     shards = group(layout, s.cluster, "shard")
@@ -261,9 +278,9 @@ def data_parallel(s: Setting, position: int, backward: float, forward: float) ->
     return reduced, gathered
 
 
-def optimizer(s: Setting, position: int) -> float:
+def optimizer(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update and the refreshed weights: all bytes of the states, read and written."""
-    own, b = memory.rank_elements(s.model, s.layout, s.software.partition)[position], s.software.states[s.dtype]
+    b = s.software.states[s.dtype]
     kept = own.keeps if s.layout.zero else own.computes
     size = kept * (2 * b.gradient + 2 * (b.master or b.working) + 2 * b.moments + b.working)
     norm = communication.all_reduce(4, group(s.layout, s.cluster, "all"), s.cluster)
@@ -277,12 +294,13 @@ def step(s: Setting) -> Step:
     p, m = s.layout.pp, s.microbatches
     rank_of = memory.schedule(s.layout.schedule, p, 2, s.layout.virtual_stages).rank_of if p > 1 else (0,)
     extra, waits = 0.0, [0.0] * p
+    ranks = memory.rank_elements(s.model, s.layout, s.software.partition)
     reduced = gathered = updated = 0.0
     for position in range(p):
         mine = [costs[stage] for stage, rank in enumerate(rank_of) if rank == position]
         backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
-        r, g = data_parallel(s, position, backward, forward)
-        u = optimizer(s, position)
+        r, g = data_parallel(s, ranks[position], backward, forward)
+        u = optimizer(s, ranks[position])
         waits[position] = m * sum(c.sent for c in mine)
         late = ends[position] + r + g + u - makespan
         if late > extra:

@@ -1,0 +1,127 @@
+"""`fivefold plan RECIPE --cluster h100:64`: predicts memory, time and communication, or searches all layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+from fivefold.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.plan.predict import Plan
+    from fivefold.plan.search import Found
+    from fivefold.recipe import Recipe
+
+EXAMPLES = [
+    "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
+    "fivefold plan llama-7b --cluster a100:64 --search --top 5 --save best.toml",
+    "fivefold plan my.toml --cluster lab.toml:16 --explain",
+]
+
+
+def plan(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    layout: LayoutOption = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            metavar="NAME:DEVICES",
+            help="a100, h100, h200, b200, mi300x, or a .toml file; h100:64 is 64 devices, h100:8x4 8 nodes of 4.",
+        ),
+    ] = "h100",
+    search: Annotated[bool, typer.Option("--search", help="Find the fastest layouts that fit.")] = False,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="With --search: how many to show.")] = 10,
+    explain: Annotated[bool, typer.Option("--explain", help="Print every term.")] = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Write the recipe with the (best) layout to this file.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
+
+    With --search the layout of the recipe is left out of account, and the fastest layouts that fit are listed.
+    """
+    from fivefold.plan.clusters import parse
+    from fivefold.plan.predict import predict
+    from fivefold.recipe import load
+
+    if search and layout is not None:
+        raise UserError("--search looks for the layout itself: leave --layout out")
+    loaded, machine = load(recipe, set_ or [], layout), parse(cluster)
+    if search:
+        _search(recipe, loaded, machine, top, explain, save, json)
+        return
+    result = predict(loaded, machine)
+    if save is not None:
+        _save(save, loaded, result)
+    if json:
+        print_json(result.as_json() | ({"terms": dict(result.step.terms)} if explain else {}))
+        return
+    print("\n".join(_text(recipe, result, explain)))
+
+
+def _search(
+    name: str, recipe: Recipe, machine: Any, top: int, explain: bool, save: Path | None, json: bool
+) -> None:
+    from fivefold.plan.search import describe_nothing
+    from fivefold.plan.search import search as run
+
+    found = run(recipe, machine, top)
+    if not found.plans and not json:
+        raise UserError(f"{name} on {machine.name}:{machine.devices}: {describe_nothing(found)}")
+    if save is not None:
+        if not found.plans:
+            raise UserError(f"--save: {describe_nothing(found)}")
+        _save(save, recipe, found.plans[0])
+    if json:
+        print_json(found.as_json())
+        return
+    print("\n".join(_table(name, found)))
+    if explain:
+        print("\n".join(["", *_text(name, found.plans[0], True)]))
+
+
+def _text(name: str, result: Plan, explain: bool) -> list[str]:
+    from fivefold.plan.explain import explain as terms
+    from fivefold.plan.explain import summary
+
+    lines = [f"{name}: predicted", *(f"  {line}" for line in summary(result))]
+    return [*lines, "", *terms(result)] if explain else lines
+
+
+def _table(name: str, found: Found) -> list[str]:
+    """The plans, best first, and why the others lost."""
+    from fivefold.layout import to_text
+
+    first = found.plans[0]
+    where = f"{first.setting.cluster.name}:{first.layout.ranks}"
+    lines = [
+        f"{name} on {where}: the fastest of {found.considered} layouts, predicted",
+        f"  {'step s':>9} {'MFU %':>6} {'tokens/s':>11} {'GiB':>6}  microbatch  layout",
+    ]
+    for plan, why in zip(found.plans, found.why(), strict=True):
+        s = plan.setting
+        lines.append(
+            f"  {plan.step.seconds:9.4g} {100 * plan.mfu:6.1f} {plan.tokens_per_s:11,.0f} "
+            f"{plan.peak_bytes / 2**30:6.1f}  {s.microbatches:4} x {s.sizes.B:<3}  {to_text(plan.layout)}"
+            + (f"  ({why})" if why else "")
+        )
+    reasons = ", ".join(f"{count} {reason}" for reason, count in found.rejected.items())
+    return [*lines, f"  the others: {reasons or 'none'}; {first.limit / 2**30:.1f} GiB a device may be used"]
+
+
+def _save(path: Path, recipe: Recipe, result: Plan) -> None:
+    """The recipe with the planned layout, which `fivefold train` runs."""
+    from fivefold.plan.search import apply
+    from fivefold.recipe import to_toml
+
+    text = to_toml(apply(recipe, result), comment=f"{result.layout.ranks} ranks, as planned by fivefold plan")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--save {path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,114 @@
+"""A prediction in words and numbers: every term that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.layout import describe
+from fivefold.plan import memory, operations, time
+from fivefold.plan.operations import Operation
+from fivefold.plan.predict import Plan
+
+GIB = 2**30
+
+
+def summary(plan: Plan) -> list[str]:
+    """The prediction for people, in a few lines."""
+    step, s = plan.step, plan.setting
+    worst = max(range(len(plan.memory)), key=lambda i: plan.memory[i].total)
+    room = f"{plan.peak_bytes / GIB:.1f} GiB of {plan.limit / GIB:.1f} GiB"
+    shares = [
+        (name, seconds / step.seconds)
+        for name, seconds in (
+            ("compute", step.compute),
+            ("exposed messages", sum(step.exposed.values())),
+            ("bubble", step.bubble),
+        )
+    ]
+    lines = [
+        f"layout        {describe(plan.layout)}",
+        f"microbatches  {s.microbatches} of {s.sizes.B} sequence(s), {s.dtype} on {s.cluster.name}",
+        f"memory        {room} on the ranks of stage {worst}: {'fits' if plan.fits else 'DOES NOT FIT'}",
+        f"step          {step.seconds:.4g} s: " + ", ".join(f"{name} {100 * x:.1f}%" for name, x in shares),
+        f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.layout.ranks:,.0f} a device, "
+        f"{plan.model_flops_per_gpu / 1e12:.0f} TFLOP/s a device, MFU {100 * plan.mfu:.1f}%",
+    ]
+    sent = ", ".join(f"{axis} {size / GIB:.3g} GiB" for axis, size in plan.sent.items())
+    return [*lines, f"sent a step   {sent or 'nothing'} (by the rank that sends most)"]
+
+
+def explain(plan: Plan) -> list[str]:
+    """Every term: memory of each stage, each operation of a block, the parts of the step."""
+    return [*_memory(plan), "", *_operations(plan), "", *_step(plan)]
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    names = ("params", "gradients", "optimizer", "activations", "buffers", "total")
+    yield "memory, GiB    " + "".join(f"{name:>12}" for name in names)
+    for position, held in enumerate(plan.memory):
+        yield f"  stage {position:<7}" + "".join(f"{getattr(held, name) / GIB:12.3f}" for name in names)
+    b, ranks = plan.setting.software.states[plan.setting.dtype], _elements(plan)
+    yield (
+        f"  bytes a parameter: weights {b.working:g}, gradients {b.gradient:g}, masters {b.master:g}, moments "
+        f"{b.moments:g}; ZeRO {plan.layout.zero}; elements of stage 0: {ranks[0].computes:,.0f}, "
+        f"kept {ranks[0].keeps:,.0f}"
+    )
+    yield (
+        f"  of {plan.setting.cluster.device.memory / GIB:.1f} GiB a device, {memory.RESERVE / GIB:.1f} go to the "
+        f"runtime, and the allocator loses some: {plan.limit / GIB:.1f} are left"
+    )
+    yield f"  kept by a block, MiB, recompute {plan.layout.recompute}: " + ", ".join(
+        f"{saved.name} {saved.size / 2**20:.1f}"
+        for op in _block(plan)
+        for saved in op.saved
+        if _is_kept(plan, op, saved)
+    )
+
+
+def _elements(plan: Plan) -> list[memory.Elements]:
+    s = plan.setting
+    return memory.rank_elements(s.model, s.layout, s.software.partition)
+
+
+def _block(plan: Plan) -> list[Operation]:
+    s = plan.setting
+    return operations.block(s.sizes, s.software, operations.is_mixed(s.model, s.model.layers - 1))
+
+
+def _is_kept(plan: Plan, op: Operation, saved: operations.Saved) -> bool:
+    alone = Operation(op.name, saved=(saved,))
+    return operations.kept([alone], plan.layout.recompute, plan.setting.software) > 0
+
+
+def _operations(plan: Plan) -> Iterator[str]:
+    s, ms = plan.setting, 1e3
+    yield "operations, ms            forward   d input  d weight  messages  what"
+    groups = {
+        "begin": operations.begin(s.sizes, s.software),
+        "block": _block(plan),
+        "end": operations.end(s.sizes, s.software),
+    }
+    for where, ops in groups.items():
+        for op in ops:
+            c = time.operation(op, s)
+            p = op.matmul
+            what = f"{p.count:g} x ({p.m:g}, {p.k:g}) ({p.k:g}, {p.n:g})" if p else ""
+            if op.attention:
+                what = f"{op.attention / 1e9:.4g} GFLOP forward"
+            elif not p:
+                what = f"{op.forward / 2**20:.1f} + {op.backward / 2**20:.1f} MiB moved"
+            yield (
+                f"  {where:6}{op.name:16}{c.forward * ms:9.3f} {c.input * ms:9.3f} {c.weight * ms:9.3f} "
+                f"{c.sent * ms:9.3f}  {what}"
+            )
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    s = plan.setting
+    yield f"step, s ({s.microbatches} microbatches, schedule {s.layout.schedule})"
+    for name, seconds in plan.step.terms:
+        yield f"  {name:38}{seconds:10.4f}"
+    for name, seconds in plan.step.exposed.items():
+        yield f"  {'waiting for messages: ' + name:38}{seconds:10.4f}"
+    yield f"  {'waiting for other stages':38}{plan.step.bubble:10.4f}"
+    yield f"  {'step':38}{plan.step.seconds:10.4f}"

@@ -1,0 +1,206 @@
+"""The prediction as a whole: its shape, what it reacts to, and the command."""
+
+import json
+import time
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app
+from fivefold.errors import UserError
+from fivefold.plan import volume
+from fivefold.plan.clusters import parse
+from fivefold.plan.predict import Plan, predict
+from fivefold.plan.search import search
+from fivefold.recipe import change, load
+
+RUNNER = CliRunner()
+LLAMA = load("llama-7b", ["train.global_batch_size=512"])
+
+
+def plan(layout: str, cluster: str, *overrides: str) -> Plan:
+    return predict(change(LLAMA, overrides, layout), parse(cluster))
+
+
+def test_shape_of_the_json() -> None:
+    found = plan("dp=16,tp=2,pp=2,zero=1,sp=true", "h100:64").as_json()
+    assert found["layout"] == "pp=2,dp=16,tp=2,zero=1,sp=true"
+    assert found["ranks"] == 64
+    assert [set(m) for m in found["memory"]["per_stage"]] == [
+        {"params", "gradients", "optimizer", "activations", "buffers", "total"}
+    ] * 2
+    times = found["time"]
+    parts = times["compute_s"] + times["exposed_comm_s"] + times["bubble_s"]
+    assert parts == pytest.approx(times["step_s"], rel=0.01)
+    assert found["tokens_per_s"] == pytest.approx(64 * found["tokens_per_s_per_gpu"])
+    assert found["tokens_per_s"] == pytest.approx(512 * 4096 / times["step_s"])
+    assert found["mfu"] == pytest.approx(found["model_tflops_per_gpu"] / 989.4)
+    assert set(found["communication"]["bytes_per_rank"]) == {"tp", "pp", "dp"}
+
+
+def test_bytes_sent() -> None:
+    """2 Psi at ZeRO 0 and 1, (1 + m) Psi at 2, 3 m Psi at 3 (parallel/zero.py), in bf16 weights and fp32 gradients."""
+    psi = 6738415616
+    share = 7 / 8
+    batch = ("train.global_batch_size=64", "train.microbatch_size=2")
+    sent = {z: plan(f"dp=8,zero={z}", "h100:8", *batch).sent["dp"] for z in range(4)}
+    assert sent[0] == pytest.approx(share * psi * 8)
+    assert sent[1] == pytest.approx(share * psi * (2 + 4))
+    assert sent[2] == pytest.approx(share * psi * (2 + 4 * 4))
+    assert sent[3] == pytest.approx(share * psi * 4 * (2 * 2 + 4))
+
+
+def test_bytes_sent_by_tensor_parallelism() -> None:
+    """A block sums four activations (1909.08053). With sequence parallelism that is as many gathers and scatters, of
+    half the bytes each (2205.05198), and the kept pieces are gathered once more; embedding and output besides."""
+    whole = plan("tp=2", "h100:2", "train.global_batch_size=2").sent["tp"]
+    pieces = plan("tp=2,sp=true", "h100:2", "train.global_batch_size=2").sent["tp"]
+    activation = 2 * 4096 * 4096 * 2
+    statistics = 3 * 4 * 2 * 4096  # of the loss
+    assert whole == (4 * 32 + 2) * activation + statistics
+    assert pieces == (5 * 32 + 2.5) * activation + statistics
+
+
+def test_more_of_it_takes_longer() -> None:
+    base = plan("dp=8,zero=1", "h100:8").step.seconds
+    assert plan("dp=8,zero=1", "a100:8").step.seconds > 2 * base
+    assert plan("dp=8,zero=1,recompute=full", "h100:8").step.seconds == pytest.approx(4 / 3 * base, rel=0.1)
+    assert plan("dp=8,zero=1", "h100:8", "train.global_batch_size=1024").step.seconds == pytest.approx(
+        2 * base, rel=0.02
+    )
+    over_network = plan("tp=16,dp=1,sp=true", "h100:16x1").step.exposed["model"]
+    within = plan("tp=16,dp=1,sp=true", "h100:1x16").step.exposed["model"]
+    assert over_network > 2 * within
+
+
+def test_bubble_is_the_schedules() -> None:
+    """With as many microbatches as stages 1F1B idles nearly half the time; zero bubble much less."""
+    few = ("train.global_batch_size=16", "train.microbatch_size=2")
+    plain = plan("pp=8", "h100:8", *few).step
+    vee = plan("pp=8,schedule=zbv", "h100:8", *few).step
+    assert plain.bubble / plain.seconds == pytest.approx(7 / 15, abs=0.05)
+    assert vee.bubble < 0.5 * plain.bubble
+
+
+def test_mixture_of_experts() -> None:
+    moe = ("model.arch=moe", "model.experts=8", "train.global_batch_size=64")
+    dense = plan("dp=8,zero=1", "h100:8", "train.global_batch_size=64")
+    mixed = plan("dp=8,zero=1", "h100:8", *moe)
+    spread = plan("dp=8,zero=1,ep=8", "h100:8", *moe)
+    assert mixed.memory[0].params > 4 * dense.memory[0].params
+    assert spread.memory[0].params < 0.3 * mixed.memory[0].params
+    assert spread.sent["ep"] > 0
+    assert 1.3 < mixed.step.seconds / dense.step.seconds < 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "cluster", "overrides", "message"),
+    [
+        ("dp=8", "h100:64", (), "= 8, but there are 64 ranks.*Nearest valid"),
+        ("dp=8", "h100:8", ("model.vocab_size=none", "data.tokenizer=chars"), "set model.vocab_size"),
+    ],
+)
+def test_errors(layout: str, cluster: str, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(layout, cluster, *overrides)
+
+
+def test_search_is_best_first_and_fits() -> None:
+    found = search(LLAMA, parse("a100:64"), top=8)
+    seconds = [p.step.seconds for p in found.plans]
+    assert seconds == sorted(seconds)
+    assert all(p.fits and p.layout.ranks == 64 and p.tokens == 512 * 4096 for p in found.plans)
+    assert found.considered == len(found.plans) + sum(found.rejected.values())
+    assert found.why()[0] == ""
+    assert all(found.why()[1:])
+
+
+def test_search_beats_or_equals_any_single_layout() -> None:
+    best = search(LLAMA, parse("h100:16"), top=1).plans[0].step.seconds
+    for layout in (
+        "dp=16,zero=1",
+        "dp=16,zero=3",
+        "tp=8,dp=2,zero=1,sp=true",
+        "pp=4,dp=4,zero=1",
+        "pp=2,dp=8,zero=1",
+    ):
+        for B in (1, 2, 4):
+            one = plan(layout, "h100:16", f"train.microbatch_size={B}")
+            assert not one.fits or one.step.seconds >= best * 0.999
+
+
+def test_search_over_16384_devices_takes_seconds() -> None:
+    shape = ["dim=16384", "layers=126", "heads=128", "kv_heads=8", "ffn_dim=53248", "vocab_size=128256"]
+    big = change(
+        LLAMA,
+        ["train.global_batch_size=16384", "model.seq_len=8192", *(f"model.{field}" for field in shape)],
+    )
+    start = time.process_time()
+    found = search(big, parse("h100:16384"))
+    assert time.process_time() - start < 10
+    assert found.considered > 5000
+    assert len(found.plans) == 10
+
+
+def test_nothing_fits() -> None:
+    found = search(LLAMA, parse("h100:1"))
+    assert not found.plans
+    assert found.near is not None
+    assert found.near.peak_bytes > found.near.limit
+
+
+def command(*arguments: str) -> str:
+    result = RUNNER.invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_command(tmp_path: Path) -> None:
+    file = tmp_path / "best.toml"
+    options = ["--cluster", "a100:64", "--search", "--top", "3", "--json", "--save", str(file)]
+    found = json.loads(command("llama-7b", *options))
+    assert len(found["plans"]) == 3
+    assert found["plans"][0]["fits"]
+    assert tomllib.loads(file.read_text())["layout"]
+    again = json.loads(command(str(file), "--cluster", "a100:64", "--json"))
+    assert again["time"]["step_s"] == pytest.approx(found["plans"][0]["time"]["step_s"])
+
+
+def test_command_explains_every_term() -> None:
+    text = command("llama-7b", "--cluster", "h100", "--layout", "dp=8,zero=1", "--explain")
+    for word in (
+        "qkv",
+        "attention",
+        "gate",
+        "optimizer",
+        "stage 0",
+        "MFU",
+        "DOES NOT FIT",
+        "gradients summed",
+    ):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster", "h10:8"], "did you mean"),
+        (["--cluster", "h100:0"], "0 devices"),
+        (["--cluster", "h100:8", "--search", "--layout", "dp=8"], "leave --layout out"),
+        (["--cluster", "h100", "--search"], "needs a number of devices"),
+        (["--cluster", "h100:1", "--search"], "no layout fits"),
+    ],
+)
+def test_command_errors(arguments: list[str], message: str) -> None:
+    result = RUNNER.invoke(app, ["plan", "llama-7b", *arguments])
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+
+
+def test_volume_counts_recomputed_messages() -> None:
+    base = plan("tp=2", "h100:2", "train.global_batch_size=2").setting
+    again = replace(base, layout=replace(base.layout, recompute="full"))
+    assert volume.sent(again)["tp"] == pytest.approx(1.5 * volume.sent(base)["tp"], rel=0.02)
