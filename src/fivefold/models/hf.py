@@ -107,9 +107,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in TYPES:
-        raise UserError(
-            f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(TYPES)}'
-        )
+        raise UserError(f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(TYPES)}')
     exchange = TYPES[kind]
     try:
         fields = exchange.from_config(config)

@@ -65,8 +65,11 @@ def parallelize(recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype, reduce: 
         recompute.apply(stage, layout.recompute)
     if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
         for stage in stages:
+            mixed = {
+                number for number, _ in expert.mixtures(stage)
+            }  # the compiler would break at every choice
             for number, block in stage.blocks.items():
-                if int(number) not in dict(expert.mixtures(stage)):  # the compiler would break at every choice
+                if int(number) not in mixed:
                     block.compile()
     zero, of_stage = None, {}
     if layout.zero and mesh.size("shard") > 1:
