@@ -209,6 +209,8 @@ def describe(layout: Layout) -> str:
         words.append(f"ep {layout.ep}")
     if layout.zero:
         words.append(f"ZeRO {layout.zero}")
+    if layout.cp > 1:
+        words.append(f"context by {layout.cp_method}")
     if layout.sp:
         words.append("sequence parallel")
     if layout.pp > 1:
