@@ -15,7 +15,7 @@ from fivefold.train.loop import forward_backward
 from fivefold.train.run import build_state
 
 TINY = [
-    "model.layers=3", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.seq_len=32", "model.vocab_size=128",
+    "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.seq_len=32", "model.vocab_size=128",
     "model.dropout=0.1", "train.global_batch_size=8", "train.microbatch_size=2", "precision.mode=fp32",
     "train.sample_every=0",
 ]  # fmt: skip
@@ -68,9 +68,9 @@ def test_gradients_are_those_of_none_on_every_axis(layout):
     """With dropout 0.1, whatever is computed again and whatever talks while it is."""
     recipe = recipe_of(layout)
     world = Layout.from_recipe(recipe.layout).ranks
-    wanted = run_ranks(world, gradients, recipe)
+    wanted = run_ranks(world, gradients, recipe, timeout_s=60)
     for how in ("full", "selective"):
-        got = run_ranks(world, gradients, change(recipe, [f"layout.recompute={how}"]))
+        got = run_ranks(world, gradients, change(recipe, [f"layout.recompute={how}"]), timeout_s=60)
         for rank in range(world):
             wrong = [n for n in wanted[rank] if not torch.equal(got[rank][n], wanted[rank][n])]
             assert not wrong, f"{how}, rank {rank}: {wrong}"
