@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection
 from itertools import combinations, pairwise
 from math import prod
 from pathlib import Path
@@ -50,6 +50,7 @@ from fivefold.schedules.pipeline import (
     with_transfers,
 )
 from fivefold.sharding import held, parameters, size_of, stage_blocks, stage_costs
+from fivefold.train import verify
 from fivefold.train.loop import evaluate, forward_backward
 from fivefold.train.run import Job, batches_of, build_state, run_rank, share_of
 
@@ -60,6 +61,13 @@ STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # a rank
 def room(tmp_path_factory) -> Path:
     """Where text, cache and the references stay, which all layouts share."""
     return tmp_path_factory.mktemp("pipeline")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch) -> None:
+    """The models are too small for more; with more, threads wait for one another on a busy machine."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(verify, "cores", lambda: 1)
 
 
 def line(name: str, pp: int, more: str = "") -> str:
@@ -75,6 +83,16 @@ def small(arch: Arch = "llama", tied: bool | None = None, layers: int = 8) -> Mo
     return resolve_model(section, vocab_size=64)
 
 
+def slow_but(quick: Collection, everything: list) -> list:
+    """Those that are not quick run in `make test-all` only."""
+    return [
+        case
+        if case in quick
+        else pytest.param(*([case] if isinstance(case, str) else case), marks=pytest.mark.slow)
+        for case in everything
+    ]
+
+
 # Every schedule once by every `make test`: the others by `make test-all`.
 QUICK = {
     ("gpipe", 4, "true", 5), ("1f1b", 2, "true", 5), ("interleaved", 4, "true", 5), ("looped_bfs", 2, "false", 8),
@@ -82,14 +100,10 @@ QUICK = {
 }  # fmt: skip
 
 
-def cases() -> Iterator[object]:
-    for case in [
-        (n, p, t, m) for n in SCHEDULES for p in (2, 4) for t in ("true", "false") for m in (5, 6, 8)
-    ]:
-        yield case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+CASES = [(n, p, t, m) for n in SCHEDULES for p in (2, 4) for t in ("true", "false") for m in (5, 6, 8)]
 
 
-@pytest.mark.parametrize(("name", "pp", "tied", "microbatches"), cases())
+@pytest.mark.parametrize(("name", "pp", "tied", "microbatches"), slow_but(QUICK, CASES))
 def test_every_schedule_trains_as_one_process(room, name, pp, tied, microbatches):
     """Loss, gradients, their norm, weights after 3 steps; microbatches that are a multiple of the ranks and others."""
     sets = ["model.layers=8", f"model.tie_embeddings={tied}", f"train.global_batch_size={microbatches}"]
@@ -107,16 +121,6 @@ def test_other_architectures(room, arch):
 def test_with_replicas_on_eight_ranks(room):
     report = compared(tiny(room, line("zb_h1", 4, ",dp=2"), "model.layers=8"))
     assert report.passed, report
-
-
-def slow_but(quick: list, everything: list) -> list:
-    """Those that are not quick run in `make test-all` only."""
-    return [
-        case
-        if case in quick
-        else pytest.param(*([case] if isinstance(case, str) else case), marks=pytest.mark.slow)
-        for case in everything
-    ]
 
 
 @pytest.mark.parametrize(
