@@ -13,7 +13,19 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import check, draw, export, generate, import_, plan, recipes, report, tokenize, train, verify
+from fivefold.cli import (
+    check,
+    draw,
+    export,
+    generate,
+    import_,
+    plan,
+    recipes,
+    report,
+    tokenize,
+    train,
+    verify,
+)
 from fivefold.errors import CheckFailed, UserError
 from fivefold.host import restart_with_huge_pages
 
