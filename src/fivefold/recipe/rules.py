@@ -91,10 +91,11 @@ def _experts(recipe: Recipe) -> Iterator[Contradiction]:
             f"layout.ep = {layout.ep} must divide model.experts = {experts}: a rank has whole experts. "
             f"Nearest valid: layout.ep = {nearest}, or model.experts = {-(-experts // layout.ep) * layout.ep}",
         )
-    if layout.cp > 1 and model.capacity_factor:
+    if (layout.cp > 1 or layout.sp) and model.capacity_factor:
+        name = "layout.cp > 1" if layout.cp > 1 else "layout.sp"
         yield (
-            {"model.capacity_factor", "layout.cp"},
-            "model.capacity_factor: with layout.cp > 1 no rank knows who comes first in an expert's queue. "
+            {"model.capacity_factor", "layout.cp", "layout.sp"},
+            f"model.capacity_factor: with {name} no rank knows who comes first in an expert's queue. "
             "Nearest valid: capacity_factor = 0",
         )
 
