@@ -73,18 +73,20 @@ class Cluster:
         return math.ceil(self.devices / self.per_node)
 
 
-# The specifications are those of the makers' data sheets (dense, without sparsity). "matmul" is the highest bf16 rate
-# that a search over shapes found (stas00/ml-engineering, "MAMF" table). NVLink's share is what nccl-tests' rings reach
-# with 16 GiB on 8 devices (same place, network/README.md); InfiniBand's is NVIDIA's 24 of 25 and 48 of 50 GB/s.
-# Latencies of a hop are those of NCCL's own tuning model (ring, "Simple": 3.4 us NVLink, 14 us network). Attention:
-# FlashAttention-2, which is PyTorch's: on A100 (arXiv 2307.08691, figures 5 and 6), on H100 (figure 7).
+# The specifications are those of the makers' data sheets (dense, no sparsity). "matmul": the highest bf16 rate that
+# a search over shapes found (stas00/ml-engineering, "MAMF" table); on B200, whose rate falls under its power limit when
+# large products follow one another, what large shapes reached in a published sweep (MooreThreads/SimuMax,
+# configs/system/b200_bf16_ceperm.json, as are its attention and streaming shares). NVLink's share is what nccl-tests'
+# rings reach with 16 GiB on 8 devices (ml-engineering, network/README.md); InfiniBand's is NVIDIA's 24 of 25 and 48 of
+# 50 GB/s. Latencies of a hop are those of NCCL's own tuning model (ring, "Simple": 3.4 us NVLink, 14 us network).
+# Attention: FlashAttention-2, which is PyTorch's: on A100 (arXiv 2307.08691, figures 5 and 6), on H100 (figure 7).
 _A100 = Device("a100", {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 271.2 / 312, 108, 80 * GIB, 2.039e12,
                attention=(0.60, 0.55))  # fmt: skip
 _HOPPER = {"bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12, "fp8": 1978.9e12}
 _H100 = Device("h100", _HOPPER, 794.5 / 989, 132, 80 * GIB, 3.35e12, attention=(0.37, 0.31))
 _H200 = replace(_H100, name="h200", memory=141e9, bandwidth=4.8e12)
 _BLACKWELL = {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12, "fp8": 4500e12}
-_B200 = Device("b200", _BLACKWELL, 1745 / 2250, 148, 180e9, 8.0e12, attention=(0.40, 0.30))
+_B200 = Device("b200", _BLACKWELL, 0.50, 148, 180e9, 8.0e12, streaming=0.67, attention=(0.52, 0.42))
 _CDNA3 = {"bf16": 1307.4e12, "fp16": 1307.4e12, "fp32": 163.4e12, "fp8": 2614.9e12}
 _MI300X = Device("mi300x", _CDNA3, 668.4 / 1307.4, 304, 192e9, 5.3e12, streaming=0.8, attention=(0.40, 0.27))
 _HOP, _NETWORK_HOP = 3.4e-6, 14e-6

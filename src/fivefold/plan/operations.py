@@ -21,6 +21,7 @@ KEPT: dict[str, dict[str, set[Role]]] = {
     "selective": {
         "core": {"input", "stream", "product", "inner"},
         "sublayer": {"input", "stream", "product"},
+        "operations": {"input", "product"},
     },
     "full": {"core": {"input"}},
 }
@@ -92,6 +93,7 @@ class Sizes:
     ep: int = 1
     sp: bool = False
     e: float = 2
+    cp_method: str = "ring"
 
     @property
     def N(self) -> float:
@@ -242,8 +244,10 @@ def _attention(s: Sizes, software: Software) -> list[Operation]:
         saved=(Saved("qkv", N * qkv * e, "product"),),
     )
     ring = N * (qkv - D / s.tp) * e * (s.cp - 1)
-    forward = (Message("ring", "cp", ring, hidden=True),) if s.cp > 1 else ()
-    backward = (Message("ring", "cp", 2 * ring, hidden=True),) if s.cp > 1 else ()
+    forward: tuple[Message, ...] = (Message("ring", "cp", ring, hidden=True),) if s.cp > 1 else ()
+    backward: tuple[Message, ...] = (Message("ring", "cp", 2 * ring, hidden=True),) if s.cp > 1 else ()
+    if s.cp > 1 and s.cp_method == "ulysses":  # tokens are exchanged for heads, and back
+        forward = backward = tuple(Message("all_to_all", "cp", N * x * e) for x in (qkv, D / s.tp))
     rotary = 2 * N * (qkv - (qkv - D / s.tp) / 2) * e if s.model.arch not in ("gpt2", "bert") else 0.0
     rotary *= 1.0 if software.fused else 3.0
     if software.attention == "flash":

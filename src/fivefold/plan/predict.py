@@ -129,7 +129,7 @@ def setting(
     software: Software = FIVEFOLD,
 ) -> Setting:
     """B: sequences of a microbatch. The cluster gets as many devices as the layout has ranks."""
-    sizes = Sizes(model, B, layout.tp, layout.cp, layout.ep, layout.sp, BYTES[dtype])
+    sizes = Sizes(model, B, layout.tp, layout.cp, layout.ep, layout.sp, BYTES[dtype], layout.cp_method)
     return Setting(
         model, layout, replace(cluster, devices=layout.ranks), software, sizes, dtype, microbatches
     )

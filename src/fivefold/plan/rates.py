@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from statistics import NormalDist
 
 from fivefold.plan.clusters import Device
 from fivefold.plan.operations import Matmul
@@ -12,6 +13,9 @@ from fivefold.plan.operations import Matmul
 # a smaller one reads its factors more often.
 TILES = (((256, 128), 1.0), ((128, 256), 1.0), ((128, 128), 0.92), ((64, 128), 0.75), ((64, 64), 0.6))
 FILL = 128  # of the inner dim: what starting a tile and writing its result take
+SPREAD = 0.015
+"""Standard deviation of the speed of devices of one model on dense products: of several hundred the fastest and the
+slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs Are Created Equal")."""
 SHORT = 500  # tokens: attention reaches half its rate on sequences this long (arXiv 2307.08691, figure 5)
 
 
@@ -43,6 +47,14 @@ def attention(flops: float, tokens: float, head: float, device: Device, dtype: s
 def stream(size: float, device: Device) -> float:
     """Seconds to move bytes from and to memory."""
     return size / (device.bandwidth * device.streaming)
+
+
+def slowest(devices: int) -> float:
+    """How much longer the slowest of so many equal devices takes than one on average: all wait for it. The expected
+    largest of as many normal numbers (Blom's formula) times SPREAD."""
+    if devices == 1:
+        return 1.0
+    return 1.0 + SPREAD * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
 def random(numbers: float, device: Device) -> float:

@@ -51,11 +51,13 @@ class Software:
 
     attention: "flash" keeps no probabilities, "plain" does. probability_dropout: drops attention's probabilities, too.
     selective: what "selective" recomputes: the "core" of attention only (arXiv 2205.05198), or of each "sublayer" what
-    follows its first matrix product (parallel/recompute.py). fused: element-wise operations that follow one another are
-    one pass over memory. loss: logits exist by "chunks"; or whole, in the compute dtype ("fused": the gradient takes
-    their place) or with fp32 copies ("plain"). overlap_data: gradients are summed, and shards gathered, while others
-    compute. overlap_pipeline: so are transfers between stages. scatters_transfers: each tensor-parallel rank sends its
-    part of what all have, which they gather on the other side. partition: how blocks are divided between stages.
+    follows its first matrix product (parallel/recompute.py), or every second product and what lies between products
+    ("operations": torchtitan's default, which keeps attention's result). fused: element-wise operations that follow
+    one another are one pass over memory. loss: logits exist by "chunks"; or whole, in the compute dtype ("fused": the
+    gradient takes their place) or with fp32 copies ("plain"). overlap_data: gradients are summed, and shards gathered,
+    while others compute. overlap_pipeline: so are transfers between stages. scatters_transfers: each tensor-parallel
+    rank sends its part of what all have, which they gather on the other side. partition: how blocks are divided between
+    stages.
     kernel: seconds between two kernels of the device. host: seconds the processor takes to issue a block's forward
     (`host_tensor` more for each of its collectives), and as long to issue its backward. step: seconds a step besides.
     optimizer_passes: how often an unfused optimizer goes over its memory.
@@ -64,7 +66,7 @@ class Software:
     name: str = "fivefold"
     attention: Literal["flash", "plain"] = "flash"
     probability_dropout: bool = False
-    selective: Literal["core", "sublayer"] = "sublayer"
+    selective: Literal["core", "sublayer", "operations"] = "sublayer"
     fused: bool = True
     loss: Literal["chunks", "fused", "plain"] = "chunks"
     chunk_bytes: float = 16 * 2**20

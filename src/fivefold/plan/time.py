@@ -48,6 +48,17 @@ class Cost:
             forward, self.input * scale, self.weight * scale, self.sent_forward, self.sent_backward, self.host
         )
 
+    def slowed(self, factor: float) -> Cost:
+        """The same on a slower device; messages take as long as before."""
+        return Cost(
+            (self.forward - self.sent_forward) * factor + self.sent_forward,
+            (self.input - self.sent_backward) * factor + self.sent_backward,
+            self.weight * factor,
+            self.sent_forward,
+            self.sent_backward,
+            self.host,
+        )
+
     @property
     def seconds(self) -> float:
         return self.forward + self.input + self.weight
@@ -137,10 +148,17 @@ def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
     total = sum(costs, Cost())
     again = Cost()
     for op, cost in zip(ops, costs, strict=True):
-        core = op.part == "core" or (op.part == "inner" and s.software.selective == "sublayer")
-        if recompute == "full" or (recompute == "selective" and core):
-            again += cost
+        again += cost.times(_again(op, recompute, s.software))
     return total + Cost(0, again.forward, 0, 0, again.sent_forward, again.host / 2)
+
+
+def _again(op: Operation, recompute: str, software: Software) -> float:
+    """How often forward is repeated in backward, on average."""
+    if recompute != "selective":
+        return 1.0 if recompute == "full" else 0.0
+    if software.selective == "operations":
+        return 0.0 if op.attention else 0.5 if op.matmul else 1.0
+    return 1.0 if op.part == "core" or (op.part == "inner" and software.selective == "sublayer") else 0.0
 
 
 def block_cost(s: Setting, number: int) -> Cost:
@@ -173,6 +191,8 @@ def stage_costs(s: Setting) -> list[Cost]:
             total += part(operations.end(s.sizes, s.software), s)
             total += _accumulate(counted[2].computes + counted[3].computes, s)
         costs.append(total)
+    slower = rates.slowest(s.layout.ranks)
+    costs = [cost.slowed(slower) for cost in costs]
     if not s.software.overlap_pipeline and s.layout.pp > 1:
         wait = max(seconds for (a, b), seconds in _transfers(s).items() if b == a + 1)
         costs = [cost + Cost(wait, wait, 0, wait, wait) for cost in costs]
@@ -314,6 +334,7 @@ def step(s: Setting) -> Step:
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
     terms += [
+        ("of which the slowest of the devices", makespan * (1 - 1 / rates.slowest(s.layout.ranks))),
         ("pipeline, first start to last end", makespan),
         ("gradients summed, not hidden", reduced),
         ("weights gathered, not hidden", gathered),
