@@ -179,8 +179,9 @@ def simumax(folder: Path) -> Result:
     return {**errors(pairs), "memory": errors(memory), "lines": lines}
 
 
-# nanotron on 8 to 512 H100 of Hugging Face's cluster. These constants alone are fitted, to the even rows of the table
-# (its 1st, 3rd, ...), by minimising the mean |log(predicted / measured)|; coordinate by coordinate. The forms are what
+# nanotron on 8 to 512 H100 of one cluster. These constants alone are fitted, to every sixth of the successful rows
+# (the 1st, 7th, ...), by minimising the mean |log(predicted / measured)| coordinate by coordinate; reported are the
+# rows with even numbers, none of which it saw. The forms are what
 # the rows of one layout show: the processor takes as long for a block whatever the microbatch ("host", more with
 # tensor parallelism); with a pipeline over several nodes each block takes longer in proportion to tp ("contention");
 # on 64 nodes a pipeline loses almost a second in each microbatch but the first ("far").
