@@ -8,7 +8,7 @@ import pytest
 from fivefold.layout import Layout
 from fivefold.plan import memory, operations
 from fivefold.plan.operations import Sizes
-from fivefold.plan.software import BF16, FIVEFOLD, PAPER, Software
+from fivefold.plan.software import BF16, FIVEFOLD, FP32, PAPER, Software
 from fivefold.recipe import resolve_model
 from fivefold.recipe.schema import ModelSection
 from fivefold.sharding import held, size_of
@@ -122,7 +122,7 @@ def test_parts_of_a_prediction_add_up() -> None:
     first, last = memory.predict(model, layout, Sizes(model, 2), FIVEFOLD, "bf16", microbatches=8)
     for found, own in zip((first, last), memory.rank_elements(model, layout), strict=True):
         assert found.params == 2 * own.computes
-        assert found.gradients == 4 * own.computes
+        assert found.gradients == 4 * (own.computes + own.keeps)  # whole while microbatches add up
         assert found.optimizer == 12 * own.keeps
         parts = [v for k, v in found.as_json().items() if k != "total"]
         assert found.total == pytest.approx(sum(parts), abs=5)
@@ -137,4 +137,16 @@ def test_recomputation_takes_less() -> None:
         for how in ("none", "selective", "full")
     )
     assert none > selective > full
-    assert BF16.working + BF16.gradient + BF16.optimizer == 18
+
+
+def test_states_of_the_trainer() -> None:
+    """bf16: 18 bytes a parameter (weights 2, masters 4, gradients 4, moments 8). Under ZeRO as FSDP2 has them: masters,
+    moments and gradients of the own rows, weights whole while they are gathered."""
+    psi, n = 1000.0, 4
+    assert sum(memory.state_bytes(BF16, 0, psi, psi)) == 18 * psi
+    assert sum(memory.state_bytes(BF16, 1, psi, psi / n)) == (2 + 4) * psi + 16 * psi / n
+    assert sum(memory.state_bytes(BF16, 1, psi, psi / n, microbatches=1)) == 2 * psi + 16 * psi / n
+    assert sum(memory.state_bytes(BF16, 2, psi, psi / n)) == 2 * psi + 16 * psi / n
+    assert sum(memory.state_bytes(BF16, 3, psi, psi / n)) == 16 * psi / n
+    assert sum(memory.state_bytes(FP32, 0, psi, psi)) == 16 * psi
+    assert sum(memory.state_bytes(FP32, 3, psi, psi / n)) == 16 * psi / n

@@ -56,11 +56,17 @@ class Memory:
 
 
 def state_bytes(
-    bytes_a_parameter: States, zero: int, computes: float, keeps: float
+    bytes_a_parameter: States, zero: int, computes: float, keeps: float, microbatches: int = 2
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer: each is kept whole (`computes` elements) below the ZeRO stage that
-    shares it, and as `keeps` elements from there on (arXiv 1910.02054, figure 1)."""
+    shares it, and as `keeps` elements from there on (arXiv 1910.02054, figure 1); where weights are cast (see
+    `States`), as FSDP2 has them."""
     b = bytes_a_parameter
+    if b.cast and zero:
+        whole = computes if zero == 1 and microbatches > 1 else 0.0
+        gathered = computes if zero < 3 else 0.0
+        own = 0.0 if b.master else b.working * keeps
+        return b.working * gathered + own, b.gradient * (keeps + whole), b.optimizer * keeps
     return (
         b.working * (keeps if zero >= 3 else computes),
         b.gradient * (keeps if zero >= 2 else computes),
@@ -172,7 +178,7 @@ def predict(
     found = []
     acts = activations(model, layout, sizes, software, schedule)
     for own, kept in zip(rank_elements(model, layout, software.partition), acts, strict=True):
-        weights, gradients, optimizer = state_bytes(b, layout.zero, own.computes, own.keeps)
+        weights, gradients, optimizer = state_bytes(b, layout.zero, own.computes, own.keeps, microbatches)
         found.append(Memory(weights, gradients, optimizer, kept, buffers(model, layout, own, b) + extra))
     return found
 

@@ -268,7 +268,16 @@ class _Estimate:
 
     def _states(self, layout: Layout, m: int, busy: float) -> tuple[float, float, float]:
         """Bytes of states and buffers, and seconds of gradients and optimizer, of the fullest rank."""
-        key = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.ep, layout.zero)
+        key = (
+            layout.pp,
+            layout.dp_replicate,
+            layout.dp_shard,
+            layout.cp,
+            layout.tp,
+            layout.ep,
+            layout.zero,
+            m == 1,
+        )
         if key not in self.rest:
             flat = replace(layout, schedule="1f1b", virtual_stages=1)
             s, b = self._setting(flat, 1, m), self.software.states[self.dtype]
@@ -276,7 +285,7 @@ class _Estimate:
             each = math.ceil(self.model.layers / layout.pp)
             own = max(before, behind, key=lambda part: part.computes) if layout.pp > 1 else before + behind
             own += memory.Elements(each * blocks[-1].computes, each * blocks[-1].keeps, blocks[-1].largest)
-            size = sum(memory.state_bytes(b, layout.zero, own.computes, own.keeps))
+            size = sum(memory.state_bytes(b, layout.zero, own.computes, own.keeps, m))
             reduced, gathered = time.data_parallel(s, own, 0.0, 0.0)
             self.rest[key] = (
                 size,

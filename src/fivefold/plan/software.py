@@ -12,7 +12,9 @@ class States:
     """Bytes a parameter of each state, and the ZeRO stage from which ranks share it.
 
     working: the weights that compute. master: those that the optimizer updates, 0 where they are the same. moments: of
-    the optimizer. gradient: where microbatches add up. reduce: bytes an element that a rank sends of a gradient.
+    the optimizer. gradient: where microbatches add up. reduce: bytes an element that a rank sends of a gradient. cast:
+    under ZeRO the working weights exist only gathered, cast from the masters (FSDP2), and whole gradients only while
+    microbatches add up.
     """
 
     working: float = 2
@@ -20,11 +22,7 @@ class States:
     gradient: float = 4
     moments: float = 8
     reduce: float = 4
-
-    @property
-    def working_sent(self) -> float:
-        """Bytes of a gathered weight."""
-        return self.working or self.master
+    cast: bool = False
 
     @property
     def optimizer(self) -> float:
@@ -32,9 +30,9 @@ class States:
         return self.master + self.moments
 
 
-BF16 = States()
+BF16 = States(cast=True)
 """Ours in bf16: fp32 masters, gradients and moments beside the bf16 weights (precision/weights.py)."""
-FP32 = States(working=0, master=4)
+FP32 = States(master=0, working=4, cast=True)
 """Ours in fp32: the masters compute."""
 PAPER = States(working=2, master=4, gradient=2, moments=8, reduce=2)
 """The mixed precision of the ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes."""

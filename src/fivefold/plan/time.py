@@ -213,9 +213,7 @@ def _within_step(elements: float, cost: Cost, s: Setting) -> Cost:
     if s.layout.zero < 2 or s.layout.dp_shard * s.layout.cp == 1:
         return Cost()
     shards, b = group(s.layout, s.cluster, "shard"), s.software.states[s.dtype]
-    gather = (
-        communication.all_gather(elements * b.working_sent, shards, s.cluster) if s.layout.zero == 3 else 0.0
-    )
+    gather = communication.all_gather(elements * b.working, shards, s.cluster) if s.layout.zero == 3 else 0.0
     scatter = communication.reduce_scatter(elements * b.reduce, shards, s.cluster)
     forward, backward = gather, gather + scatter
     if s.software.overlap_data:
@@ -291,7 +289,7 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
     if layout.zero == 1:
         reduced += communication.reduce_scatter(own.computes * b.reduce, shards, s.cluster)
     if layout.zero < 3:
-        gathered = communication.all_gather(own.computes * b.working_sent, shards, s.cluster)
+        gathered = communication.all_gather(own.computes * b.working, shards, s.cluster)
     if hidden:
         reduced = max(reduced / blocks, reduced - backward * (1 - 1 / blocks))
         gathered = max(gathered / blocks, gathered - forward * (1 - 1 / blocks))

@@ -67,5 +67,5 @@ def _data(s: Setting, position: int) -> int:
     replicas = s.layout.dp_replicate
     gathers = 2 * s.microbatches if s.layout.zero == 3 else 1
     scatters = 1 if s.layout.zero == 1 else s.microbatches
-    within = (n - 1) / n * own.computes * (gathers * b.working_sent + scatters * b.reduce)
+    within = (n - 1) / n * own.computes * (gathers * b.working + scatters * b.reduce)
     return int(within + 2 * (replicas - 1) / replicas * own.keeps * b.reduce)
