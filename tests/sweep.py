@@ -59,6 +59,13 @@ def _schedules(pp: int) -> list[dict]:
     return [{"schedule": n, "virtual_stages": stages} for n, stages in fewest.items() if pp * stages <= 8]
 
 
+def _sizes(layout: Layout) -> tuple[int, int]:
+    """Blocks, and sequences in a microbatch: of the 8 of a step one where a pipeline wants many, else half a rank's."""
+    if layout.pp == 1:
+        return 2, max(1, 8 // layout.dp // 2)
+    return (8 if stages_of_a_rank(layout) * layout.pp > 4 else 4), 1
+
+
 def sweep(folder: Path, only: int | None = None) -> Iterator[tuple[str, Report | str]]:
     """(layout, what verify found) of every layout; instead of a report why the layout is refused, or how a rank failed.
 
@@ -69,13 +76,15 @@ def sweep(folder: Path, only: int | None = None) -> Iterator[tuple[str, Report |
     for layout in everything[::step]:
         text = to_text(layout)
         try:
-            layers = 8 if stages_of_a_rank(layout) * layout.pp > 4 else 4
-            recipe = tiny(folder, text, *MODEL, f"model.layers={layers}")
+            layers, rows = _sizes(layout)
+            sizes = [f"model.layers={layers}", f"train.microbatch_size={rows}"]
+            recipe = tiny(folder, text, *MODEL, *sizes)
         except UserError as error:
             yield text, f"refused: {error}"
             continue
         try:
-            reference = folder / f"{recipe.model.arch}-{layers}"
+            # the balance loss of experts is that of a microbatch: the reference has to share them
+            reference = folder / f"{recipe.model.arch}-{layers}-{rows}"
             yield text, compared(recipe, STEPS, folder=reference, timeout_s=300)
         except RankFailed as error:
             yield text, f"failed: {str(error).strip().splitlines()[-1]}"
@@ -112,7 +121,7 @@ INTRODUCTION = f"""# Layouts that are verified
 
 What `python tests/sweep.py --out docs/layouts_verified.md` printed (`make test-all` runs it): every way to divide
 {RANKS} ranks among the axes, each compared with one process as `fivefold verify` does, in fp32, over {STEPS} steps
-of a tiny model (4 or 8 blocks; with `ep`, 8 experts a block). The largest relative differences: of a loss (allowed:
+of a tiny model (2, 4 or 8 blocks; with `ep`, 8 experts a block). The largest relative differences: of a loss (allowed:
 1e-6), of a gradient (1e-5), of the gradient's norm, of a weight after the last step. Schedule, `cp_method` and
 `recompute` take turns.
 """
