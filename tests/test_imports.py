@@ -88,6 +88,7 @@ def test_light_rooms_have_no_torch_at_module_level(file: Path) -> None:
         ("import fivefold.cli.main", ["torch", "numpy", "pydantic", "rich", "tokenizers"]),
         ("import fivefold.recipe, fivefold.layout", ["torch", "numpy", "typer", "rich"]),
         ("import fivefold.schedules.pipeline", ["torch", "numpy", "pydantic"]),
+        ("import fivefold.plan.search, fivefold.plan.explain", ["torch", "numpy", "typer", "rich"]),
         ("import fivefold.data", ["torch", "transformers", "datasets"]),
     ],
 )

@@ -53,6 +53,14 @@ def test_bytes_sent() -> None:
     assert sent[3] == pytest.approx(share * psi * 4 * (2 * 2 + 4))
 
 
+def test_gradients_sent_in_bf16() -> None:
+    batch = ("train.global_batch_size=64", "train.microbatch_size=2")
+    whole = plan("dp=8", "h100:8", *batch)
+    half = plan("dp=8", "h100:8", *batch, "precision.reduce=bf16")
+    assert half.sent["dp"] == pytest.approx(whole.sent["dp"] / 2)
+    assert half.memory[0].gradients == whole.memory[0].gradients
+
+
 def test_bytes_sent_by_tensor_parallelism() -> None:
     """A block sums four activations (1909.08053). With sequence parallelism that is as many gathers and scatters, of
     half the bytes each (2205.05198), and the kept pieces are gathered once more; embedding and output besides."""

@@ -116,6 +116,7 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software = FIVEFOLD) -> 
     B = full.train.microbatch_size
     assert B is not None
     count = full.train.global_batch_size // (layout.dp * B)
+    software = with_reduce(software, recipe.precision.reduce)
     return price(setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software))
 
 
@@ -154,6 +155,12 @@ def resolved(recipe: Recipe) -> Recipe:
             "--set model.vocab_size=32000"
         )
     return resolve(recipe, vocab_size=size)
+
+
+def with_reduce(software: Software, dtype: str) -> Software:
+    """The software, sending gradients in this dtype."""
+    sent = {name: replace(states, reduce=BYTES[dtype]) for name, states in software.states.items()}
+    return replace(software, states=sent)
 
 
 def dtype_of(recipe: Recipe, cluster: Cluster) -> str:

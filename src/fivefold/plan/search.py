@@ -18,7 +18,7 @@ from fivefold.errors import UserError
 from fivefold.layout import Layout, problems, to_text
 from fivefold.plan import memory, operations, time
 from fivefold.plan.clusters import Cluster
-from fivefold.plan.predict import Plan, dtype_of, limit, price, resolved, setting
+from fivefold.plan.predict import Plan, dtype_of, limit, price, resolved, setting, with_reduce
 from fivefold.plan.software import FIVEFOLD, Software
 from fivefold.plan.time import Cost
 from fivefold.recipe import Recipe
@@ -92,7 +92,7 @@ def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software =
         )
     full, dtype = resolved(recipe), dtype_of(recipe, cluster)
     batch = full.train.global_batch_size
-    estimate = _Estimate(full.model, cluster, dtype, software)
+    estimate = _Estimate(full.model, cluster, dtype, with_reduce(software, recipe.precision.reduce))
     found, lost, seen = [], Counter[str](), 0
     most = limit(cluster)
     least: Candidate | None = None
