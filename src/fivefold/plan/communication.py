@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fivefold.layout import AXES, GROUPS, Layout
+from fivefold.layout import AXES, EXPERT_GROUPS, GROUPS, Layout
 from fivefold.plan.clusters import Cluster, Link
 
 LAUNCH = 10e-6  # seconds until a collective is under way on all ranks
@@ -31,9 +31,10 @@ class Group:
 
 def group(layout: Layout, cluster: Cluster, name: str) -> Group:
     """The groups of this name under the order of ranks of `layout.py`."""
-    if name in ("ep", "edp"):
-        batch = layout.dp * layout.cp
-        size, stride = (layout.ep, layout.tp) if name == "ep" else (batch // layout.ep, layout.tp * layout.ep)
+    if name in EXPERT_GROUPS:
+        ranks = {"ep": layout.ep, "edp": layout.dp * layout.cp // layout.ep}
+        size = ranks.get(name, max(1, layout.dp_shard * layout.cp // layout.ep))
+        stride = layout.tp * (1 if name == "ep" else layout.ep)
     else:
         axes = GROUPS[name]
         size = math.prod(layout.sizes[axis] for axis in axes)

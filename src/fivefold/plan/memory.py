@@ -24,15 +24,29 @@ RESERVE = 1.5 * 2**30
 @dataclass(frozen=True)
 class Elements:
     """Numbers of elements of some parameters on a rank. computes: whole after tensor and expert parallelism; keeps: of
-    those the rows that it keeps under ZeRO. largest: of the biggest parameter."""
+    those the rows that it keeps under ZeRO. largest: of the biggest parameter. experts, experts_keep: how many of both
+    are routed experts', which have groups of their own."""
 
     computes: float = 0
     keeps: float = 0
     largest: float = 0
+    experts: float = 0
+    experts_keep: float = 0
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(
-            self.computes + other.computes, self.keeps + other.keeps, max(self.largest, other.largest)
+            self.computes + other.computes,
+            self.keeps + other.keeps,
+            max(self.largest, other.largest),
+            self.experts + other.experts,
+            self.experts_keep + other.experts_keep,
+        )
+
+    def groups(self) -> tuple[tuple[float, float, str], tuple[float, float, str]]:
+        """(computes, keeps, how its groups are called) of what is no expert, and of the experts."""
+        return (
+            (self.computes - self.experts, self.keeps - self.experts_keep, ""),
+            (self.experts, self.experts_keep, "e"),
         )
 
 
@@ -91,7 +105,8 @@ def count(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements
             rest //= ranks
         expert = cut is not None and cut.kind == "expert"
         shards = layout.dp_shard * layout.cp // (layout.ep if expert else 1) if layout.zero else 1
-        own = Elements(rows * rest, -(-rows // shards) * rest, rows * rest)
+        size, part = rows * rest, -(-rows // shards) * rest
+        own = Elements(size, part, size, size if expert else 0, part if expert else 0)
         kinds[name] = own
         if name.startswith("blocks."):
             number = int(name.split(".")[1])

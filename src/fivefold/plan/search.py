@@ -284,7 +284,14 @@ class _Estimate:
             blocks, before, behind, _ = memory.elements(self.model, flat)
             each = math.ceil(self.model.layers / layout.pp)
             own = max(before, behind, key=lambda part: part.computes) if layout.pp > 1 else before + behind
-            own += memory.Elements(each * blocks[-1].computes, each * blocks[-1].keeps, blocks[-1].largest)
+            one = blocks[-1]
+            own += memory.Elements(
+                each * one.computes,
+                each * one.keeps,
+                one.largest,
+                each * one.experts,
+                each * one.experts_keep,
+            )
             size = sum(memory.state_bytes(b, layout.zero, own.computes, own.keeps, m))
             reduced, gathered = time.data_parallel(s, own, 0.0, 0.0)
             self.rest[key] = (

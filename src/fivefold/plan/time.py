@@ -274,22 +274,23 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
     """Seconds that the sum of gradients, and the gathering of weights, add to a step of a rank that has these elements.
     backward, forward: of one of its microbatches, beside which they run."""
     layout, b = s.layout, s.software.states[s.dtype]
-    hidden = s.software.overlap_data
-    blocks = max(1, s.model.layers // layout.pp)
-    if layout.zero == 0:
-        whole = communication.all_reduce(
-            own.computes * b.reduce, group(layout, s.cluster, "batch"), s.cluster
-        )
-        return (max(whole / blocks, whole - backward * (1 - 1 / blocks)) if hidden else whole), 0.0
+    hidden, blocks = s.software.overlap_data, max(1, s.model.layers // layout.pp)
     reduced = gathered = 0.0
-    shards = group(layout, s.cluster, "shard")
-    if layout.dp_replicate > 1:
-        replicas = group(layout, s.cluster, "replicate")
-        reduced += communication.all_reduce(own.keeps * b.reduce, replicas, s.cluster)
-    if layout.zero == 1:
-        reduced += communication.reduce_scatter(own.computes * b.reduce, shards, s.cluster)
-    if layout.zero < 3:
-        gathered = communication.all_gather(own.computes * b.working, shards, s.cluster)
+    for computes, keeps, kind in own.groups():
+        if not computes:
+            continue
+        if layout.zero == 0:
+            summing = group(layout, s.cluster, f"{kind}dp" if kind else "batch")
+            reduced += communication.all_reduce(computes * b.reduce, summing, s.cluster)
+            continue
+        shards = group(layout, s.cluster, f"{kind}shard")
+        if layout.dp_replicate > 1:
+            replicas = group(layout, s.cluster, "replicate")
+            reduced += communication.all_reduce(keeps * b.reduce, replicas, s.cluster)
+        if layout.zero == 1:
+            reduced += communication.reduce_scatter(computes * b.reduce, shards, s.cluster)
+        if layout.zero < 3:
+            gathered += communication.all_gather(computes * b.working, shards, s.cluster)
     if hidden:
         reduced = max(reduced / blocks, reduced - backward * (1 - 1 / blocks))
         gathered = max(gathered / blocks, gathered - forward * (1 - 1 / blocks))

@@ -56,16 +56,16 @@ def share(message: Message, s: Setting) -> float:
 def _data(s: Setting, position: int) -> int:
     """Sums of gradients and gathered weights (see parallel/zero.py): 2 Psi at stages 0 and 1, (1 + m) Psi at 2, 3 m Psi
     at 3, each times (n-1)/n and its dtype's bytes."""
-    own, b = (
-        memory.rank_elements(s.model, s.layout, s.software.partition)[position],
-        s.software.states[s.dtype],
-    )
-    if s.layout.zero == 0:
-        n = group(s.layout, s.cluster, "batch").ranks
-        return int(2 * (n - 1) / n * own.computes * b.reduce)
-    n = group(s.layout, s.cluster, "shard").ranks
-    replicas = s.layout.dp_replicate
-    gathers = 2 * s.microbatches if s.layout.zero == 3 else 1
-    scatters = 1 if s.layout.zero == 1 else s.microbatches
-    within = (n - 1) / n * own.computes * (gathers * b.working + scatters * b.reduce)
-    return int(within + 2 * (replicas - 1) / replicas * own.keeps * b.reduce)
+    own = memory.rank_elements(s.model, s.layout, s.software.partition)[position]
+    b, total = s.software.states[s.dtype], 0.0
+    for computes, keeps, kind in own.groups():
+        if s.layout.zero == 0:
+            n = group(s.layout, s.cluster, f"{kind}dp" if kind else "batch").ranks
+            total += 2 * (n - 1) / n * computes * b.reduce
+            continue
+        n, replicas = group(s.layout, s.cluster, f"{kind}shard").ranks, s.layout.dp_replicate
+        gathers = 2 * s.microbatches if s.layout.zero == 3 else 1
+        scatters = 1 if s.layout.zero == 1 else s.microbatches
+        total += (n - 1) / n * computes * (gathers * b.working + scatters * b.reduce)
+        total += 2 * (replicas - 1) / replicas * keeps * b.reduce
+    return int(total)
