@@ -200,7 +200,9 @@ class Peak:
         torch.UntypedStorage.resize_ = self.resize  # pyright: ignore[reportAttributeAccessIssue]
 
 
-HEAD = f"{'mode':5} {'dp':>3} {'ZeRO':>5} {'states MiB':>11} {'formula MiB':>12} {'error':>7} {'peak of a step MiB':>19}"
+HEAD = (
+    f"{'mode':5} {'dp':>3} {'ZeRO':>5} {'states MiB':>11} {'formula MiB':>12} {'error':>7} {'peak MiB':>19}"
+)
 
 
 def line(row: dict[str, Any]) -> str:

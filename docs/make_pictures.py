@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fivefold.layout import Layout
 from fivefold.observe import layout_picture
-from fivefold.parallel.context import spans
 from fivefold.recipe import load, resolve
-from fivefold.schedules.pipeline import build, simulate, to_svg
+from fivefold.schedules.pipeline import Costs, build, simulate, to_svg
+from fivefold.sharding import token_spans
 
 FOLDER = Path(__file__).with_name("parallelism") / "pictures"
 LAYOUTS = {
@@ -46,9 +46,7 @@ def schedules(ranks: int, microbatches: int) -> str:
     return stack(pictures)
 
 
-def costs(part: float):
-    from fivefold.schedules.pipeline import Costs
-
+def costs(part: float) -> Costs:
     return Costs(forward=part, input=part, weight=part)
 
 
@@ -69,7 +67,7 @@ def context(ranks: int) -> str:
     computes it: neighbouring parts on the left, zig-zag on the right."""
     cell, chunks = 22, 2 * ranks
     zigzag = Layout(cp=ranks)
-    owner = {a: rank for rank in range(ranks) for a, _ in spans(zigzag, chunks, rank)}
+    owner = {a: rank for rank in range(ranks) for a, _ in token_spans(zigzag, chunks, rank)}
     plans = [("neighbouring parts", [chunk // 2 for chunk in range(chunks)])]
     plans.append(("zig-zag", [owner[chunk] for chunk in range(chunks)]))
     parts = []

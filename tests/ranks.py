@@ -127,6 +127,21 @@ def close_pools() -> None:
         pool.close()
 
 
+def _reuse_groups() -> None:
+    """Tests of one pool share process groups: each has threads and sockets, and its name cannot be used again."""
+    from fivefold.parallel import mesh
+
+    make, made = mesh._new_group, {}
+
+    def shared(members, ranks):
+        key = tuple(members)
+        if key not in made:
+            made[key] = make(members, ranks)
+        return made[key]
+
+    mesh._new_group = shared
+
+
 def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -139,6 +154,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=25)
         )
+        _reuse_groups()
         while True:
             try:
                 function, arguments = pipe.recv()

@@ -19,6 +19,7 @@ from fivefold.parallel import context
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.sharding import token_spans
 from fivefold.train.loop import State, agree, evaluate, forward_backward, positions, update
 from fivefold.train.run import build_state, owned_pieces, share_of
 
@@ -187,7 +188,7 @@ def distance(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_ranks_divide_the_sequence(method, cp):
     layout, T = Layout(cp=cp, cp_method=method), 12 * cp
-    places = [[p for span in context.spans(layout, T, i) for p in range(*span)] for i in range(cp)]
+    places = [[p for span in token_spans(layout, T, i) for p in range(*span)] for i in range(cp)]
     assert sorted(p for mine in places for p in mine) == list(range(T))
     assert all(mine == sorted(mine) and len(mine) == 12 for mine in places)
     if method == "ring":  # a chunk and its mirror image

@@ -33,7 +33,19 @@ LINES = [
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 FILES = sorted(SRC.rglob("*.py"))
 # These import no torch.
-LIGHT = {"__init__", "cli", "data", "errors", "files", "host", "layout", "plan", "recipe", "schedules", "sharding"}
+LIGHT = {
+    "__init__",
+    "cli",
+    "data",
+    "errors",
+    "files",
+    "host",
+    "layout",
+    "plan",
+    "recipe",
+    "schedules",
+    "sharding",
+}
 
 
 def room_of(file: Path) -> str:

@@ -51,10 +51,7 @@ QUICK = {
 
 
 def marked(layouts: list[str]) -> list[Any]:
-    return [
-        layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow)
-        for layout in layouts
-    ]
+    return [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,8 @@ from fivefold.cli.main import app, main
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(<!-- cluster -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TINY = [
-    "model.layers=2", "model.dim=32", "model.heads=2", "model.seq_len=16", "model.vocab_size=258", "data.source=my_texts/",
+    "model.layers=2", "model.dim=32", "model.heads=2", "model.seq_len=16", "model.vocab_size=258",
+    "data.source=my_texts/",
     "data.tokenizer=bytes", "train.global_batch_size=4", "train.val_sequences=4", "train.sample_tokens=8",
     "observe.tensorboard=false", "layout.dp_replicate=1",
 ]  # fmt: skip

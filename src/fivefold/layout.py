@@ -233,6 +233,11 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             {"dp_shard", "zero"},
             f"dp_shard={layout.dp_shard} shares states between ranks: it needs zero=1, 2 or 3",
         )
+    if layout.zero and layout.ranks > 1 and layout.dp_shard * layout.cp == 1:
+        yield (
+            {"zero", "dp_shard", "cp"},
+            f"zero={layout.zero} shares states between ranks: it needs dp_shard > 1 (or cp > 1)",
+        )
     if (layout.dp * layout.cp) % layout.ep:
         yield (
             {"ep", "dp_replicate", "dp_shard", "cp"},
@@ -264,7 +269,7 @@ def validate(layout: Layout, ranks: int) -> None:
     found = [message for _, message in problems(layout)]
     if layout.ranks != ranks:
         product = equation(layout).removesuffix("s").removesuffix(" rank")
-        found.insert(0, f"{product}, but there are {ranks} ranks")
+        found.insert(0, f"{product}, but there are {ranks} rank{'s' * (ranks != 1)}")
     if found:
         near = " or ".join(to_text(candidate) for candidate in nearest(layout, ranks))
         raise UserError(

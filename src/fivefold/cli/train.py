@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+from fivefold.errors import UserError
 
 EXAMPLES = [
     "fivefold train quickstart",
@@ -51,7 +52,13 @@ def train(
     if resume and (path / "recipe.toml").is_file():  # `fivefold train RUN --resume`
         out, path = out or path, path / "recipe.toml"
         recipe = str(path)
-    loaded = load(recipe, set_ or [], layout)
+    try:
+        loaded = load(recipe, set_ or [], layout)
+    except UserError:
+        if not resume or layout is None:
+            raise
+        # the saved microbatch fitted the share of a rank in the layout before
+        loaded = load(recipe, ["train.microbatch_size=none", *(set_ or [])], layout)
     # Imported once the recipe is known to be good: torch takes more than a second
     from fivefold.train.launch import run_command
 

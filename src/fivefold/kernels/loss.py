@@ -54,6 +54,9 @@ class _LinearCrossEntropy(Function):
                 dweight = add_chunk(dweight, dlogits.t() @ x[part], rows >= N)
             if needs_bias:
                 dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
+        if N == 0:  # nothing counts here, but other ranks expect a gradient to sum
+            dweight = torch.zeros_like(weight) if needs_weight else None
+            dbias = torch.zeros_like(bias) if needs_bias and bias is not None else None
         ctx.save_for_backward(dx, dweight, dbias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return losses.sum() * scale

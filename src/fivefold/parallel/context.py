@@ -34,24 +34,15 @@ from fivefold.kernels.partial_attention import (
     split_heads,
     split_heads_backward,
 )
-from fivefold.layout import Layout
 from fivefold.models.layers import AttentionCore, Output
 from fivefold.models.model import LanguageModel
 from fivefold.parallel.mesh import Mesh
-
-
-def spans(layout: Layout, T: int, index: int) -> list[tuple[int, int]]:
-    """The parts [start, stop) of a sequence of T tokens that rank `index` of the context axis has, in order."""
-    c = layout.cp
-    if layout.cp_method == "ulysses":
-        return [(T // c * index, T // c * (index + 1))]
-    n = T // (2 * c)
-    return [(n * i, n * (i + 1)) for i in (index, 2 * c - 1 - index)]
+from fivefold.sharding import token_spans
 
 
 def positions(T: int, mesh: Mesh) -> Tensor:
     """Positions of this rank's tokens in a sequence of T: (t)."""
-    mine = spans(mesh.layout, T, mesh.index("cp"))
+    mine = token_spans(mesh.layout, T, mesh.index("cp"))
     return torch.cat([torch.arange(start, stop, device=mesh.device) for start, stop in mine])
 
 
@@ -59,7 +50,7 @@ def take(tokens_BT: Tensor, mesh: Mesh) -> Tensor:
     """This rank's columns of inputs or targets: (B, t)."""
     if mesh.size("cp") == 1:
         return tokens_BT
-    mine = spans(mesh.layout, tokens_BT.shape[1], mesh.index("cp"))
+    mine = token_spans(mesh.layout, tokens_BT.shape[1], mesh.index("cp"))
     return torch.cat([tokens_BT[:, start:stop] for start, stop in mine], dim=1)
 
 

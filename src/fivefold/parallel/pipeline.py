@@ -25,7 +25,7 @@ from fivefold.models import LanguageModel
 from fivefold.parallel.later import Later, Work, attach
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
-from fivefold.schedules.pipeline import Action, Event, Schedule, Timeline, build, with_transfers
+from fivefold.schedules.pipeline import Action, Event, Schedule, Timeline, build, check, with_transfers
 
 Microbatch = tuple[Tensor, Tensor]  # tokens, targets: (B, T) int64
 Seed = Callable[[int, int], None]  # (microbatch, which of this rank's stages): sets the random state
@@ -94,7 +94,9 @@ class Pipeline:
 
     @cache  # noqa: B019  a pipeline lives as long as its run
     def _training(self, microbatches: int) -> list[Action]:
-        return self._own_actions(self.schedule(microbatches))
+        schedule = self.schedule(microbatches)
+        check(schedule)
+        return self._own_actions(schedule)
 
     @cache  # noqa: B019
     def _validation(self, microbatches: int) -> list[Action]:

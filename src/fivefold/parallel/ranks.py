@@ -53,7 +53,8 @@ def device_for(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        if torch.cuda.device_count() == 1:  # Slurm's --gpus-per-task=1 shows each rank its own GPU only
+        # Slurm's --gpus-per-task=1 shows each rank its own GPU only
+        if torch.cuda.device_count() == 1 and "SLURM_PROCID" in os.environ:
             return torch.device("cuda", 0)
         raise UserError(
             f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}"

@@ -99,6 +99,10 @@ class _Loss(Function):
                 dweight = add_chunk(dweight, dlogits.t() @ x_ND[part], rows >= N)
             if needs_bias:
                 dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
+        if N == 0:  # nothing counts here, but other ranks expect a gradient to sum
+            ctx.dx = (lambda: torch.zeros_like(x)) if needs_x else None
+            dweight = torch.zeros_like(weight) if needs_weight else None
+            dbias = torch.zeros_like(bias) if needs_bias and bias is not None else None
         ctx.save_for_backward(dweight, dbias)
         ctx.dtype = weight.dtype
         return (losses * counted).sum() * scale

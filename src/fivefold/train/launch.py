@@ -93,9 +93,11 @@ def run_command(
 
 
 def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Recipe:
-    """The recipe with a layout for the ranks there are. Replicas are added or left out as needed: they change
-    speed, not what is computed. Anything else must fit as it stands."""
+    """The recipe with a layout for the ranks there are. Data-parallel ranks are added or left out as needed: they
+    change speed, not what is computed. Anything else must fit as it stands."""
     layout = Layout.from_recipe(recipe.layout)
+    axis = "dp_shard" if layout.zero and layout.dp_replicate == 1 else "dp_replicate"
+    rest = layout.ranks // getattr(layout, axis)
     world = launched or nproc
     if world is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -103,17 +105,16 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
             raise UserError(
                 f"layout '{to_text(layout)}' wants {layout.ranks} GPUs, and there are {gpus}: --layout dp={gpus}"
             )
-        world = layout.ranks if max(gpus, cores() if not gpus else 1) > 1 else 1
+        world = layout.ranks if rest > 1 or max(gpus, cores() if not gpus else 1) > 1 else 1
     if world == layout.ranks:
         return recipe
-    fitted = replace(layout, dp_replicate=world, microbatches=None)
-    validate(fitted, world)
+    size = world // rest if world % rest == 0 else getattr(layout, axis)
+    validate(replace(layout, **{axis: size}, microbatches=None), world)
     if world == 1 and not nproc and not launched:
         print(f"note: {to_text(layout)} wants {layout.ranks} devices; running on one", file=sys.stderr)
-    changes = [f"layout.dp_replicate={world}", "layout.microbatches=none"]
-    if recipe.train.microbatch_size and recipe.train.global_batch_size % (
-        world * recipe.train.microbatch_size
-    ):
+    changes = [f"layout.{axis}={size}", "layout.microbatches=none"]
+    rows = recipe.train.microbatch_size
+    if rows and recipe.train.global_batch_size % (layout.dp // getattr(layout, axis) * size * rows):
         changes.append("train.microbatch_size=none")  # it fitted the share of a rank in another layout
     return change(recipe, changes)
 

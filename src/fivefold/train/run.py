@@ -435,7 +435,7 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
     call it, and each writes what it owns."""
     counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
     folder = store.folder_of(out, state.step)
-    model = [*owned_pieces(state, state.masters()), *_buffers(state)]
+    model = [*owned_pieces(state, state.masters()), *buffer_pieces(state)]
     moments = state_tensors(state.optimizer, state.masters())
     write_pieces(folder, model, owned_pieces(state, moments), counts | meta, state.mesh)
     if state.mesh.rank == 0:
@@ -472,7 +472,7 @@ def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[store.Piece]:
     ]
 
 
-def _buffers(state: State) -> list[store.Piece]:
+def buffer_pieces(state: State) -> list[store.Piece]:
     """Buffers are equal on all ranks that have them; the first of each pipeline stage writes them."""
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
     first = state.mesh.index("batch") == 0 and state.mesh.index("tp") == 0

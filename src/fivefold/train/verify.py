@@ -45,7 +45,7 @@ from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.schema import LayoutSection
 from fivefold.train.launch import prepare_data, start_ranks
 from fivefold.train.loop import agree, forward_backward, update
-from fivefold.train.run import batches_of, build_state, owned_pieces, share_of, write_pieces
+from fivefold.train.run import batches_of, buffer_pieces, build_state, owned_pieces, share_of, write_pieces
 
 TOLERANCE = {"loss": 1e-6, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
 TIMES_BF16 = 3.0  # tensor and sequence parallelism round in other places: up to 1.7 in tensors of 32 elements
@@ -208,6 +208,7 @@ def compute(side: Side, ranks: Ranks) -> None:
             state.step += 1
         moments = owned_pieces(state, state_tensors(state.optimizer, state.masters()))
         weights = owned_pieces(state, state.masters())
+        weights += buffer_pieces(state)
         write_pieces(side.folder / "end", weights, moments, found, state.mesh)
     finally:
         for replica in state.parallel.replicas:
@@ -258,7 +259,7 @@ def _weight_differences(
             difference += (a.double() - b.double()).square().sum().item()
             size += b.double().square().sum().item()
             continue
-        root = theirs.read("optimizer", f"exp_avg_sq.{name}").sqrt()
+        root = torch.maximum(*(_root(s, name, a) for s in (mine, theirs)))
         root = torch.where(root > 0, root, root.max().clamp(min=1e-30))  # no gradient: no excuse
         yield ("weights", name), _relative(a * root, b * root)
     if together:
@@ -266,6 +267,15 @@ def _weight_differences(
             ("weights", "all together"),
             math.sqrt(difference / size) if difference == difference else math.inf,
         )
+
+
+def _root(side: store.Reader, name: str, like: Tensor) -> Tensor:
+    """About the size of each element's gradients; of a buffer, which has none, ones. The larger of both sides counts:
+    where a gradient is truly zero, one side may have rounding noise for it."""
+    moment = f"exp_avg_sq.{name}"
+    return (
+        side.read("optimizer", moment).sqrt() if moment in side.names("optimizer") else torch.ones_like(like)
+    )
 
 
 def _names(mine: store.Reader, theirs: store.Reader) -> list[str]:
