@@ -34,8 +34,8 @@ def test_peak_memory_follows_an_allocation() -> None:
     assert peak_memory_bytes() >= before
     high = peak_memory_bytes()
     block.close()
-    assert peak_memory_bytes() >= high
-    assert current_memory_bytes() < high
+    assert peak_memory_bytes() > high - 2**22  # the kernel counts pages per processor, and adds them up now and then
+    assert current_memory_bytes() < high - 2**25
 
 
 def test_cpuinfo_of_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
