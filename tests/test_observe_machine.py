@@ -34,7 +34,9 @@ def test_peak_memory_follows_an_allocation() -> None:
     assert peak_memory_bytes() >= before
     high = peak_memory_bytes()
     block.close()
-    assert peak_memory_bytes() > high - 2**22  # the kernel counts pages per processor, and adds them up now and then
+    assert (
+        peak_memory_bytes() > high - 2**22
+    )  # the kernel counts pages per processor, and adds them up now and then
     assert current_memory_bytes() < high - 2**25
 
 
