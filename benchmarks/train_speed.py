@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -80,7 +81,7 @@ def matmul(dtype: str) -> float:
 
 
 def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
-    """Runs a variant in processes of its own: ranks through torchrun's environment, else one."""
+    """Runs a variant in processes of its own: ranks that meet in a file, else one."""
     command = [
         sys.executable,
         __file__,
@@ -93,23 +94,19 @@ def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
     ]
     cores = len(os.sched_getaffinity(0))
     world = ranks_of(name)
-    port = str(20000 + os.getpid() % 20000)
     from fivefold.host import HUGE_PAGES  # as `fivefold train` sets them; for plain PyTorch, too
+    from fivefold.parallel.ranks import STORE_FILE
 
     environment = (
         os.environ | HUGE_PAGES | {"OMP_NUM_THREADS": str(cores // world), "GLOO_SOCKET_IFNAME": "lo"}
     )
-    processes = []
-    for rank in range(world):
-        launched = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        env = environment | (launched | {"MASTER_PORT": port} if world > 1 else {})
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate()[0] for process in processes]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(world):
+            launched = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+            env = environment | (launched | {STORE_FILE: f"{folder}/store"} if world > 1 else {})
+            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit(f"{name} failed")
     results = [json.loads(output.splitlines()[-1]) for output in outputs]

@@ -6,7 +6,9 @@ itself on this machine (they meet in a file, so nothing listens beyond loopback)
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -76,6 +78,9 @@ def join(timeout_s: float = 600) -> Iterator[Ranks]:
         threads = os.environ.get("OMP_NUM_THREADS", "")  # the user's or the launcher's word counts
         torch.set_num_threads(int(threads) if threads.isdigit() else max(1, cores() // local_world))
     if world > 1:
+        # Gloo's threads need the interpreter to let go of the tensors of their last operation, and die with the
+        # process if it is already ending. Freeing the groups waits for the threads; gc, as cycles may hold groups.
+        atexit.register(gc.collect)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
