@@ -96,7 +96,8 @@ def measure(work: str, layout: str, steps: int) -> dict[str, float]:
     from fivefold.recipe import load, resolve
     from fivefold.train.allocator import keep_freed_memory
     from fivefold.train.loop import agree, forward_backward, update
-    from fivefold.train.run import build_state, share_of
+    from fivefold.train.share import share_of
+    from fivefold.train.state import build_state
 
     class Random:
         def batch(self, i: int, rows: range):

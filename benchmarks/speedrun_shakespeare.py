@@ -158,7 +158,7 @@ def fivefold(data: dict, ours: dict) -> dict:
     from fivefold.recipe import load, resolve
     from fivefold.train.allocator import keep_freed_memory
     from fivefold.train.loop import forward_backward, update
-    from fivefold.train.run import build_state
+    from fivefold.train.state import build_state
 
     keep_freed_memory()
     extra = [f"{k}={v}" for k, v in ours.items() if "." in k]

@@ -159,7 +159,8 @@ def fivefold_step(name: str, microbatch: int):
     from fivefold.recipe import load, resolve
     from fivefold.train.allocator import keep_freed_memory
     from fivefold.train.loop import agree, forward_backward, update
-    from fivefold.train.run import build_state, share_of
+    from fivefold.train.share import share_of
+    from fivefold.train.state import build_state
 
     keep_freed_memory()
     sets = [

@@ -97,7 +97,7 @@ def work(mode: str, zero: int) -> dict[str, Any]:
     from fivefold.parallel.replica import clip_
     from fivefold.recipe import count_parameters, load, resolve
     from fivefold.train.loop import forward_backward, update
-    from fivefold.train.run import build_state
+    from fivefold.train.state import build_state
 
     with ranks_.join() as ranks:
         sizes = [

@@ -20,8 +20,10 @@ from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding import token_spans
-from fivefold.train.loop import State, agree, evaluate, forward_backward, positions, update
-from fivefold.train.run import build_state, owned_pieces, share_of
+from fivefold.train.loop import agree, evaluate, forward_backward, positions, update
+from fivefold.train.saved import owned_pieces
+from fivefold.train.share import share_of
+from fivefold.train.state import State, build_state
 
 STEPS, ROWS, MICROBATCH, T, V = 3, 8, 4, 32, 96
 MODELS = {

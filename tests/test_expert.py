@@ -19,7 +19,8 @@ from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.sharding import cuts, parameters
 from fivefold.train import verify
-from fivefold.train.run import Job, run_rank
+from fivefold.train.job import Job
+from fivefold.train.run import run_rank
 
 # Terms that are large enough to be seen in every gradient.
 MODEL = [

@@ -29,7 +29,8 @@ from fivefold.recipe import (
     resolve_model,
 )
 from fivefold.sharding import parameters
-from fivefold.train.run import Job, run_rank
+from fivefold.train.job import Job
+from fivefold.train.run import run_rank
 
 SMALL = {"arch": "moe", "layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_size": 64, "seq_len": 16}
 EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_ffn_dim": 24}

@@ -51,8 +51,11 @@ from fivefold.schedules.pipeline import (
 )
 from fivefold.sharding import held, parameters, size_of, stage_blocks, stage_costs
 from fivefold.train import verify
+from fivefold.train.job import Job
 from fivefold.train.loop import evaluate, forward_backward
-from fivefold.train.run import Job, batches_of, build_state, run_rank, share_of
+from fivefold.train.run import run_rank
+from fivefold.train.share import batches_of, share_of
+from fivefold.train.state import build_state
 
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # a rank
 

@@ -12,7 +12,7 @@ from fivefold.parallel import recompute
 from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.train.loop import forward_backward
-from fivefold.train.run import build_state
+from fivefold.train.state import build_state
 
 TINY = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.seq_len=32", "model.vocab_size=128",

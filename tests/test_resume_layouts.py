@@ -15,7 +15,8 @@ from fivefold.data import prepare
 from fivefold.layout import Layout
 from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.train.run import build_state, load_checkpoint
+from fivefold.train.saved import load_checkpoint
+from fivefold.train.state import build_state
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=48", "model.seq_len=16",

@@ -15,8 +15,11 @@ from fivefold.layout import Layout
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.train.job import Job
 from fivefold.train.loop import agree, evaluate, forward_backward, update
-from fivefold.train.run import Job, build_state, owned_pieces, run_rank
+from fivefold.train.run import run_rank
+from fivefold.train.saved import owned_pieces
+from fivefold.train.state import build_state
 
 STEPS, ROWS, T, V = 3, 8, 16, 128
 MODELS = {

@@ -17,9 +17,12 @@ from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
+from fivefold.train.job import Job
 from fivefold.train.launch import run_command
 from fivefold.train.loop import forward_backward
-from fivefold.train.run import Job, build_state, run_rank, share_of
+from fivefold.train.run import run_rank
+from fivefold.train.share import share_of
+from fivefold.train.state import build_state
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.seq_len=16",

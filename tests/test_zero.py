@@ -18,8 +18,9 @@ from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.sharding import boxes, parameters, parts
-from fivefold.train.loop import State, evaluate, forward_backward, update
-from fivefold.train.run import build_state, share_of
+from fivefold.train.loop import evaluate, forward_backward, update
+from fivefold.train.share import share_of
+from fivefold.train.state import State, build_state
 
 V, T, B = 61, 16, 12  # 61 rows do not divide evenly between ranks
 TINY = [

@@ -14,8 +14,8 @@ from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.recipe import Recipe, load
 from fivefold.train.generate import Sampling, generate_text, open_run
+from fivefold.train.job import BatchSource
 from fivefold.train.launch import run_command
-from fivefold.train.run import BatchSource
 
 
 class Run:

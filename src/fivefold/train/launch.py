@@ -31,7 +31,9 @@ from fivefold.parallel import ranks as ranks_
 from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.train.allocator import keep_freed_memory
-from fivefold.train.run import BatchSource, Job, compute_mode, run_rank
+from fivefold.train.job import BatchSource, Job
+from fivefold.train.run import run_rank
+from fivefold.train.state import compute_mode
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 

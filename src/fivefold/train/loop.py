@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.optim import learning_rate
@@ -22,48 +21,25 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import OptimSection, Recipe
+from fivefold.train.share import Microbatch
+from fivefold.train.state import State
 
 MAX_SKIPPED = 5  # steps in a row whose gradient is not finite, before the run is given up
 
-Microbatch = tuple[Tensor, Tensor]  # inputs, targets: (rows, T) int64
 
-
-@dataclass
-class State:
-    """What changes while training; `step` counts the optimizer steps done."""
-
-    parallel: Parallel
-    mesh: Mesh
-    optimizer: torch.optim.Optimizer
-    step: int = 0
-    updates: int = 0  # steps that changed the weights: those with a finite gradient
-    skipped: int = 0  # steps skipped in a row
-
-    @property
-    def module(self) -> nn.Module:
-        """The model where this rank computes all of its blocks."""
-        assert len(self.parallel.stages) == 1
-        return self.parallel.stages[0]
-
-    def masters(self) -> dict[str, Tensor]:
-        """This rank's part of the weights in fp32, by name."""
-        return {name: w for replica in self.parallel.replicas for name, w in replica.masters.items()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Their gradients, after a step's backward."""
-        return {name: g for replica in self.parallel.replicas for name, g in replica.gradients.items()}
-
-
-@dataclass(frozen=True)
-class Hooks:
+class Hooks(Protocol):
     """What the loop calls around its steps; none of them changes the state."""
 
     next_batch: Callable[[], tuple[list[Microbatch], float]]  # this rank's microbatches, seconds waited
     stop_wanted: Callable[[], bool]  # was this rank asked to stop?
-    record: Callable[[dict[str, Any]], None]
-    validate: Callable[[int], None]
-    sample: Callable[[int], None]
-    save: Callable[[int], None]
+
+    def record(self, line: dict[str, Any]) -> None:
+        """What is known of a step that is done."""
+        ...
+
+    def validate(self, step: int) -> None: ...
+    def sample(self, step: int) -> None: ...
+    def save(self, step: int) -> None: ...
 
 
 def train_loop(state: State, recipe: Recipe, hooks: Hooks) -> bool:

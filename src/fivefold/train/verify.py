@@ -45,7 +45,9 @@ from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.schema import LayoutSection
 from fivefold.train.launch import prepare_data, start_ranks
 from fivefold.train.loop import agree, forward_backward, update
-from fivefold.train.run import batches_of, buffer_pieces, build_state, owned_pieces, share_of, write_pieces
+from fivefold.train.saved import buffer_pieces, owned_pieces, write_pieces
+from fivefold.train.share import batches_of, share_of
+from fivefold.train.state import build_state
 
 TOLERANCE = {"loss": 1e-6, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
 TIMES_BF16 = 3.0  # tensor and sequence parallelism round in other places: up to 1.7 in tensors of 32 elements

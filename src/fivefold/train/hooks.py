@@ -1,0 +1,122 @@
+"""What happens around the steps of a run: metrics, console, validation, samples, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fivefold.checkpoint import store
+from fivefold.errors import UserError
+from fivefold.models import flops_per_token
+from fivefold.observe.console import Console
+from fivefold.observe.machine import device_peak, peak_memory_bytes
+from fivefold.observe.metrics import MetricsWriter
+from fivefold.observe.pipeline_trace import write_pipeline_trace
+from fivefold.parallel.ranks import Ranks
+from fivefold.recipe import Recipe, count_parameters, tokens_per_step
+from fivefold.train.generate import Sampling, generate_text, open_run
+from fivefold.train.job import Job
+from fivefold.train.loop import evaluate
+from fivefold.train.saved import identity, save_state
+from fivefold.train.share import Microbatch, validation_set
+from fivefold.train.state import State, compute_mode
+
+MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
+
+
+@dataclass
+class RunHooks:
+    """What `train_loop` calls on one rank (see `loop.Hooks`). Files and console belong to rank 0 alone: `metrics` is
+    None on the others."""
+
+    state: State
+    job: Job
+    ranks: Ranks
+    console: Console
+    metrics: MetricsWriter | None
+    next_batch: Callable[[], tuple[list[Microbatch], float]]
+    stop_wanted: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        recipe = self.job.recipe
+        self.tokens = tokens_per_step(recipe)
+        self.flops = flops_per_token(recipe.model) if self.job.module is None else None
+        self.peak = _peak_flops(recipe, self.ranks) if self.flops else None
+
+    def record(self, line: dict[str, Any]) -> None:
+        speed = self.tokens / line["step_s"]
+        line |= {"tokens": line["step"] * self.tokens, "tokens_per_s": speed}
+        line |= {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
+        if self.flops and self.peak:
+            line["mfu"] = speed * self.flops / self.peak
+        self._write(line)
+        self.console.step(line)
+        pipeline = self.state.parallel.pipeline
+        if self.ranks.first and pipeline is not None and pipeline.recording and pipeline.recorded is not None:
+            path = write_pipeline_trace(self.job.out / "traces", line["step"], *pipeline.recorded)
+            self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
+        if self.state.skipped:
+            self.console.note(f"step {line['step']}: the gradient is not finite, its update is skipped")
+
+    def validate(self, step: int) -> None:
+        job = self.job
+        if job.val_batches is None and (job.data is None or job.data.val is None):
+            return  # nothing is held out, on any rank
+        # Perhaps no microbatches for this rank: it still takes part.
+        microbatches, token_bytes = validation_set(job, self.state.mesh)
+        line = {"step": step, **evaluate(self.state, microbatches, token_bytes)}
+        self._write(line)
+        self.console.validation(line)
+
+    def sample(self, step: int) -> None:
+        job, model, train = self.job, self.job.recipe.model, self.job.recipe.train
+        tokenizer = job.data.tokenizer if job.data is not None else None
+        if not self.ranks.first or tokenizer is None or job.module is not None or model.arch == "bert":
+            return
+        sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
+        try:
+            module = _whole_model(self.state, job, step)
+            pieces = generate_text(module, model, tokenizer, train.sample_prompt, sampling)
+            text = train.sample_prompt + "".join(pieces)
+        except UserError as error:  # a diverged model cannot write: no reason to end the run here
+            self.console.note(f"step {step}: no sample: {error}")
+            return
+        self._write({"step": step, "sample": text})
+        self.console.sample(text, step)
+
+    def save(self, step: int) -> None:
+        meta = identity(self.job) | {"tokens": step * self.tokens}
+        save_state(self.state, self.job.out, meta, self.job.recipe.checkpoint.keep_last)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(line)
+
+
+def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:
+    """FLOP/s of all the run's devices together; ranks on one machine's CPU share its cores."""
+    mode = compute_mode(recipe, ranks.device)
+    if ranks.device.type == "cpu":
+        return device_peak("cpu", mode) * ranks.world / ranks.local_world
+    return device_peak(str(ranks.device), mode) * ranks.world
+
+
+def _whole_model(state: State, job: Job, step: int) -> nn.Module:
+    """The model that one rank can compute alone: its own, or where ranks divide it that of this step's checkpoint.
+
+    Raises:
+        UserError: the model is divided, and this step is not saved or the model too large for one rank.
+    """
+    layout = state.mesh.layout
+    if not layout.divided:
+        return state.module
+    if store.folder_of(job.out, step) not in store.checkpoints(job.out):
+        raise UserError("the ranks divide the model, and only steps that are saved write samples then")
+    if count_parameters(job.recipe.model) > MAX_SAMPLED:
+        raise UserError(
+            "the ranks divide the model, which is too large for one of them: use `fivefold generate`"
+        )
+    return open_run(job.out, checkpoint=store.folder_of(job.out, step), device=state.mesh.device)[0]

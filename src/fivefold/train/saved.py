@@ -1,0 +1,147 @@
+"""A rank's part of saving and resuming: the pieces that it owns go into a checkpoint, the parts that it keeps come out
+of one, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.checkpoint import store
+from fivefold.errors import UserError
+from fivefold.optim import MOMENTS, load_state, state_tensors
+from fivefold.parallel.mesh import Mesh
+from fivefold.sharding import Part, boxes, local_shape
+from fivefold.train.job import Job
+from fivefold.train.state import State
+
+
+def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) -> Path:
+    """Writes a checkpoint of the state, with `meta`, into the run folder; removes those beyond `keep_last`. All ranks
+    call it, and each writes what it owns."""
+    counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
+    folder = store.folder_of(out, state.step)
+    model = [*owned_pieces(state, state.masters()), *buffer_pieces(state)]
+    moments = state_tensors(state.optimizer, state.masters())
+    write_pieces(folder, model, owned_pieces(state, moments), counts | meta, state.mesh)
+    if state.mesh.rank == 0:
+        store.prune(out, keep_last)
+    return folder
+
+
+def write_pieces(
+    folder: Path, model: list[store.Piece], optimizer: list[store.Piece], meta: dict[str, Any], mesh: Mesh
+) -> None:
+    """`store.save` by all ranks of a mesh together."""
+
+    def agree(fine: bool) -> bool:
+        all_fine = torch.tensor(float(fine), device=mesh.device)
+        if mesh.size("all") > 1:
+            dist.all_reduce(all_fine, dist.ReduceOp.MIN)
+        return all_fine.item() > 0
+
+    store.save(folder, model, optimizer, meta, rank=mesh.rank, ranks=mesh.size("all"), agree=agree)
+
+
+def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[store.Piece]:
+    """What this rank owns of tensors that have the shapes of its masters; their names are a parameter's, perhaps with
+    "exp_avg." or the like before it."""
+    parts = {name: part for r in state.parallel.replicas for name, part in reversed(r.parts.items())}
+    prefixes = ("", *(f"{moment}." for moment in MOMENTS))
+    return [
+        store.Piece(prefix + name, tensors[prefix + name][where], part.shape, box)
+        for name, part in parts.items()
+        if part.owned
+        for prefix in prefixes
+        if prefix + name in tensors
+        for where, box in boxes(part.keeps)
+    ]
+
+
+def buffer_pieces(state: State) -> list[store.Piece]:
+    """Buffers are equal on all ranks that have them; the first of each pipeline stage writes them."""
+    buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
+    first = state.mesh.index("batch") == 0 and state.mesh.index("tp") == 0
+    return store.whole_pieces(buffers) if first else []
+
+
+def resume(state: State, job: Job) -> bool:
+    """Loads the latest checkpoint; False where there is none yet."""
+    if not store.checkpoints(job.out):
+        return False
+    folder = store.latest(job.out)
+    checkpoint = store.Reader(folder)
+    meta, steps = checkpoint.meta, job.recipe.train.steps or 0
+    for key, now in identity(job).items():
+        if key in meta and meta[key] != now:
+            raise UserError(
+                f"{folder} was trained with {key} = {meta[key]}, and now it is {now}: the run would not go on where it "
+                "stopped. Undo the change, or start a new run"
+            )
+    try:
+        load_checkpoint(state, checkpoint)
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{folder} does not fit the recipe: {error}") from None
+    if state.step > steps:
+        raise UserError(f"train.steps = {steps}, but {folder} is further: set at least {state.step}")
+    return True
+
+
+def identity(job: Job) -> dict[str, Any]:
+    """What the position in the data follows from: a run cannot go on when one of these has changed."""
+    recipe = job.recipe
+    found: dict[str, Any] = {
+        "model.seq_len": recipe.model.seq_len,
+        "train.global_batch_size": recipe.train.global_batch_size,
+        "train.seed": recipe.train.seed,
+    }
+    if job.data is not None:
+        found["the data's fingerprint"] = job.data.info.get("fingerprint")
+    return found
+
+
+def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
+    """Sets weights, moments, buffers and counts: this rank reads its own parts, whatever layout wrote them.
+
+    Raises:
+        ValueError: a name is missing, unknown, or has another shape.
+    """
+    parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
+    buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
+    shapes = {name: part.shape for name, part in parts.items()} | {
+        n: tuple(b.shape) for n, b in buffers.items()
+    }
+    saved = set(checkpoint.names("model"))
+    whole_model = len(state.parallel.stages) == 1 and state.mesh.size("pp") == 1
+    wrong = sorted(set(shapes) - saved | (saved - set(shapes) if whole_model else set()))
+    wrong += [name for name in shapes if name in saved and checkpoint.shape("model", name) != shapes[name]]
+    if wrong:
+        raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
+    masters = state.masters()
+    for name, weight in masters.items():
+        weight.copy_(_read(checkpoint, "model", name, parts[name]))
+    for name, buffer in buffers.items():
+        buffer.copy_(checkpoint.read("model", name))
+    for replica in state.parallel.replicas:
+        replica.refresh()
+    meta = checkpoint.meta
+    state.step, state.updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
+    state.skipped = int(meta.get("skipped", 0))
+    if state.updates:
+        moments = {
+            f"{moment}.{name}": _read(checkpoint, "optimizer", f"{moment}.{name}", parts[name])
+            for name in masters
+            for moment in MOMENTS
+        }
+        load_state(state.optimizer, masters, moments, state.updates)
+
+
+def _read(checkpoint: store.Reader, kind: str, name: str, part: Part) -> Tensor:
+    """The part of a tensor that this rank keeps."""
+    out = torch.empty(local_shape(part.keeps))
+    for where, box in boxes(part.keeps):
+        out[where] = checkpoint.read(kind, name, box)
+    return out

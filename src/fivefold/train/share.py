@@ -1,0 +1,89 @@
+"""A rank's share of the batches: its rows of each global batch and its columns of them, in microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fivefold.data import NOT_COUNTED, Batches, DataSet, Prefetch
+from fivefold.parallel.context import take
+from fivefold.parallel.mesh import Mesh
+from fivefold.recipe import Recipe
+from fivefold.train.job import BatchSource, Job
+
+Microbatch = tuple[Tensor, Tensor]  # inputs, targets: (rows, T) int64
+
+
+@contextmanager
+def reader(job: Job, mesh: Mesh, start: int) -> Iterator[Callable[[], tuple[list[Microbatch], float]]]:
+    """Reads this rank's share of each global batch ahead, in microbatches."""
+    recipe, batches = job.recipe, job.batches
+    if batches is None:
+        assert job.data is not None
+        batches = batches_of(recipe, job.data, job.data.train, recipe.train.global_batch_size, shuffle=True)
+
+    def fetch(i: int) -> list[Microbatch]:
+        return share_of(batches, i, recipe.train.global_batch_size, recipe.train.microbatch_size or 1, mesh)
+
+    with Prefetch(fetch, start, recipe.train.steps) as prefetch:
+        yield prefetch.next
+
+
+def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | None]:
+    """This rank's share of the validation sequences, and the bytes a token stands for where they are known."""
+    recipe, size = job.recipe, job.recipe.train.val_sequences
+    batches, token_bytes = job.val_batches, None
+    if batches is None:
+        assert job.data is not None
+        assert job.data.val is not None
+        batches = batches_of(recipe, job.data, job.data.val, size, shuffle=False)
+        size = min(size, batches.sequences)
+        if job.data.tokenizer is not None and recipe.model.arch != "bert":
+            token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=mesh.device)
+    together = mesh.layout.divided
+    share = share_of(batches, 0, size, recipe.train.microbatch_size or 1, mesh, equal=together)
+    return share, token_bytes
+
+
+def batches_of(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
+    assert recipe.model.vocab_size is not None
+    objective = "mlm" if recipe.model.arch == "bert" else "causal"
+    seq_len, seed = recipe.model.seq_len, recipe.train.seed
+    return Batches(tokens, seq_len, size, seed, objective, data.mask_id, data.vocab_size, shuffle)
+
+
+def share_of(
+    batches: BatchSource, i: int, size: int, microbatch: int, mesh: Mesh, equal: bool = False
+) -> list[Microbatch]:
+    """This rank's rows of global batch i, of `size` rows, and its columns of them, in microbatches on its device.
+
+    equal: all ranks get equally many microbatches, all of them full, filled up with rows that do not count. Where ranks
+    compute a model together, one that has nothing to do still has to take part.
+    """
+    index, ranks = mesh.index("dp"), mesh.size("dp")
+    start, stop = size * index // ranks, size * (index + 1) // ranks
+    parts = [range(row, min(row + microbatch, stop)) for row in range(start, stop, microbatch)]
+    if equal:
+        most = -(-size // ranks)  # rows of a rank
+        parts += [range(0)] * (-(-most // microbatch) - len(parts))
+    found = []
+    for rows in parts:
+        inputs, targets = (take(_tensor(x, mesh.device), mesh) for x in batches.batch(i, rows or range(1)))
+        found.append(_fill(inputs, targets, len(rows), microbatch) if equal else (inputs, targets))
+    return found
+
+
+def _fill(inputs: Tensor, targets: Tensor, real: int, rows: int) -> Microbatch:
+    """At most `rows` sequences, of which `real` count -> `rows` sequences, of which the others do not count."""
+    both = [torch.cat([x, x[:1].expand(rows - len(x), -1)]) for x in (inputs, targets)]
+    both[1][real:] = NOT_COUNTED
+    return both[0], both[1]
+
+
+def _tensor(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(array).to(device, torch.int64, non_blocking=True)
