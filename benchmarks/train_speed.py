@@ -98,7 +98,7 @@ def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
     from fivefold.parallel.ranks import STORE_FILE
 
     environment = (
-        os.environ | HUGE_PAGES | {"OMP_NUM_THREADS": str(cores // world), "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ | HUGE_PAGES | {"OMP_NUM_THREADS": str(max(1, cores // world)), "GLOO_SOCKET_IFNAME": "lo"}
     )
     with tempfile.TemporaryDirectory() as folder:
         processes = []
