@@ -210,3 +210,23 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 256, f"{done.stdout} MiB more than before"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(3, 5, 64), (1, 7), (130, 384), (0, 4, 16)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear(dtype, shape, with_bias):
+    inputs = [torch.randn(shape), torch.randn(24, shape[-1])] + [torch.randn(24)] * with_bias
+    if shape[0] == 0:
+        assert kernels.linear(*[x.to(dtype) for x in inputs]).shape == (*shape[:-1], 24)
+        return
+    check(kernels.linear, F.linear, inputs, dtype)
+
+
+def test_linear_of_views():
+    """As the gradient of an input is computed: with a transposed weight, and of a tensor that is not contiguous."""
+    weight, dy = torch.randn(24, 16), torch.randn(16, 40).t()
+    wide = torch.randn(40, 48)[:, ::2]
+    with torch.no_grad():
+        close(kernels.linear(wide, weight.t()), wide.double() @ weight.double(), torch.float32)
+        close(kernels.linear(dy, weight), dy.double() @ weight.double().t(), torch.float32)

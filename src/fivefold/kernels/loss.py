@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native
+from fivefold.kernels.product import linear
 
 CHUNK_BYTES = (
     16 << 20
@@ -46,7 +47,7 @@ class _LinearCrossEntropy(Function):
         dweight = dbias = None
         for start in range(0, N, max(1, rows)):
             part = slice(start, start + rows)
-            logits = torch.mm(x[part], weight.t()) if bias is None else torch.addmm(bias, x[part], weight.t())
+            logits = linear(x[part], weight, bias)
             dlogits = _loss_and_gradient(logits, targets[part], losses[part], scale)
             if dx is not None:
                 torch.mm(dlogits, weight, out=dx[part])

@@ -73,7 +73,7 @@ class _Linear(Function):
     def backward(ctx: Any, *grads: Tensor):
         (x,), weight, dy = ctx.saved_tensors, ctx.weight, grads[0]
         dweight = weight_gradient(ctx.later, weight, dy, x)
-        dx = torch.matmul(dy, weight) if ctx.needs_input_grad[0] else None
+        dx = kernels.linear(dy, weight.t()) if ctx.needs_input_grad[0] else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None
 
 

@@ -158,7 +158,7 @@ class _Column(Function):
     def backward(ctx: Any, *grads: Tensor):
         (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
         whole = start_gather(x, axis) if axis.sp else lambda: x
-        dx = torch.matmul(dy, weight)
+        dx = kernels.linear(dy, weight.t())
         x = whole()
         dx = axis.start_sum(dx)  # while it runs, the gradients that need no communication
         dweight = weight_gradient(ctx.later, weight, dy, x)
@@ -183,7 +183,7 @@ class _Row(Function):
         dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp of this piece
         if axis.sp:
             dy = start_gather(dy, axis)()
-        return torch.matmul(dy, weight), weight_gradient(ctx.later, weight, dy, x), dbias, None, None
+        return kernels.linear(dy, weight.t()), weight_gradient(ctx.later, weight, dy, x), dbias, None, None
 
 
 class PiecePositions(nn.Module):

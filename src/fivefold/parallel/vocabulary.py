@@ -127,7 +127,7 @@ def _chunk(
 ) -> Tensor:
     """Fills losses (n) of some tokens, x (n, D); returns the gradient of their logits here, (n, v)."""
     first, targets = axis.index * weight.shape[0], targets.contiguous()
-    logits = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+    logits = kernels.linear(x, weight, bias)
     mine = vocabulary_statistics(logits, targets, first)
     everyone = mine.new_empty(axis.size * 3, mine.shape[1])
     gather_single(everyone, mine, group=axis.group)
