@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from train_speed import apart, matmul
+from train_speed import DEFAULTS, apart, matmul
 
 PEER_PLAIN = 1826
 # layout, sequences in a microbatch, the best peer's tokens/s (fp32), who
@@ -36,7 +36,7 @@ LAYOUTS: list[tuple[str, int, int | None, str]] = [
     ("cp=2,cp_method=ulysses", 8, 1576, "picotron"),
     ("dp=2,tp=2", 8, 1345, "picotron"),
 ]
-YARDSTICK = "plain fp32, default allocator"
+YARDSTICK = f"plain fp32, {DEFAULTS}"
 
 
 def main() -> None:

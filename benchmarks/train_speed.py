@@ -28,6 +28,7 @@ FLOPS_PER_TOKEN = (
 )  # causal attention: half of 12 L T D
 
 VARIANTS = ["fivefold bf16", "plain bf16 autocast", "fivefold fp32", "plain fp32", "fivefold bf16 dp=2"]
+DEFAULTS = "default allocator"  # plain PyTorch as it comes
 COMPILED = ["plain bf16 autocast compiled", "plain all bf16 compiled"]
 
 
@@ -94,12 +95,12 @@ def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
     ]
     cores = len(os.sched_getaffinity(0))
     world = ranks_of(name)
-    from fivefold.host import HUGE_PAGES  # as `fivefold train` sets them; for plain PyTorch, too
+    from fivefold.host import HUGE_PAGES  # as `fivefold train` sets them; for tuned plain PyTorch, too
     from fivefold.parallel.ranks import STORE_FILE
 
-    environment = (
-        os.environ | HUGE_PAGES | {"OMP_NUM_THREADS": str(max(1, cores // world)), "GLOO_SOCKET_IFNAME": "lo"}
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // world)), "GLOO_SOCKET_IFNAME": "lo"}
+    if DEFAULTS not in name:
+        environment |= HUGE_PAGES
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(world):
@@ -196,7 +197,7 @@ def plain_step(name: str, microbatch: int):
 
     from fivefold.train.allocator import keep_freed_memory
 
-    if "default allocator" not in name:
+    if DEFAULTS not in name:
         keep_freed_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = PlainLlama(V, D, L, H, F, T)
