@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope
 
-BLOCK = 128  # queries in a block: at T 256 the causal half is saved by a quarter, and products stay large
+# queries in a block: with smaller ones more of what is masked is left out, but small products are slower
+BLOCK = {torch.float32: 64, torch.bfloat16: 128}
 MAX_BLOCKS = 16  # longer sequences get larger blocks: few, large products
 KEEP = 1024  # up to this T the probabilities are kept for backward; beyond it they are computed again
 
@@ -77,7 +78,7 @@ class _QKVAttention(Function):
         v_BKTd = _heads_first(qkv, heads + kv_heads, kv_heads, d, 0, T)
         out = qkv.new_empty(B, T, heads * d)
         queries, probabilities = [], []
-        for start, end, seen in _blocks(T, causal):
+        for start, end, seen in _blocks(T, causal, qkv.dtype):
             q = _heads_first(qkv, 0, heads, d, start, end, cos, sin)
             p = _probabilities(q, k_BKTd, start, seen, causal)  # (BK, GQ, S)
             o = torch.bmm(p, _flat(v_BKTd[:, :, :seen]))  # (BK, GQ, d)
@@ -94,7 +95,7 @@ class _QKVAttention(Function):
     def backward(ctx: Any, *grads: Tensor):
         k, v, cos, sin, *saved = ctx.saved_tensors
         B, K, T, d = k.shape
-        blocks = _blocks(T, ctx.causal)
+        blocks = _blocks(T, ctx.causal, k.dtype)
         total_dtype = k.dtype if len(blocks) <= 2 else torch.float32  # sums of many blocks are kept in fp32
         dout, dk, dv = grads[0].contiguous(), None, None  # (B, T, H d)
         dqkv = k.new_empty(B, T, (ctx.heads + 2 * K) * d)
@@ -120,9 +121,9 @@ class _QKVAttention(Function):
         return dqkv, None, None, None, None, None
 
 
-def _blocks(T: int, causal: bool) -> list[tuple[int, int, int]]:
+def _blocks(T: int, causal: bool, dtype: torch.dtype) -> list[tuple[int, int, int]]:
     """(start, end, keys seen) of each block of queries."""
-    size = max(BLOCK, -(-T // MAX_BLOCKS))
+    size = max(BLOCK[dtype], -(-T // MAX_BLOCKS))
     return [(s, min(s + size, T), min(s + size, T) if causal else T) for s in range(0, T, size)]
 
 

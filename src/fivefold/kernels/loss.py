@@ -50,7 +50,7 @@ class _LinearCrossEntropy(Function):
             logits = linear(x[part], weight, bias)
             dlogits = _loss_and_gradient(logits, targets[part], losses[part], scale)
             if dx is not None:
-                torch.mm(dlogits, weight, out=dx[part])
+                dx[part] = linear(dlogits, weight.t())
             if needs_weight:
                 dweight = add_chunk(dweight, dlogits.t() @ x[part], rows >= N)
             if needs_bias:

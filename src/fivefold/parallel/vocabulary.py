@@ -90,7 +90,7 @@ class _Loss(Function):
             part = slice(start, start + rows)
             dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], scale)
             if dx_ND is not None:
-                torch.mm(dlogits, weight, out=dx_ND[part])
+                dx_ND[part] = kernels.linear(dlogits, weight.t())
             if (
                 dx_ND is not None and start + rows >= N
             ):  # the sum runs while the last weight gradient is computed
