@@ -23,11 +23,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from fivefold.layout import Layout
 from fivefold.models import LanguageModel
+from fivefold.models.model import block_dict
 from fivefold.observe.machine import describe
 from fivefold.parallel.later import Later
 from fivefold.parallel.mesh import Mesh
@@ -51,23 +52,30 @@ class Case:
 
 
 class Sleeper(LanguageModel):
-    """A stage that takes `seconds` for each of forward, gradient of the input and gradient of the weights."""
+    """A stage of one block, which sleeps."""
 
     def __init__(self, seconds: float, first: bool, last: bool):
         super().__init__()
-        self.seconds, self.first, self.last, self.later = seconds, first, last, Later()
-        self.weight = torch.nn.Parameter(torch.zeros(DIM))
+        self.first, self.last = first, last
+        self.weight = nn.Parameter(torch.zeros(DIM))
+        self.blocks = block_dict([SleepingBlock(seconds)])
 
-    def forward(
-        self,
-        inputs: Tensor,
-        targets_BT: Tensor | None = None,
-        cache: None = None,
-        positions_T: Tensor | None = None,
-    ) -> Tensor:
-        x = torch.zeros(ROWS, LENGTH, DIM) + self.weight if self.first else inputs
-        y = Sleep.apply(x, self.seconds, self.later)
-        return y.mean() if self.last else y
+    def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
+        return torch.zeros(ROWS, LENGTH, DIM) + self.weight
+
+    def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        return x_BTD.mean()
+
+
+class SleepingBlock(nn.Module):
+    """Takes `seconds` for each of forward, gradient of the input and gradient of the weights."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds, self.later = seconds, Later()  # the pipeline puts its own there
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return Sleep.apply(x_BTD, self.seconds, self.later)
 
 
 class Sleep(Function):
@@ -99,8 +107,6 @@ def measure(cases: list[Case], folder: Path, ranks: Ranks) -> None:
         stages = {s: Sleeper(case.unit_s / case.stages, s == 0, s == count - 1) for s in own}
         pipeline = Pipeline(stages, mesh, DIM, torch.float32)
         pipeline.recording = True
-        for stage in stages.values():
-            stage.later = pipeline.later
         tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
         timelines = []
         for _ in range(case.steps + 1):

@@ -137,10 +137,8 @@ def _probabilities(q_BHQd: Tensor, k_BKTd: Tensor, start: int, seen: int, causal
 def _softmax(way: str, p: Tensor, dp: Tensor | None, queries: int, start: int, causal: bool, d: int) -> None:
     """The kernel on (B K, G Q, S): forward over scores p in place; backward over dp in place, given p."""
     matrices = p.shape[0] * p.shape[1] // queries
-    tensors = (p,) if dp is None else (p, dp)
-    native.call(
-        f"softmax_{way}", p.dtype, *tensors, matrices, queries, p.shape[2], start, int(causal), float(d**-0.5)
-    )  # fmt: skip
+    sizes = matrices, queries, p.shape[2]  # forward could give the log-sum-exp where backward has dp
+    native.call(f"softmax_{way}", p.dtype, p, dp, *sizes, start, int(causal), float(d**-0.5))
 
 
 def _stack(x_BHQd: Tensor, kv_heads: int) -> Tensor:

@@ -53,6 +53,12 @@ static inline float fast_exp(float x) {
   return x < -87.3f ? 0.0f : (x != x ? x : y);
 }
 
+/* How many of K keys query q of a matrix sees. */
+static inline i64 keys_seen(i64 q, i64 K, i64 offset, i64 causal) {
+  i64 seen = causal ? offset + q + 1 : K;
+  return seen < K ? seen : K;
+}
+
 #define GLUE2(a, b) a##_##b
 #define GLUE(a, b) GLUE2(a, b)
 #define NAME(f) GLUE(f, DTYPE)
@@ -161,8 +167,8 @@ void NAME(swiglu_backward)(const T *dout, const T *gate_up, T *dgate_up, i64 row
   }
 }
 
-/* Rotate the heads of x (B, T, heads, d), whose tokens are `stride` and sequences `batch_stride` apart, by the angles of cos and sin (T, d/2),
- * and lay them out as out (B, heads, T, d). Without cos: only the change of layout. */
+/* Rotate the heads of x (B, T, heads, d), whose tokens are `stride` and sequences `batch_stride` apart, by the angles
+ * of cos and sin (T, d/2), and lay them out as out (B, heads, T, d). Without cos: only the change of layout. */
 void NAME(rope_forward)(const T *x, const float *cos, const float *sin, T *out, i64 B, i64 Tn, i64 heads, i64 d,
                         i64 stride, i64 batch_stride) {
   i64 half = d / 2;
@@ -210,53 +216,40 @@ void NAME(rope_backward)(const T *dout, const float *cos, const float *sin, T *d
       }
 }
 
-/* Softmax of scale * scores in place, by rows of K keys. Row q of a matrix of Q queries sees the keys up to
- * offset + q when causal, else all; what it does not see becomes 0. */
-void NAME(softmax_forward)(T *scores, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal, float scale) {
-#pragma omp parallel for schedule(static)
-  for (i64 n = 0; n < matrices * Q; n++) {
-    T *p = scores + n * K;
-    i64 seen = causal ? offset + n % Q + 1 : K;
-    if (seen > K) seen = K;
-    float top = -INFINITY, sum = 0.0f;
+/* What the loops below share. The largest of n values; the sum of exp(value - top). */
+static inline float NAME(largest)(const T *p, i64 n) {
+  float top = -INFINITY;
 #pragma omp simd reduction(max : top)
-    for (i64 i = 0; i < seen; i++) {
-      float v = LOAD(p + i);
-      top = v > top ? v : top;
-    }
-#pragma omp simd reduction(+ : sum)
-    for (i64 i = 0; i < seen; i++) {
-      float e = fast_exp((LOAD(p + i) - top) * scale);
-      sum += e;
-      STORE(p + i, e);
-    }
-    float inverse = 1.0f / sum;
-#pragma omp simd
-    for (i64 i = 0; i < seen; i++) STORE(p + i, LOAD(p + i) * inverse);
-    memset(p + seen, 0, sizeof(T) * (size_t)(K - seen));
+  for (i64 i = 0; i < n; i++) {
+    float v = LOAD(p + i);
+    top = v > top ? v : top;
   }
+  return top;
 }
 
-/* As above over some of the keys; the logarithm of each row's sum of exponents goes to lse (matrices, Q). */
-void NAME(softmax_lse)(T *scores, float *lse, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal, float scale) {
+static inline float NAME(sum_exp)(const T *p, i64 n, float top) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (i64 i = 0; i < n; i++) sum += fast_exp(LOAD(p + i) - top);
+  return sum;
+}
+
+/* Softmax of scale * scores in place, by rows of K keys. Row q of a matrix of Q queries sees the keys up to
+ * offset + q when causal, else all; what it does not see becomes 0. The logarithm of each row's sum of exponents goes
+ * to lse (matrices, Q), unless that is null. */
+void NAME(softmax_forward)(T *scores, float *lse, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal, float scale) {
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < matrices * Q; n++) {
     T *p = scores + n * K;
-    i64 seen = causal ? offset + n % Q + 1 : K;
-    if (seen > K) seen = K;
-    float top = -INFINITY, sum = 0.0f;
-#pragma omp simd reduction(max : top)
-    for (i64 i = 0; i < seen; i++) {
-      float v = LOAD(p + i);
-      top = v > top ? v : top;
-    }
+    i64 seen = keys_seen(n % Q, K, offset, causal);
+    float top = NAME(largest)(p, seen), sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (i64 i = 0; i < seen; i++) {
       float e = fast_exp((LOAD(p + i) - top) * scale);
       sum += e;
       STORE(p + i, e);
     }
-    lse[n] = logf(sum) + top * scale;
+    if (lse) lse[n] = logf(sum) + top * scale;
     float inverse = 1.0f / sum;
 #pragma omp simd
     for (i64 i = 0; i < seen; i++) STORE(p + i, LOAD(p + i) * inverse);
@@ -271,8 +264,7 @@ void NAME(softmax_lse_backward)(T *scores, T *dp, const float *lse, const float 
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < matrices * Q; n++) {
     T *p = scores + n * K, *g = dp + n * K;
-    i64 seen = causal ? offset + n % Q + 1 : K;
-    if (seen > K) seen = K;
+    i64 seen = keys_seen(n % Q, K, offset, causal);
     float l = lse[n], c = delta[n];
 #pragma omp simd
     for (i64 i = 0; i < seen; i++) {
@@ -292,8 +284,7 @@ void NAME(softmax_backward)(const T *probabilities, T *dp, i64 matrices, i64 Q, 
   for (i64 n = 0; n < matrices * Q; n++) {
     const T *p = probabilities + n * K;
     T *g = dp + n * K;
-    i64 seen = causal ? offset + n % Q + 1 : K;
-    if (seen > K) seen = K;
+    i64 seen = keys_seen(n % Q, K, offset, causal);
     float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
     for (i64 i = 0; i < seen; i++) dot += LOAD(p + i) * LOAD(g + i);
@@ -301,6 +292,16 @@ void NAME(softmax_backward)(const T *probabilities, T *dp, i64 matrices, i64 Q, 
     for (i64 i = 0; i < seen; i++) STORE(g + i, scale * LOAD(p + i) * (LOAD(g + i) - dot));
     memset(g + seen, 0, sizeof(T) * (size_t)(K - seen));
   }
+}
+
+/* The gradient of a row's cross-entropy in place of its V logits: (exp(logit - shift) / norm - onehot(target)) * scale.
+ * Where the target is no column from 0 to V - 1, the row has none. */
+static inline void NAME(cross_entropy_gradient)(T *p, i64 V, i64 target, float shift, float norm, float scale) {
+  int here = target >= 0 && target < V;
+  float at_target = here ? LOAD(p + target) : 0.0f, factor = scale / norm;
+#pragma omp simd
+  for (i64 i = 0; i < V; i++) STORE(p + i, fast_exp(LOAD(p + i) - shift) * factor);
+  if (here) STORE(p + target, (fast_exp(at_target - shift) / norm - 1.0f) * scale);
 }
 
 /* Cross-entropy of rows of V logits, and its gradient in their place: losses[n] = logsumexp - logit[target],
@@ -315,19 +316,9 @@ void NAME(cross_entropy)(T *logits, const i64 *targets, float *losses, i64 rows,
       memset(p, 0, sizeof(T) * (size_t)V);
       continue;
     }
-    float top = -INFINITY, sum = 0.0f, at_target = LOAD(p + target);
-#pragma omp simd reduction(max : top)
-    for (i64 i = 0; i < V; i++) {
-      float v = LOAD(p + i);
-      top = v > top ? v : top;
-    }
-#pragma omp simd reduction(+ : sum)
-    for (i64 i = 0; i < V; i++) sum += fast_exp(LOAD(p + i) - top);
-    losses[n] = logf(sum) + top - at_target;
-    float inverse = scale / sum;
-#pragma omp simd
-    for (i64 i = 0; i < V; i++) STORE(p + i, fast_exp(LOAD(p + i) - top) * inverse);
-    STORE(p + target, (fast_exp(at_target - top) / sum - 1.0f) * scale);
+    float top = NAME(largest)(p, V), sum = NAME(sum_exp)(p, V, top);
+    losses[n] = logf(sum) + top - LOAD(p + target);
+    NAME(cross_entropy_gradient)(p, V, target, top, sum, scale);
   }
 }
 
@@ -339,16 +330,8 @@ void NAME(vocabulary_statistics)(const T *logits, const i64 *targets, float *out
   for (i64 n = 0; n < rows; n++) {
     const T *p = logits + n * V;
     i64 target = targets[n] - first;
-    float top = -INFINITY, sum = 0.0f;
-#pragma omp simd reduction(max : top)
-    for (i64 i = 0; i < V; i++) {
-      float v = LOAD(p + i);
-      top = v > top ? v : top;
-    }
-#pragma omp simd reduction(+ : sum)
-    for (i64 i = 0; i < V; i++) sum += fast_exp(LOAD(p + i) - top);
-    out[n] = top;
-    out[rows + n] = sum;
+    out[n] = NAME(largest)(p, V);
+    out[rows + n] = NAME(sum_exp)(p, V, out[n]);
     out[2 * rows + n] = target >= 0 && target < V ? LOAD(p + target) : 0.0f;
   }
 }
@@ -360,16 +343,10 @@ void NAME(vocabulary_gradient)(T *logits, const i64 *targets, const float *lse, 
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < rows; n++) {
     T *p = logits + n * V;
-    i64 target = targets[n] - first;
-    if (targets[n] < 0) {
+    if (targets[n] < 0)
       memset(p, 0, sizeof(T) * (size_t)V);
-      continue;
-    }
-    int here = target >= 0 && target < V;
-    float at_target = here ? LOAD(p + target) : 0.0f;
-#pragma omp simd
-    for (i64 i = 0; i < V; i++) STORE(p + i, fast_exp(LOAD(p + i) - lse[n]) * scale);
-    if (here) STORE(p + target, (fast_exp(at_target - lse[n]) - 1.0f) * scale);
+    else
+      NAME(cross_entropy_gradient)(p, V, targets[n] - first, lse[n], 1.0f, scale);
   }
 }
 #endif

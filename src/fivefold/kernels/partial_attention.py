@@ -150,7 +150,7 @@ def _softmax(scores: Tensor, queries: int, start: int, causal: bool, d: int) -> 
     if native.usable(scores):
         lse = torch.empty(scores.shape[:2])
         sizes = (lse.numel() // queries, queries, scores.shape[2])
-        native.call("softmax_lse", scores.dtype, scores, lse, *sizes, start, int(causal), float(d**-0.5))
+        native.call("softmax_forward", scores.dtype, scores, lse, *sizes, start, int(causal), float(d**-0.5))
         return lse
     exponents = _masked(scores.float() * d**-0.5, queries, start, causal)
     lse = exponents.logsumexp(-1)

@@ -5,6 +5,8 @@ Every module runs in whatever dtype its parameters have. Norms, rotary tables an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -48,12 +50,13 @@ class AddRMSNorm(RMSNorm):
         return kernels.add_rms_norm(x, branch, self.weight, self.eps)
 
 
-class Sublayer(nn.Module):
+class Sublayer(nn.Module, ABC):
     """Attention or feed-forward, in two halves: a first matrix product, and `finish`, all that follows it up to the
     sublayer's output. `parallel/recompute.py` keeps the product's result and computes the second half again."""
 
+    @abstractmethod
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The first product's result, and what every block gets besides x -> the sublayer's output (B, T, D)."""
 
 
 class AttentionCore(nn.Module):

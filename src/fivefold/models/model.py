@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from fivefold.models.cache import Cache
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """A language model, or a run of its blocks.
 
     `begin`, `context`, each of `blocks`, and `end` are called in this order. A part of a model (a pipeline stage)
@@ -28,17 +29,17 @@ class LanguageModel(nn.Module):
         self.first = self.last = True
         self.output = Output()
 
+    @abstractmethod
     def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
         """Tokens at these positions -> (B, T, D)."""
-        raise NotImplementedError
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
         """What every block gets besides x: the rotary table, where there is one."""
         return ()
 
+    @abstractmethod
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         """(B, T, D) -> logits (B, T, V) in fp32; with targets -> mean loss over targets but -100."""
-        raise NotImplementedError
 
     def forward(
         self,
