@@ -4,12 +4,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
 from ranks import run_ranks
+from runs import ranks_of
 
 from fivefold.data import prepare
 from fivefold.layout import Layout
-from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.train.verify import Report, Side, alone, compare_with_one_process, compute, prepared
 
@@ -35,7 +34,7 @@ def side(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> Non
     """A rank's part of the layout's side."""
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
-    compute(Side(recipe, data, steps, folder), Ranks(rank, world, rank, world, torch.device("cpu")))
+    compute(Side(recipe, data, steps, folder), ranks_of(rank, world))
 
 
 def compared(

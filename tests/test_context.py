@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parity import assert_equal, joined, state_of, steps
 from ranks import run_ranks
 from torch import Tensor
 
@@ -16,16 +17,12 @@ from fivefold.kernels import native, partial_attention
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
 from fivefold.layout import Layout
 from fivefold.parallel import context
-from fivefold.parallel.ranks import Ranks
-from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding import token_spans
-from fivefold.train.loop import agree, evaluate, forward_backward, positions, update
-from fivefold.train.saved import owned_pieces
+from fivefold.train.loop import forward_backward, positions
 from fivefold.train.share import share_of
-from fivefold.train.state import State, build_state
 
-STEPS, ROWS, MICROBATCH, T, V = 3, 8, 4, 32, 96
+ROWS, MICROBATCH, T, V = 8, 4, 32, 96
 MODELS = {
     "llama": ["model.kv_heads=4"],
     "llama gqa": ["model.heads=8", "model.kv_heads=4", "model.tie_embeddings=true"],
@@ -72,56 +69,9 @@ def on(layout: str, model: str, *overrides: str) -> tuple[int, Recipe]:
     return Layout.from_recipe(recipe.layout).ranks, recipe
 
 
-def state_of(rank: int, world: int, recipe: Recipe) -> State:
-    return build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
-
-
-def train(rank: int, world: int, recipe: Recipe, uneven: bool) -> dict[str, Any]:
-    """Three steps: loss and norm of each, gradients of the first, weights and validation after the last. Tensors
-    come as the pieces that this rank owns."""
-    state, source = state_of(rank, world, recipe), Source(uneven)
-    found: dict[str, Any] = {"loss": [], "norm": []}
-    for step in range(STEPS):
-        loss = forward_backward(state, share_of(source, step, ROWS, MICROBATCH, state.mesh), seed=0)
-        if step == 0:
-            found["gradients"] = pieces(state, state.gradients())
-        found["norm"].append(clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh))
-        found["loss"].append(agree(loss, False, state.mesh)[0])
-        update(state, recipe.optim, found["norm"][-1], recipe.train.steps or 0)
-    found["weights"] = pieces(state, state.masters())
-    held_out = share_of(source, STEPS, ROWS, MICROBATCH, state.mesh)
-    found["validation"] = evaluate(state, held_out, torch.arange(V))
-    return found
-
-
-def pieces(state: State, tensors: dict[str, Tensor]) -> list:
-    return [(p.name, p.shape, p.box, p.tensor.clone()) for p in owned_pieces(state, tensors)]
-
-
-def joined(answers: list[dict], key: str) -> dict[str, Tensor]:
-    whole: dict[str, Tensor] = {}
-    for name, shape, box, tensor in (piece for answer in answers for piece in answer[key]):
-        out = whole.setdefault(name, torch.full(shape, float("nan")))
-        out[tuple(slice(*span) for span in box)] = tensor
-    return whole
-
-
 @cache
 def one_process(model: str, uneven: bool, mode: str = "fp32") -> dict:
-    return train(0, 1, recipe_of(model, f"precision.mode={mode}"), uneven)
-
-
-def assert_equal(answers: list[dict], wanted: dict) -> None:
-    for answer in answers:
-        assert answer["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-        assert answer["norm"] == pytest.approx(wanted["norm"], rel=1e-5)
-        assert answer["validation"] == pytest.approx(wanted["validation"], rel=1e-6)
-    for key in ("gradients", "weights"):
-        got, expected = joined(answers, key), joined([wanted], key)
-        assert got.keys() == expected.keys()
-        for name, tensor in expected.items():
-            error = ((got[name] - tensor).norm() / tensor.norm()).item()
-            assert error < 1e-5, f"{key} of {name}: {error:.1e}"
+    return steps(0, 1, recipe_of(model, f"precision.mode={mode}"), Source(uneven))
 
 
 LAYOUTS = [
@@ -136,14 +86,14 @@ LAYOUTS = [
 def test_equals_one_process(layout, model):
     world, recipe = on(layout, model)
     uneven = model == "bert"  # which has masked tokens only
-    assert_equal(run_ranks(world, train, recipe, uneven), one_process(model, uneven))
+    assert_equal(run_ranks(world, steps, recipe, Source(uneven)), one_process(model, uneven))
 
 
 @pytest.mark.parametrize("layout", ["cp=4", "cp=2,cp_method=ulysses,dp_replicate=2"])
 def test_ignored_targets_may_lie_anywhere(layout):
     """A rank may have none that count: still the mean is over those of all."""
     world, recipe = on(layout, "llama")
-    assert_equal(run_ranks(world, train, recipe, True), one_process("llama", True))
+    assert_equal(run_ranks(world, steps, recipe, Source(True)), one_process("llama", True))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +111,9 @@ def test_ignored_targets_may_lie_anywhere(layout):
 )
 def test_with_other_axes(layout, overrides):
     world, recipe = on(layout, "llama gqa", *overrides)
-    assert_equal(run_ranks(world, train, recipe, False, timeout_s=60), one_process("llama gqa", False))
+    assert_equal(
+        run_ranks(world, steps, recipe, Source(False), timeout_s=60), one_process("llama gqa", False)
+    )
 
 
 @pytest.mark.parametrize("layout", ["cp=4", "cp=4,cp_method=ulysses"])
@@ -170,7 +122,7 @@ def test_in_bf16_no_worse_than_one_process(layout):
     the losses by bf16's spacing. The ring rounds the sums over the keys of each rank (and with four ranks a key's
     gradient four times) where one process rounds one."""
     world, recipe = on(layout, "llama gqa", "precision.mode=bf16")
-    answers = run_ranks(world, train, recipe, False)
+    answers = run_ranks(world, steps, recipe, Source(False))
     true, plain = one_process("llama gqa", False), one_process("llama gqa", False, "bf16")
     errors = [distance(joined(a, "gradients"), joined([true], "gradients")) for a in (answers, [plain])]
     assert errors[0] < 1.25 * errors[1], errors

@@ -1,6 +1,5 @@
 """Expert parallelism computes what one process computes, with every way of balancing, and communicates what it says."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 from layouts import compared, side, tiny
 from ranks import run_ranks
+from runs import lines, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
@@ -15,12 +15,9 @@ from fivefold.kernels.mixture import grouped_linear
 from fivefold.layout import Layout
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.sharding import cuts, parameters
 from fivefold.train import verify
-from fivefold.train.job import Job
-from fivefold.train.run import run_rank
 
 # Terms that are large enough to be seen in every gradient.
 MODEL = [
@@ -203,17 +200,6 @@ def test_gradients_of_experts_stay_with_those_who_have_them(folder, tmp_path):
     assert moved == 4 * model.layers * (2 * 2 * 4 * 16) * model.dim * 4
 
 
-def train(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> None:
-    data = prepare(recipe)
-    job = Job(resolve(recipe, vocab_size=data.vocab_size), out, data, resume=resume)
-    run_rank(job, Ranks(rank, world, rank, world, torch.device("cpu")))
-
-
-def lines(out: Path, key: str) -> list[float]:
-    found = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
-    return [line[key] for line in found if key in line]
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -228,9 +214,9 @@ def test_a_run_goes_on_in_one_process(folder, tmp_path, layout):
     sets = ["optim.schedule=constant", "data.val_fraction=0.1", "train.val_every=3", "train.sample_tokens=4"]
     one = change(tiny(folder, "dp=1", *MODEL, *BIAS, *sets), ["train.steps=6"])
     many = change(one, ["train.steps=4"], layout)
-    train(0, 1, one, tmp_path / "one", False)
-    run_ranks(Layout.from_recipe(many.layout).ranks, train, many, tmp_path / "many", False)
-    train(0, 1, one, tmp_path / "many", True)
+    train_rank(0, 1, one, tmp_path / "one")
+    run_ranks(Layout.from_recipe(many.layout).ranks, train_rank, many, tmp_path / "many")
+    train_rank(0, 1, one, tmp_path / "many", True)
     for key in ("loss", "grad_norm", "aux_loss", "z_loss"):
         assert lines(tmp_path / "many", key) == pytest.approx(lines(tmp_path / "one", key), rel=1e-5), key
     for key in ("expert_load_max", "expert_load_min", "dropped_share"):

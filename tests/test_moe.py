@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import train_rank
 from torch import Tensor
 from torch.nn import functional as F
 
-from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.kernels.mixture import combine, dispatch, grouped_linear, plan
 from fivefold.models import Cache, MoE, build
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.moe import Mixture, balance_loss
+from fivefold.observe.metrics import read_metrics
 from fivefold.parallel import recompute
-from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import (
     ModelSection,
     Recipe,
@@ -25,12 +25,9 @@ from fivefold.recipe import (
     count_parameters,
     flops_per_token,
     load,
-    resolve,
     resolve_model,
 )
 from fivefold.sharding import parameters
-from fivefold.train.job import Job
-from fivefold.train.run import run_rank
 
 SMALL = {"arch": "moe", "layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_size": 64, "seq_len": 16}
 EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_ffn_dim": 24}
@@ -270,12 +267,8 @@ def recipe_of(text: Path, *overrides: str) -> Recipe:
 
 def train(text: Path, out: Path, *overrides: str) -> list[dict]:
     """A run; its metrics, a line a step."""
-    recipe = recipe_of(text, *overrides)
-    data = prepare(recipe)
-    job = Job(resolve(recipe, vocab_size=data.vocab_size), out, data)
-    run_rank(job, Ranks(0, 1, 0, 1, torch.device("cpu")))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+    train_rank(0, 1, recipe_of(text, *overrides), out)
+    return [line for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
 
 
 @pytest.fixture
@@ -314,10 +307,7 @@ def test_a_bias_is_saved_and_goes_on(text, tmp_path):
     options = ["model.balance=bias", "model.balance_rate=0.05", "optim.schedule=constant"]
     whole = train(text, tmp_path / "whole", *options, "train.steps=6")
     train(text, tmp_path / "parts", *options, "train.steps=3")
-    recipe = recipe_of(text, *options, "train.steps=6")
-    data = prepare(recipe)
-    job = Job(resolve(recipe, vocab_size=data.vocab_size), tmp_path / "parts", data, resume=True)
-    run_rank(job, Ranks(0, 1, 0, 1, torch.device("cpu")))
+    train_rank(0, 1, recipe_of(text, *options, "train.steps=6"), tmp_path / "parts", True)
     a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
     name = "blocks.1.mlp.router.bias"
     assert torch.equal(a.model[name], b.model[name])

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import compared, tiny
 from ranks import run_ranks
+from runs import lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
@@ -25,7 +26,6 @@ from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.parallel import pipeline as pipeline_
 from fivefold.parallel.later import Later, attach
 from fivefold.parallel.pipeline import receives_ahead
-from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.stages import split
 from fivefold.recipe import (
     ModelSection,
@@ -51,9 +51,7 @@ from fivefold.schedules.pipeline import (
 )
 from fivefold.sharding import held, parameters, size_of, stage_blocks, stage_costs
 from fivefold.train import verify
-from fivefold.train.job import Job
 from fivefold.train.loop import evaluate, forward_backward
-from fivefold.train.run import run_rank
 from fivefold.train.share import batches_of, share_of
 from fivefold.train.state import build_state
 
@@ -75,10 +73,6 @@ def one_thread(monkeypatch) -> None:
 
 def line(name: str, pp: int, more: str = "") -> str:
     return f"pp={pp},schedule={name},virtual_stages={STAGES[name]}{more}"
-
-
-def ranks_of(rank: int, world: int) -> Ranks:
-    return Ranks(rank, world, rank, world, torch.device("cpu"))
 
 
 def small(arch: Arch = "llama", tied: bool | None = None, layers: int = 8) -> ModelSection:
@@ -349,31 +343,22 @@ def test_validation_is_that_of_one_process(room, name, sequences):
         assert got == pytest.approx(one, rel=1e-6)
 
 
-def train(rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False) -> None:
-    data = prepare(recipe)
-    recipe = resolve(recipe, vocab_size=data.vocab_size)
-    assert run_rank(Job(recipe, out, data, resume=resume), ranks_of(rank, world)) is None
-
-
 def test_a_run_moves_between_pipelines(room, tmp_path):
     """Saved at pp 2, gone on with at pp 4 and in one process: the losses are those of one process all along. On the
     way the timeline of a step is drawn."""
     sets = ["model.layers=8", "optim.schedule=constant", "observe.tensorboard=false", "train.val_sequences=4"]
     recipe = tiny(room, "dp=1", *sets, "train.val_every=100", "data.val_fraction=0.1")
-    train(0, 1, change(recipe, ["train.steps=6"]), tmp_path / "one")
+    train_rank(0, 1, change(recipe, ["train.steps=6"]), tmp_path / "one")
     run = tmp_path / "run"
     first = change(recipe, ["train.steps=2", "observe.trace_step=2"], line("zbv", 2))
-    run_ranks(2, train, first, run)
-    run_ranks(4, train, change(recipe, ["train.steps=4"], line("1f1b", 4)), run, True)
-    train(0, 1, change(recipe, ["train.steps=6"]), run, True)
+    run_ranks(2, train_rank, first, run)
+    run_ranks(4, train_rank, change(recipe, ["train.steps=4"], line("1f1b", 4)), run, True)
+    train_rank(0, 1, change(recipe, ["train.steps=6"]), run, True)
 
-    def lines(folder: Path) -> list[dict]:
-        return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-
-    one, moved = ([m for m in lines(f) if "loss" in m] for f in (tmp_path / "one", run))
-    assert [m["loss"] for m in moved] == pytest.approx([m["loss"] for m in one], rel=1e-5)
-    assert [m["grad_norm"] for m in moved] == pytest.approx([m["grad_norm"] for m in one], rel=1e-4)
-    a, b = store.load(store.latest(tmp_path / "one")), store.load(store.latest(run))
+    one = tmp_path / "one"
+    assert lines(run, "loss") == pytest.approx(lines(one, "loss"), rel=1e-5)
+    assert lines(run, "grad_norm") == pytest.approx(lines(one, "grad_norm"), rel=1e-4)
+    a, b = store.load(store.latest(one)), store.load(store.latest(run))
     assert a.model.keys() == b.model.keys()
     picture = run / "traces" / "pipeline-step-00000002.svg"
     assert picture.read_text().count("</svg>") == 3

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from ranks import run_ranks
+from runs import ranks_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.layout import Layout
 from fivefold.models import build
 from fivefold.parallel import recompute
-from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.train.loop import forward_backward
 from fivefold.train.state import build_state
@@ -34,8 +34,7 @@ def recipe_of(layout: str, *overrides: str) -> Recipe:
 
 def gradients(rank: int, world: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     """This rank's gradients after two steps' backward, of which the second starts from the same weights."""
-    ranks = Ranks(rank, world, rank, world, torch.device("cpu"))
-    state = build_state(recipe, ranks)
+    state = build_state(recipe, ranks_of(rank, world))
     tokens = torch.arange(8 * 33).view(8, 33) * 7919 % 128
     dp, T = state.mesh.index("dp"), state.parallel.positions
     rows = tokens[8 // state.mesh.size("dp") * dp :][: 8 // state.mesh.size("dp")]

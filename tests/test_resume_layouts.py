@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from test_train import assert_same_tensors, lines, train_rank
+from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.layout import Layout
-from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.train.saved import load_checkpoint
 from fivefold.train.state import build_state
@@ -82,11 +81,7 @@ def test_goes_on_at_another_layout(
     found, wanted = store.load(store.latest(tmp_path)), store.load(store.latest(whole))
     assert found.meta["step"] == wanted.meta["step"] == 4
     for kind in ("model", "optimizer"):
-        tensors, expected = getattr(found, kind), getattr(wanted, kind)
-        assert tensors.keys() == expected.keys()
-        for name, tensor in expected.items():
-            error = ((tensors[name] - tensor).norm() / tensor.norm()).item()
-            assert error < 1e-5, f"{name}: {error:.1e}"
+        assert_close_tensors(getattr(found, kind), getattr(wanted, kind))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +126,7 @@ def test_a_rank_reads_its_part_only(base: Recipe, tmp_path: Path, monkeypatch: p
 def elements_read(rank: int, world: int, recipe: Recipe, out: Path) -> int:
     """How many elements of a checkpoint this rank reads when it resumes."""
     recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
-    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
+    state = build_state(recipe, ranks_of(rank, world))
     reader, sizes = store.Reader(store.latest(out)), []
     read = reader.read
 

@@ -1,27 +1,21 @@
 """Tensor and sequence parallelism compute what one process computes: loss, gradients, norm, weights, validation."""
 
-import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from parity import assert_equal, state_of, steps
 from ranks import run_ranks
+from runs import assert_close_tensors, lines, train_rank
 
 from fivefold.checkpoint import store
-from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.layout import Layout
-from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.train.job import Job
-from fivefold.train.loop import agree, evaluate, forward_backward, update
-from fivefold.train.run import run_rank
-from fivefold.train.saved import owned_pieces
-from fivefold.train.state import build_state
+from fivefold.train.loop import forward_backward, update
 
-STEPS, ROWS, T, V = 3, 8, 16, 128
+ROWS, T, V = 8, 16, 128
 MODELS = {
     "llama": ["model.kv_heads=4", "model.heads=8"],
     "llama tied": ["model.kv_heads=4", "model.tie_embeddings=true"],
@@ -54,70 +48,24 @@ def recipe_of(model: str, *overrides: str) -> Recipe:
     return resolve(change(load("quickstart", TINY), [*MODELS[model], *overrides]), vocab_size=V)
 
 
-def batch(step: int, model: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets (ROWS, T); a few targets do not count, for BERT most."""
-    draw = torch.Generator().manual_seed(step)
-    tokens, targets = torch.randint(0, V, (2, ROWS, T), generator=draw)
-    skipped = torch.rand(ROWS, T, generator=draw) < (0.7 if model == "bert" else 0.0)
-    skipped[:, :2] = model == "bert"  # as many count in each row, so that microbatches have equal weight
-    if model == "bert":
-        skipped = torch.arange(T).expand(ROWS, T) % 4 != 1
-    return tokens, targets.masked_fill(skipped, -100)
+class Source:
+    """Random tokens and targets. For BERT one target of four counts: as many in each row, so that microbatches have
+    equal weight."""
 
+    def __init__(self, model: str):
+        self.counted = torch.arange(T) % 4 == 1 if model == "bert" else torch.ones(T, dtype=torch.bool)
 
-def train(rank: int, world: int, recipe: Recipe, model: str) -> dict:
-    """Three steps: loss and norm of each, gradients of the first, weights and validation after the last. Tensors
-    come as the pieces that this rank owns."""
-    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
-    mesh, found = state.mesh, {"loss": [], "norm": []}
-    rows = ROWS // mesh.size("dp")
-    mine = slice(rows * mesh.index("dp"), rows * (mesh.index("dp") + 1))
-    for step in range(STEPS):
-        halves = zip(
-            *(x[mine].split(recipe.train.microbatch_size or 1) for x in batch(step, model)), strict=True
-        )
-        loss = forward_backward(state, list(halves), seed=0)
-        if step == 0:
-            found["gradients"] = pieces(state, state.gradients())
-        found["norm"].append(clip_(state.parallel.replicas, recipe.optim.grad_clip, mesh))
-        found["loss"].append(agree(loss, False, mesh)[0])
-        update(state, recipe.optim, found["norm"][-1], recipe.train.steps or 0)
-    found["weights"] = pieces(state, state.masters())
-    inputs, targets = (x[mine] for x in batch(STEPS, model))
-    found["validation"] = evaluate(state, [(inputs, targets)], torch.arange(V))
-    return found
-
-
-def pieces(state, tensors) -> list:
-    return [(p.name, p.shape, p.box, p.tensor.clone()) for p in owned_pieces(state, tensors)]
-
-
-def joined(answers: list[dict], key: str) -> dict[str, torch.Tensor]:
-    whole: dict[str, torch.Tensor] = {}
-    for name, shape, box, tensor in (piece for answer in answers for piece in answer[key]):
-        out = whole.setdefault(name, torch.full(shape, float("nan")))
-        out[tuple(slice(*span) for span in box)] = tensor
-    return whole
+    def batch(self, i: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(i)
+        tokens, targets = torch.randint(0, V, (2, ROWS, T), generator=draw)[:, list(rows)]
+        return tokens, targets.masked_fill(~self.counted, -100)
 
 
 @cache
 def one_process(model: str) -> dict:
     # The balance of experts is a matter of each microbatch: for them the same ones.
     rows = 2 if model == "moe" else 8
-    return train(0, 1, recipe_of(model, f"train.microbatch_size={rows}"), model)
-
-
-def assert_equal(answers: list[dict], wanted: dict) -> None:
-    for answer in answers:
-        assert answer["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-        assert answer["norm"] == pytest.approx(wanted["norm"], rel=1e-5)
-        assert answer["validation"] == pytest.approx(wanted["validation"], rel=1e-6)
-    for key in ("gradients", "weights"):
-        got, expected = joined(answers, key), joined([wanted], key)
-        assert got.keys() == expected.keys()
-        for name, tensor in expected.items():
-            error = ((got[name] - tensor).norm() / tensor.norm()).item()
-            assert error < 1e-5, f"{key} of {name}: {error:.1e}"
+    return steps(0, 1, recipe_of(model, f"train.microbatch_size={rows}"), Source(model))
 
 
 LAYOUTS = [
@@ -149,7 +97,7 @@ QUICK += [
 def test_equals_one_process(model, layout):
     recipe = recipe_of(model, *(f"layout.{part}" for part in layout.split(",")))
     world = Layout.from_recipe(recipe.layout).ranks
-    assert_equal(run_ranks(world, train, recipe, model), one_process(model))
+    assert_equal(run_ranks(world, steps, recipe, Source(model)), one_process(model))
 
 
 def collectives(rank: int, world: int, recipe: Recipe) -> list[tuple[str, int]]:
@@ -158,7 +106,7 @@ def collectives(rank: int, world: int, recipe: Recipe) -> list[tuple[str, int]]:
 
     from fivefold.parallel import sequence, vocabulary
 
-    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
+    state = state_of(rank, world, recipe)
     seen: list[tuple[str, int]] = []
 
     def counted(name, function):
@@ -174,7 +122,7 @@ def collectives(rank: int, world: int, recipe: Recipe) -> list[tuple[str, int]]:
         for module in (sequence, vocabulary):
             patch.setattr(module, "gather_single", gather)
         patch.setattr(sequence, "scatter_single", counted("scatter", sequence.scatter_single))
-        forward_backward(state, [batch(0, "llama")], seed=0)
+        forward_backward(state, [Source("llama").batch(0, range(ROWS))], seed=0)
     return seen
 
 
@@ -271,17 +219,6 @@ def test_a_size_known_after_the_data_is_refused_too():
         resolve(recipe, vocab_size=100)
 
 
-def run(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> None:
-    data = prepare(recipe)
-    job = Job(resolve(recipe, vocab_size=data.vocab_size), out, data, resume=resume)
-    run_rank(job, Ranks(rank, world, rank, world, torch.device("cpu")))
-
-
-def lines(out: Path, key: str) -> list[float]:
-    found = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
-    return [line[key] for line in found if key in line]
-
-
 @pytest.mark.parametrize("sp", ["false", "true"])
 def test_a_run_goes_on_in_one_process(tmp_path, sp):
     """Four steps at tp 2, saved; two more by one process: losses, norms, validation and weights of a run by one."""
@@ -293,16 +230,14 @@ def test_a_run_goes_on_in_one_process(tmp_path, sp):
     ]
     size = ["model.vocab_size=320", "train.val_every=2", "optim.schedule=constant", "data.val_fraction=0.1"]
     recipe = change(load("quickstart", TINY), [*MODELS["llama"], *source, *size])
-    run(0, 1, recipe, tmp_path / "one", False)
+    train_rank(0, 1, recipe, tmp_path / "one")
     two = change(recipe, ["train.steps=4", "layout.tp=2", f"layout.sp={sp}"])
-    run_ranks(2, run, two, tmp_path / "two", False)
-    run(0, 1, recipe, tmp_path / "two", True)
+    run_ranks(2, train_rank, two, tmp_path / "two")
+    train_rank(0, 1, recipe, tmp_path / "two", True)
     for key in ("loss", "grad_norm", "val_loss"):
         assert lines(tmp_path / "two", key) == pytest.approx(lines(tmp_path / "one", key), rel=1e-5)
     one, two = (store.load(store.latest(tmp_path / name)) for name in ("one", "two"))
-    assert one.model.keys() == two.model.keys()
-    for name, weight in one.model.items():
-        assert ((two.model[name] - weight).norm() / weight.norm()).item() < 1e-5, name
+    assert_close_tensors(two.model, one.model)
 
 
 def test_dropout_is_the_same_on_whole_activations(tmp_path):
@@ -314,7 +249,7 @@ def test_dropout_is_the_same_on_whole_activations(tmp_path):
 
 
 def whole_weights(rank: int, world: int, recipe: Recipe) -> dict[str, torch.Tensor]:
-    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
-    forward_backward(state, [batch(0, "gpt2")], seed=0)
+    state = state_of(rank, world, recipe)
+    forward_backward(state, [Source("gpt2").batch(0, range(ROWS))], seed=0)
     update(state, recipe.optim, clip_(state.parallel.replicas, 1.0, state.mesh), 6)
     return {n: w.clone() for n, w in state.masters().items() if "norm" in n or n == "embed_positions.weight"}

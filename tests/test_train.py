@@ -1,6 +1,5 @@
 """The trainer: it learns; data parallelism and accumulation compute what one process computes; resuming is exact."""
 
-import json
 import math
 import os
 import signal
@@ -10,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from runs import assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.layout import Layout
-from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.train.job import Job
 from fivefold.train.launch import run_command
@@ -47,18 +46,10 @@ def tiny(text: Path, *overrides: str) -> Recipe:
     return change(base, overrides)
 
 
-def one_rank() -> Ranks:
-    return Ranks(0, 1, 0, 1, torch.device("cpu"))
-
-
-def train_rank(
-    rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, stop_at: int | None = None
-) -> int | None:
-    """A whole run on this rank, as launch.py starts it; stop_at: a SIGTERM arrives while that step is computed."""
+def stopped_rank(rank: int, world: int, recipe: Recipe, out: Path, stop_at: int) -> int | None:
+    """A run to whose last rank a SIGTERM comes while step `stop_at` is computed."""
     data = prepare(recipe)
-    recipe = resolve(recipe, vocab_size=data.vocab_size)
-    job = Job(recipe, out, data, resume=resume, resume_command="resume")
-    if stop_at is not None and rank == world - 1:
+    if rank == world - 1:
         before = data.train.rows
         calls = iter(range(10**6))
 
@@ -68,18 +59,7 @@ def train_rank(
             return before(starts, length)
 
         object.__setattr__(data.train, "rows", rows)
-    return run_rank(job, Ranks(rank, world, rank, world, torch.device("cpu")))
-
-
-def lines(run: Path, key: str) -> list:
-    metrics = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    return [m[key] for m in metrics if key in m]
-
-
-def assert_same_tensors(a: dict, b: dict) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
+    return train_rank(rank, world, recipe, out, data=data)
 
 
 def test_pulse(text, tmp_path):
@@ -97,8 +77,7 @@ def test_pulse(text, tmp_path):
 
 @pytest.mark.parametrize("arch", ["gpt2", "bert"])
 def test_other_architectures_learn(text, tmp_path, arch):
-    kv = [] if arch == "llama" else ["model.kv_heads=4"]
-    train_rank(0, 1, tiny(text, f"model.arch={arch}", "train.steps=25", *kv), tmp_path / "run")
+    train_rank(0, 1, tiny(text, f"model.arch={arch}", "train.steps=25", "model.kv_heads=4"), tmp_path / "run")
     losses = lines(tmp_path / "run", "loss")
     assert sum(losses[-3:]) / 3 < losses[0] - 1
 
@@ -110,7 +89,7 @@ def test_resume_is_bit_for_bit(text, tmp_path, mode, world):
     recipe = tiny(text, f"precision.mode={mode}", f"layout.dp_replicate={world}", "model.dropout=0.1")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_ranks(world, train_rank, recipe, whole) == [None] * world
-    stopped = run_ranks(world, train_rank, recipe, parts, False, 2)
+    stopped = run_ranks(world, stopped_rank, recipe, parts, 2)
     assert stopped == [signal.SIGTERM] * world
     at = store.latest(parts).name
     assert "step-00000001" <= at < "step-00000006", at
@@ -131,7 +110,7 @@ def gradients(rank: int, world: int, recipe: Recipe, bucket_bytes: int) -> tuple
 
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
-    ranks = Ranks(rank, world, rank, world, torch.device("cpu"))
+    ranks = ranks_of(rank, world)
     state = build_state(recipe, ranks)
     (replica,) = state.parallel.replicas
     assert isinstance(replica, DataParallel)
@@ -211,7 +190,7 @@ def test_accumulation_communicates_once(text):
 def test_bf16_keeps_fp32_masters(text):
     """An update far below bf16's resolution must not be lost."""
     recipe = tiny(text, "precision.mode=bf16")
-    state = build_state(resolve(recipe, vocab_size=257), one_rank())
+    state = build_state(resolve(recipe, vocab_size=257), ranks_of(0, 1))
     (replica,) = state.parallel.replicas
     name = "blocks.0.mlp.down.weight"
     working = dict(state.module.named_parameters())[name]
@@ -237,7 +216,7 @@ def test_a_parameter_without_gradient_has_zeros(text):
         def forward(self, inputs, targets):
             return (self.used * inputs.sum()).sum()
 
-    state = build_state(resolve(tiny(text), vocab_size=257), one_rank(), Half())
+    state = build_state(resolve(tiny(text), vocab_size=257), ranks_of(0, 1), Half())
     for gradient in state.gradients().values():
         gradient.fill_(7.0)
     forward_backward(state, [(torch.ones(1, 2), torch.ones(1, 2))] * 2, 0)
@@ -383,7 +362,7 @@ def _train_own(rank: int, world: int, recipe: Recipe, out: Path) -> float:
     torch.manual_seed(rank)
     module = Counting()
     job = Job(resolve(recipe, vocab_size=16), out, module=module, batches=Ones())
-    run_rank(job, Ranks(rank, world, rank, world, torch.device("cpu")))
+    run_rank(job, ranks_of(rank, world))
     return module.table.weight.double().sum().item()
 
 

@@ -1,0 +1,49 @@
+"""Whole runs on the rank pool, as `train/launch.py` starts them, and what they leave behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.data import DataSet, prepare
+from fivefold.parallel.ranks import Ranks
+from fivefold.recipe import Recipe, resolve
+from fivefold.train.job import Job
+from fivefold.train.run import run_rank
+
+
+def ranks_of(rank: int, world: int) -> Ranks:
+    """One of `world` ranks on this machine's CPU."""
+    return Ranks(rank, world, rank, world, torch.device("cpu"))
+
+
+def train_rank(
+    rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, data: DataSet | None = None
+) -> int | None:
+    """A run's part on this rank; None: it is complete. data: None: the recipe's."""
+    data = data or prepare(recipe)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    job = Job(recipe, out, data, resume=resume, resume_command="resume")
+    return run_rank(job, ranks_of(rank, world))
+
+
+def lines(run: Path, key: str) -> list[Any]:
+    """What the lines of metrics.jsonl that have this key say."""
+    metrics = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return [m[key] for m in metrics if key in m]
+
+
+def assert_same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def assert_close_tensors(got: dict[str, Tensor], wanted: dict[str, Tensor], what: str = "") -> None:
+    """Each within 1e-5 of its norm."""
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        error = ((got[name] - tensor).norm() / tensor.norm()).item()
+        assert error < 1e-5, f"{what} {name}: {error:.1e}"
