@@ -41,21 +41,25 @@ TINY = [
 
 
 class Source:
-    """Random sequences. Targets that count: every one, or unevenly many at some places, in some sequences none."""
+    """Random sequences. Targets that count: every one; or unevenly many at some places, in some sequences none; or
+    those in front only, which are all on the first rank."""
 
-    def __init__(self, uneven: bool):
-        self.uneven = uneven
+    def __init__(self, targets: str = "all"):
+        self.targets = targets
 
     def batch(self, i: int, rows: range) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(i)
         tokens = torch.randint(0, V, (ROWS, T + 1), generator=draw)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+        kept = torch.ones(ROWS, T, dtype=torch.bool)
+        if self.targets == "front":
+            kept[:] = torch.arange(T) < T // 8
         if (
-            self.uneven
-        ):  # of each four sequences one has targets at its beginning, one at its end, one some, one none
+            self.targets == "uneven"
+        ):  # of four sequences one has them in front, one at its end, one some, one none
             kept = torch.rand(ROWS, T, generator=draw) < 0.3
             kept[0::4], kept[1::4], kept[3::4] = torch.arange(T) < 5, torch.arange(T) > 25, False
-            targets[~kept] = -100
+        targets[~kept] = -100
         return inputs[list(rows)], targets[list(rows)]
 
 
@@ -70,8 +74,8 @@ def on(layout: str, model: str, *overrides: str) -> tuple[int, Recipe]:
 
 
 @cache
-def one_process(model: str, uneven: bool, mode: str = "fp32") -> dict:
-    return steps(0, 1, recipe_of(model, f"precision.mode={mode}"), Source(uneven))
+def one_process(model: str, targets: str = "all", mode: str = "fp32") -> dict:
+    return steps(0, 1, recipe_of(model, f"precision.mode={mode}"), Source(targets))
 
 
 LAYOUTS = [
@@ -85,15 +89,23 @@ LAYOUTS = [
 @pytest.mark.parametrize("model", MODELS)
 def test_equals_one_process(layout, model):
     world, recipe = on(layout, model)
-    uneven = model == "bert"  # which has masked tokens only
-    assert_equal(run_ranks(world, steps, recipe, Source(uneven)), one_process(model, uneven))
+    targets = "uneven" if model == "bert" else "all"  # bert has masked tokens only
+    assert_equal(run_ranks(world, steps, recipe, Source(targets)), one_process(model, targets))
 
 
 @pytest.mark.parametrize("layout", ["cp=4", "cp=2,cp_method=ulysses,dp_replicate=2"])
 def test_ignored_targets_may_lie_anywhere(layout):
     """A rank may have none that count: still the mean is over those of all."""
     world, recipe = on(layout, "llama")
-    assert_equal(run_ranks(world, steps, recipe, Source(True)), one_process("llama", True))
+    assert_equal(run_ranks(world, steps, recipe, Source("uneven")), one_process("llama", "uneven"))
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "cp=2,zero=2", "cp=4,zero=3", "cp=2,zero=2,cp_method=ulysses"])
+@pytest.mark.parametrize("model", ["bert", "llama"])
+def test_a_rank_without_targets(layout, model):
+    """In no microbatch of any step: it still has zeros to sum, and takes part in everything."""
+    world, recipe = on(layout, model)
+    assert_equal(run_ranks(world, steps, recipe, Source("front")), one_process(model, "front"))
 
 
 @pytest.mark.parametrize(
@@ -111,9 +123,7 @@ def test_ignored_targets_may_lie_anywhere(layout):
 )
 def test_with_other_axes(layout, overrides):
     world, recipe = on(layout, "llama gqa", *overrides)
-    assert_equal(
-        run_ranks(world, steps, recipe, Source(False), timeout_s=60), one_process("llama gqa", False)
-    )
+    assert_equal(run_ranks(world, steps, recipe, Source(), timeout_s=60), one_process("llama gqa"))
 
 
 @pytest.mark.parametrize("layout", ["cp=4", "cp=4,cp_method=ulysses"])
@@ -122,8 +132,8 @@ def test_in_bf16_no_worse_than_one_process(layout):
     the losses by bf16's spacing. The ring rounds the sums over the keys of each rank (and with four ranks a key's
     gradient four times) where one process rounds one."""
     world, recipe = on(layout, "llama gqa", "precision.mode=bf16")
-    answers = run_ranks(world, steps, recipe, Source(False))
-    true, plain = one_process("llama gqa", False), one_process("llama gqa", False, "bf16")
+    answers = run_ranks(world, steps, recipe, Source())
+    true, plain = one_process("llama gqa"), one_process("llama gqa", mode="bf16")
     errors = [distance(joined(a, "gradients"), joined([true], "gradients")) for a in (answers, [plain])]
     assert errors[0] < 1.25 * errors[1], errors
     assert answers[0]["loss"] == pytest.approx(true["loss"], rel=2**-8)
@@ -152,7 +162,7 @@ def test_ranks_divide_the_sequence(method, cp):
 def seams(rank: int, world: int, recipe: Recipe) -> tuple[list, list, list, Tensor]:
     """(positions, inputs, targets, logits) of this rank, of the first two sequences."""
     state = state_of(rank, world, recipe)
-    ((inputs, targets),) = share_of(Source(False), 0, 2, 2, state.mesh)
+    ((inputs, targets),) = share_of(Source(), 0, 2, 2, state.mesh)
     where = state.parallel.positions
     assert where is not None
     with torch.no_grad():
@@ -164,7 +174,7 @@ def seams(rank: int, world: int, recipe: Recipe) -> tuple[list, list, list, Tens
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_every_position_is_right_at_the_seams(layout, model):
     """Each token's position, target and logits are those it has in the whole sequence."""
-    tokens, following = Source(False).batch(0, range(2))
+    tokens, following = Source().batch(0, range(2))
     with torch.no_grad():
         wanted = state_of(0, 1, recipe_of(model)).module.eval()(tokens)
     world, recipe = on(layout, model)
@@ -199,7 +209,7 @@ def count_work(rank: int, world: int, recipe: Recipe) -> tuple[int, int, int]:
         context.attend = counted("forward", attend)
         context.attend_backward = counted("backward", attend_backward)
         context.ContextAxis.exchange = spy  # type: ignore[method-assign]
-        forward_backward(state, share_of(Source(False), 0, 1, 1, state.mesh), seed=0)
+        forward_backward(state, share_of(Source(), 0, 1, 1, state.mesh), seed=0)
     finally:
         context.attend, context.attend_backward = attend, attend_backward
         context.ContextAxis.exchange = exchange  # type: ignore[method-assign]

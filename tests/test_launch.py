@@ -1,4 +1,4 @@
-"""Where ranks come from, and that local runs listen on loopback only."""
+"""Where ranks come from, which layout they get, and that local runs listen on loopback only."""
 
 import os
 import subprocess
@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from test_train import TINY
 
+from fivefold.cli.train import train
+from fivefold.errors import UserError
+from fivefold.layout import Layout, to_text
 from fivefold.parallel import ranks
+from fivefold.recipe import Recipe, load, resolve, to_toml
+from fivefold.train import launch
 
 
 @pytest.fixture
@@ -44,6 +49,113 @@ def test_slurm(clean):
     assert ranks.found() == (5, 8, 1, 4)
     clean.setenv("SLURM_NTASKS", "1")
     assert ranks.found() is None, "an interactive shell of one task is no launcher"
+
+
+# The layout for the ranks that there are
+
+SMALL = ["train.global_batch_size=16", "train.microbatch_size=4", "model.heads=4", "model.kv_heads=4"]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets how many cores and GPUs this machine seems to have."""
+
+    def has(cores: int = 2, gpus: int = 0) -> None:
+        monkeypatch.setattr(launch, "cores", lambda: cores)
+        monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: gpus)
+
+    return has
+
+
+def fit(layout: str, nproc: int | None = None, launched: int | None = None) -> Recipe:
+    return launch._fit_layout(load("quickstart", SMALL, layout), nproc, launched)
+
+
+def text_of(recipe: Recipe) -> str:
+    return to_text(Layout.from_recipe(recipe.layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "nproc", "launched", "fitted"),
+    [
+        ("dp=2", None, None, "dp=2"),
+        ("dp=2", 4, None, "dp=4"),
+        ("dp=4", 1, None, "dp=1"),
+        ("dp=2", None, 4, "dp=4"),
+        ("dp=2,zero=2", 4, None, "dp=4,zero=2"),
+        ("dp_replicate=2,dp_shard=2,zero=3", 8, None, "dp_replicate=4,dp_shard=2,zero=3"),
+        ("dp=2,tp=2", 8, None, "dp=4,tp=2"),
+        ("dp=2,pp=2", 2, None, "pp=2"),
+        ("cp=2,zero=1", 4, None, "dp=2,cp=2,zero=1"),
+    ],
+)
+def test_data_parallel_ranks_are_added_or_left_out(machine, layout, nproc, launched, fitted):
+    machine()
+    assert text_of(fit(layout, nproc, launched)) == fitted
+
+
+@pytest.mark.parametrize(
+    ("layout", "nproc", "says"),
+    [
+        ("tp=2", 3, "tp 2 = 2, but there are 3 ranks"),
+        ("tp=2", 1, "tp 2 = 2, but there are 1 rank"),
+        ("dp=2,tp=2", 3, "tp 2 = 4, but there are 3 ranks"),
+        (
+            "dp=2,tp=2,zero=1",
+            2,
+            "zero=1 shares states between ranks: it needs dp_shard > 1 .*Nearest valid: tp=2",
+        ),
+        ("dp=2", 3, "global_batch_size"),
+    ],
+)
+def test_ranks_that_a_layout_cannot_fill_are_refused(machine, layout, nproc, says):
+    machine()
+    with pytest.raises(UserError, match=says):
+        fit(layout, nproc)
+
+
+def test_one_core_runs_replicas_in_one_process(machine, capsys):
+    """They would only wait for each other. What divides the model stays."""
+    machine(cores=1)
+    for layout in ("dp=4", "dp=4,zero=1"):
+        assert fit(layout).layout.dp_replicate * fit(layout).layout.dp_shard == 1
+        assert "wants 4 devices; running on one" in capsys.readouterr().err
+    for layout in ("tp=2", "dp=2,tp=2"):
+        assert text_of(fit(layout)) == layout
+        assert not capsys.readouterr().err
+
+
+def test_a_microbatch_that_no_longer_fits_is_chosen_anew(machine):
+    """16 rows over 8 ranks are 2 each: 4 at a time do not fit; over 2 ranks they do."""
+    machine()
+    for nproc, rows in ((8, None), (2, 4)):
+        assert fit("dp=4", nproc).train.microbatch_size == rows
+
+
+def test_fewer_gpus_than_ranks_are_refused(machine):
+    machine(gpus=2)
+    with pytest.raises(UserError, match=r"wants 4 GPUs, and there are 2: --layout dp=2"):
+        fit("dp=4")
+    machine(gpus=1)
+    with pytest.raises(
+        UserError, match=r"2 ranks on this machine want 2 GPUs, and it has 1.*CUDA_VISIBLE_DEVICES="
+    ):
+        launch.start_ranks(print, 2, fork=True)
+
+
+@pytest.mark.parametrize(("layout", "rows"), [("dp=4", None), ("dp=2", 8), (None, 8)])
+def test_resuming_on_more_ranks_forgets_the_saved_microbatch(tmp_path, monkeypatch, layout, rows):
+    """A run's recipe says microbatches of 8 rows: where a rank's share is 4, they are chosen anew; else they stay."""
+    recipe = resolve(
+        load("quickstart", ["train.global_batch_size=16", "train.microbatch_size=8"], "dp=1"), vocab_size=300
+    )
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe))
+    asked = []
+    monkeypatch.setattr(launch, "run_command", lambda recipe, *_, **__: asked.append(recipe))
+    train(str(tmp_path), None, layout, None, None, True, False)
+    assert asked[0].train.microbatch_size == rows
+    assert asked[0].train.global_batch_size == 16
 
 
 def listening(pids: set[int]) -> set[str]:

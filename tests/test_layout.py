@@ -126,6 +126,14 @@ def test_wrong_number_of_ranks_shows_equation_and_nearest() -> None:
             Layout(dp_shard=2),
             "dp_shard=2 shares states between ranks: it needs zero=1, 2 or 3. Nearest valid: dp=2",
         ),
+        (
+            Layout(tp=2, zero=1),
+            "zero=1 shares states between ranks: it needs dp_shard > 1 (or cp > 1). Nearest valid: tp=2 or",
+        ),
+        (
+            Layout(dp_replicate=2, zero=3),
+            "zero=3 shares states between ranks: it needs dp_shard > 1 (or cp > 1). Nearest valid: dp=2 or",
+        ),
         (Layout(dp_replicate=2, ep=4), "ep=4 must divide dp_replicate x dp_shard x cp = 2"),
         (Layout(dp_replicate=2, sp=True), "it needs tp > 1"),
         (Layout(dp_replicate=2, virtual_stages=2), "needs pp > 1"),
@@ -142,6 +150,8 @@ def test_contradictions(layout: Layout, message: str) -> None:
 
 def test_valid_layouts_pass() -> None:
     validate(Layout(), 1)
+    validate(Layout(zero=2), 1)  # one rank keeps all
+    validate(Layout(cp=2, zero=1), 2)
     validate(Layout(pp=2, dp_shard=4, tp=2, zero=3, sp=True, schedule="zbv", virtual_stages=2, ep=4), 16)
 
 

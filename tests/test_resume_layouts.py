@@ -12,8 +12,11 @@ from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, tra
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
+from fivefold.errors import UserError
 from fivefold.layout import Layout
+from fivefold.observe.console import Console
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.train import checked, hooks
 from fivefold.train.saved import load_checkpoint
 from fivefold.train.state import build_state
 
@@ -138,3 +141,96 @@ def elements_read(rank: int, world: int, recipe: Recipe, out: Path) -> int:
     reader.read = counted  # type: ignore[method-assign]
     load_checkpoint(state, reader)
     return sum(sizes)
+
+
+def test_no_memory_for_a_sample_does_not_end_a_run(base: Recipe, tmp_path: Path) -> None:
+    """Rank 0 has no room for the whole of a divided model: it says so, and the run goes on."""
+    recipe = change(base, ["train.steps=2", "train.sample_every=1", "checkpoint.every=1"], "dp=2,zero=3")
+    (stopped, notes), other = run_ranks(2, without_memory, recipe, tmp_path)
+    assert stopped is None
+    assert other == (None, [])
+    said = [note for note in notes if "no sample" in note]
+    assert said == [f"step {n}: no sample: the CPU has no memory for it beside training" for n in (1, 2)]
+    assert len(lines(tmp_path, "loss")) == 2
+    assert lines(tmp_path, "sample") == []
+
+
+def without_memory(rank: int, world: int, recipe: Recipe, out: Path) -> tuple[int | None, list[str]]:
+    """A run in which no model can be loaded beside training, and what it says on the console."""
+    notes: list[str] = []
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "open_run", full)
+        patch.setattr(Console, "note", lambda self, text: notes.append(text) if rank == 0 else None)
+        return train_rank(rank, world, recipe, out), notes
+
+
+# What is read is checked
+
+
+@pytest.mark.parametrize(("machines", "times"), [(1, 1), (2, 2)])
+def test_each_machine_checks_each_file_once(base: Recipe, tmp_path: Path, machines: int, times: int) -> None:
+    """Four ranks, of which each needs parts of two files of four."""
+    train(base, "dp=2,zero=1", tmp_path, 1)
+    files = [p.name for p in store.latest(tmp_path).glob("*.safetensors")]
+    assert len(files) == 4, "weights and moments of two ranks"
+    recipe = change(base, ["train.steps=1"], "dp=4,zero=3")
+    hashed = run_ranks(4, files_hashed, recipe, tmp_path, machines)
+    assert sorted(name for mine in hashed for name in mine) == sorted(files * times)
+
+
+def files_hashed(rank: int, world: int, recipe: Recipe, out: Path, machines: int) -> list[str]:
+    """The files that this rank hashes when it resumes, if the ranks are on so many machines."""
+    found, sha256 = [], store._sha256
+
+    def counted(path: Path) -> str:
+        found.append(path.name)
+        return sha256(path)
+
+    recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
+    state = build_state(recipe, ranks_of(rank, world))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checked, "machine_id", lambda: bytes([rank % machines]))
+        patch.setattr(store, "_sha256", counted)
+        load_checkpoint(state, store.Reader(store.latest(out)))
+    return found
+
+
+def test_a_damaged_file_stops_every_rank(base: Recipe, tmp_path: Path) -> None:
+    train(base, ONE, tmp_path, 1)
+    damaged = next(store.latest(tmp_path).glob("optimizer-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    recipe = change(base, ["train.steps=2"], "dp=2,zero=1")
+    said = run_ranks(2, error_of, recipe, tmp_path)
+    assert said == [f"{damaged} is damaged: its content is not what the manifest's hash says"] * 2
+
+
+def error_of(rank: int, world: int, recipe: Recipe, out: Path) -> str:
+    with pytest.raises(UserError) as error:
+        train_rank(rank, world, recipe, out, True)
+    return str(error.value)
+
+
+def test_ranks_that_see_different_checkpoints_stop(base: Recipe, tmp_path: Path) -> None:
+    """Each on a disk of its own: of another step, of the same step with other weights, of none."""
+    for name, sets in (
+        ("one", ["train.steps=1"]),
+        ("two", ["train.steps=2"]),
+        ("seed", ["train.steps=1", "train.seed=1"]),
+    ):
+        train_rank(0, 1, change(base, sets), tmp_path / name)
+    recipe = change(base, ["train.steps=2"], "dp=2")
+    for other, difference in (
+        ("two", ": step 1 to step 2"),
+        ("seed", " of step 1"),
+        ("none", ": none to step 1"),
+    ):
+        said = run_ranks(2, error_at, recipe, [tmp_path / "one", tmp_path / other])
+        assert said == [f"ranks see different checkpoints{difference}. Is the disk shared?"] * 2
+
+
+def error_at(rank: int, world: int, recipe: Recipe, folders: list[Path]) -> str:
+    return error_of(rank, world, recipe, folders[rank])

@@ -54,6 +54,23 @@ def test_damaged_files_are_named(saved, damage, says):
     assert str(path) in str(error.value)
 
 
+def test_a_tensor_with_a_hole_is_not_read(tmp_path):
+    """Two pieces of three: what they hold can be read, the whole cannot."""
+    w = torch.arange(12.0).view(6, 2)
+    pieces = [store.Piece("w", w[i : i + 2], (6, 2), ((i, i + 2), (0, 2))) for i in (0, 2, 4)]
+    folder = store.save(store.folder_of(tmp_path, 1), pieces, [], {})
+    assert torch.equal(store.load(folder).model["w"], w)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["tensors"]["model"]["w"]["pieces"][1]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    reader = store.Reader(folder)
+    assert torch.equal(reader.read("model", "w", ((0, 2), (0, 2))), w[:2])
+    assert reader.read("model", "w", ((3, 3), (0, 2))).shape == (0, 2)
+    for box, says in ((None, "hold 8 of the 12 elements"), (((1, 4), (0, 2)), "hold 2 of the 6 elements")):
+        with pytest.raises(UserError, match=rf"manifest\.json: .*model tensor 'w'.* {says}"):
+            reader.read("model", "w", box)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 99, "files": {}, "meta": {}}', '{"format": 1}'])
 def test_bad_manifests(saved, text):
     folder, *_ = saved

@@ -9,18 +9,31 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import TINY, compared, side, tiny
+from layouts import MOE, TINY, compared, side, tiny
 
 import fivefold
 from fivefold.errors import UserError
+from fivefold.precision import weights
+from fivefold.precision.weights import add_gradient
 from fivefold.recipe import Recipe
 from fivefold.train.verify import Figure, prepared
 
 
-def test_one_process_equals_itself(tmp_path):
-    report = compared(tiny(tmp_path, "dp=1"))
-    assert report.passed
-    assert [figure.max_rel for figure in report.figures.values()] == [0.0] * 4
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_one_rank_passes(tmp_path, arch, mode):
+    """The trainer on one rank against plain autograd."""
+    report = compared(tiny(tmp_path, "dp=1", *(MOE if arch == "moe" else [f"model.arch={arch}"]), mode=mode))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_a_mistake_on_one_rank_shows(tmp_path, monkeypatch, mode):
+    """The reference does not go through the trainer's sum of gradients: where that forgets a microbatch, it shows."""
+    monkeypatch.setattr(weights, "add_gradient", lambda total, grad, first: add_gradient(total, grad, True))
+    report = compared(tiny(tmp_path, "dp=1", mode=mode))
+    assert not report.gradients.passed
+    assert report.gradients.max_rel > 0.1
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])

@@ -30,6 +30,12 @@ def memory_bytes() -> int:
     return int(min(total, *(limit for limit in limits if limit), math.inf))
 
 
+def machine_id() -> bytes:
+    """The same for all processes of this machine (and container), another elsewhere."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text() if boot.is_file() else ''}".encode()
+
+
 def _cgroups() -> list[Path]:
     """Folders that hold this process's limits: its own cgroup (version 2) and all above it."""
     root = Path("/sys/fs/cgroup")

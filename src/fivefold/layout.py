@@ -279,14 +279,15 @@ def validate(layout: Layout, ranks: int) -> None:
 
 def nearest(layout: Layout, ranks: int, count: int = 3) -> list[Layout]:
     """The valid layouts of `ranks` ranks that are most like `layout`: axes change by the fewest doublings,
-    and an axis that was not used is taken into use last. States are shared (zero=1) where that is missing."""
+    and an axis that was not used is taken into use last. States are shared (zero=1) where that is missing, or not where
+    there is nobody to share them with."""
 
     def distance(candidate: Layout) -> float:
         pairs = [(getattr(layout, axis), getattr(candidate, axis)) for axis in AXES]
         doublings = sum(abs(math.log2(new / old)) + (old == 1 < new) for old, new in pairs)
         return doublings + 0.5 * (candidate.zero != layout.zero)
 
-    stages = {layout.zero, layout.zero or (1 if layout.dp_shard > 1 else 0)}
+    stages = {0, layout.zero, layout.zero or (1 if layout.dp_shard > 1 else 0)}
     candidates = [
         replace(layout, zero=zero, **dict(zip(AXES, sizes, strict=True)))
         for sizes in _factor(ranks, len(AXES))

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Piece:
 
 def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Tensors that are whole, each as one piece."""
-    return [Piece(n, t, tuple(t.shape), tuple((0, size) for size in t.shape)) for n, t in tensors.items()]
+    return [Piece(n, t, tuple(t.shape), _all_of(t.shape)) for n, t in tensors.items()]
 
 
 @dataclass
@@ -187,34 +187,64 @@ class Reader:
 
         Raises:
             KeyError: the checkpoint has no such tensor.
-            UserError: a file is missing, truncated or changed.
+            UserError: a file is missing, truncated or changed, or no file has some of the elements.
         """
-        entry = self.manifest["tensors"][kind][name]
-        box = tuple((0, size) for size in entry["shape"]) if box is None else box
-        out: Tensor | None = None
-        for piece in entry["pieces"]:
-            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True)]
-            if any(start >= stop for start, stop in common):
-                continue
-            found = self._slice(
-                piece, [slice(a - c[0], b - c[0]) for (a, b), c in zip(common, piece["box"], strict=True)]
-            )
-            if tuple(common) == tuple(box):
+        shape = self.shape(kind, name)
+        box = _all_of(shape) if box is None else box
+        sizes, out, filled = [stop - start for start, stop in box], None, 0
+        for piece, common in self._pieces(kind, name, box):
+            found = self._slice(piece, _within(common, piece["box"]))
+            if common == tuple(box):
                 return found
-            if out is None:
-                out = torch.zeros([stop - start for start, stop in box], dtype=found.dtype)
+            out = torch.empty(sizes, dtype=found.dtype) if out is None else out
             out[tuple(_within(common, box))] = found
-        if out is None:  # an empty box
-            out = torch.zeros([stop - start for start, stop in box])
-        return out
+            filled += found.numel()
+        if filled != math.prod(sizes):
+            raise UserError(
+                f"{self.folder / MANIFEST}: the pieces of {kind} tensor '{name}', shape {list(shape)}, hold {filled} "
+                f"of the {math.prod(sizes)} elements in {[list(span) for span in box]}: the checkpoint is not whole"
+            )
+        return torch.empty(sizes) if out is None else out  # None: an empty box
+
+    @property
+    def files(self) -> list[str]:
+        """Names of all files but the manifest."""
+        return list(self.manifest["files"])
+
+    def files_of(self, kind: str, name: str, box: Box | None = None) -> set[str]:
+        """The files that a read opens."""
+        box = _all_of(self.shape(kind, name)) if box is None else box
+        return {piece["file"] for piece, _ in self._pieces(kind, name, box)}
+
+    def check(self, file: str) -> None:
+        """Compares a file with the manifest, once.
+
+        Raises:
+            UserError: it is missing, truncated or changed.
+        """
+        if file not in self._checked:
+            _verify(self.folder / file, self.manifest["files"][file])
+            self._checked.add(file)
+
+    def trust(self, files: Iterable[str]) -> None:
+        """These files were checked by another process that reads the same disk."""
+        self._checked.update(files)
+
+    def _pieces(self, kind: str, name: str, box: Box) -> Iterator[tuple[dict[str, Any], Box]]:
+        """The pieces that hold elements of a box, and which."""
+        for piece in self.manifest["tensors"][kind][name]["pieces"]:
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True))
+            if all(start < stop for start, stop in common):
+                yield piece, common
 
     def _slice(self, piece: dict[str, Any], where: list[slice]) -> Tensor:
-        name = piece["file"]
-        if name not in self._checked:
-            _verify(self.folder / name, self.manifest["files"][name])
-            self._checked.add(name)
-        with safe_open(self.folder / name, framework="pt") as file:
+        self.check(piece["file"])
+        with safe_open(self.folder / piece["file"], framework="pt") as file:
             return file.get_slice(piece["key"])[tuple(where)] if where else file.get_tensor(piece["key"])
+
+
+def _all_of(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
 
 
 def _within(inner: Sequence[tuple[int, int]], outer: Sequence[Sequence[int]]) -> list[slice]:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from fivefold.checkpoint import store
+from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.models import flops_per_token
 from fivefold.observe.console import Console
@@ -72,20 +74,40 @@ class RunHooks:
         self.console.validation(line)
 
     def sample(self, step: int) -> None:
-        job, model, train = self.job, self.job.recipe.model, self.job.recipe.train
+        job = self.job
         tokenizer = job.data.tokenizer if job.data is not None else None
-        if not self.ranks.first or tokenizer is None or job.module is not None or model.arch == "bert":
+        if (
+            not self.ranks.first
+            or tokenizer is None
+            or job.module is not None
+            or job.recipe.model.arch == "bert"
+        ):
             return
-        sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
         try:
-            module = _whole_model(self.state, job, step)
-            pieces = generate_text(module, model, tokenizer, train.sample_prompt, sampling)
-            text = train.sample_prompt + "".join(pieces)
+            text = self._sample(step, tokenizer)
         except UserError as error:  # a diverged model cannot write: no reason to end the run here
             self.console.note(f"step {step}: no sample: {error}")
             return
         self._write({"step": step, "sample": text})
         self.console.sample(text, step)
+
+    def _sample(self, step: int, tokenizer: Tokenizer) -> str:
+        """Text that the model writes now.
+
+        Raises:
+            UserError: it cannot: it has diverged, is divided and not saved, or there is no memory for it.
+        """
+        train = self.job.recipe.train
+        sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
+        try:
+            module = _whole_model(self.state, self.job, step)
+            pieces = generate_text(module, self.job.recipe.model, tokenizer, train.sample_prompt, sampling)
+            return train.sample_prompt + "".join(pieces)
+        except (MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            where = "CPU" if self.state.mesh.device.type == "cpu" else "GPU"
+            raise UserError(f"the {where} has no memory for it beside training") from None
 
     def save(self, step: int) -> None:
         meta = identity(self.job) | {"tokens": step * self.tokens}
@@ -94,6 +116,11 @@ class RunHooks:
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(line)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch has a class of its own for it on a GPU; on a CPU its allocator says "not enough memory"."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
 def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:

@@ -156,14 +156,22 @@ def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | 
 def start_ranks(
     work: Callable[[Ranks], int | None], world: int, fork: bool, advice: Callable[[], str] = str
 ) -> int | None:
-    """Runs `work` on `world` local ranks to their end. Returns the signal that stopped them, or None.
+    """Runs `work` on `world` local ranks to their end, on GPUs where there are any. Returns the signal that stopped
+    them, or None.
 
     work: returns the signal that stopped it, or None. fork: see `run_command`. advice: what to tell the user, besides,
     when a rank has failed.
 
     Raises:
-        UserError: a rank raised it, or failed otherwise: the message says which and how.
+        UserError: there are fewer GPUs than ranks; a rank raised it, or failed otherwise: the message says which and
+            how.
     """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < gpus < world:
+        raise UserError(
+            f"{world} ranks on this machine want {world} GPUs, and it has {gpus}. On its CPU instead: put "
+            "CUDA_VISIBLE_DEVICES= (nothing behind it) before the command"
+        )
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

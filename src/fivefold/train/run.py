@@ -37,8 +37,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         for replica in state.parallel.replicas:
             stack.callback(replica.close)
         resumed = job.resume and resume(state, job)
-        if ranks.world > 1:
-            make_equal(state, ranks, own=job.module is not None)
+        if ranks.world > 1 and job.module is not None:
+            make_equal(state)
         console = stack.enter_context(
             Console(
                 recipe.train.steps or 0,

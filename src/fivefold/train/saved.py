@@ -3,6 +3,7 @@ of one, whatever layout wrote it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fivefold.errors import UserError
 from fivefold.optim import MOMENTS, load_state, state_tensors
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding import Part, boxes, local_shape
+from fivefold.train.checked import assert_same, check_files
 from fivefold.train.job import Job
 from fivefold.train.state import State
 
@@ -69,12 +71,12 @@ def buffer_pieces(state: State) -> list[store.Piece]:
 
 
 def resume(state: State, job: Job) -> bool:
-    """Loads the latest checkpoint; False where there is none yet."""
-    if not store.checkpoints(job.out):
+    """Loads the latest checkpoint; False where there is none yet. All ranks call it."""
+    checkpoint = store.Reader(store.latest(job.out)) if store.checkpoints(job.out) else None
+    assert_same(checkpoint, state.mesh)
+    if checkpoint is None:
         return False
-    folder = store.latest(job.out)
-    checkpoint = store.Reader(folder)
-    meta, steps = checkpoint.meta, job.recipe.train.steps or 0
+    folder, meta, steps = checkpoint.folder, checkpoint.meta, job.recipe.train.steps or 0
     for key, now in identity(job).items():
         if key in meta and meta[key] != now:
             raise UserError(
@@ -104,7 +106,8 @@ def identity(job: Job) -> dict[str, Any]:
 
 
 def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
-    """Sets weights, moments, buffers and counts: this rank reads its own parts, whatever layout wrote them.
+    """Sets weights, moments, buffers and counts: this rank reads its own parts, whatever layout wrote them. All ranks
+    call it.
 
     Raises:
         ValueError: a name is missing, unknown, or has another shape.
@@ -120,23 +123,37 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     wrong += [name for name in shapes if name in saved and checkpoint.shape("model", name) != shapes[name]]
     if wrong:
         raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
-    masters = state.masters()
+    masters, meta = state.masters(), checkpoint.meta
+    state.step, state.updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
+    state.skipped = int(meta.get("skipped", 0))
+    moments = MOMENTS if state.updates else ()
+    needed = _files(checkpoint, {name: parts[name] for name in masters}, moments)
+    needed.update(*(checkpoint.files_of("model", name) for name in buffers))
+    check_files(checkpoint, needed, state.mesh)
     for name, weight in masters.items():
         weight.copy_(_read(checkpoint, "model", name, parts[name]))
     for name, buffer in buffers.items():
         buffer.copy_(checkpoint.read("model", name))
     for replica in state.parallel.replicas:
         replica.refresh()
-    meta = checkpoint.meta
-    state.step, state.updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
-    state.skipped = int(meta.get("skipped", 0))
-    if state.updates:
-        moments = {
+    if moments:
+        found = {
             f"{moment}.{name}": _read(checkpoint, "optimizer", f"{moment}.{name}", parts[name])
             for name in masters
-            for moment in MOMENTS
+            for moment in moments
         }
-        load_state(state.optimizer, masters, moments, state.updates)
+        load_state(state.optimizer, masters, found, state.updates)
+
+
+def _files(checkpoint: store.Reader, parts: dict[str, Part], moments: Iterable[str]) -> set[str]:
+    """The files that hold these parts of weights and moments."""
+    return {
+        file
+        for name, part in parts.items()
+        for kind, key in (("model", name), *(("optimizer", f"{moment}.{name}") for moment in moments))
+        for _, box in boxes(part.keeps)
+        for file in checkpoint.files_of(kind, key, box)
+    }
 
 
 def _read(checkpoint: store.Reader, kind: str, name: str, part: Part) -> Tensor:

@@ -18,7 +18,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import assert_owned_once
-from fivefold.recipe import Recipe, count_parameters
+from fivefold.recipe import OptimSection, Recipe, count_parameters
 from fivefold.sharding import Part, held, size_of, whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -63,10 +63,14 @@ def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -
         assert_owned_once(parallel.replicas, mesh, count_parameters(recipe.model))
     else:
         parallel = _replicated(module, mesh, dtype, reduce)
+    return with_optimizer(parallel, mesh, recipe.optim)
+
+
+def with_optimizer(parallel: Parallel, mesh: Mesh, optim: OptimSection) -> State:
+    """The state at step 0, ready to train."""
     for stage in parallel.stages:
         stage.train()
     masters = {name: w for replica in parallel.replicas for name, w in replica.masters.items()}
-    optim = recipe.optim
     optimizer = build_adamw(masters, optim.lr, optim.betas, optim.eps, optim.weight_decay)
     return State(parallel, mesh, optimizer)
 
@@ -116,17 +120,9 @@ def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False)
     return "bf16" if has_fast_bf16(device.type) else "fp32"
 
 
-def make_equal(state: State, ranks: Ranks, own: bool) -> None:
-    """Every rank starts at the same step (a shared disk may show them different checkpoints), and with rank 0's
-    weights where the module is the user's own: it may have been initialised anew on each."""
-    steps = torch.tensor([state.step, -state.step], device=ranks.device)
-    dist.all_reduce(steps, dist.ReduceOp.MAX)
-    if steps[0] != -steps[1]:
-        raise UserError(
-            f"ranks see different checkpoints: steps {-int(steps[1])} to {int(steps[0])}. Is the disk shared?"
-        )
-    if own:
-        for replica in state.parallel.replicas:
-            for weight in replica.masters.values():
-                dist.broadcast(weight, 0)
-            replica.refresh()
+def make_equal(state: State) -> None:
+    """Gives every rank rank 0's weights: a user's own module may have been initialised anew on each."""
+    for replica in state.parallel.replicas:
+        for weight in replica.masters.values():
+            dist.broadcast(weight, 0)
+        replica.refresh()

@@ -1,5 +1,8 @@
 """Does a layout compute what one process computes?
 
+The reference is one process with the whole model and plain autograd (`reference.py`); so a layout of one rank is
+compared, too: it shows whether the trainer's own way of keeping weights and gradients is right.
+
 Both sides train the same few steps from the same initial weights on the same batches, with dropout off, and write
 what they have into a folder: the whole gradient of the first step; of each step the loss and the gradient's norm;
 weights and moments after the last. Ranks write only what they own, so a piece that is missing, or owned twice, shows
@@ -45,6 +48,7 @@ from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.schema import LayoutSection
 from fivefold.train.launch import prepare_data, start_ranks
 from fivefold.train.loop import agree, forward_backward, update
+from fivefold.train.reference import reference_state
 from fivefold.train.saved import buffer_pieces, owned_pieces, write_pieces
 from fivefold.train.share import batches_of, share_of
 from fivefold.train.state import build_state
@@ -190,11 +194,11 @@ def _common(folder: Path, ranks: Ranks) -> Path:
     return Path(bytes(text.tolist()).rstrip(b"\0").decode())
 
 
-def compute(side: Side, ranks: Ranks) -> None:
-    """One rank's part of a side."""
+def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
+    """One rank's part of a side: of a layout's, or the reference."""
     recipe, train = side.recipe, side.recipe.train
     batches = batches_of(recipe, side.data, side.data.train, train.global_batch_size, shuffle=True)
-    state = build_state(recipe, ranks)
+    state = reference_state(recipe, ranks) if reference else build_state(recipe, ranks)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     try:
         for step in range(side.steps):
@@ -225,7 +229,7 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
         if not (folder / other).exists():
             precision = recipe.precision.model_copy(update={"mode": other})
             one = recipe.model_copy(update={"layout": LayoutSection(), "precision": precision})
-            compute(Side(one, data, steps, folder / other), alone())
+            compute(Side(one, data, steps, folder / other), alone(), reference=True)
     report = Report(to_text(layout), layout.ranks, mode, steps)
     own = {} if mode == "fp32" else dict(_differences(folder / mode, folder / "fp32", together=True))
     for (kind, where), rel in _differences(folder / "layout", folder / "fp32", bool(own)):
