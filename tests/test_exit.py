@@ -1,4 +1,4 @@
-"""Ranks that end at once after their last collective end well: gloo's threads are waited for (see `parallel.ranks.join`)."""
+"""Ranks that end right after their last collective end well: gloo's threads are waited for (`parallel/ranks.py`)."""
 
 import os
 import subprocess

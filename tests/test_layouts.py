@@ -1,7 +1,6 @@
 """Combinations of the axes: each computes what one process computes (the core of `fivefold verify`, fp32, 3 steps).
 
-Layouts with an axis that this version does not train yet are left out; `benchmarks/sweep_layouts.py` goes through all
-layouts of 8 ranks.
+`tests/sweep.py` goes through all layouts of 8 ranks.
 """
 
 from pathlib import Path

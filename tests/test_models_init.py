@@ -12,15 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.models import build
-from fivefold.models.init import init_box, init_slice
+from fivefold.models.init import fill_normal_, init_box
 from fivefold.recipe import ModelSection, resolve_model
 
 N = 1 << 20
 
 
+def first(count: int, seed: int = 0, name: str = "w", std: float = 1.0) -> torch.Tensor:
+    """The first elements of a parameter."""
+    out = torch.empty(count)
+    fill_normal_(out, seed, name, std)
+    return out
+
+
 @pytest.fixture(scope="module")
 def numbers() -> torch.Tensor:
-    return init_slice(0, "blocks.0.mlp.down.weight", 1.0, 0, N).double()
+    return first(N, name="blocks.0.mlp.down.weight").double()
 
 
 def test_first_four_moments_are_those_of_a_normal(numbers):
@@ -53,7 +60,7 @@ def test_elements_do_not_follow_each_other(numbers):
 def test_names_and_seeds_are_independent():
     """Also neighbouring seeds, and names that differ in one digit."""
     keys = [(s, f"blocks.{i}.{x}.weight") for s in (0, 1, 2**40) for i in (0, 1, 10) for x in ("a", "b")]
-    rows = torch.stack([init_slice(seed, name, 1.0, 0, 1 << 14) for seed, name in keys])
+    rows = torch.stack([first(1 << 14, seed, name) for seed, name in keys])
     for a, b in itertools.combinations(range(len(keys)), 2):
         assert abs((rows[a] * rows[b]).mean()) < 5 / math.sqrt(1 << 14), (keys[a], keys[b])
         assert len(set(rows[a].tolist()) & set(rows[b].tolist())) < 100  # not the same numbers elsewhere
@@ -62,22 +69,22 @@ def test_names_and_seeds_are_independent():
 @settings(max_examples=30, deadline=None)
 @given(start=st.integers(0, 300_000), length=st.integers(0, 200_000))
 def test_any_slice_has_the_bits_of_the_whole(start, length):
-    whole = init_slice(5, "w", 0.02, 0, 500_000)
-    assert torch.equal(init_slice(5, "w", 0.02, start, start + length), whole[start : start + length])
+    whole, stop = first(500_000, 5, std=0.02), start + length
+    assert torch.equal(init_box(5, "w", (500_000,), 0.02, [(start, stop)]), whole[start:stop])
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 40), min_size=1, max_size=4))
 def test_any_box_has_the_bits_of_the_whole(data, shape):
     box = [tuple(sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2)))) for n in shape]
-    whole = init_slice(5, "w", 0.02, 0, math.prod(shape)).view(shape)
+    whole = first(math.prod(shape), 5, std=0.02).view(shape)
     assert torch.equal(init_box(5, "w", shape, 0.02, box), whole[tuple(slice(a, b) for a, b in box)])
 
 
 def test_values_beyond_two_to_the_32_elements():
-    far = init_slice(0, "w", 1.0, 2**33, 2**33 + 50_000)
+    far = init_box(0, "w", (2**34,), 1.0, [(2**33, 2**33 + 50_000)])
     assert abs(far.mean()) < 0.02
-    assert not torch.equal(far, init_slice(0, "w", 1.0, 0, 50_000))
+    assert not torch.equal(far, first(50_000))
 
 
 def test_values_are_as_described():
@@ -92,14 +99,14 @@ def test_values_are_as_described():
         x ^= x >> 31
         radius, angle = (x >> 32) / 2**32, (x % 2**32) / 2**32 - 0.5
         expected.append(math.sqrt(-2 * math.log(radius)) * math.sin(math.pi * angle))
-    got = init_slice(7, "embed.weight", 1.0, 0, 1000)
+    got = first(1000, 7, "embed.weight")
     torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_the_first_values_never_change():
     """To the bit: a change of the generator would silently make every published seed another run."""
-    first = [0.24205341935157776, -0.9440692067146301, 0.38297778367996216, -0.15496514737606049]
-    assert init_slice(0, "embed.weight", 1.0, 0, 4).tolist() == first
+    values = [0.24205341935157776, -0.9440692067146301, 0.38297778367996216, -0.15496514737606049]
+    assert first(4, name="embed.weight").tolist() == values
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])

@@ -1,6 +1,7 @@
 """Predictions beside published measurements: `python benchmarks/planner/published.py FOLDER [--json FILE]`.
 
-FOLDER holds the tables as CSV (columns as read below); each names its paper or repository. Nothing of the planner is
+FOLDER holds the tables as CSV (columns as read below); each names its paper or repository. Two small ones are in
+`tables/`, for the tests: `--only sc21 --only layer_times benchmarks/planner/tables`. Nothing of the planner is
 fitted to their rows, with one exception that is stated there: the overheads of nanotron on its cluster, from every
 second row; the others are reported.
 """
@@ -108,17 +109,23 @@ def layer_times(folder: Path) -> Result:
     model = resolve_model(
         ModelSection(arch="gpt2", layers=48, dim=6144, heads=64, seq_len=2048, dropout=0.1), vocab_size=51200
     )
-    pairs, lines = [], []
+    passes, lines = defaultdict(list), []
     for row in read(folder, "recompute_table4_layer_time.csv"):
         name = row["experiment"]
         how = "full" if "with recompute" in name else "selective" if "Selective" in name else "none"
         layout = Layout(tp=8, sp="Sequence" in name or "Selective + Sequence" in name, recompute=how)
         s = setting(model, layout, parse("a100"), 4, 1, "fp16", MEGATRON_2021)
         cost = time.part(time.operations.block(s.sizes, s.software), s, how)
-        predicted, measured = 1e3 * cost.seconds, float(row["combined_ms"])
-        pairs.append((predicted, measured))
+        for key, seconds in (
+            ("fwd", cost.forward),
+            ("bwd", cost.input + cost.weight),
+            ("combined", cost.seconds),
+        ):
+            passes[key].append((1e3 * seconds, float(row[f"{key}_ms"])))
+        predicted, measured = passes["combined"][-1]
         lines.append(f"{name}: {predicted:.1f} ms, measured {measured:.1f}")
-    return {**errors(pairs), "lines": lines}
+    combined = errors(passes["combined"])
+    return combined | {"forward": errors(passes["fwd"]), "backward": errors(passes["bwd"]), "lines": lines}
 
 
 # Megatron core with Transformer Engine, as SimuMax ran it: bf16 weights, fp32 gradients, sharded optimizer, fused

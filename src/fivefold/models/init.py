@@ -65,23 +65,14 @@ def std_of(name: str, model: ModelSection) -> float:
     return model.init_std / math.sqrt(2 * model.layers) if into_residual else model.init_std
 
 
-def fill_normal_(tensor: Tensor, seed: int, name: str, std: float, start: int = 0) -> None:
-    """Fills a contiguous tensor with elements start, start+1, ... of parameter `name`, by chunks."""
+def fill_normal_(tensor: Tensor, seed: int, name: str, std: float) -> None:
+    """Fills a contiguous tensor with the elements of parameter `name`, by chunks."""
     flat = tensor.view(-1)
     chunk = CHUNK if flat.device.type == "cpu" else 64 * CHUNK
     for offset in range(0, flat.numel(), chunk):
         part = flat[offset : offset + chunk]
-        index = torch.arange(start + offset, start + offset + part.numel(), device=flat.device)
+        index = torch.arange(offset, offset + part.numel(), device=flat.device)
         part.copy_(_standard_normal(index, *_keys(seed, name)).mul_(std))
-
-
-def init_slice(
-    seed: int, name: str, std: float, start: int, stop: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Elements start .. stop of the flattened parameter `name`: fp32, (stop - start,)."""
-    out = torch.empty(stop - start, dtype=torch.float32, device=device)
-    fill_normal_(out, seed, name, std, start)
-    return out
 
 
 def init_box(
