@@ -184,7 +184,7 @@ def test_each_machine_checks_each_file_once(base: Recipe, tmp_path: Path, machin
 
 def files_hashed(rank: int, world: int, recipe: Recipe, out: Path, machines: int) -> list[str]:
     """The files that this rank hashes when it resumes, if the ranks are on so many machines."""
-    found, sha256 = [], store._sha256
+    found, sha256 = [], store.sha256
 
     def counted(path: Path) -> str:
         found.append(path.name)
@@ -194,7 +194,7 @@ def files_hashed(rank: int, world: int, recipe: Recipe, out: Path, machines: int
     state = build_state(recipe, ranks_of(rank, world))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checked, "machine_id", lambda: bytes([rank % machines]))
-        patch.setattr(store, "_sha256", counted)
+        patch.setattr(store, "sha256", counted)
         load_checkpoint(state, store.Reader(store.latest(out)))
     return found
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fivefold.checkpoint import store
+from fivefold.checkpoint import store, write
 from fivefold.errors import UserError
 
 
@@ -14,7 +14,7 @@ def saved(tmp_path):
     model = {"b": torch.randn(3, 5), "a": torch.randn(4).bfloat16(), "empty": torch.empty(0, 2)}
     moments = {"exp_avg.b": torch.randn(3, 5)}
     folder = store.folder_of(tmp_path, 7)
-    store.save_whole(folder, model, moments, {"step": 7, "tokens": 99}, max_shard_bytes=16)
+    write.save_whole(folder, model, moments, {"step": 7, "tokens": 99}, max_shard_bytes=16)
     return folder, model, moments
 
 
@@ -32,7 +32,7 @@ def test_round_trip(saved):
 
 def test_saving_again_replaces(saved):
     folder, model, _ = saved
-    store.save_whole(folder, {"b": model["b"] + 1}, None, {"step": 7})
+    write.save_whole(folder, {"b": model["b"] + 1}, None, {"step": 7})
     assert torch.equal(store.load(folder).model["b"], model["b"] + 1)
     assert not list(folder.glob("optimizer-*"))
 
@@ -57,8 +57,8 @@ def test_damaged_files_are_named(saved, damage, says):
 def test_a_tensor_with_a_hole_is_not_read(tmp_path):
     """Two pieces of three: what they hold can be read, the whole cannot."""
     w = torch.arange(12.0).view(6, 2)
-    pieces = [store.Piece("w", w[i : i + 2], (6, 2), ((i, i + 2), (0, 2))) for i in (0, 2, 4)]
-    folder = store.save(store.folder_of(tmp_path, 1), pieces, [], {})
+    pieces = [write.Piece("w", w[i : i + 2], (6, 2), ((i, i + 2), (0, 2))) for i in (0, 2, 4)]
+    folder = write.save(store.folder_of(tmp_path, 1), pieces, [], {})
     assert torch.equal(store.load(folder).model["w"], w)
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["tensors"]["model"]["w"]["pieces"][1]
@@ -92,7 +92,7 @@ def test_latest_and_prune(tmp_path):
     with pytest.raises(UserError, match="no checkpoint yet"):
         store.latest(tmp_path)
     for step in (5, 20, 100):
-        store.save_whole(store.folder_of(tmp_path, step), {"w": torch.ones(1)}, None, {"step": step})
+        write.save_whole(store.folder_of(tmp_path, step), {"w": torch.ones(1)}, None, {"step": step})
     (tmp_path / "checkpoints" / "step-00000200").mkdir()  # not whole: no manifest
     assert store.latest(tmp_path).name == "step-00000100"
     store.prune(tmp_path, 2)
@@ -102,4 +102,4 @@ def test_latest_and_prune(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(UserError, match="cannot write the checkpoint"):
-        store.save_whole(store.folder_of(tmp_path, 1), {"w": torch.ones(1)}, None, {})
+        write.save_whole(store.folder_of(tmp_path, 1), {"w": torch.ones(1)}, None, {})

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fivefold.checkpoint import store
+from fivefold.checkpoint import store, write
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
@@ -83,7 +83,7 @@ def import_folder(source: Path, out: Path) -> Path:
         for name in TEXT_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        store.save_whole(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
+        write.save_whole(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
     return out
 
 

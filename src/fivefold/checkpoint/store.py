@@ -3,8 +3,8 @@
 Every rank writes the pieces of tensors that it owns; the manifest says which box of the whole tensor each piece is. So
 a checkpoint knows no layout: a reader asks for any box of any tensor.
 
-A folder is written under a temporary name, flushed to the disk and renamed: a folder called step-... is whole. What
-is read is checked against the manifest first: a truncated or changed file is an error that names it.
+A folder is written (`write.py`) under a temporary name, flushed to the disk and renamed: a folder called step-... is
+whole. What is read is checked against the manifest first: a truncated or changed file is an error that names it.
 """
 
 from __future__ import annotations
@@ -12,45 +12,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from fivefold.errors import UserError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-MAX_SHARD_BYTES = 2 << 30
 KINDS = ("model", "optimizer")
 
 Box = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A rectangular part of a tensor: of tensor `name` of that shape, the elements [start, stop) along each dim."""
-
-    name: str
-    tensor: Tensor
-    shape: tuple[int, ...]
-    box: Box
-
-    @property
-    def whole(self) -> bool:
-        return all(span == (0, size) for span, size in zip(self.box, self.shape, strict=True))
-
-
-def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Tensors that are whole, each as one piece."""
-    return [Piece(n, t, tuple(t.shape), _all_of(t.shape)) for n, t in tensors.items()]
 
 
 @dataclass
@@ -60,111 +38,6 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
-
-
-def save(
-    folder: Path,
-    model: Iterable[Piece],
-    optimizer: Iterable[Piece],
-    meta: Mapping[str, Any],
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-    agree: Callable[[bool], bool] = lambda fine: fine,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Path:
-    """Writes a checkpoint and returns its folder. An older one of the same name is replaced.
-
-    Every rank calls it with its own pieces, which together make up each tensor exactly once; they share the disk.
-    agree: whether all ranks were fine, given whether this one was; it also waits for them.
-
-    Raises:
-        UserError: the disk is full or the folder cannot be written; nothing half-written is left.
-    """
-    temporary = folder.with_name(f".{folder.name}.writing")
-    try:
-        _together(agree, lambda: _clear(temporary) if rank == 0 else None)
-        _together(agree, lambda: _write_part(temporary, rank, (model, optimizer), max_shard_bytes))
-        _together(agree, lambda: _finish(temporary, folder, ranks, meta) if rank == 0 else None)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write the checkpoint {folder}: {error}") from error
-    finally:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-def save_whole(
-    folder: Path,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor] | None,
-    meta: Mapping[str, Any],
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Path:
-    """`save` from one process that has every tensor whole."""
-    pieces = whole_pieces(model), whole_pieces(optimizer or {})
-    return save(folder, *pieces, meta, max_shard_bytes=max_shard_bytes)
-
-
-def _together(agree: Callable[[bool], bool], work: Callable[[], None]) -> None:
-    """Does this rank's work and waits for the others'; raises on every rank when it failed on one."""
-    try:
-        work()
-    except BaseException:
-        agree(False)
-        raise
-    if not agree(True):
-        raise OSError("another rank could not write its part")
-
-
-def _clear(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    temporary.mkdir(parents=True)
-
-
-def _write_part(
-    folder: Path, rank: int, kinds: tuple[Iterable[Piece], Iterable[Piece]], max_bytes: int
-) -> None:
-    """One rank's files, and a list of what is in them."""
-    listed: dict[str, Any] = {"files": {}, "tensors": []}
-    for kind, pieces in zip(KINDS, kinds, strict=True):
-        for index, shard in enumerate(_shards(pieces, max_bytes), 1):
-            name = f"{kind}-{rank:05d}-{index:05d}.safetensors"
-            save_file({k: p.tensor.detach().cpu().contiguous() for k, p in shard.items()}, folder / name)
-            size, digest = (folder / name).stat().st_size, _sha256(folder / name)
-            listed["files"][name] = {"sha256": digest, "bytes": size}
-            listed["tensors"] += [[kind, p.name, p.shape, name, key, p.box] for key, p in shard.items()]
-            _flush(folder / name)
-    (folder / f"part-{rank:05d}.json").write_text(json.dumps(listed), encoding="utf-8")
-
-
-def _finish(temporary: Path, folder: Path, ranks: int, meta: Mapping[str, Any]) -> None:
-    """Joins the lists of all ranks into the manifest, checks that nothing is missing, and gives the folder its name."""
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "meta": dict(meta),
-        "files": {},
-        "tensors": {k: {} for k in KINDS},
-    }
-    for rank in range(ranks):
-        part = temporary / f"part-{rank:05d}.json"
-        listed = json.loads(part.read_text(encoding="utf-8"))
-        part.unlink()
-        manifest["files"] |= listed["files"]
-        for kind, name, shape, file, key, box in listed["tensors"]:
-            entry = manifest["tensors"][kind].setdefault(name, {"shape": shape, "pieces": []})
-            entry["pieces"].append({"file": file, "key": key, "box": box})
-    for kind in KINDS:
-        for name, entry in manifest["tensors"][kind].items():
-            held = sum(math.prod(stop - start for start, stop in piece["box"]) for piece in entry["pieces"])
-            assert held == math.prod(entry["shape"]), f"{name}: {held} elements written of {entry['shape']}"
-    (temporary / MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
-    _flush(temporary / MANIFEST)
-    _flush(temporary)
-    if folder.exists():
-        shutil.rmtree(folder)
-    temporary.replace(folder)
-    _flush(folder.parent)
 
 
 class Reader:
@@ -190,7 +63,7 @@ class Reader:
             UserError: a file is missing, truncated or changed, or no file has some of the elements.
         """
         shape = self.shape(kind, name)
-        box = _all_of(shape) if box is None else box
+        box = all_of(shape) if box is None else box
         sizes, out, filled = [stop - start for start, stop in box], None, 0
         for piece, common in self._pieces(kind, name, box):
             found = self._slice(piece, _within(common, piece["box"]))
@@ -213,7 +86,7 @@ class Reader:
 
     def files_of(self, kind: str, name: str, box: Box | None = None) -> set[str]:
         """The files that a read opens."""
-        box = _all_of(self.shape(kind, name)) if box is None else box
+        box = all_of(self.shape(kind, name)) if box is None else box
         return {piece["file"] for piece, _ in self._pieces(kind, name, box)}
 
     def check(self, file: str) -> None:
@@ -243,7 +116,7 @@ class Reader:
             return file.get_slice(piece["key"])[tuple(where)] if where else file.get_tensor(piece["key"])
 
 
-def _all_of(shape: Sequence[int]) -> Box:
+def all_of(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
@@ -315,38 +188,16 @@ def prune(run: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _shards(pieces: Iterable[Piece], max_bytes: int) -> list[dict[str, Piece]]:
-    """Pieces by the key they get in their file: the tensor's name where the piece is all of it."""
-    shards: list[dict[str, Piece]] = []
-    size = 0
-    for number, piece in enumerate(pieces):
-        if not shards or size + piece.tensor.nbytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][piece.name if piece.whole else f"{piece.name}#{number}"] = piece
-        size += piece.tensor.nbytes
-    return shards
-
-
 def _verify(path: Path, expected: Mapping[str, Any]) -> None:
     if not path.is_file():
         raise UserError(f"{path} is missing, though the manifest names it")
     size = path.stat().st_size
     if size != expected["bytes"]:
         raise UserError(f"{path} is damaged: {size} bytes, the manifest says {expected['bytes']}")
-    if _sha256(path) != expected["sha256"]:
+    if sha256(path) != expected["sha256"]:
         raise UserError(f"{path} is damaged: its content is not what the manifest's hash says")
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Forces a file or folder to the disk, so that a power cut after the rename loses nothing."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

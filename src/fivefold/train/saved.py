@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.checkpoint import store
+from fivefold.checkpoint import store, write
 from fivefold.errors import UserError
 from fivefold.optim import MOMENTS, load_state, state_tensors
 from fivefold.parallel.mesh import Mesh
@@ -35,9 +35,9 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
 
 
 def write_pieces(
-    folder: Path, model: list[store.Piece], optimizer: list[store.Piece], meta: dict[str, Any], mesh: Mesh
+    folder: Path, model: list[write.Piece], optimizer: list[write.Piece], meta: dict[str, Any], mesh: Mesh
 ) -> None:
-    """`store.save` by all ranks of a mesh together."""
+    """`write.save` by all ranks of a mesh together."""
 
     def agree(fine: bool) -> bool:
         all_fine = torch.tensor(float(fine), device=mesh.device)
@@ -45,16 +45,16 @@ def write_pieces(
             dist.all_reduce(all_fine, dist.ReduceOp.MIN)
         return all_fine.item() > 0
 
-    store.save(folder, model, optimizer, meta, rank=mesh.rank, ranks=mesh.size("all"), agree=agree)
+    write.save(folder, model, optimizer, meta, rank=mesh.rank, ranks=mesh.size("all"), agree=agree)
 
 
-def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[store.Piece]:
+def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[write.Piece]:
     """What this rank owns of tensors that have the shapes of its masters; their names are a parameter's, perhaps with
     "exp_avg." or the like before it."""
     parts = {name: part for r in state.parallel.replicas for name, part in reversed(r.parts.items())}
     prefixes = ("", *(f"{moment}." for moment in MOMENTS))
     return [
-        store.Piece(prefix + name, tensors[prefix + name][where], part.shape, box)
+        write.Piece(prefix + name, tensors[prefix + name][where], part.shape, box)
         for name, part in parts.items()
         if part.owned
         for prefix in prefixes
@@ -63,11 +63,11 @@ def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[store.Piece]:
     ]
 
 
-def buffer_pieces(state: State) -> list[store.Piece]:
+def buffer_pieces(state: State) -> list[write.Piece]:
     """Buffers are equal on all ranks that have them; the first of each pipeline stage writes them."""
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
     first = state.mesh.index("batch") == 0 and state.mesh.index("tp") == 0
-    return store.whole_pieces(buffers) if first else []
+    return write.whole_pieces(buffers) if first else []
 
 
 def resume(state: State, job: Job) -> bool:
