@@ -85,6 +85,8 @@ def resume(state: State, job: Job) -> bool:
             )
     try:
         load_checkpoint(state, checkpoint)
+    except UserError:  # says itself what is wrong
+        raise
     except (ValueError, KeyError) as error:
         raise UserError(f"{folder} does not fit the recipe: {error}") from None
     if state.step > steps:
