@@ -85,7 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
     if _has_flash(q):
         return _flash(q, k, v, causal)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    for start, end, seen in _ranges(q.shape[2], k.shape[2], causal):
+    for start, end, seen in _ranges(q.shape[2], k.shape[2], causal, q.dtype):
         block, keys, values = slice(start, end), _flat(k[:, :, :seen]), _flat(v[:, :, :seen])
         p = torch.bmm(_rows(q[:, :, block], k.shape[1]), keys.transpose(1, 2))  # (B K, G q, S)
         lse[:, :, block] = _softmax(p, end - start, start, causal, q.shape[3]).view(lse[:, :, block].shape)
@@ -111,7 +111,7 @@ def attend_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[
     if _has_flash(rows.q):
         return _flash_backward(rows, k, v, causal)
     (B, K, S, d), dq = k.shape, torch.empty_like(rows.q)
-    blocks = _ranges(rows.q.shape[2], S, causal)
+    blocks = _ranges(rows.q.shape[2], S, causal, k.dtype)
     dk = dv = None
     for start, end, seen in reversed(blocks):  # the last block sees every key: its products start the sums
         part, keys = Queries(*(x[:, :, start:end] for x in rows)), _flat(k[:, :, :seen])
@@ -133,9 +133,9 @@ def attend_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[
     return dq, dk, dv
 
 
-def _ranges(Q: int, S: int, causal: bool) -> list[tuple[int, int, int]]:
+def _ranges(Q: int, S: int, causal: bool, dtype: torch.dtype) -> list[tuple[int, int, int]]:
     """(start, end, keys seen) of each block of queries."""
-    return [(start, end, seen if causal else S) for start, end, seen in _blocks(Q, causal)]
+    return [(start, end, seen if causal else S) for start, end, seen in _blocks(Q, causal, dtype)]
 
 
 def _rows(x_BHqd: Tensor, kv_heads: int) -> Tensor:
