@@ -21,11 +21,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models import LanguageModel, build
 from fivefold.observe.machine import current_memory_bytes, peak_memory_bytes
+from fivefold.observe.tracking import Tracker
 from fivefold.parallel import recompute
 from fivefold.recipe import load, resolve
 from fivefold.train.allocator import keep_freed_memory
@@ -94,30 +93,11 @@ def work(how: str, microbatch: int, steps: int, mode: str) -> dict[str, Any]:
         if step >= WARM_UP:
             times.append(time.process_time() - began)
     peak = peak_memory_bytes() - before
-    with Alive() as alive:
+    with Tracker() as tracker:
         loss = module(tokens, tokens)
-        kept = alive.bytes()
+        kept = tracker.made()
     loss.backward()
     return {"activation_bytes": kept, "peak_bytes": peak, "seconds": median(times)}
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of the tensors made while it is entered that are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    def bytes(self) -> int:
-        return sum(size for reference, size in self.made.values() if not reference.expired())
 
 
 if __name__ == "__main__":

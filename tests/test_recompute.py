@@ -4,11 +4,10 @@ import pytest
 import torch
 from ranks import run_ranks
 from runs import ranks_of
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.layout import Layout
 from fivefold.models import build
+from fivefold.observe.tracking import Tracker
 from fivefold.parallel import recompute
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.train.loop import forward_backward
@@ -75,25 +74,6 @@ def test_gradients_are_those_of_none_on_every_axis(layout):
             assert not wrong, f"{how}, rank {rank}: {wrong}"
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of the tensors made while it is entered that are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    def bytes(self) -> int:
-        return sum(size for ref, size in self.made.values() if not ref.expired())
-
-
 def kept(how: str) -> tuple[int, dict[str, int]]:
     """Bytes alive between forward and backward, and how often parts of a block have computed to their end."""
     recipe = recipe_of("dp=1", "model.dropout=0.0", "model.seq_len=256", "model.layers=4")
@@ -104,9 +84,9 @@ def kept(how: str) -> tuple[int, dict[str, int]]:
         if name.startswith("blocks.1."):
             part.register_forward_hook(lambda *_, name=name[9:]: calls.update({name: calls.get(name, 0) + 1}))
     tokens = torch.arange(2 * 256).view(2, 256) % 128
-    with Alive() as alive:
+    with Tracker() as tracker:
         loss = module(tokens, tokens)
-        size = alive.bytes()
+        size = tracker.made()
     loss.backward()
     return size, calls
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from collectives import Collectives
 from layouts import compared, tiny
 from ranks import run_ranks
 from torch import Tensor
 
 from fivefold.layout import Layout
+from fivefold.observe.collectives import Collectives
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve

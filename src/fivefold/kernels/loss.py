@@ -66,8 +66,9 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         factor, (dx, dweight, dbias) = grads[0], ctx.saved_tensors
-        if factor.item() != 1.0:
-            dx, dweight, dbias = (None if g is None else g * factor for g in (dx, dweight, dbias))
+        for gradient in (dx, dweight, dbias):  # in place: they are needed once
+            if gradient is not None:
+                gradient.mul_(factor)
         dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
         return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None
 

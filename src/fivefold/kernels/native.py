@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fivefold.files import cache_folder
 
@@ -103,7 +104,10 @@ def usable(*tensors: torch.Tensor) -> bool:
 
 
 def call(name: str, dtype: torch.dtype, *arguments: torch.Tensor | int | float | None) -> None:
-    """Runs kernel `name` of native.c for `dtype`. Tensors go as pointers (None: null), int as int64, float as float."""
+    """Runs kernel `name` of native.c for `dtype`. Tensors go as pointers (None: null), int as int64, float as float.
+    Fake tensors have no memory, and nothing is done with them: a dry run takes the same way, with the same shapes."""
+    if any(isinstance(argument, FakeTensor) for argument in arguments):
+        return
     library = _load()[0]
     assert library is not None
     function = getattr(library, f"{name}_{'bf16' if dtype == torch.bfloat16 else 'fp32'}")

@@ -43,6 +43,10 @@ class DataParallel:
         )
         self.arm, self.finish, self.collect = self.sum.arm, self.sum.wait, self.weights.collect
 
+    def kept(self) -> dict[str, list[Tensor]]:
+        """The weights that compute."""
+        return {"params": [self.weights.flat_working]}
+
 
 @dataclass
 class Bucket:

@@ -85,7 +85,7 @@ class AllToAll(Exchange):
         mine_Ge = counts_E.view(self.group.size(), -1)
         theirs_Ge = torch.empty_like(mine_Ge)
         dist.all_to_all_single(theirs_Ge, mine_Ge, group=self.group)
-        sent, received = torch.stack([mine_Ge.sum(1), theirs_Ge.sum(1)]).tolist()
+        sent, received = self.splits(torch.stack([mine_Ge.sum(1), theirs_Ge.sum(1)]), len(rows_MD))
         rows_RD = _Send.apply(rows_MD, received, sent, self.group)
         # They lie by source, then expert; and go by expert, then source.
         experts = torch.arange(theirs_Ge.shape[1], device=rows_MD.device).repeat(len(theirs_Ge))
@@ -94,6 +94,10 @@ class AllToAll(Exchange):
         back[order] = torch.arange(len(order), device=order.device)
         results_RD = compute(_Permute.apply(rows_RD, order, back), theirs_Ge.sum(0))
         return _Send.apply(_Permute.apply(results_RD, back, order), sent, received, self.group)
+
+    def splits(self, rows_2G: Tensor, rows: int) -> list[list[int]]:
+        """Rows that go to each rank, `rows` in all, and rows that come from each."""
+        return rows_2G.tolist()
 
 
 class _Send(Function):

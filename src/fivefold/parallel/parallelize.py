@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from fivefold.models import LanguageModel
 from fivefold.models.init import init_part
 from fivefold.parallel import context, expert, recompute, tensor
 from fivefold.parallel.data import DataParallel
@@ -41,8 +43,17 @@ class Parallel:
     balance: expert.Balance | None = None
 
 
-def parallelize(recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype, reduce: torch.dtype) -> Parallel:
-    """Builds this rank's part of a resolved recipe's model, with its initial weights."""
+def parallelize(
+    recipe: Recipe,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    reduce: torch.dtype,
+    memory: AbstractContextManager[object] | None = None,
+) -> Parallel:
+    """Builds this rank's part of a resolved recipe's model, with its initial weights.
+
+    memory: entered where the module gets memory; what comes before is done on "meta".
+    """
     layout, model = mesh.layout, recipe.model
     numbered = split(model, layout, mesh.index("pp"))
     stages = list(numbered.values())
@@ -71,31 +82,49 @@ def parallelize(recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype, reduce: 
             for number, block in stage.blocks.items():
                 if int(number) not in mixed:
                     block.compile()
-    zero, of_stage = None, {}
     if layout.zero and mesh.size("shard") > 1:
         from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
 
         for stage in stages:  # before it has memory: no rank ever holds all the weights in fp32
             zero.shard(stage, mesh, compute_dtype, reduce)
-    for stage in stages:
-        materialize(stage, recipe, table, mesh.device)
-    for group in [stages] if share_tied(numbered) else [[stage] for stage in stages]:
-        params = {name: p for stage in group for name, p in stage.named_parameters()}
-        experts = {name: params.pop(name) for name in list(params) if layout.ep > 1 and table[name].expert}
-        replicas: list[Replica]
-        if zero is not None:
-            replicas = [zero.Sharded(group, table, layout.zero, mesh.size("pp") > 1)]
-        else:
-            replicas = [DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce)]
-        if experts and (zero is None or mesh.size("eshard") == 1):  # on fewer ranks than the rest, or none
-            replicas.append(DataParallel(experts, table, compute_dtype, mesh.group("edp"), reduce))
-        found.replicas += replicas
-        of_stage |= {number: replicas for number, stage in numbered.items() if stage in group}
+    with memory or nullcontext():
+        for stage in stages:
+            materialize(stage, recipe, table, mesh.device)
+        of_stage = _add_replicas(found, numbered, mesh, table, compute_dtype, reduce)
     if found.pipeline is not None:
         found.pipeline.replicas = of_stage
         if model.tie_embeddings:
             found.reductions += sum_tied(found.replicas, mesh, found.pipeline.rank_of)
     return found
+
+
+def _add_replicas(
+    found: Parallel,
+    numbered: dict[int, LanguageModel],
+    mesh: Mesh,
+    table: dict[str, Part],
+    compute_dtype: torch.dtype,
+    reduce: torch.dtype,
+) -> dict[int, list[Replica]]:
+    """Gives the parameters of stages that have memory to replicas. Returns those of each stage, by its number."""
+    layout, stages = mesh.layout, list(numbered.values())
+    of_stage: dict[int, list[Replica]] = {}
+    sharded = layout.zero and mesh.size("shard") > 1
+    for group in [stages] if share_tied(numbered) else [[stage] for stage in stages]:
+        params = {name: p for stage in group for name, p in stage.named_parameters()}
+        experts = {name: params.pop(name) for name in list(params) if layout.ep > 1 and table[name].expert}
+        replicas: list[Replica]
+        if sharded:
+            from fivefold.parallel import zero
+
+            replicas = [zero.Sharded(group, table, layout.zero, mesh.size("pp") > 1)]
+        else:
+            replicas = [DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce)]
+        if experts and (not sharded or mesh.size("eshard") == 1):  # on fewer ranks than the rest, or none
+            replicas.append(DataParallel(experts, table, compute_dtype, mesh.group("edp"), reduce))
+        found.replicas += replicas
+        of_stage |= {number: replicas for number, stage in numbered.items() if stage in group}
+    return of_stage
 
 
 def materialize(stage: nn.Module, recipe: Recipe, table: dict[str, Part], device: torch.device) -> None:

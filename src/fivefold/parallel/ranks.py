@@ -64,6 +64,12 @@ def device_for(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def threads_of(local_world: int) -> int:
+    """Threads of each of so many ranks on this machine: the user's or the launcher's word counts."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdigit() else max(1, cores() // local_world)
+
+
 @contextlib.contextmanager
 def join(timeout_s: float = 600) -> Iterator[Ranks]:
     """Joins the process group of the launcher (if any) and leaves it at the end.
@@ -75,8 +81,7 @@ def join(timeout_s: float = 600) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        threads = os.environ.get("OMP_NUM_THREADS", "")  # the user's or the launcher's word counts
-        torch.set_num_threads(int(threads) if threads.isdigit() else max(1, cores() // local_world))
+        torch.set_num_threads(threads_of(local_world))
     if world > 1:
         # Gloo's threads need the interpreter to let go of the tensors of their last operation, and die with the
         # process if it is already ending. Freeing the groups waits for the threads; gc, as cycles may hold groups.

@@ -47,6 +47,12 @@ class Replica(Protocol):
         """The masters have changed: the weights that the module computes with follow."""
         ...
 
+    def kept(self) -> dict[str, list[Tensor]]:
+        """What it keeps now besides masters and gradients, as categories of `observe.tracking`: the weights that
+        compute, under "params" or where they are there for a while only under "buffers", and "gradients" that are not
+        yet summed over ranks."""
+        ...
+
     def close(self) -> None:
         """Takes its hooks off the module."""
         ...

@@ -129,7 +129,7 @@ class Sharded:
         self, stages: Sequence[LanguageModel], parts: dict[str, Part], zero: int, pipeline: bool = False
     ):
         assert zero in (1, 2, 3), zero
-        self.defer, self.pipeline = zero == 1 or pipeline, pipeline
+        self.zero, self.defer, self.pipeline = zero, zero == 1 or pipeline, pipeline
         self.roots = [_unit(stage) for stage in stages]
         self.units = [unit for root in self.roots for unit in _units(root)]
         self._params: dict[str, list[DTensor]] = {}  # two where stages share one
@@ -189,6 +189,19 @@ class Sharded:
         """The masters have changed: the next forward gathers them anew."""
         for unit in self.units:
             unit.reshard()
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        """Gathered weights, which stay for the step but under stage 3, and whole gradients that add up."""
+        groups = [group for unit in self.units for group in _groups(unit)]
+        params = [parameter for group in groups for parameter in group.fsdp_params]
+        gathered = [tensor for parameter in params for tensor in parameter.all_gather_outputs]
+        whole = [parameter.unsharded_accumulated_grad for parameter in params]
+        whole += [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
+        whole += [group._partial_reduce_output for group in groups]
+        return {
+            "buffers" if self.zero == 3 else "params": gathered,
+            "gradients": [gradient for gradient in whole if gradient is not None],
+        }
 
     def _share(self, same: list[DTensor]) -> None:
         """Gives one memory to parameters that are one: a tied embedding, where a rank has the first and last stage."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,13 +55,16 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks) -> bool:
         microbatches, waited = hooks.next_batch()
         if state.parallel.pipeline is not None:
             state.parallel.pipeline.recording = state.step + 1 == recipe.observe.trace_step
-        loss = forward_backward(state, microbatches, train.seed)
-        norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
-        lr = update(state, recipe.optim, norm, train.steps)
-        loss, stop = agree(loss, hooks.stop_wanted(), state.mesh)
-        state.step += 1
+        done = take_step(state, recipe, microbatches, hooks.stop_wanted)
+        stop = done.stop
         hooks.record(
-            {"step": state.step, "loss": loss, "grad_norm": norm, "lr": lr, "data_wait_s": waited}
+            {
+                "step": state.step,
+                "loss": done.loss,
+                "grad_norm": done.norm,
+                "lr": done.lr,
+                "data_wait_s": waited,
+            }
             | (state.parallel.balance.figures if state.parallel.balance else {})
             | {"step_s": time.perf_counter() - began}
         )
@@ -80,6 +83,32 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks) -> bool:
         if last or due(train.sample_every, state.step):
             hooks.sample(state.step)
     return True
+
+
+class Done(NamedTuple):
+    """What is known of a step: the loss and the gradient's norm of all ranks, the learning rate, whether any rank was
+    asked to stop."""
+
+    loss: float
+    norm: float
+    lr: float
+    stop: bool
+
+
+def take_step(
+    state: State,
+    recipe: Recipe,
+    microbatches: list[Microbatch],
+    stop_wanted: Callable[[], bool] = lambda: False,
+) -> Done:
+    """One step of a resolved recipe: gradients, clipping, update."""
+    loss = forward_backward(state, microbatches, recipe.train.seed)
+    norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
+    assert recipe.train.steps, "a resolved recipe has steps"
+    lr = update(state, recipe.optim, norm, recipe.train.steps)
+    found, stop = agree(loss, stop_wanted(), state.mesh)
+    state.step += 1
+    return Done(found, norm, lr, stop)
 
 
 def due(every: int, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -52,15 +53,26 @@ class State:
 
 def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -> State:
     """Model, master weights and optimizer of a resolved recipe, at step 0: this rank's part of them."""
-    layout = Layout.from_recipe(recipe.layout)
     if module is None and ranks.device.type == "cpu":
-        _fits(recipe, layout, ranks)
-    mesh = Mesh(layout, ranks)
+        _fits(recipe, Layout.from_recipe(recipe.layout), ranks)
+    state = assemble(recipe, ranks, module)
+    if module is None:
+        assert_owned_once(state.parallel.replicas, state.mesh, count_parameters(recipe.model))
+    return state
+
+
+def assemble(
+    recipe: Recipe,
+    ranks: Ranks,
+    module: nn.Module | None = None,
+    memory: AbstractContextManager[object] | None = None,
+) -> State:
+    """`build_state` without its checks. memory: see `parallelize`."""
+    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks)
     dtype = DTYPES[compute_mode(recipe, ranks.device, module is not None)]
     reduce = DTYPES[recipe.precision.reduce]
     if module is None:
-        parallel = parallelize(recipe, mesh, dtype, reduce)
-        assert_owned_once(parallel.replicas, mesh, count_parameters(recipe.model))
+        parallel = parallelize(recipe, mesh, dtype, reduce, memory)
     else:
         parallel = _replicated(module, mesh, dtype, reduce)
     return with_optimizer(parallel, mesh, recipe.optim)
