@@ -72,7 +72,7 @@ def test_many_microbatches_as_if_all_were_simulated() -> None:
         s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100"), 1, 24)
         costs = time.stage_costs(s)
         parts = tuple((c.forward, c.input, c.weight) for c in costs)
-        exact, _ = time._simulated(name, 4, 24, v, parts, tuple(time._transfers(s).items()))
+        exact, _ = time._simulated(name, 4, 24, v, parts, tuple(time.transfers(s).items()))
         assert time.pipeline(s, costs)[0] == pytest.approx(exact, rel=2e-3)
         assert few < many
 

@@ -148,11 +148,11 @@ def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
     total = sum(costs, Cost())
     again = Cost()
     for op, cost in zip(ops, costs, strict=True):
-        again += cost.times(_again(op, recompute, s.software))
+        again += cost.times(repeated(op, recompute, s.software))
     return total + Cost(0, again.forward, 0, 0, again.sent_forward, again.host / 2)
 
 
-def _again(op: Operation, recompute: str, software: Software) -> float:
+def repeated(op: Operation, recompute: str, software: Software) -> float:
     """How often forward is repeated in backward, on average."""
     if recompute != "selective":
         return 1.0 if recompute == "full" else 0.0
@@ -194,7 +194,7 @@ def stage_costs(s: Setting) -> list[Cost]:
     slower = rates.slowest(s.layout.ranks)
     costs = [cost.slowed(slower) for cost in costs]
     if not s.software.overlap_pipeline and s.layout.pp > 1:
-        wait = max(seconds for (a, b), seconds in _transfers(s).items() if b == a + 1)
+        wait = max(seconds for (a, b), seconds in transfers(s).items() if b == a + 1)
         costs = [cost + Cost(wait, wait, 0, wait, wait) for cost in costs]
     return costs
 
@@ -235,7 +235,7 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
         once[rank_of[stage]] += cost.seconds
     few = min(m, 2 * p + m % p)
     parts = tuple((c.forward, c.input, c.weight) for c in costs)
-    makespan, ends = _simulated(s.layout.schedule, p, few, v, parts, tuple(_transfers(s).items()))
+    makespan, ends = _simulated(s.layout.schedule, p, few, v, parts, tuple(transfers(s).items()))
     more = (m - few) * max(once)
     return makespan + more, [end + more for end in ends], [m * seconds for seconds in once]
 
@@ -256,7 +256,7 @@ def _simulated(
     return timeline.makespan, [row[-1].end for row in timeline.rows]
 
 
-def _transfers(s: Setting) -> dict[tuple[int, int], float]:
+def transfers(s: Setting) -> dict[tuple[int, int], float]:
     """Seconds of an activation on its way from one position to another."""
     stride = s.layout.ranks // s.layout.pp
     size, gather = s.sizes.n * s.model.dim * s.sizes.e, 0.0
