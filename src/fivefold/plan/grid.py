@@ -1,0 +1,212 @@
+"""Predictions over a bounded grid of sizes around a recipe: what the sliders of a plan's page show.
+
+Every cell is what `predict` says of the recipe with these sizes, or why it cannot be. Sizes are those of the recipe,
+halved and doubled; with the model's dim its heads and feed-forward width grow alike. tp and pp take their ranks from
+data parallelism, which fills the devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.plan.clusters import Cluster
+from fivefold.plan.predict import Plan, predict, resolved
+from fivefold.recipe import Recipe
+
+BUDGET = 9000
+"""How much work a grid may be, in cells without a pipeline: less than 20 seconds and 3 MB (tests/test_plan_page.py)."""
+LABELS = {
+    "devices": "Devices",
+    "layers": "Layers",
+    "dim": "Width of the model (dim)",
+    "seq_len": "Tokens in a sequence",
+    "global_batch_size": "Global batch, sequences",
+    "microbatch_size": "Microbatch, sequences",
+    "tp": "Tensor parallel (tp)",
+    "pp": "Pipeline stages (pp)",
+    "zero": "ZeRO stage of data parallelism",
+}
+TURNS = (
+    "tp", "pp", "zero", "microbatch_size", "devices", "seq_len", "global_batch_size", "layers", "dim",
+)  # fmt: skip
+"""Which slider gets a further value first."""
+WITH_DIM = ("heads", "kv_heads", "ffn_dim", "expert_ffn_dim")
+Values = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A slider: its values, ascending, and which of them is the recipe's own."""
+
+    key: str
+    values: tuple[int, ...]
+    at: int
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the grid lies around. recipe: as given, its open fields still open; full: resolved; layout: the resolved
+    recipe's; cluster: with its devices."""
+
+    recipe: Recipe
+    full: Recipe
+    layout: Layout
+    cluster: Cluster
+
+    @property
+    def values(self) -> Values:
+        model, train = self.full.model, self.full.train
+        assert train.microbatch_size
+        return {
+            "devices": self.layout.ranks,
+            "layers": model.layers,
+            "dim": model.dim,
+            "seq_len": model.seq_len,
+            "global_batch_size": train.global_batch_size,
+            "microbatch_size": train.microbatch_size,
+            "tp": self.layout.tp,
+            "pp": self.layout.pp,
+            "zero": self.layout.zero,
+        }
+
+
+def base(recipe: Recipe, cluster: Cluster) -> Base:
+    full = resolved(recipe)
+    layout = Layout.from_recipe(full.layout)
+    return Base(recipe, full, layout, replace(cluster, devices=layout.ranks))
+
+
+def axes(center: Base, budget: float = BUDGET) -> list[Axis]:
+    """The sliders: one value each, then more in turn, nearest first, while the grid stays within the budget."""
+    own = center.values
+    chosen = {key: [value] for key, value in own.items()}
+    waiting = {key: _nearest_first(_possible(center, key), own[key]) for key in TURNS}
+    while any(waiting.values()):
+        for key, values in waiting.items():
+            if not values:
+                continue
+            value = values.pop(0)
+            more = chosen | {key: [*chosen[key], value]}
+            if _work(more) <= budget:
+                chosen = more
+    return [Axis(key, tuple(sorted(found)), sorted(found).index(own[key])) for key, found in chosen.items()]
+
+
+def cells(center: Base, sliders: Sequence[Axis]) -> Iterator[tuple[Values, Plan | str]]:
+    """All combinations, the last slider's values next to one another; with what is predicted, or why it cannot be."""
+    for combination in itertools.product(*(axis.values for axis in sliders)):
+        values = {axis.key: value for axis, value in zip(sliders, combination, strict=True)}
+        try:
+            yield values, plan_at(center, values)
+        except UserError as error:
+            yield values, str(error).removeprefix("recipe: ")
+
+
+def plan_at(center: Base, values: Values) -> Plan:
+    """What is predicted for these sizes.
+
+    Raises:
+        UserError: they make no valid recipe.
+    """
+    full, layout = center.full, layout_at(center, values)
+    model = center.recipe.model.model_copy(update=model_at(center, values))
+    train = full.train.model_copy(
+        update={name: values[name] for name in ("global_batch_size", "microbatch_size")}
+    )
+    section = full.layout.model_copy(update=vars(layout))
+    recipe = full.model_copy(update={"model": model, "train": train, "layout": section})
+    return predict(recipe, replace(center.cluster, devices=values["devices"]))
+
+
+def model_at(center: Base, values: Values) -> Values:
+    """Fields of `[model]`: those given by the recipe that belong to the dim change with it."""
+    model = center.recipe.model
+    fields = {name: values[name] for name in ("layers", "dim", "seq_len")}
+    for name in WITH_DIM:
+        if given := getattr(model, name):
+            fields[name] = given * values["dim"] // model.dim
+    return fields
+
+
+def layout_at(center: Base, values: Values) -> Layout:
+    """The recipe's layout with these axes; data parallelism gets the devices that they leave.
+
+    Raises:
+        UserError: they leave no whole number.
+    """
+    own, tp, pp, zero = center.layout, values["tp"], values["pp"], values["zero"]
+    others = tp * pp * own.cp
+    replicas = own.dp_replicate if own.dp_shard > 1 and zero else 1  # a hybrid stays one
+    if values["devices"] % (others * replicas):
+        words = f"tp x pp x cp = {others}" + (f", times {replicas} replicas" if replicas > 1 else "")
+        raise UserError(f"{values['devices']} devices cannot be divided by {words}")
+    dp = values["devices"] // others
+    pipeline = {} if pp > 1 else {"schedule": "1f1b", "virtual_stages": 1}
+    return replace(
+        own,
+        pp=pp,
+        tp=tp,
+        sp=tp > 1 and (own.sp or own.tp == 1),
+        zero=zero,
+        dp_replicate=replicas if zero else dp,
+        dp_shard=dp // replicas if zero else 1,
+        microbatches=None,
+        **pipeline,
+    )
+
+
+def options(center: Base, key: str, value: int) -> str:
+    """What `fivefold plan` needs to be told for this value, besides the layout and the cluster."""
+    values = center.values | {key: value}
+    if key == "microbatch_size":  # always: the recipe may leave it open, to follow from the batch
+        return f"--set train.microbatch_size={value}"
+    if value == center.values[key] or key in ("devices", "tp", "pp", "zero"):
+        return ""
+    if key == "global_batch_size":
+        return f"--set train.global_batch_size={value}"
+    own = model_at(center, center.values)
+    changed = {name: new for name, new in model_at(center, values).items() if new != own[name]}
+    return " ".join(f"--set model.{name}={new}" for name, new in changed.items())
+
+
+def command(recipe: str, sets: Sequence[str], cluster: str) -> str:
+    """How `fivefold plan` is told the recipe and the cluster's kind; the devices, the layout and `options` follow."""
+    kept = [f"--set {shlex.quote(text)}" for text in sets if not text.strip().startswith("layout.")]
+    return " ".join(["fivefold plan", shlex.quote(recipe), *kept, f"--cluster {shlex.quote(cluster)}"])
+
+
+def _possible(center: Base, key: str) -> list[int]:
+    """Values that a slider may get besides the recipe's own."""
+    own, model, cluster = center.values[key], center.full.model, center.cluster
+    if key == "zero":
+        return [0, 1, 2, 3]
+    if key in ("tp", "pp"):
+        powers = [2**i for i in range(17)]
+        heads = math.gcd(model.heads, model.kv_heads or model.heads)
+        if key == "tp":
+            return [n for n in powers if n <= cluster.per_node and heads % n == 0]
+        return [n for n in powers if n <= min(8, model.layers)]
+    found = [own * 2**i for i in range(1, 4)]
+    found += [own // 2**i for i in range(1, 4) if own % 2**i == 0]
+    if key == "dim":
+        given = [size for name in WITH_DIM if (size := getattr(center.recipe.model, name))]
+        found = [value for value in found if all(size * value % model.dim == 0 for size in given)]
+    return found
+
+
+def _nearest_first(values: Sequence[int], own: int) -> list[int]:
+    """By doublings from the recipe's own value, of equals the smaller first; 0 counts as half."""
+    rest = {value for value in values if value != own}
+    return sorted(rest, key=lambda v: (abs(math.log2((v or 0.5) / (own or 0.5))), v))
+
+
+def _work(chosen: dict[str, list[int]]) -> float:
+    """Of a grid with these values, in cells without a pipeline."""
+    others = math.prod(len(values) for key, values in chosen.items() if key != "pp")
+    return others * sum(1 + pp * pp / 16 for pp in chosen["pp"])
