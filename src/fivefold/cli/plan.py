@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+from fivefold.cli.plan_pictures import Wanted, draw_plan, draw_search
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
     "fivefold plan llama-7b --cluster a100:64 --search --top 5 --save best.toml",
     "fivefold plan my.toml --cluster lab.toml:16 --explain",
+    "fivefold plan llama-7b --cluster h100:64 --search --pictures --html plan.html",
 ]
 
 
@@ -40,6 +42,13 @@ def plan(
     save: Annotated[
         Path | None, typer.Option("--save", help="Write the recipe with the (best) layout to this file.")
     ] = None,
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="Draw it: all pictures, in a file or pipe, too.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page with the pictures, and sliders for the sizes."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
@@ -54,20 +63,22 @@ def plan(
         raise UserError("--search looks for the layout itself: leave --layout out")
     loaded, machine = load(recipe, set_ or [], layout), parse(cluster)
     if search:
-        _search(recipe, loaded, machine, top, explain, save, json)
+        found = _search(recipe, loaded, machine, top, explain, save, json)
+        draw_search(found, Wanted(pictures, html, json), loaded, (recipe, set_ or [], cluster))
         return
     result = predict(loaded, machine)
     if save is not None:
         _save(save, loaded, result)
     if json:
         print_json(result.as_json() | ({"terms": dict(result.step.terms)} if explain else {}))
-        return
-    print("\n".join(_text(recipe, result, explain)))
+    else:
+        print("\n".join(_text(recipe, result, explain)))
+    draw_plan(result, Wanted(pictures, html, json), loaded, (recipe, set_ or [], cluster))
 
 
 def _search(
     name: str, recipe: Recipe, machine: Any, top: int, explain: bool, save: Path | None, json: bool
-) -> None:
+) -> Found:
     from fivefold.plan.search import describe_nothing
     from fivefold.plan.search import search as run
 
@@ -80,10 +91,11 @@ def _search(
         _save(save, recipe, found.plans[0])
     if json:
         print_json(found.as_json())
-        return
+        return found
     print("\n".join(_table(name, found)))
     if explain:
         print("\n".join(["", *_text(name, found.plans[0], True)]))
+    return found
 
 
 def _text(name: str, result: Plan, explain: bool) -> list[str]:

@@ -6,18 +6,15 @@ the page to load anything and to run any script but its own.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
-import time
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
+from fivefold.observe.document import document, piece
 from fivefold.observe.format import duration, printable, short_number, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.run_charts import run_charts
@@ -41,9 +38,7 @@ def page(run: Path) -> str:
     """The page as HTML."""
     lines, recipe = read_metrics(run), _recipe(run / "recipe.toml")
     figures = summarize(lines)
-    name = escape(printable(run.resolve().name))
-    style, script = _piece("report.css"), _piece("report.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    name = printable(run.resolve().name)
     sections = [
         _section("Curves", run_charts(lines) + _table(lines)) if lines else "",
         _section("What it writes", samples(lines)),
@@ -51,37 +46,16 @@ def page(run: Path) -> str:
         _section("Machine", machine(run / "machine.json")),
         _section("Do it again", commands(run, recipe)),
     ]
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
-script-src 'sha256-{digest}'; base-uri 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{name}: training report</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
+    body = f"""<header>
 <p class="kicker">Training report</p>
-<h1>{name}</h1>
+<h1>{escape(name)}</h1>
 <p class="lead">{escape(printable(_in_words(recipe, figures)))}</p>
 {_alarm(figures)}
 {_headline(figures)}
 </header>
 <main>
-{"".join(sections)}</main>
-<footer>Written by Fivefold {escape(metadata.version("fivefold"))}, {time.strftime("%Y-%m-%d %H:%M")}.
-This file needs no network.</footer>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-
-def _piece(name: str) -> str:
-    return resources.files("fivefold.observe").joinpath("page", name).read_text("utf-8")
+{"".join(sections)}</main>"""
+    return document(f"{name}: training report", body, piece("report.css"), piece("report.js"))
 
 
 def _section(title: str, body: str) -> str:

@@ -1,40 +1,36 @@
-"""Throughput against memory: of all layouts that a search considered, those that no other beats in both."""
+"""Throughput against memory: layouts that no other beats in both."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fivefold.layout import to_text
 
 if TYPE_CHECKING:
     from fivefold.plan.predict import Plan
     from fivefold.plan.search import Found
 
-T = TypeVar("T")
+STEPS = 16
 
 
-def frontier(found: Found, most: int = 12) -> list[Plan]:
-    """The fastest layout for each memory, from least memory to most, predicted in full: at most `most` of those that
-    the search's estimates name, and its plans."""
-    plans = [*map(found.price, _spread(found.unbeaten, most)), *found.plans]
-    return unbeaten(plans, lambda plan: (plan.peak_bytes, plan.step.seconds))
+def frontier(found: Found) -> list[Plan]:
+    """From the least memory to the most, the fastest layout of all that take no more: the best plan, and then always
+    the fastest that takes less by at least a sixteenth of the best one's memory."""
+    plans = found.plans[:1]
+    gap = plans[0].peak_bytes / STEPS if plans else 0
+    while plans and (following := found.within(plans[-1].peak_bytes - gap)):
+        plans.append(following)
+    return plans[::-1]
 
 
-def unbeaten(
-    items: Iterable[T], key: Callable[[T], tuple[float, float]], valid: Callable[[T], bool] = lambda _: True
-) -> list[T]:
-    """Of the valid items those of which no other has both less memory and less time, by memory. key: (bytes,
-    seconds)."""
-    found, fastest = [], math.inf
-    for item in sorted(items, key=key):
-        if key(item)[1] < fastest and valid(item):
-            found.append(item)
-            fastest = key(item)[1]
-    return found
-
-
-def _spread(items: Sequence[T], most: int) -> list[T]:
-    """At most `most` of them, evenly spread, with the first and the last."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+def as_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """What the page shows of each."""
+    return [
+        {
+            "peak": plan.peak_bytes,
+            "tokens_per_s": plan.tokens_per_s,
+            "words": f"{to_text(plan.layout)}, microbatch {plan.setting.sizes.B}",
+        }
+        for plan in plans
+    ]

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.plan.clusters import Cluster
+from fivefold.layout import Layout, validate
+from fivefold.plan.clusters import Cluster, parse
 from fivefold.plan.predict import Plan, predict, resolved
 from fivefold.recipe import Recipe
 
@@ -52,12 +52,13 @@ class Axis:
 @dataclass(frozen=True)
 class Base:
     """What the grid lies around. recipe: as given, its open fields still open; full: resolved; layout: the resolved
-    recipe's; cluster: with its devices."""
+    recipe's; cluster: with its devices; named: as after `--cluster`."""
 
     recipe: Recipe
     full: Recipe
     layout: Layout
     cluster: Cluster
+    named: str
 
     @property
     def values(self) -> Values:
@@ -76,10 +77,16 @@ class Base:
         }
 
 
-def base(recipe: Recipe, cluster: Cluster) -> Base:
-    full = resolved(recipe)
+def base(recipe: Recipe, cluster: str) -> Base:
+    """cluster: as after `--cluster`.
+
+    Raises:
+        UserError: as `parse` and `predict`.
+    """
+    full, machine = resolved(recipe), parse(cluster)
     layout = Layout.from_recipe(full.layout)
-    return Base(recipe, full, layout, replace(cluster, devices=layout.ranks))
+    validate(layout, machine.devices or layout.ranks)
+    return Base(recipe, full, layout, replace(machine, devices=layout.ranks), cluster)
 
 
 def axes(center: Base, budget: float = BUDGET) -> list[Axis]:
@@ -162,23 +169,32 @@ def layout_at(center: Base, values: Values) -> Layout:
 
 
 def options(center: Base, key: str, value: int) -> str:
-    """What `fivefold plan` needs to be told for this value, besides the layout and the cluster."""
-    values = center.values | {key: value}
+    """What `fivefold plan` needs to be told for this value, besides the layout."""
+    if key == "devices":
+        return f"--cluster {shlex.quote(_cluster(center, value))}"
     if key == "microbatch_size":  # always: the recipe may leave it open, to follow from the batch
         return f"--set train.microbatch_size={value}"
-    if value == center.values[key] or key in ("devices", "tp", "pp", "zero"):
+    own = center.values
+    if value == own[key] or key in ("tp", "pp", "zero"):
         return ""
     if key == "global_batch_size":
         return f"--set train.global_batch_size={value}"
-    own = model_at(center, center.values)
-    changed = {name: new for name, new in model_at(center, values).items() if new != own[name]}
-    return " ".join(f"--set model.{name}={new}" for name, new in changed.items())
+    before, after = model_at(center, own), model_at(center, own | {key: value})
+    return " ".join(f"--set model.{name}={new}" for name, new in after.items() if new != before[name])
 
 
-def command(recipe: str, sets: Sequence[str], cluster: str) -> str:
-    """How `fivefold plan` is told the recipe and the cluster's kind; the devices, the layout and `options` follow."""
+def _cluster(center: Base, devices: int) -> str:
+    """As after `--cluster`, with so many devices."""
+    name, _, count = ("", "", "") if center.named.endswith(".toml") else center.named.rpartition(":")
+    if "x" in count:
+        return f"{name}:{devices // center.cluster.per_node}x{center.cluster.per_node}"
+    return f"{name or center.named}:{devices}"
+
+
+def command(recipe: str, sets: Sequence[str]) -> str:
+    """How `fivefold plan` is told the recipe; the layout and `options` follow."""
     kept = [f"--set {shlex.quote(text)}" for text in sets if not text.strip().startswith("layout.")]
-    return " ".join(["fivefold plan", shlex.quote(recipe), *kept, f"--cluster {shlex.quote(cluster)}"])
+    return " ".join(["fivefold plan", shlex.quote(recipe), *kept])
 
 
 def _possible(center: Base, key: str) -> list[int]:
@@ -197,6 +213,8 @@ def _possible(center: Base, key: str) -> list[int]:
     if key == "dim":
         given = [size for name in WITH_DIM if (size := getattr(center.recipe.model, name))]
         found = [value for value in found if all(size * value % model.dim == 0 for size in given)]
+    if key == "devices" and "x" in center.named.rpartition(":")[2]:
+        found = [value for value in found if value % cluster.per_node == 0]
     return found
 
 

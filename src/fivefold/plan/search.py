@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from fivefold.errors import UserError
 from fivefold.layout import Layout, problems, to_text
 from fivefold.plan import memory, operations, time
 from fivefold.plan.clusters import Cluster
-from fivefold.plan.frontier import unbeaten
 from fivefold.plan.predict import Plan, dtype_of, limit, price, resolved, setting, with_reduce
 from fivefold.plan.software import FIVEFOLD, Software
 from fivefold.plan.time import Cost
@@ -48,15 +47,12 @@ class Candidate:
 @dataclass(frozen=True)
 class Found:
     """plans: best first. rejected: how many candidates lost, by reason. near: of those that do not fit the one that
-    would take the least memory. unbeaten: of those that fit the ones of which no other, by estimate, takes less memory
-    and less time; price: predicts one in full (see plan/frontier.py)."""
+    would take the least memory."""
 
     plans: list[Plan]
     considered: int
     rejected: dict[str, int]
     near: Plan | None
-    unbeaten: list[Candidate]
-    price: Callable[[Candidate], Plan]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -113,15 +109,11 @@ def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software =
             f"no layout of {cluster.devices} devices divides a batch of {batch} sequences: train.global_batch_size "
             f"must be divisible by the data-parallel ranks"
         )
-
-    def valid(candidate: Candidate) -> bool:
-        return not any(contradictions(_with(full, candidate)))
-
-    plans = _predicted(filter(valid, _best_first(found)), top, estimate, most, lost)
+    valid = (c for c in _best_first(found) if not any(contradictions(_with(full, c))))
+    plans = _predicted(valid, top, estimate, most, lost)
     lost["slower"] += len(found) - len(plans) - lost["does not fit, predicted in full"]
     near = None if plans or least is None else estimate.plan(least)
-    best = unbeaten(found, lambda c: (c.peak, c.seconds), valid)
-    return Found(plans, seen, {reason: n for reason, n in lost.items() if n}, near, best, estimate.plan)
+    return Found(plans, seen, {reason: n for reason, n in lost.items() if n}, near)
 
 
 def _best_first(found: list[Candidate]) -> list[Candidate]:

@@ -1,0 +1,117 @@
+"""`fivefold plan --pictures` and `--html FILE`: what is drawn of a plan, for terminals and as a page."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fivefold.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.plan.predict import Plan
+    from fivefold.plan.search import Found
+    from fivefold.recipe import Recipe
+
+NARROWEST = 60
+Typed = tuple[str, list[str], str]
+"""The recipe, what follows --set, and what follows --cluster, as they were typed."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """pictures, html, json: the options. On a terminal a short form of the pictures comes without being asked for."""
+
+    pictures: bool
+    html: Path | None
+    json: bool
+
+    @property
+    def printed(self) -> bool:
+        return not self.json and (self.pictures or sys.stdout.isatty())
+
+    def check(self) -> None:
+        """Raises: UserError."""
+        if self.json and self.pictures:
+            raise UserError("--pictures draws for people, --json prints one object: leave one of them out")
+
+
+def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
+    """What is wanted of a plan."""
+    if wanted.printed:
+        print_pictures(plan, wanted.pictures)
+    if wanted.html is not None:
+        write_page(wanted.html, recipe, typed)
+
+
+def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
+    """What is wanted of a search: its frontier, and pictures of the best plan."""
+    if not found.plans or not (wanted.printed or wanted.html):
+        return
+    from fivefold.plan.frontier import frontier
+    from fivefold.plan.search import apply
+
+    best, plans = found.plans[0], frontier(found)
+    if wanted.printed:
+        print_pictures(best if wanted.pictures else None, wanted.pictures, plans)
+    if wanted.html is not None:
+        write_page(wanted.html, apply(recipe, best), typed, plans)
+
+
+def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ()) -> None:
+    """In the terminal's width; colours only where it is a terminal. plan: None where only the frontier is wanted."""
+    from rich.console import Console
+
+    from fivefold.observe import plan_text
+    from fivefold.plan.pictures import pictures
+
+    width = max(NARROWEST, shutil.get_terminal_size().columns)
+    console = Console(file=sys.stdout, width=width, highlight=False)
+    lines = []
+    if frontier:
+        lines += ["", *plan_text.frontier(frontier, width)]
+    if plan is not None:
+        lines += ["", *plan_text.draw(pictures(plan), width, console.color_system is not None, full)]
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan] = ()) -> None:
+    """The page of this recipe, its sliders over a grid around it.
+
+    Raises:
+        UserError: as `predict`; the file cannot be written.
+    """
+    from fivefold.observe import plan_page, plan_svg
+    from fivefold.plan import grid
+    from fivefold.plan.frontier import as_rows
+    from fivefold.plan.grid_data import as_data
+    from fivefold.plan.pictures import pictures
+    from fivefold.recipe import count_parameters
+    from fivefold.schedules.pipeline import to_svg
+
+    name, sets, cluster = typed
+    center = grid.base(recipe, cluster)
+    data = as_data(center, grid.command(name, sets), grid.axes(center))
+    drawn = pictures(grid.plan_at(center, center.values))
+    rows = as_rows(frontier)
+    shown = [
+        plan_svg.memory(drawn.plan, "Memory of a device"),
+        plan_svg.roofline(drawn.roofline, drawn.plan.step.seconds, "Roofline of the step"),
+        *([to_svg(drawn.timeline, "Timeline of the pipeline")] if drawn.timeline else []),
+        *([plan_svg.frontier(rows, drawn.plan.limit, "Fastest layout for each memory")] if rows else []),
+    ]
+    model = center.full.model
+    words = (
+        f"A {model.arch} model of {count_parameters(model) / 1e9:.3g} billion parameters on {cluster}, in "
+        f"{drawn.plan.setting.dtype}, as `fivefold plan` predicts it before it runs."
+    )
+    text = plan_page.page(Path(name).stem, words, data | {"search": rows or None}, shown)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written: {error.strerror}") from None
+    print(f"wrote {path}: {len(data['index']):,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)

@@ -1,0 +1,41 @@
+"""The frame of a page: one HTML file that needs no network and may run no script but its own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from html import escape
+from importlib import metadata, resources
+
+
+def piece(name: str) -> str:
+    """A style sheet or script that comes with the program."""
+    return resources.files("fivefold.observe").joinpath("page", name).read_text("utf-8")
+
+
+def document(title: str, body: str, style: str, script: str) -> str:
+    """The page. title: text; body: HTML, in which everything foreign is escaped.
+
+    A content security policy forbids the page to load anything, and to run any script but this one.
+    """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'sha256-{digest}'; base-uri 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{escape(title)}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+<footer>Written by Fivefold {escape(metadata.version("fivefold"))}, {time.strftime("%Y-%m-%d %H:%M")}.
+This file needs no network.</footer>
+<script>{script}</script>
+</body>
+</html>
+"""
