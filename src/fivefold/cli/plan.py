@@ -59,12 +59,13 @@ def plan(
     from fivefold.plan.predict import predict
     from fivefold.recipe import load
 
+    wanted = Wanted(pictures, html, json)
     if search and layout is not None:
         raise UserError("--search looks for the layout itself: leave --layout out")
     loaded, machine = load(recipe, set_ or [], layout), parse(cluster)
     if search:
         found = _search(recipe, loaded, machine, top, explain, save, json)
-        draw_search(found, Wanted(pictures, html, json), loaded, (recipe, set_ or [], cluster))
+        draw_search(found, wanted, loaded, (recipe, set_ or [], cluster))
         return
     result = predict(loaded, machine)
     if save is not None:
@@ -73,7 +74,7 @@ def plan(
         print_json(result.as_json() | ({"terms": dict(result.step.terms)} if explain else {}))
     else:
         print("\n".join(_text(recipe, result, explain)))
-    draw_plan(result, Wanted(pictures, html, json), loaded, (recipe, set_ or [], cluster))
+    draw_plan(result, wanted, loaded, (recipe, set_ or [], cluster))
 
 
 def _search(

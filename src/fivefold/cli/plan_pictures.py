@@ -29,14 +29,13 @@ class Wanted:
     html: Path | None
     json: bool
 
+    def __post_init__(self) -> None:
+        if self.json and self.pictures:
+            raise UserError("--pictures draws for people, --json prints one object: leave one of them out")
+
     @property
     def printed(self) -> bool:
         return not self.json and (self.pictures or sys.stdout.isatty())
-
-    def check(self) -> None:
-        """Raises: UserError."""
-        if self.json and self.pictures:
-            raise UserError("--pictures draws for people, --json prints one object: leave one of them out")
 
 
 def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
@@ -58,7 +57,10 @@ def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> N
     if wanted.printed:
         print_pictures(best if wanted.pictures else None, wanted.pictures, plans)
     if wanted.html is not None:
-        write_page(wanted.html, apply(recipe, best), typed, plans)
+        chosen, (name, sets, cluster) = apply(recipe, best), typed
+        if chosen.precision.mode != recipe.precision.mode:
+            sets = [*sets, f"precision.mode={chosen.precision.mode}"]
+        write_page(wanted.html, chosen, (name, sets, cluster), plans)
 
 
 def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ()) -> None:
@@ -79,8 +81,10 @@ def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ())
         console.print(line, soft_wrap=True)
 
 
-def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan] = ()) -> None:
-    """The page of this recipe, its sliders over a grid around it.
+def write_page(
+    path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan] = (), budget: float | None = None
+) -> None:
+    """The page of this recipe, its sliders over a grid around it. budget: of the grid, if not its own.
 
     Raises:
         UserError: as `predict`; the file cannot be written.
@@ -95,7 +99,8 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
 
     name, sets, cluster = typed
     center = grid.base(recipe, cluster)
-    data = as_data(center, grid.command(name, sets), grid.axes(center))
+    sliders = grid.axes(center, budget or grid.BUDGET)
+    data = as_data(center, grid.command(name, sets), sliders)
     drawn = pictures(grid.plan_at(center, center.values))
     rows = as_rows(frontier)
     shown = [

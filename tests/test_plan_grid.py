@@ -1,0 +1,167 @@
+"""The grid of predictions behind a plan's sliders: each cell is what `fivefold plan` says."""
+
+from __future__ import annotations
+
+import base64
+import math
+import random
+import shlex
+from array import array
+from typing import Any
+
+import pytest
+
+from fivefold.errors import UserError
+from fivefold.plan import grid
+from fivefold.plan.clusters import parse
+from fivefold.plan.grid_data import HEAD, MEMORY, as_data
+from fivefold.plan.pictures import pictures
+from fivefold.plan.predict import Plan, predict
+from fivefold.recipe import Recipe, load
+
+SETS = ["train.global_batch_size=256", "model.kv_heads=8"]
+RECIPE = load("llama-7b", SETS, "pp=2,tp=4,dp=8,zero=1,recompute=selective,sp=true")
+
+
+def as_told(command: str) -> tuple[Recipe, str]:
+    """The recipe and the cluster of a line that begins with `fivefold plan`."""
+    words = shlex.split(command)
+    given = {
+        name: [b for a, b in zip(words, words[1:], strict=False) if a == name]
+        for name in words
+        if name[:2] == "--"
+    }
+    return load(words[2], given.get("--set", []), given["--layout"][0]), given["--cluster"][0]
+
+
+def line(center: grid.Base, sets: list[str], values: dict[str, int]) -> str:
+    from fivefold.layout import to_text
+
+    layout = to_text(grid.layout_at(center, values))
+    parts = [grid.options(center, key, value) for key, value in values.items()]
+    return " ".join([grid.command("llama-7b", sets), f"--layout {layout}", *filter(None, parts)])
+
+
+@pytest.mark.parametrize("budget", [1, 10, 500, grid.BUDGET])
+def test_axes_keep_to_the_budget(budget: int) -> None:
+    center = grid.base(RECIPE, "h100:64")
+    axes = grid.axes(center, budget)
+    assert [axis.key for axis in axes] == list(grid.LABELS)
+    for axis in axes:
+        assert axis.values[axis.at] == center.values[axis.key]
+        assert list(axis.values) == sorted(set(axis.values))
+    cells = math.prod(len(axis.values) for axis in axes)
+    assert cells <= max(1, budget)
+    if budget == grid.BUDGET:
+        assert all(len(axis.values) >= 2 for axis in axes)
+        assert cells > 2000
+
+
+def test_every_cell_is_what_the_command_says() -> None:
+    center = grid.base(RECIPE, "h100:64")
+    axes = grid.axes(center)
+    draw = random.Random(0)
+    valid = 0
+    for _ in range(60):
+        values = {axis.key: draw.choice(axis.values) for axis in axes}
+        try:
+            found = grid.plan_at(center, values)
+        except UserError:
+            continue
+        recipe, cluster = as_told(line(center, SETS, values))
+        told = predict(recipe, parse(cluster))
+        assert told.as_json() == found.as_json(), values
+        valid += 1
+    assert valid > 20
+
+
+def test_own_cell_is_the_recipes_plan() -> None:
+    for layout in (
+        "pp=2,tp=4,dp=8,zero=1",
+        "dp_replicate=8,dp_shard=8,zero=3",
+        "tp=4,dp=16",
+        "cp=2,dp=32,zero=2",
+    ):
+        recipe = load("llama-7b", SETS, layout)
+        center = grid.base(recipe, "h100:64")
+        assert grid.plan_at(center, center.values).as_json() == predict(recipe, parse("h100:64")).as_json()
+
+
+def test_clusters_by_nodes_keep_whole_nodes() -> None:
+    center = grid.base(load("llama-7b", SETS, "tp=4,dp=8"), "h100:8x4")
+    devices = grid.axes(center)[0]
+    assert all(value % 4 == 0 for value in devices.values)
+    assert grid.options(center, "devices", 16) == "--cluster h100:4x4"
+
+
+def test_what_cannot_be_says_why() -> None:
+    center = grid.base(RECIPE, "h100:64")
+    with pytest.raises(UserError, match="2 devices cannot be divided by tp x pp x cp = 8"):
+        grid.plan_at(center, center.values | {"devices": 2})
+    with pytest.raises(UserError, match="global_batch_size"):
+        grid.plan_at(center, center.values | {"global_batch_size": 3})
+    with pytest.raises(UserError, match="heads"):
+        grid.plan_at(center, center.values | {"tp": 3, "devices": 6})
+
+
+def test_a_mixture_of_experts_has_a_grid() -> None:
+    recipe = load("mixtral-8x7b", [], "dp=64,zero=3,ep=8")
+    center = grid.base(recipe, "h100:64")
+    found = [plan for _, plan in grid.cells(center, grid.axes(center, 40))]
+    assert any(isinstance(plan, Plan) for plan in found)
+
+
+def test_numbers_as_they_are_packed() -> None:
+    """Read back as the page's script does."""
+    center = grid.base(RECIPE, "h100:64")
+    axes = grid.axes(center, 60)
+    data = as_data(center, "fivefold plan x", axes)
+    floats, starts = array("f"), array("H")
+    floats.frombytes(base64.b64decode(data["floats"]))
+    starts.frombytes(base64.b64decode(data["starts"]))
+    at = first = valid = 0
+    for (values, plan), message in zip(grid.cells(center, axes), data["index"], strict=True):
+        if isinstance(plan, str):
+            assert data["messages"][message - 1] == plan
+            continue
+        assert message == 0
+        valid += 1
+        length = _check(data, floats, at, plan)
+        if values["pp"] > 1:
+            first += _check_timeline(data, starts, first, plan)
+        at += length
+    assert valid > 5
+    assert at == len(floats)
+    assert first == len(starts)
+
+
+def _check(data: dict[str, Any], floats: array[float], at: int, plan: Plan) -> int:
+    """Compares a cell with its plan; returns how many numbers it has."""
+    found, pp, begin = pictures(plan), plan.layout.pp, at
+    head = dict(zip(HEAD, floats[at : at + len(HEAD)], strict=True))
+    assert head["step"] == pytest.approx(plan.step.seconds, rel=1e-6)
+    assert head["tokens_per_s"] == pytest.approx(plan.tokens_per_s, rel=1e-6)
+    assert head["microbatches"] == plan.setting.microbatches
+    at += len(HEAD)
+    assert list(floats[at : at + len(data["shares"])]) == pytest.approx(list(found.shares.values()), rel=1e-6)
+    at += len(data["shares"])
+    memory = [getattr(held, name) for held in plan.memory for name in MEMORY]
+    assert list(floats[at : at + 5 * pp]) == pytest.approx(memory, rel=1e-6)
+    at += 5 * pp + 3 * int(head["stages"])
+    seconds = dict(zip(data["operations"], floats[at : at + len(data["operations"])], strict=True))
+    assert {n: s for n, s in seconds.items() if s} == pytest.approx(
+        {p.name: p.seconds for p in found.roofline.points}, rel=1e-6
+    )
+    return at + len(data["operations"]) - begin
+
+
+def _check_timeline(data: dict[str, Any], starts: array[int], first: int, plan: Plan) -> int:
+    shown = pictures(plan).timeline
+    assert shown is not None
+    events = list(shown.events())
+    few = 1 + max(event.action.microbatch for event in events)
+    order = [tuple(action) for row in data["schedules"][f"{plan.layout.pp},{few}"] for action in row]
+    assert order == [(e.action.kind, e.action.stage, e.action.microbatch) for e in events]
+    for event, start in zip(events, starts[first:], strict=False):
+        assert start / 65535 * shown.makespan == pytest.approx(event.start, abs=shown.makespan / 65000)
+    return len(events)

@@ -1,0 +1,266 @@
+"""The page of a plan in a real browser, where there is one: sliders show what the planner predicts."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import observe_browser
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app
+from fivefold.cli.plan_pictures import write_page
+from fivefold.plan import grid
+from fivefold.plan.clusters import parse
+from fivefold.plan.pictures import pictures
+from fivefold.plan.predict import Plan, predict
+from fivefold.recipe import load
+
+PROGRAM = observe_browser.find()
+needs_browser = pytest.mark.skipif(
+    PROGRAM is None, reason="no Chromium or Chrome here to open the page of a plan with"
+)
+SETS = ["train.global_batch_size=256"]
+LAYOUT = "pp=2,tp=4,dp=8,zero=1,sp=true"
+RECIPE = load("llama-7b", SETS, LAYOUT)
+BUDGET = 400
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[observe_browser.Browser]:
+    assert PROGRAM
+    with observe_browser.Browser(PROGRAM) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.html"
+    write_page(path, RECIPE, ("llama-7b", SETS, "h100:64"), (), BUDGET)
+    return path
+
+
+def set_sliders(browser: observe_browser.Browser, positions: dict[str, int]) -> None:
+    moves = "".join(f"document.getElementById('s-{key}').value = {at};" for key, at in positions.items())
+    browser.evaluate(f"{moves} document.getElementById('s-tp').dispatchEvent(new Event('input'))")
+
+
+def text(browser: observe_browser.Browser, selector: str) -> str:
+    return browser.evaluate(f"document.querySelector({selector!r}).innerText")
+
+
+def column(browser: observe_browser.Browser, selector: str) -> list[str]:
+    return browser.evaluate(f"[...document.querySelectorAll({selector!r})].map(e => e.textContent)")
+
+
+def value(browser: observe_browser.Browser, key: str) -> float:
+    return float(browser.evaluate(f"document.getElementById({key!r}).dataset.value"))
+
+
+def check_against(browser: observe_browser.Browser, plan: Plan) -> None:
+    """All that is shown is this plan."""
+    found, step = pictures(plan), plan.step.seconds
+    assert value(browser, "step") == pytest.approx(step, rel=1e-6)
+    assert value(browser, "speed") == pytest.approx(plan.tokens_per_s, rel=1e-6)
+    assert value(browser, "mfu") == pytest.approx(plan.mfu, rel=1e-6)
+    assert value(browser, "peak") == pytest.approx(plan.peak_bytes, rel=1e-6)
+    assert text(browser, "#mfu") == f"{100 * plan.mfu:.1f}%"
+    assert text(browser, "#peak") == f"{plan.peak_bytes / GIB:.1f} GiB"
+    assert ("does not fit" in text(browser, "#room")) != plan.fits
+    assert column(browser, "#memory .end") == [f"{held.total / GIB:.1f} GiB" for held in plan.memory]
+    shares = [f"{s / step:.1%}" for s in found.shares.values() if s >= 0.0005 * step]
+    assert column(browser, "#shares .end") == shares
+    points = sorted(found.roofline.points, key=lambda p: -p.seconds)
+    assert column(browser, "#operations td:nth-child(4)") == [f"{p.seconds / step:.1%}" for p in points]
+    assert column(browser, "#operations td:nth-child(5)") == [found.roofline.bound(p) for p in points]
+    assert bool(browser.evaluate("document.getElementById('pipeline').hidden")) == (found.timeline is None)
+    if found.timeline is not None:
+        idle = [f"{found.timeline.idle_share(rank):.1%} idle" for rank in range(plan.layout.pp)]
+        assert [t for t in column(browser, "#timeline text") if t.endswith("idle")] == idle
+        drawn = column(browser, "#timeline rect > title")
+        assert len(drawn) == sum(map(len, found.timeline.rows))
+
+
+@needs_browser
+def test_sliders_show_what_the_planner_predicts(browser: observe_browser.Browser, page: Path) -> None:
+    browser.open(page)
+    center = grid.base(RECIPE, "h100:64")
+    axes = grid.axes(center, BUDGET)
+    check_against(browser, predict(RECIPE, parse("h100:64")))
+    draw, valid = random.Random(1), 0
+    while valid < 12:
+        positions = {axis.key: draw.randrange(len(axis.values)) for axis in axes}
+        values = {axis.key: axis.values[positions[axis.key]] for axis in axes}
+        set_sliders(browser, positions)
+        for key, number in values.items():
+            assert text(browser, f"#o-{key}") == f"{number:,}"
+        if browser.evaluate("!document.getElementById('problem').hidden"):
+            with pytest.raises(Exception, match=".") as error:
+                grid.plan_at(center, values)
+            assert str(error.value).removeprefix("recipe: ") in text(browser, "#problem")
+            assert text(browser, "#step") == "–"
+            assert (
+                browser.evaluate("getComputedStyle(document.getElementById('memory')).visibility") == "hidden"
+            )
+            continue
+        check_against(browser, from_command(text(browser, "#command")))
+        valid += 1
+    assert browser.errors == []
+
+
+def from_command(line: str) -> Plan:
+    """What the command that the page shows would predict."""
+    words = shlex.split(line)
+    pairs = list(zip(words, words[1:], strict=False))
+    sets = [b for a, b in pairs if a == "--set"]
+    (layout,), (cluster,) = ([b for a, b in pairs if a == name] for name in ("--layout", "--cluster"))
+    assert words[:2] == ["fivefold", "plan"]
+    return predict(load(words[2], sets, layout), parse(cluster))
+
+
+@needs_browser
+def test_keyboard_moves_a_slider(browser: observe_browser.Browser, page: Path) -> None:
+    browser.open(page)
+    before = value(browser, "step")
+    browser.evaluate("document.getElementById('s-tp').focus()")
+    browser.call(
+        "Input.dispatchKeyEvent", type="keyDown", key="ArrowLeft", code="ArrowLeft", windowsVirtualKeyCode=37
+    )
+    assert text(browser, "#o-tp") == "2"
+    assert browser.evaluate("document.getElementById('s-tp').getAttribute('aria-valuetext')") == "2"
+    assert value(browser, "step") != before
+    browser.evaluate("document.getElementById('own').click()")
+    assert text(browser, "#o-tp") == "4"
+    assert value(browser, "step") == before
+
+
+@needs_browser
+def test_frontier_is_of_what_the_sliders_reach(browser: observe_browser.Browser, page: Path) -> None:
+    browser.open(page)
+    rows = browser.evaluate(
+        "[...document.querySelectorAll('#best tr')].map(r => [...r.cells].map(c => c.innerText))"
+    )
+    speed = [float(row[1].replace(",", "")) for row in rows]
+    memory = [float(row[2].removesuffix(" GiB")) for row in rows]
+    assert speed == sorted(speed, reverse=True)
+    assert memory == sorted(memory, reverse=True)
+    center = grid.base(RECIPE, "h100:64")
+    fast: list[Any] = []
+    for values, plan in grid.cells(center, grid.axes(center, BUDGET)):
+        same = all(
+            values[k] == v
+            for k, v in center.values.items()
+            if k not in ("microbatch_size", "tp", "pp", "zero")
+        )
+        if same and isinstance(plan, Plan) and plan.fits:
+            fast.append(plan)
+    best = max(fast, key=lambda plan: plan.tokens_per_s)
+    assert speed[0] == pytest.approx(best.tokens_per_s, rel=1e-3)
+    browser.evaluate("document.querySelector('#best button').click()")
+    assert value(browser, "speed") == pytest.approx(best.tokens_per_s, rel=1e-6)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1400, 768, 390])
+@pytest.mark.parametrize("dark", [False, True])
+def test_page_is_drawn_without_network_errors_or_overflow(
+    browser: observe_browser.Browser, page: Path, width: int, dark: bool
+) -> None:
+    browser.open(page, width, dark=dark)
+    assert browser.requests == [page.as_uri()], "the page asks for nothing but itself"
+    assert browser.errors == []
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    wider = "e => e.getBoundingClientRect().right > innerWidth + 1"
+    found = f"[...document.querySelectorAll('body *')].filter({wider}).map(e => e.outerHTML.slice(0, 80))"
+    assert browser.evaluate(found) == []
+    small = "parseFloat(getComputedStyle(e).fontSize) < 10.5 && e.getClientRects().length"
+    assert (
+        browser.evaluate(
+            f"[...document.querySelectorAll('text, p, td, dt, dd, label')].filter(e => {small}).length"
+        )
+        == 0
+    )
+    background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) < 200) == dark
+
+
+@needs_browser
+def test_text_and_colours_have_contrast(browser: observe_browser.Browser, page: Path) -> None:
+    """WCAG 2 AA: 4.5 to 1 for text, 3 to 1 for shapes; in light and dark."""
+    luminance = (
+        "(c => { const [r, g, b] = c.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255)"
+        ".map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);"
+        "return 0.2126 * r + 0.7152 * g + 0.0722 * b; })"
+    )
+    shapes = [f"#memory i.{kind}" for kind in ("params", "gradients", "optimizer", "activations", "buffers")]
+    parts = [(s, "backgroundColor", 3.0) for s in [*shapes, "#memory .limit"]]
+    parts += [
+        (s, "color", 4.5)
+        for s in ("h1", ".lead", ".slider label", ".figures dt", ".keys", "th", "td", ".note")
+    ]
+    parts += [(s, "fill", 4.5) for s in (".picture text", ".picture text.name")]
+    parts += [(s, "fill", 3.0) for s in (".picture .F", ".picture .B")]
+    for dark in (False, True):
+        browser.open(page, dark=dark)
+        paper = browser.evaluate(f"{luminance}(getComputedStyle(document.body).backgroundColor)")
+        for selector, style, least in parts:
+            ink = browser.evaluate(
+                f"{luminance}(getComputedStyle(document.querySelector({selector!r})).{style})"
+            )
+            assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= least, (selector, dark)
+
+
+@needs_browser
+def test_structure_for_screen_readers(browser: observe_browser.Browser, page: Path) -> None:
+    browser.open(page)
+    assert browser.evaluate("document.title") == "llama-7b: plan"
+    assert browser.evaluate("document.documentElement.lang") == "en"
+    ids = "[...document.querySelectorAll('[id]')].map(e => e.id)"
+    assert browser.evaluate(f"{ids}.length === new Set({ids}).size")
+    assert browser.evaluate("[...document.querySelectorAll('input')].every(e => e.labels.length === 1)")
+    named = "[...document.querySelectorAll('[aria-labelledby]')].map(e => e.getAttribute('aria-labelledby'))"
+    assert browser.evaluate(f"{named}.every(id => document.getElementById(id))")
+    assert browser.evaluate("[...document.querySelectorAll('svg')].every(e => e.ariaLabel.length > 20)")
+
+
+@needs_browser
+def test_a_recipes_name_cannot_run_scripts(browser: observe_browser.Browser, tmp_path: Path) -> None:
+    evil = "x<script>window.hacked = 1<!script><img src=x onerror='window.hacked = 2'>"
+    path = tmp_path / "plan.html"
+    search = [predict(RECIPE, parse("h100:64"))]
+    write_page(path, RECIPE, (evil + ".toml", [f"model.layers={evil}"], "h100:64"), search, 20)
+    browser.open(path)
+    assert browser.evaluate("window.hacked === undefined")
+    assert browser.errors == []
+    assert text(browser, "h1") == evil
+    assert evil in shlex.split(text(browser, "#command"))[2]
+    # And if escaping ever failed, the policy of the page would hold.
+    (broken := tmp_path / "broken.html").write_text(
+        path.read_text("utf-8").replace("</main>", f"{evil}</script></main>")
+    )
+    browser.open(broken)
+    assert browser.evaluate("window.hacked === undefined")
+    assert any("Content Security Policy" in error for error in browser.errors)
+
+
+def test_page_by_the_command(tmp_path: Path) -> None:
+    missing = CliRunner().invoke(
+        app, ["plan", "quickstart", "--cluster", "h100:2", "--html", str(tmp_path / "no" / "x")]
+    )
+    assert "cannot be written" in str(missing.exception)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=64,zero=1", "pp=4,tp=4,dp=4,zero=1"])
+def test_whole_page_is_made_soon_and_small(tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "plan.html"
+    start = time.process_time()
+    write_page(path, load("llama-7b", SETS, layout), ("llama-7b", SETS, "h100:64"))
+    assert time.process_time() - start < 20
+    assert path.stat().st_size < 3e6

@@ -1,0 +1,175 @@
+"""What the pictures of a plan show, and how they look in a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app
+from fivefold.observe import plan_svg, plan_text
+from fivefold.plan.clusters import parse
+from fivefold.plan.pictures import Pictures, pictures
+from fivefold.plan.predict import Plan, predict
+from fivefold.plan.time import stage_costs
+from fivefold.recipe import load
+
+LAYOUTS = (
+    "dp=64,zero=1",
+    "dp=16,tp=4,zero=3,recompute=full",
+    "pp=4,tp=4,dp=4,zero=1,sp=true",
+    "pp=2,dp=32,zero=1,recompute=selective",
+    "pp=4,dp=16,schedule=zbv,virtual_stages=2",
+    "pp=4,dp=16,schedule=interleaved,virtual_stages=2",
+    "cp=2,tp=8,dp=4,zero=1",
+)
+
+
+def plan(layout: str, *overrides: str, recipe: str = "llama-7b", cluster: str = "h100:64") -> Plan:
+    sets = ["train.global_batch_size=512", "train.microbatch_size=1", *overrides]
+    return predict(load(recipe, sets, layout), parse(cluster))
+
+
+def lines(found: Pictures, width: int = 80, full: bool = True) -> list[str]:
+    return [line.plain for line in plan_text.draw(found, width, False, full)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shares_make_up_the_step(layout: str) -> None:
+    found = pictures(plan(layout))
+    assert sum(found.shares.values()) == pytest.approx(found.plan.step.seconds, rel=0.01)
+    assert min(found.shares.values()) >= 0
+    assert all(p.seconds > 0 and p.moved > 0 for p in found.roofline.points)
+
+
+def test_flops_of_the_roofline_are_the_models() -> None:
+    """2 FLOPs a weight of a product and token in forward, 4 in backward; full recomputation repeats the blocks' 2."""
+    tokens = 512 * 4096 / 64
+    block, output = 32 * (4 * 4096**2 + 3 * 4096 * 11008), 4096 * 32000
+    for recompute, forward in (("none", 1), ("full", 2)):
+        points = pictures(plan(f"dp=64,zero=1,recompute={recompute}")).roofline.points
+        products = sum(p.flops for p in points if p.name != "attention")
+        assert products == pytest.approx(((2 * forward + 4) * block + 6 * output) * tokens)
+        attention = next(p for p in points if p.name == "attention")
+        assert attention.flops == pytest.approx(32 * 2 * 4096 * 4096 * tokens * (forward + 2.5))
+
+
+def test_roofline_keeps_under_its_roof() -> None:
+    found = pictures(plan("pp=4,tp=4,dp=4,zero=1,sp=true")).roofline
+    assert found.ridge == pytest.approx(989.4e12 / 3.35e12)
+    for p in found.points:
+        assert p.rate <= min(found.peak, p.intensity * found.bandwidth) * (1 + 1e-9) or not p.flops
+        assert p.moved / p.seconds <= found.bandwidth
+    bound = {p.name: found.bound(p) for p in found.points}
+    assert bound["up"] == bound["attention"] == "compute"
+    assert bound["norm1"] == bound["add1"] == "memory"
+    thin = pictures(
+        plan("dp=64,zero=1", "model.seq_len=32")
+    ).roofline  # 32 tokens: weights are read for few products
+    assert {p.name: thin.bound(p) for p in thin.points}["up"] == "memory"
+
+
+def test_timeline_has_the_planned_times() -> None:
+    found = plan("pp=4,tp=4,dp=4,zero=1", "train.global_batch_size=32")  # 8 microbatches: all are drawn
+    shown = pictures(found).timeline
+    assert shown is not None
+    assert shown.makespan == pytest.approx(dict(found.step.terms)["pipeline, first start to last end"])
+    costs = stage_costs(found.setting)
+    forward = {e.action.stage: e.end - e.start for e in shown.events() if e.action.kind == "F"}
+    assert forward == pytest.approx({i: c.forward for i, c in enumerate(costs)})
+    assert forward[3] != forward[1] != forward[0]
+    assert pictures(plan("dp=64,zero=1")).timeline is None
+
+
+def test_of_many_microbatches_some_are_drawn() -> None:
+    shown = pictures(plan("pp=4,tp=4,dp=4,zero=1"))
+    assert shown.timeline is not None
+    assert shown.plan.setting.microbatches == 128
+    assert len(shown.timeline.rows[0]) == 2 * 8
+    assert any("8 of 128 microbatches" in line for line in lines(shown))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_fit_the_terminal(layout: str, width: int) -> None:
+    shown = lines(pictures(plan(layout)), width)
+    assert max(map(len, shown)) <= width
+    assert "\x1b" not in "".join(shown)
+
+
+def test_memory_bars() -> None:
+    found = pictures(plan("pp=4,tp=4,dp=4,zero=1"))
+    bars = [line for line in lines(found) if line.startswith("  stage ")]
+    assert len(bars) == 4
+    room = 80 - 20
+    for bar, held in zip(bars, found.plan.memory, strict=True):
+        assert bar.endswith(f"{held.total / 2**30:.1f} GiB")
+        for name, (fill, _) in plan_text.KINDS.items():
+            assert abs(bar.count(fill) - room * getattr(held, name) / found.plan.limit) <= 1.5
+        assert bar[10:].index("┃") == room - 1, "the limit is the bar's end"
+
+
+def test_memory_beyond_the_limit() -> None:
+    found = pictures(plan("dp=64", "train.microbatch_size=4"))
+    held = found.plan.memory[0].total
+    assert held > found.plan.limit
+    (bar,) = (line for line in lines(found) if line.startswith("  stage "))
+    assert bar[10:].index("┃") == round(60 * found.plan.limit / held)
+    assert not bar[10:70].rstrip("∙░▒▓█┃"), "the bar fills its room"
+
+
+def test_one_stage_and_a_pipeline_in_words() -> None:
+    one = "\n".join(lines(pictures(plan("dp=64,zero=1"))))
+    assert "stage 0" in one
+    assert "stage 1" not in one
+    assert "pipeline" not in one
+    many = "\n".join(lines(pictures(plan("pp=4,tp=4,dp=4,zero=1"))))
+    assert "rank 3 │" in many
+    assert "waiting for other stages" in many
+    for text in (one, many):
+        assert "compute-bound operations" in text
+        assert "limit" in text
+        assert "  a up" in text
+
+
+def test_short_form_of_a_long_pipeline() -> None:
+    found = pictures(plan("pp=32,dp=2"))
+    short, full = lines(found, full=False), lines(found)
+    assert sum(line.startswith("  stage") for line in short) == plan_text.MOST_ROWS
+    assert sum(line.startswith("  stage") for line in full) == 32
+    assert any("stage 31" in line for line in short)
+    assert "  8 of 32; --pictures draws all" in short
+
+
+def test_colour_is_only_an_addition() -> None:
+    found = pictures(plan("pp=4,tp=4,dp=4,zero=1"))
+    plain = lines(found)
+    coloured = list(plan_text.draw(found, 80, True, True))
+    assert [line.plain for line in coloured] == plain
+    assert any(isinstance(line, Text) and line.spans for line in coloured)
+
+
+def test_svg_pictures() -> None:
+    found = pictures(plan("pp=4,tp=4,dp=4,zero=1"))
+    bars = plan_svg.memory(found.plan, "<b>'s & memory")
+    assert "<b>" not in bars
+    assert "&lt;b&gt;&#x27;s &amp; memory" in bars
+    assert bars.count('height="22"') == 4 * 5
+    roof = plan_svg.roofline(found.roofline, found.plan.step.seconds, "roof")
+    assert roof.count("<circle") == len(found.roofline.points)
+
+
+def test_command_line(tmp_path: Path) -> None:
+    options = ["plan", "llama-7b", "--cluster", "h100:64"]
+    plain = CliRunner().invoke(app, options)
+    drawn = CliRunner().invoke(app, [*options, "--pictures"], env={"COLUMNS": "80"})
+    assert plain.exit_code == drawn.exit_code == 0
+    assert drawn.output.startswith(plain.output)
+    assert "roofline" in drawn.output
+    assert "roofline" not in plain.output
+    assert "\x1b" not in drawn.output
+    assert max(map(len, drawn.output[len(plain.output) :].splitlines())) <= 80
+    both = CliRunner().invoke(app, [*options, "--pictures", "--json"])
+    assert "leave one of them out" in str(both.exception)
