@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import random
 import shlex
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from fivefold.errors import UserError
+from fivefold.layout import to_text
 from fivefold.plan import grid
 from fivefold.plan.clusters import parse
 from fivefold.plan.grid_data import HEAD, MEMORY, as_data
@@ -27,16 +29,12 @@ def as_told(command: str) -> tuple[Recipe, str]:
     """The recipe and the cluster of a line that begins with `fivefold plan`."""
     words = shlex.split(command)
     given = {
-        name: [b for a, b in zip(words, words[1:], strict=False) if a == name]
-        for name in words
-        if name[:2] == "--"
+        name: [b for a, b in itertools.pairwise(words) if a == name] for name in words if name[:2] == "--"
     }
     return load(words[2], given.get("--set", []), given["--layout"][0]), given["--cluster"][0]
 
 
 def line(center: grid.Base, sets: list[str], values: dict[str, int]) -> str:
-    from fivefold.layout import to_text
-
     layout = to_text(grid.layout_at(center, values))
     parts = [grid.options(center, key, value) for key, value in values.items()]
     return " ".join([grid.command("llama-7b", sets), f"--layout {layout}", *filter(None, parts)])
