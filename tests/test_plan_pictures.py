@@ -92,7 +92,7 @@ def test_of_many_microbatches_some_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [80, 100, 140])
 def test_lines_fit_the_terminal(layout: str, width: int) -> None:
     shown = lines(pictures(plan(layout)), width)
     assert max(map(len, shown)) <= width

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from fivefold.plan.search import Found
     from fivefold.recipe import Recipe
 
-NARROWEST = 60
 Typed = tuple[str, list[str], str]
 """The recipe, what follows --set, and what follows --cluster, as they were typed."""
 
@@ -70,7 +69,7 @@ def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ())
     from fivefold.observe import plan_text
     from fivefold.plan.pictures import pictures
 
-    width = max(NARROWEST, shutil.get_terminal_size().columns)
+    width = max(plan_text.NARROWEST, shutil.get_terminal_size().columns)
     console = Console(file=sys.stdout, width=width, highlight=False)
     lines = []
     if frontier:

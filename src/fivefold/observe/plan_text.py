@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from fivefold.layout import to_text as layout_text
-from fivefold.observe.format import duration, short_number
+from fivefold.observe.format import duration
 from fivefold.schedules.pipeline import to_text as timeline_text
 
 if TYPE_CHECKING:
@@ -28,12 +28,13 @@ KINDS = {
 }
 MARKS = "abcdefghijklmnopqrstuvwxyz"
 MOST_ROWS = 8  # of a pipeline's ranks, where not everything is wanted
+NARROWEST = 80  # columns; in fewer, lines wrap
 HEIGHT = 11  # lines of the roofline
 
 
 def draw(found: Pictures, width: int, color: bool, full: bool) -> Iterator[Text]:
     """The pictures, line by line, at most `width` columns wide. full: all ranks, and the roofline's picture."""
-    width = max(60, min(width, 160))
+    width = max(NARROWEST, min(width, 160))
     yield from memory_bars(found.plan.memory, found.plan.limit, width, full)
     yield Text()
     yield from share_bars(found.shares, width)
@@ -60,7 +61,9 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
         at = min(room - 1, round(room * limit / most))
         bar = bar[:at] + Text("┃", "bold red") + bar[at + 1 :]
         yield Text(f"  stage {position:<3}") + bar + Text(f" {m.total / GIB:.1f} GiB")
-    yield Text(f"{'':10}{f'┃ limit {limit / GIB:.1f} GiB':>{room}}")
+    at, words = min(room - 1, round(room * limit / most)), f"limit {limit / GIB:.1f} GiB"
+    before = f"{words} ┘".rjust(at + 1)
+    yield Text(" " * 10 + (before if len(before) == at + 1 else f"{'└':>{at + 1}} {words}"), "dim")
     yield from _left_out(len(stages), full)
 
 
@@ -94,9 +97,11 @@ def _pipeline(found: Pictures, width: int, color: bool, full: bool) -> Iterator[
     some = f"{few} of {s.microbatches}" if few < s.microbatches else f"{few}"
     yield Text()
     yield Text(
-        f"pipeline, schedule {s.layout.schedule}, {some} microbatches in {duration_text(shown.makespan)}: "
+        f"pipeline ({s.layout.schedule}), {some} microbatches, {duration_text(shown.makespan)}: "
         "F forward, B backward"
     )
+    if few < s.microbatches:
+        yield Text("  (the idle shares are of these; in the whole step they are smaller)", "dim")
     lines = timeline_text(shown, max(30, width - 26), color).splitlines()
     for rank in _shown(len(lines), full):
         yield Text("  ") + Text.from_ansi(lines[rank])
@@ -108,8 +113,8 @@ def roofline(found: Roofline, step: float, width: int) -> Iterator[Text]:
     by_share = sorted(found.points, key=lambda p: -p.seconds)
     marks = dict(zip((p.name for p in by_share), MARKS, strict=False))
     yield Text(
-        f"roofline: {short_number(found.peak)}FLOP/s, {short_number(found.bandwidth)}B/s; products of fewer than "
-        f"{found.ridge:.0f} FLOP a byte wait for memory"
+        f"roofline: {_quantity(found.peak, 'FLOP/s')}, {_quantity(found.bandwidth, 'B/s')}; below "
+        f"{found.ridge:.0f} FLOP a byte memory sets the pace"
     )
     yield from _plot(found, by_share, marks, width)
     yield Text(f"    {'operation':18}{'FLOP/byte':>10}{'reached':>15}{'of the step':>13}  bound by")
@@ -119,9 +124,9 @@ def roofline(found: Roofline, step: float, width: int) -> Iterator[Text]:
 
 def _operation(found: Roofline, point: Point, mark: str, step: float) -> Text:
     bound = found.bound(point)
-    reached = f"{short_number(point.moved / point.seconds)}B/s"
+    reached = _quantity(point.moved / point.seconds, "B/s")
     if point.flops:
-        reached = f"{short_number(point.rate)}FLOP/s"
+        reached = _quantity(point.rate, "FLOP/s")
     intensity = f"{point.intensity:,.0f}" if point.flops else "-"
     row = f"  {mark} {point.name:18.18}{intensity:>10}{reached:>15}{point.seconds / step:13.1%}  "
     return Text(row) + Text(bound, "blue" if bound == "compute" else "yellow")
@@ -152,7 +157,7 @@ def _plot(found: Roofline, points: Sequence[Point], marks: Mapping[str, str], wi
         rows[line(p.rate)][column(p.intensity)] = Text(marks.get(p.name, "+"), "bold")
     for number, row in enumerate(rows):
         rate = found.peak / (found.peak / bottom) ** (number / (HEIGHT - 1))
-        label = f"{short_number(float(f'{rate:.2g}'))}FLOP/s" if number % 5 == 0 else ""
+        label = _quantity(rate, "FLOP/s") if number % 5 == 0 else ""
         yield Text(f"{label:>12} │") + Text().join(row)
     left, right = f"{low:,.3g}", f"{high:,.0f} FLOP/byte"
     middle = f"{found.ridge:.0f}"
@@ -171,6 +176,14 @@ def frontier(plans: Sequence[Plan], width: int) -> Iterator[Text]:
         words = f"{layout_text(plan.layout)}, microbatch {plan.setting.sizes.B}"
         line = Text(f"  {plan.peak_bytes / GIB:6.1f} {plan.tokens_per_s:12,.0f} ")
         yield line + Text(f"{bar:{room}}", "blue") + Text(f" {words}")
+
+
+def _quantity(value: float, unit: str) -> str:
+    """Three digits with the letter of the thousands: 989 TFLOP/s."""
+    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{float(f'{value / factor:.3g}'):g} {letter}{unit}"
+    return f"{value:.3g} {unit}"
 
 
 def duration_text(seconds: float) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fivefold.plan import memory, operations, time
+from fivefold.plan import memory, operations, rates, time
 from fivefold.plan.operations import Matmul, Operation
 from fivefold.plan.predict import Plan
 from fivefold.plan.time import Cost, Setting
@@ -79,13 +79,13 @@ def roofline(plan: Plan) -> Roofline:
         for op in ops
         if count
     ]
-    return Roofline(device.peak[s.dtype], device.bandwidth, _together(points))
+    return Roofline(device.peak[s.dtype], device.bandwidth, _together([*points, *_sums(plan)]))
 
 
 def shares(plan: Plan, found: Roofline) -> dict[str, float]:
     """Seconds of the step by what the busiest rank does in them; together they are the step.
 
-    "other computing": what the points leave of it (the slowest device, limits of the host, sums of microbatches).
+    "other computing": what the points leave of it (the slowest device, limits of the host, what comes once a step).
     """
     step, sent, bound = plan.step, plan.step.exposed, {"compute": 0.0, "memory": 0.0}
     for point in found.points:
@@ -155,6 +155,21 @@ def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     back = (2.5 if op.attention else 2.0) * flops
     both = moved[0] * forward + moved[1]
     return Point(op.name, count * (flops * forward + back), count * both, count * seconds)
+
+
+def _sums(plan: Plan) -> Iterator[Point]:
+    """Each microbatch's gradients are added to those before."""
+    s = plan.setting
+    by_stage, (blocks, _, end, tied) = (
+        memory.stages(s.model, s.layout, s.software.partition),
+        memory.elements(s.model, s.layout),
+    )
+    mine = stages_of(s.layout, busiest(plan))
+    own = sum(blocks[number].computes for stage in mine for number in by_stage[stage])
+    if len(by_stage) - 1 in mine:
+        own += end.computes + tied.computes
+    if seconds := s.microbatches * time.accumulate(own, s).weight:
+        yield Point("gradient sums", 0.0, seconds / rates.stream(1.0, s.cluster.device), seconds)
 
 
 def _alone(cost: Cost, forward: float) -> float:

@@ -166,7 +166,7 @@ def block_cost(s: Setting, number: int) -> Cost:
     ops = operations.block(s.sizes, s.software, operations.is_mixed(s.model, number))
     cost = (part(ops, s, s.layout.recompute) + Cost(host=s.software.host)).bound
     elements = memory.elements(s.model, s.layout)[0][number].computes
-    cost += _accumulate(elements, s)
+    cost += accumulate(elements, s)
     return cost + _within_step(elements, cost, s)
 
 
@@ -189,7 +189,7 @@ def stage_costs(s: Setting) -> list[Cost]:
             total += part(operations.begin(s.sizes, s.software), s)
         if stage == len(by_stage) - 1:
             total += part(operations.end(s.sizes, s.software), s)
-            total += _accumulate(counted[2].computes + counted[3].computes, s)
+            total += accumulate(counted[2].computes + counted[3].computes, s)
         costs.append(total)
     slower = rates.slowest(s.layout.ranks)
     costs = [cost.slowed(slower) for cost in costs]
@@ -199,7 +199,7 @@ def stage_costs(s: Setting) -> list[Cost]:
     return costs
 
 
-def _accumulate(elements: float, s: Setting) -> Cost:
+def accumulate(elements: float, s: Setting) -> Cost:
     """A microbatch's gradient is added to the sum of those before."""
     if s.microbatches == 1 and s.dtype == "fp32":
         return Cost()
