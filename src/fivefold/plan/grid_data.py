@@ -17,7 +17,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.layout import to_text
-from fivefold.plan import grid, time
+from fivefold.plan import grid
 from fivefold.plan.grid import Axis, Base, Values
 from fivefold.plan.pictures import drawn, pictures
 from fivefold.plan.predict import Plan, limit
@@ -101,7 +101,7 @@ class _Rows:
         self.index.append(0)
         found, s = pictures(plan), plan.setting
         length = found.timeline.makespan if found.timeline else 0.0
-        stages = time.stage_costs(s) if found.timeline else []
+        stages = found.costs if found.timeline else []
         head = [plan.step.seconds, plan.tokens_per_s, plan.mfu, s.microbatches, drawn(s), length, len(stages)]
         self.shares = list(found.shares)
         memory = [getattr(held, name) for held in plan.memory for name in MEMORY]

@@ -55,9 +55,10 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Pictures:
-    """shares: see `shares`; timeline: see `timeline`."""
+    """costs: of each stage for one microbatch; shares, timeline: see the functions."""
 
     plan: Plan
+    costs: list[Cost]
     roofline: Roofline
     shares: dict[str, float]
     timeline: Timeline | None
@@ -65,21 +66,22 @@ class Pictures:
 
 def pictures(plan: Plan) -> Pictures:
     """All that is drawn of a plan."""
-    found = roofline(plan)
-    return Pictures(plan, found, shares(plan, found), timeline(plan))
+    costs = time.stage_costs(plan.setting)
+    found = roofline(plan, costs)
+    return Pictures(plan, costs, found, shares(plan, found), timeline(plan, costs))
 
 
-def roofline(plan: Plan) -> Roofline:
+def roofline(plan: Plan, costs: Sequence[Cost]) -> Roofline:
     """The operations of a step on the busiest rank, in forward's order; the same operation of all blocks is one."""
     s = plan.setting
-    device = s.cluster.device
+    device, mine = s.cluster.device, stages_of(s.layout, busiest(plan, costs))
     points = [
         _point(op, s, recompute, count * s.microbatches)
-        for ops, recompute, count in _parts(plan)
+        for ops, recompute, count in _parts(plan, mine)
         for op in ops
         if count
     ]
-    return Roofline(device.peak[s.dtype], device.bandwidth, _together([*points, *_sums(plan)]))
+    return Roofline(device.peak[s.dtype], device.bandwidth, _together([*points, *_sums(plan, mine)]))
 
 
 def shares(plan: Plan, found: Roofline) -> dict[str, float]:
@@ -102,12 +104,11 @@ def shares(plan: Plan, found: Roofline) -> dict[str, float]:
     }
 
 
-def timeline(plan: Plan) -> Timeline | None:
+def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
     """The pipeline of a step with each stage's planned times, of the first `drawn` microbatches; None without one."""
     s = plan.setting
     if s.layout.pp == 1:
         return None
-    costs = time.stage_costs(s)
     price = Costs(
         [c.forward for c in costs],
         [c.input for c in costs],
@@ -125,20 +126,17 @@ def drawn(s: Setting) -> int:
     return min(s.microbatches, 2 * p + s.microbatches % p)
 
 
-def busiest(plan: Plan) -> int:
+def busiest(plan: Plan, costs: Sequence[Cost]) -> int:
     """The position in the pipeline whose rank computes longest."""
-    s = plan.setting
-    costs = time.stage_costs(s)
-    return max(
-        range(s.layout.pp), key=lambda position: sum(costs[i].seconds for i in stages_of(s.layout, position))
-    )
+    layout = plan.layout
+    return max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
 
 
-def _parts(plan: Plan) -> Iterator[tuple[list[Operation], str, int]]:
-    """(operations, what backward computes again, how often a microbatch meets them) of the busiest rank."""
+def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], str, int]]:
+    """(operations, what backward computes again, how often a microbatch meets them) of a rank with these
+    stages."""
     s = plan.setting
     by_stage = memory.stages(s.model, s.layout, s.software.partition)
-    mine = stages_of(s.layout, busiest(plan))
     mixed = [operations.is_mixed(s.model, number) for stage in mine for number in by_stage[stage]]
     yield operations.begin(s.sizes, s.software), "none", int(0 in mine)
     for kind in (False, True):
@@ -157,14 +155,11 @@ def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     return Point(op.name, count * (flops * forward + back), count * both, count * seconds)
 
 
-def _sums(plan: Plan) -> Iterator[Point]:
+def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
     """Each microbatch's gradients are added to those before."""
     s = plan.setting
-    by_stage, (blocks, _, end, tied) = (
-        memory.stages(s.model, s.layout, s.software.partition),
-        memory.elements(s.model, s.layout),
-    )
-    mine = stages_of(s.layout, busiest(plan))
+    by_stage = memory.stages(s.model, s.layout, s.software.partition)
+    blocks, _, end, tied = memory.elements(s.model, s.layout)
     own = sum(blocks[number].computes for stage in mine for number in by_stage[stage])
     if len(by_stage) - 1 in mine:
         own += end.computes + tied.computes
