@@ -111,7 +111,7 @@ def write_page(
     model = center.full.model
     words = (
         f"A {model.arch} model of {count_parameters(model) / 1e9:.3g} billion parameters on {cluster}, in "
-        f"{drawn.plan.setting.dtype}, as `fivefold plan` predicts it before it runs."
+        f"{drawn.plan.setting.dtype}: memory, time and throughput, predicted before it runs."
     )
     text = plan_page.page(Path(name).stem, words, data | {"search": rows or None}, shown)
     try:

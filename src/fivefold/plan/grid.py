@@ -121,14 +121,13 @@ def plan_at(center: Base, values: Values) -> Plan:
     Raises:
         UserError: they make no valid recipe.
     """
-    full, layout = center.full, layout_at(center, values)
-    model = center.recipe.model.model_copy(update=model_at(center, values))
-    train = full.train.model_copy(
-        update={name: values[name] for name in ("global_batch_size", "microbatch_size")}
-    )
-    section = full.layout.model_copy(update=vars(layout))
-    recipe = full.model_copy(update={"model": model, "train": train, "layout": section})
-    return predict(recipe, replace(center.cluster, devices=values["devices"]))
+    recipe, batch = center.recipe, ("global_batch_size", "microbatch_size")
+    changed = {
+        "model": recipe.model.model_copy(update=model_at(center, values)),
+        "train": recipe.train.model_copy(update={name: values[name] for name in batch}),
+        "layout": recipe.layout.model_copy(update=vars(layout_at(center, values))),
+    }
+    return predict(recipe.model_copy(update=changed), replace(center.cluster, devices=values["devices"]))
 
 
 def model_at(center: Base, values: Values) -> Values:
