@@ -99,7 +99,7 @@ def test_what_cannot_be_says_why() -> None:
     with pytest.raises(UserError, match="global_batch_size"):
         grid.plan_at(center, center.values | {"global_batch_size": 3})
     with pytest.raises(UserError, match="heads"):
-        grid.plan_at(center, center.values | {"tp": 3, "devices": 6})
+        grid.plan_at(center, center.values | {"tp": 3, "devices": 12})
 
 
 def test_a_mixture_of_experts_has_a_grid() -> None:

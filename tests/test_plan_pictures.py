@@ -103,12 +103,12 @@ def test_memory_bars() -> None:
     found = pictures(plan("pp=4,tp=4,dp=4,zero=1"))
     bars = [line for line in lines(found) if line.startswith("  stage ")]
     assert len(bars) == 4
-    room = 80 - 20
+    room = 80 - 21
     for bar, held in zip(bars, found.plan.memory, strict=True):
         assert bar.endswith(f"{held.total / 2**30:.1f} GiB")
         for name, (fill, _) in plan_text.KINDS.items():
             assert abs(bar.count(fill) - room * getattr(held, name) / found.plan.limit) <= 1.5
-        assert bar[10:].index("┃") == room - 1, "the limit is the bar's end"
+        assert bar[11:].index("┃") == room - 1, "the limit is the bar's end"
 
 
 def test_memory_beyond_the_limit() -> None:
@@ -116,8 +116,8 @@ def test_memory_beyond_the_limit() -> None:
     held = found.plan.memory[0].total
     assert held > found.plan.limit
     (bar,) = (line for line in lines(found) if line.startswith("  stage "))
-    assert bar[10:].index("┃") == round(60 * found.plan.limit / held)
-    assert not bar[10:70].rstrip("∙░▒▓█┃"), "the bar fills its room"
+    assert bar[11:].index("┃") == round(59 * found.plan.limit / held)
+    assert not bar[11:70].rstrip("∙░▒▓█┃"), "the bar fills its room"
 
 
 def test_one_stage_and_a_pipeline_in_words() -> None:

@@ -123,7 +123,12 @@ def _keys(kinds: Sequence[tuple[str, str]]) -> str:
 
 
 def _timeline() -> str:
-    kinds = [("F", "forward"), ("B", "backward"), ("W", "gradients of the weights alone")]
+    kinds = [
+        ("F", "forward"),
+        ("B", "backward"),
+        ("I", "gradient of the input"),
+        ("W", "gradients of the weights"),
+    ]
     return f'{_keys(kinds)}<div class="picture" id="timeline"></div><p class="note" id="drawn"></p>'
 
 
@@ -150,7 +155,7 @@ def _frontier() -> str:
 
 def _search(data: Mapping[str, Any]) -> str:
     rows = "".join(
-        f'<tr><td class="words">{escape(row["words"])}</td><td>{row["tokens_per_s"]:,.0f}</td>'
+        f'<tr><td class="words">{escape(row["words"]).replace(",", ",<wbr>")}</td><td>{row["tokens_per_s"]:,.0f}</td>'
         f"<td>{row['peak'] / 2**30:.1f} GiB</td></tr>\n"
         for row in reversed(data["search"])
     )

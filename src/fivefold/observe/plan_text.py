@@ -47,7 +47,7 @@ def draw(found: Pictures, width: int, color: bool, full: bool) -> Iterator[Text]
 def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) -> Iterator[Text]:
     """A bar for each position in the pipeline, and where the device's limit lies."""
     most = max(limit, *(m.total for m in stages))
-    room = width - 20
+    room = width - 21
     legend = Text("memory a device  ")
     for name, (fill, style) in KINDS.items():
         legend.append(fill, style).append(f" {name}  ")
@@ -63,7 +63,7 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
         yield Text(f"  stage {position:<3}") + bar + Text(f" {m.total / GIB:.1f} GiB")
     at, words = min(room - 1, round(room * limit / most)), f"limit {limit / GIB:.1f} GiB"
     before = f"{words} ┘".rjust(at + 1)
-    yield Text(" " * 10 + (before if len(before) == at + 1 else f"{'└':>{at + 1}} {words}"), "dim")
+    yield Text(" " * 11 + (before if len(before) == at + 1 else f"{'└':>{at + 1}} {words}"), "dim")
     yield from _left_out(len(stages), full)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from fivefold.errors import UserError
@@ -29,7 +30,11 @@ class Plan:
     setting: Setting
     memory: list[Memory]
     step: Step
-    sent: dict[str, int]
+
+    @cached_property
+    def sent(self) -> dict[str, int]:
+        """Bytes that leave a rank in a step, by axis: of the rank that sends most."""
+        return volume.sent(self.setting)
 
     @property
     def layout(self) -> Layout:
@@ -139,7 +144,7 @@ def setting(
 def price(s: Setting) -> Plan:
     """Predicts memory, time and bytes sent."""
     held = memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
-    return Plan(s, held, step(s), volume.sent(s))
+    return Plan(s, held, step(s))
 
 
 def resolved(recipe: Recipe) -> Recipe:

@@ -131,7 +131,8 @@ function drawTimeline({ rows, makespan, drawn, microbatches, pp }) {
   const some = drawn < microbatches ? `${drawn} of the step's ${microbatches}` : `all ${drawn}`;
   document.getElementById("drawn").textContent =
     `${some} microbatches in ${time(makespan)}. Each further one repeats the middle.`;
-  const left = 52, right = 62, high = 22;
+  const left = 52, right = 76, high = 22, kinds = new Set(rows.flat().map((event) => event.kind));
+  for (const item of document.querySelectorAll("#pipeline .keys li")) item.hidden = !kinds.has(item.firstChild.className);
   const words = rows.map((row, rank) => `rank ${rank} ${percent(idle(row, makespan))} idle`).join(", ");
   picture("timeline", rows.length * (high + 5), "Timeline of the pipeline: " + words, (width, add) => {
     const scale = (width - left - right) / makespan;
@@ -238,7 +239,7 @@ function scatter(id, points, best, here) {
     for (const v of ticks(end / GIB)) add(
       shape("text", { x: x(v * GIB), y: floor + 16, "text-anchor": "middle" }, shown(v)));
     add(shape("text", { x: width - 12, y: floor + 33, "text-anchor": "end" }, "GiB a device"),
-      shape("text", { x: 0, y: floor + 33 }, "tokens/s"),
+      shape("text", { x: left + 6, y: 18 }, "tokens/s"),
       shape("path", { class: "limit", d: `M${x(data.limit)} 10V${floor}` }),
       shape("text", { x: x(data.limit) - 6, y: floor - 6, "text-anchor": "end" }, "limit"));
     for (const p of inside) add(tip(shape("circle", { class: "dot" + (p.peak > data.limit ? " over" : ""),
@@ -265,7 +266,7 @@ function drawFrontier(positions, here) {
   document.getElementById("best").replaceChildren(...best.toReversed().map((p) => {
     const button = element("button", { type: "button", className: "plain", onclick: () => go(p.position) }, "Show");
     button.setAttribute("aria-label", "Show " + words(p));
-    return element("tr", {}, element("td", { className: "words" }, words(p)), element("td", {}, shown(p.tokens_per_s)),
+    return element("tr", {}, element("td", { className: "words" }, ...breakable(words(p))), element("td", {}, shown(p.tokens_per_s)),
       element("td", {}, gib(p.peak)), element("td", {}, button));
   }));
 }
@@ -274,6 +275,9 @@ function drawCommand({ layout }, positions) {
   const options = data.axes.map((axis, i) => axis.options[positions[i]]).filter(Boolean);
   document.getElementById("command").textContent = [data.command, "--layout " + layout, ...options].join(" ");
 }
+
+// A layout's text, which may be broken behind its commas.
+const breakable = (text) => text.split(/(?<=,)/).flatMap((part) => [part, element("wbr")]);
 
 function figure(id, text, value) {
   const box = document.getElementById(id);
@@ -303,8 +307,8 @@ function show() {
   figure("peak", gib(found.peak), found.peak);
   document.getElementById("room").textContent = fits ? `of ${gib(data.limit)}: fits` : `of ${gib(data.limit)}: does not fit`;
   document.getElementById("peak").closest("div").classList.toggle("over", !fits);
-  document.getElementById("layout").textContent =
-    `${found.layout}; ${shown(found.microbatches)} microbatches of ${key(found.values, ["microbatch_size"])} in a step`;
+  document.getElementById("layout").replaceChildren(...breakable(found.layout),
+    `; ${shown(found.microbatches)} microbatches of ${key(found.values, ["microbatch_size"])} in a step`);
   drawMemory(found);
   drawShares(found);
   drawTimeline(found);
