@@ -19,7 +19,7 @@ from fivefold.plan.clusters import Cluster, parse
 from fivefold.plan.predict import Plan, predict, resolved
 from fivefold.recipe import Recipe
 
-BUDGET = 9000
+BUDGET = 6500
 """How much work a grid may be, in cells without a pipeline: less than 20 seconds and 3 MB (tests/test_plan_page.py)."""
 LABELS = {
     "devices": "Devices",
@@ -93,7 +93,7 @@ def axes(center: Base, budget: float = BUDGET) -> list[Axis]:
     """The sliders: one value each, then more in turn, nearest first, while the grid stays within the budget."""
     own = center.values
     chosen = {key: [value] for key, value in own.items()}
-    waiting = {key: _nearest_first(_possible(center, key), own[key]) for key in TURNS}
+    waiting = {key: _nearest_first(key, _possible(center, key), own[key]) for key in TURNS}
     while any(waiting.values()):
         for key, values in waiting.items():
             if not values:
@@ -217,13 +217,15 @@ def _possible(center: Base, key: str) -> list[int]:
     return found
 
 
-def _nearest_first(values: Sequence[int], own: int) -> list[int]:
-    """By doublings from the recipe's own value, of equals the smaller first; 0 counts as half."""
+def _nearest_first(key: str, values: Sequence[int], own: int) -> list[int]:
+    """By doublings from the recipe's own value, of equals the larger first; ZeRO stages by how much they are used."""
     rest = {value for value in values if value != own}
-    return sorted(rest, key=lambda v: (abs(math.log2((v or 0.5) / (own or 0.5))), v))
+    if key == "zero":
+        return sorted(rest, key=(1, 3, 0, 2).index)
+    return sorted(rest, key=lambda value: (abs(math.log2(value / own)), -value))
 
 
 def _work(chosen: dict[str, list[int]]) -> float:
     """Of a grid with these values, in cells without a pipeline."""
     others = math.prod(len(values) for key, values in chosen.items() if key != "pp")
-    return others * sum(1 + pp * pp / 16 for pp in chosen["pp"])
+    return others * sum(1 + pp * pp / 40 for pp in chosen["pp"])

@@ -120,8 +120,8 @@ class _Rows:
             self.schedules[key] = [
                 [(e.action.kind, e.action.stage, e.action.microbatch) for e in row] for row in timeline.rows
             ]
-        scale = 65535 / timeline.makespan
-        self.starts.extend(round((e.start - timeline.start) * scale) for row in timeline.rows for e in row)
+        scale, begin = 65535 / timeline.makespan, timeline.start
+        self.starts.extend(round((e.start - begin) * scale) for row in timeline.rows for e in row)
 
     def as_data(self) -> dict[str, Any]:
         floats = array("f")
