@@ -129,13 +129,23 @@ def from_command(line: str) -> Plan:
 @needs_browser
 def test_keyboard_moves_a_slider(browser: observe_browser.Browser, page: Path) -> None:
     browser.open(page)
+    axis = next(axis for axis in grid.axes(grid.base(RECIPE, "h100:64"), BUDGET) if axis.key == "tp")
     before = value(browser, "step")
     browser.evaluate("document.getElementById('s-tp').focus()")
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Home", code="Home", windowsVirtualKeyCode=36)
+    assert text(browser, "#o-tp") == str(axis.values[0])
     browser.call(
-        "Input.dispatchKeyEvent", type="keyDown", key="ArrowLeft", code="ArrowLeft", windowsVirtualKeyCode=37
+        "Input.dispatchKeyEvent",
+        type="keyDown",
+        key="ArrowRight",
+        code="ArrowRight",
+        windowsVirtualKeyCode=39,
     )
-    assert text(browser, "#o-tp") == "2"
-    assert browser.evaluate("document.getElementById('s-tp').getAttribute('aria-valuetext')") == "2"
+    assert text(browser, "#o-tp") == str(axis.values[1])
+    shown = browser.evaluate("document.getElementById('s-tp').getAttribute('aria-valuetext')")
+    assert shown == str(axis.values[1])
+    other = next(i for i in range(len(axis.values)) if i != axis.at)
+    set_sliders(browser, {"tp": other})
     assert value(browser, "step") != before
     browser.evaluate("document.getElementById('own').click()")
     assert text(browser, "#o-tp") == "4"

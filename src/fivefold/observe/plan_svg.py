@@ -77,7 +77,7 @@ def roofline(found: Roofline, step: float, title: str) -> str:
     parts = [_legend(("compute", "memory"), ("bound by products", "bound by memory"))]
     for rate in _decades(bottom, top):
         parts.append(f'<path class="grid" d="M{LEFT} {y(rate):.1f}H{right}"/>')
-        parts.append(_text(LEFT - 8, y(rate) + 4, f"{rate / 1e12:g} TFLOP/s", "soft end"))
+        parts.append(_text(LEFT - 8, y(rate) + 4, _rate(rate), "soft end"))
     for value in _decades(low, high):
         parts.append(f'<path class="grid" d="M{x(value):.1f} {TOP}V{floor}"/>')
         parts.append(_text(x(value), floor + 17, f"{value:,g}", "soft middle"))
@@ -158,6 +158,10 @@ def frontier(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str
         place = (x(row["peak"]) + (-8 if at_end else 10), y(row["tokens_per_s"]) + (-10 if at_end else 4))
         parts.append(_text(*place, row["words"], "end" if at_end else ""))
     return _document(title, "".join(parts), floor + 46)
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e15:g} PFLOP/s" if value >= 1e15 else f"{value / 1e12:g} TFLOP/s"
 
 
 def _decades(low: float, high: float) -> list[float]:
