@@ -25,7 +25,7 @@ STYLE = """
   --activations: #c4a1e6; --buffers: #a3b1bd; } }
 .plan .paper { fill: var(--paper); } .plan text { fill: var(--ink); font-variant-numeric: tabular-nums; }
 .plan .soft { fill: var(--soft); } .plan .title { font-size: 15px; font-weight: 600; } .plan .end { text-anchor: end; }
-.plan .middle { text-anchor: middle; }
+.plan .middle { text-anchor: middle; } .plan .small { font-size: 10.5px; }
 .plan .idle { fill: var(--idle); } .plan .grid { stroke: var(--rule); fill: none; }
 .plan .roof { stroke: var(--ink); stroke-width: 1.5; fill: none; } .plan .limit { stroke: var(--bad); stroke-width: 2; }
 .plan .params, .plan .compute, .plan .dot { fill: var(--params); } .plan .gradients { fill: var(--gradients); }
@@ -123,7 +123,7 @@ def _with_room(products: Sequence[Point], x: Any, y: Any) -> list[Point]:
 
 
 def frontier(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str:
-    """Throughput against memory. rows: {peak, tokens_per_s, words}, by memory."""
+    """Throughput against memory, with a list of the layouts. rows: {peak, tokens_per_s, words}, by memory."""
     floor, right = 330, WIDTH - 24
     across = linear_axis(0, limit / GIB, True)
     up = linear_axis(0, max(row["tokens_per_s"] for row in rows), True)
@@ -147,17 +147,14 @@ def frontier(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str
     path = f"M{x(rows[0]['peak']):.1f} {y(rows[0]['tokens_per_s']):.1f}"
     path += "".join(f"H{x(row['peak']):.1f}V{y(row['tokens_per_s']):.1f}" for row in rows[1:])
     parts.append(f'<path class="best" d="{path}"/>')
-    for row in rows:
-        words = f"{row['words']}: {row['tokens_per_s']:,.0f} tokens/s, {row['peak'] / GIB:.1f} GiB"
-        parts.append(
-            f'<circle class="dot" cx="{x(row["peak"]):.1f}" cy="{y(row["tokens_per_s"]):.1f}" r="4.5">'
-            f"<title>{escape(words)}</title></circle>"
-        )
-    for row in (rows[0], rows[-1]):
-        at_end = row is rows[-1] and len(rows) > 1
-        place = (x(row["peak"]) + (-8 if at_end else 10), y(row["tokens_per_s"]) + (-10 if at_end else 4))
-        parts.append(_text(*place, row["words"], "end" if at_end else ""))
-    return _document(title, "".join(parts), floor + 46)
+    for number, row in enumerate(rows, 1):
+        place = (x(row["peak"]), y(row["tokens_per_s"]))
+        words = f"{row['peak'] / GIB:.1f} GiB, {row['tokens_per_s']:,.0f} tokens/s: {row['words']}"
+        parts.append(f'<circle class="dot" cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="4.5"/>')
+        parts.append(_text(place[0], place[1] - 9, str(number), "middle"))
+        parts.append(_text(30, floor + 44 + 17 * number, str(number), "soft end"))
+        parts.append(_text(38, floor + 44 + 17 * number, words, "small"))
+    return _document(title, "".join(parts), floor + 60 + 17 * len(rows))
 
 
 def _rate(value: float) -> str:

@@ -4,6 +4,7 @@ roofline, and a search's frontier. Readable without colour."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -167,15 +168,33 @@ def _plot(found: Roofline, points: Sequence[Point], marks: Mapping[str, str], wi
 
 
 def frontier(plans: Sequence[Plan], width: int) -> Iterator[Text]:
-    """The fastest layout for each memory."""
-    most, room = max(plan.tokens_per_s for plan in plans), max(10, width - 68)
+    """The fastest layout for each memory; a layout whose text does not fit beside its bar follows below."""
+    most, left, room = max(plan.tokens_per_s for plan in plans), 22, width // 4
     yield Text("frontier: no other layout is both smaller and faster than one of these")
     yield Text(f"  {'GiB':>6} {'tokens/s':>12}")
     for plan in plans:
         bar = "█" * max(1, round(room * plan.tokens_per_s / most))
         words = f"{layout_text(plan.layout)}, microbatch {plan.setting.sizes.B}"
-        line = Text(f"  {plan.peak_bytes / GIB:6.1f} {plan.tokens_per_s:12,.0f} ")
-        yield line + Text(f"{bar:{room}}", "blue") + Text(f" {words}")
+        line = Text(f"  {plan.peak_bytes / GIB:6.1f} {plan.tokens_per_s:12,.0f} ") + Text(
+            f"{bar:{room}}", "blue"
+        )
+        if left + room + 1 + len(words) <= width:
+            yield line + Text(f" {words}")
+        else:
+            yield line
+            yield from (Text(" " * left + part) for part in _folded(words, width - left))
+
+
+def _folded(words: str, width: int) -> Iterator[str]:
+    """The text in lines, broken behind commas."""
+    line = ""
+    for part in re.findall("[^,]+,?", words):
+        if line and len(line) + len(part) > width:
+            yield line
+            line = part.lstrip()
+        else:
+            line += part
+    yield line
 
 
 def _quantity(value: float, unit: str) -> str:
