@@ -42,7 +42,7 @@ def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
     if wanted.printed:
         print_pictures(plan, wanted.pictures)
     if wanted.html is not None:
-        write_page(wanted.html, recipe, typed)
+        write_page(wanted.html, recipe, _told(recipe, typed))
 
 
 def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
@@ -56,10 +56,23 @@ def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> N
     if wanted.printed:
         print_pictures(best if wanted.pictures else None, wanted.pictures, plans)
     if wanted.html is not None:
-        chosen, (name, sets, cluster) = apply(recipe, best), typed
-        if chosen.precision.mode != recipe.precision.mode:
-            sets = [*sets, f"precision.mode={chosen.precision.mode}"]
-        write_page(wanted.html, chosen, (name, sets, cluster), plans)
+        chosen = apply(recipe, best)
+        write_page(wanted.html, chosen, _told(chosen, typed), plans)
+
+
+def _told(recipe: Recipe, typed: Typed) -> Typed:
+    """What was typed, with `--set` for what other options made of the recipe: another model, another precision."""
+    from fivefold.recipe import load
+
+    name, sets, cluster = typed
+    kept = [text for text in sets if not text.strip().startswith("layout.")]
+    before = load(name, kept, "dp=1")
+    for section in ("model", "precision"):
+        old, new = getattr(before, section), getattr(recipe, section)
+        for key in type(new).model_fields:
+            if (value := getattr(new, key)) != getattr(old, key):
+                kept.append(f"{section}.{key}={str(value).lower()}")
+    return name, kept, cluster
 
 
 def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ()) -> None:
@@ -113,7 +126,8 @@ def write_page(
         f"A {model.arch} model of {count_parameters(model) / 1e9:.3g} billion parameters on {cluster}, in "
         f"{drawn.plan.setting.dtype}: memory, time and throughput, predicted before it runs."
     )
-    text = plan_page.page(Path(name).stem, words, data | {"search": rows or None}, shown)
+    data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
+    text = plan_page.page(Path(name).stem, words, data, shown)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

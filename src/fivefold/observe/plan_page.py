@@ -20,8 +20,8 @@ FIGURES = (("step", "Step"), ("speed", "Tokens a second"), ("mfu", "MFU"), ("pea
 def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]) -> str:
     """The page as HTML.
 
-    name: of the recipe; words: what is planned; data: of `plan.grid_data`, with `search` the rows of a search's
-    frontier, or None; pictures: SVG documents for browsers without scripts.
+    name: of the recipe; words: what is planned; data: of `plan.grid_data`, with `search` the limit and the rows of
+    a search's frontier, or None; pictures: SVG documents for browsers without scripts.
     """
     name, words = printable(name), printable(words)
     body = f"""<header>
@@ -157,7 +157,7 @@ def _search(data: Mapping[str, Any]) -> str:
     rows = "".join(
         f'<tr><td class="words">{escape(row["words"]).replace(",", ",<wbr>")}</td><td>{row["tokens_per_s"]:,.0f}</td>'
         f"<td>{row['peak'] / 2**30:.1f} GiB</td></tr>\n"
-        for row in reversed(data["search"])
+        for row in reversed(data["search"]["rows"])
     )
     table = _table(("Layout", "Tokens/s", "Memory"), "found").replace("</tbody>", f"{rows}</tbody>")
     return f'<div class="picture" id="search"></div>{table}'

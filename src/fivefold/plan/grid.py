@@ -192,8 +192,7 @@ def _cluster(center: Base, devices: int) -> str:
 
 def command(recipe: str, sets: Sequence[str]) -> str:
     """How `fivefold plan` is told the recipe; the layout and `options` follow."""
-    kept = [f"--set {shlex.quote(text)}" for text in sets if not text.strip().startswith("layout.")]
-    return " ".join(["fivefold plan", shlex.quote(recipe), *kept])
+    return " ".join(["fivefold plan", shlex.quote(recipe), *(f"--set {shlex.quote(text)}" for text in sets)])
 
 
 def _possible(center: Base, key: str) -> list[int]:

@@ -20,21 +20,21 @@ from fivefold.layout import to_text
 from fivefold.plan import grid
 from fivefold.plan.grid import Axis, Base, Values
 from fivefold.plan.pictures import drawn, pictures
-from fivefold.plan.predict import Plan, limit
+from fivefold.plan.predict import Plan
 from fivefold.schedules.pipeline import Timeline
 
-HEAD = ("step", "tokens_per_s", "mfu", "microbatches", "drawn", "makespan", "stages")
+HEAD = (
+    "step", "tokens_per_s", "mfu", "limit", "flops", "bandwidth", "microbatches", "drawn", "makespan", "stages",
+)  # fmt: skip
 MEMORY = ("params", "gradients", "optimizer", "activations", "buffers")
 PLACE = ("devices", "tp", "pp", "zero")
 """What a layout depends on, of the sliders."""
-WORK = ("dim", "seq_len", "microbatch_size", "tp")
+WORK = ("devices", "dim", "seq_len", "microbatch_size", "tp")
 """What an operation's FLOPs a byte and its rate depend on."""
 
 
 def as_data(center: Base, command: str, sliders: Sequence[Axis]) -> dict[str, Any]:
     """All that the page's script needs. command: see `grid.command`."""
-    own = grid.plan_at(center, center.values)
-    device = own.setting.cluster.device
     rows = _Rows()
     for values, plan in grid.cells(center, sliders):
         rows.add(values, plan)
@@ -42,9 +42,6 @@ def as_data(center: Base, command: str, sliders: Sequence[Axis]) -> dict[str, An
         "axes": [_slider(center, axis) for axis in sliders],
         "command": command,
         "layouts": _layouts(center, sliders),
-        "limit": limit(center.cluster),
-        "peak": device.peak[own.setting.dtype],
-        "bandwidth": device.bandwidth,
         "head": HEAD,
         "memory": MEMORY,
         "place": PLACE,
@@ -102,12 +99,14 @@ class _Rows:
         found, s = pictures(plan), plan.setting
         length = found.timeline.makespan if found.timeline else 0.0
         stages = found.costs if found.timeline else []
-        head = [plan.step.seconds, plan.tokens_per_s, plan.mfu, s.microbatches, drawn(s), length, len(stages)]
+        roof = found.roofline
+        head = [plan.step.seconds, plan.tokens_per_s, plan.mfu, plan.limit, roof.peak, roof.bandwidth]
+        head += [s.microbatches, drawn(s), length, len(stages)]
         self.shares = list(found.shares)
         memory = [getattr(held, name) for held in plan.memory for name in MEMORY]
         durations = [seconds for c in stages for seconds in (c.forward, c.input, c.weight)]
         self.heads.append([*head, *found.shares.values(), *memory, *durations])
-        points = found.roofline.points
+        points = roof.points
         self.names |= dict.fromkeys(point.name for point in points)
         self.seconds.append({point.name: point.seconds for point in points})
         work = self.work.setdefault(_key(values, WORK), {})

@@ -18,7 +18,8 @@ const places = [];
   data.index.forEach((message, cell) => {
     places.push([at, first]);
     if (message) return;
-    const pp = valuesOf(cell)[PP], [, , , , drawn, , stages] = floats.subarray(at, at + data.head.length);
+    const pp = valuesOf(cell)[PP], head = floats.subarray(at, at + data.head.length);
+    const drawn = head[data.head.indexOf("drawn")], stages = head[data.head.indexOf("stages")];
     at += data.head.length + data.shares.length + data.memory.length * pp + 3 * stages + data.operations.length;
     if (pp > 1) for (const row of data.schedules[pp + "," + drawn]) first += row.length;
   });
@@ -100,8 +101,8 @@ const bar = (kind, share, title) => {
   return made;
 };
 
-function drawMemory({ memory }) {
-  const most = Math.max(data.limit, ...memory.map(sum)), rows = document.getElementById("memory");
+function drawMemory({ memory, limit }) {
+  const most = Math.max(limit, ...memory.map(sum)), rows = document.getElementById("memory");
   rows.replaceChildren();
   memory.forEach((parts, stage) => {
     const words = data.memory.map((name, i) => `${name} ${gib(parts[i])}`).join(", ");
@@ -109,7 +110,7 @@ function drawMemory({ memory }) {
       bar(name, parts[i] / most, `${name} ${gib(parts[i])}`)));
     track.setAttribute("aria-label", words);
     const mark = element("b", { className: "limit" });
-    mark.style.left = `calc(${(100 * data.limit) / most}% - 2px)`;
+    mark.style.left = `calc(${(100 * limit) / most}% - 2px)`;
     track.append(mark);
     rows.append(element("span", {}, `stage ${stage}`), track, element("span", { className: "end" }, gib(sum(parts))));
   });
@@ -155,11 +156,11 @@ const idle = (row, makespan) => 1 - sum(row.map((event) => event.end - event.sta
 const log = (low, high, from, to) => (value) => from + ((to - from) * Math.log(value / low)) / Math.log(high / low);
 const decades = (low, high) => Array.from({ length: 40 }, (_, i) => 10 ** (i - 20)).filter((v) => v >= low && v <= high);
 
-function drawRoofline({ operations, step }) {
-  const ridge = data.peak / data.bandwidth, products = operations.filter((o) => o.intensity);
+function drawRoofline({ operations, step, flops, bandwidth }) {
+  const ridge = flops / bandwidth, products = operations.filter((o) => o.intensity);
   const low = Math.min(ridge / 10, ...products.map((o) => o.intensity)) / 1.5;
   const high = Math.max(ridge * 10, ...products.map((o) => o.intensity)) * 1.5;
-  const bottom = Math.min(low * data.bandwidth, ...products.map((o) => o.rate)) / 1.5, top = data.peak * 1.6;
+  const bottom = Math.min(low * bandwidth, ...products.map((o) => o.rate)) / 1.5, top = flops * 1.6;
   const words = operations.map((o) => `${o.name} ${percent(o.seconds / step)}, bound by ${bound(o, ridge)}`).join("; ");
   picture("roofline", 300, "Roofline: " + words, (width, add) => {
     const [left, strip, floor] = [74, 60, 262], x = log(low, high, left + strip, width - 10), y = log(bottom, top, floor, 8);
@@ -173,9 +174,9 @@ function drawRoofline({ operations, step }) {
       shape("text", { x: left + strip / 2 - 4, y: floor + 16, "text-anchor": "middle" }, "bytes"),
       shape("text", { x: left + strip / 2 - 4, y: floor + 30, "text-anchor": "middle" }, "only"),
       shape("path", { class: "axis", d: `M${left + strip - 8} 8V${floor}` }),
-      shape("path", { class: "roof", d: `M${x(Math.max(low, bottom / data.bandwidth))} ` +
-        `${y(Math.max(bottom, low * data.bandwidth))}L${x(ridge)} ${y(data.peak)}H${width - 10}` }),
-      shape("text", { x: width - 10, y: y(data.peak) - 6, "text-anchor": "end" }, unit(data.peak, "FLOP/s")));
+      shape("path", { class: "roof", d: `M${x(Math.max(low, bottom / bandwidth))} ` +
+        `${y(Math.max(bottom, low * bandwidth))}L${x(ridge)} ${y(flops)}H${width - 10}` }),
+      shape("text", { x: width - 10, y: y(flops) - 6, "text-anchor": "end" }, unit(flops, "FLOP/s")));
     let level = floor - 6;
     for (const o of operations) {
       const radius = Math.max(2.5, 40 * Math.sqrt(o.seconds / step / Math.PI)), kind = bound(o, ridge);
@@ -221,15 +222,15 @@ function layoutsHere(positions) {
 }
 
 // Of points those that no other beats in both memory and speed, by memory.
-function unbeaten(points) {
+function unbeaten(points, limit) {
   let most = 0;
   return points.toSorted((a, b) => a.peak - b.peak || b.tokens_per_s - a.tokens_per_s)
-    .filter((p) => p.peak <= data.limit && p.tokens_per_s > most && (most = p.tokens_per_s));
+    .filter((p) => p.peak <= limit && p.tokens_per_s > most && (most = p.tokens_per_s));
 }
 
-function scatter(id, points, best, here) {
-  const farthest = Math.min(Math.max(...points.map((p) => p.peak)), 2 * data.limit);
-  const most = Math.max(...points.map((p) => p.tokens_per_s)) * 1.06, end = Math.max(data.limit, farthest) * 1.03;
+function scatter(id, points, best, limit, here) {
+  const farthest = Math.min(Math.max(...points.map((p) => p.peak)), 2 * limit);
+  const most = Math.max(...points.map((p) => p.tokens_per_s)) * 1.06, end = Math.max(limit, farthest) * 1.03;
   const inside = points.filter((p) => p.peak <= end);
   const words = best.map((p) => `${gib(p.peak)}: ${shown(p.tokens_per_s)} tokens/s`).join("; ");
   picture(id, 280, "Fastest layout for each memory: " + words, (width, add) => {
@@ -240,9 +241,9 @@ function scatter(id, points, best, here) {
       shape("text", { x: x(v * GIB), y: floor + 16, "text-anchor": "middle" }, shown(v)));
     add(shape("text", { x: width - 12, y: floor + 33, "text-anchor": "end" }, "GiB a device"),
       shape("text", { x: left + 6, y: 18 }, "tokens/s"),
-      shape("path", { class: "limit", d: `M${x(data.limit)} 10V${floor}` }),
-      shape("text", { x: x(data.limit) - 6, y: floor - 6, "text-anchor": "end" }, "limit"));
-    for (const p of inside) add(tip(shape("circle", { class: "dot" + (p.peak > data.limit ? " over" : ""),
+      shape("path", { class: "limit", d: `M${x(limit)} 10V${floor}` }),
+      shape("text", { x: x(limit) - 6, y: floor - 6, "text-anchor": "end" }, "limit"));
+    for (const p of inside) add(tip(shape("circle", { class: "dot" + (p.peak > limit ? " over" : ""),
       cx: x(p.peak), cy: y(p.tokens_per_s), r: 3 }), label(p)));
     let path = "";
     best.forEach((p, i) => (path += i ? `H${x(p.peak)}V${y(p.tokens_per_s)}` : `M${x(p.peak)} ${y(p.tokens_per_s)}`));
@@ -259,10 +260,10 @@ function ticks(end) {
 }
 
 function drawFrontier(positions, here) {
-  const points = layoutsHere(positions), best = unbeaten(points);
+  const points = layoutsHere(positions), best = unbeaten(points, here.limit);
   document.getElementById("reach").textContent =
     `${points.length} valid layouts and microbatches on the sliders for this model, batch and number of devices.`;
-  scatter("frontier", points, best, here);
+  scatter("frontier", points, best, here.limit, here);
   document.getElementById("best").replaceChildren(...best.toReversed().map((p) => {
     const button = element("button", { type: "button", className: "plain", onclick: () => go(p.position) }, "Show");
     button.setAttribute("aria-label", "Show " + words(p));
@@ -300,12 +301,12 @@ function show() {
     for (const id of ["step", "speed", "mfu", "peak"]) figure(id, "–", "");
     return;
   }
-  const fits = found.peak <= data.limit;
+  const fits = found.peak <= found.limit;
   figure("step", time(found.step), found.step);
   figure("speed", shown(found.tokens_per_s), found.tokens_per_s);
   figure("mfu", percent(found.mfu), found.mfu);
   figure("peak", gib(found.peak), found.peak);
-  document.getElementById("room").textContent = fits ? `of ${gib(data.limit)}: fits` : `of ${gib(data.limit)}: does not fit`;
+  document.getElementById("room").textContent = fits ? `of ${gib(found.limit)}: fits` : `of ${gib(found.limit)}: does not fit`;
   document.getElementById("peak").closest("div").classList.toggle("over", !fits);
   document.getElementById("layout").replaceChildren(...breakable(found.layout),
     `; ${shown(found.microbatches)} microbatches of ${key(found.values, ["microbatch_size"])} in a step`);
@@ -327,7 +328,7 @@ document.getElementById("own").addEventListener("click", () => go(data.axes.map(
 let width = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; show(); drawSearch(); } });
 function drawSearch() {
-  if (data.search) scatter("search", data.search, data.search, null);
+  if (data.search) scatter("search", data.search.rows, data.search.rows, data.search.limit, null);
 }
 show();
 drawSearch();
