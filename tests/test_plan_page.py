@@ -107,6 +107,7 @@ def test_sliders_show_what_the_planner_predicts(browser: observe_browser.Browser
                 grid.plan_at(center, values)
             assert str(error.value).removeprefix("recipe: ") in text(browser, "#problem")
             assert text(browser, "#step") == "–"
+            assert text(browser, "#room") == ""
             assert (
                 browser.evaluate("getComputedStyle(document.getElementById('memory')).visibility") == "hidden"
             )

@@ -299,6 +299,7 @@ function show() {
   for (const box of document.querySelectorAll(".needs")) box.classList.toggle("gone", Boolean(found.problem));
   if (found.problem) {
     for (const id of ["step", "speed", "mfu", "peak"]) figure(id, "–", "");
+    document.getElementById("room").textContent = "";
     return;
   }
   const fits = found.peak <= found.limit;
