@@ -59,7 +59,7 @@ def _schedules(pp: int) -> list[dict]:
     return [{"schedule": n, "virtual_stages": stages} for n, stages in fewest.items() if pp * stages <= 8]
 
 
-def _sizes(layout: Layout) -> tuple[int, int]:
+def sizes(layout: Layout) -> tuple[int, int]:
     """Blocks, and sequences in a microbatch: of the 8 of a step one where a pipeline wants many, else half a rank's."""
     if layout.pp == 1:
         return 2, max(1, 8 // layout.dp // 2)
@@ -76,9 +76,9 @@ def sweep(folder: Path, only: int | None = None) -> Iterator[tuple[str, Report |
     for layout in everything[::step]:
         text = to_text(layout)
         try:
-            layers, rows = _sizes(layout)
-            sizes = [f"model.layers={layers}", f"train.microbatch_size={rows}"]
-            recipe = tiny(folder, text, *MODEL, *sizes)
+            layers, rows = sizes(layout)
+            shape = [f"model.layers={layers}", f"train.microbatch_size={rows}"]
+            recipe = tiny(folder, text, *MODEL, *shape)
         except UserError as error:
             yield text, f"refused: {error}"
             continue

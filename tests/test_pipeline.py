@@ -25,7 +25,6 @@ from fivefold.models import init_weights
 from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.parallel import pipeline as pipeline_
 from fivefold.parallel.later import Later, attach
-from fivefold.parallel.pipeline import receives_ahead
 from fivefold.parallel.stages import split
 from fivefold.recipe import (
     ModelSection,
@@ -46,6 +45,7 @@ from fivefold.schedules.pipeline import (
     build,
     cut,
     peak_live,
+    receives_ahead,
     simulate,
     with_transfers,
 )

@@ -25,7 +25,16 @@ from fivefold.models import LanguageModel
 from fivefold.parallel.later import Later, Work, attach
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
-from fivefold.schedules.pipeline import Action, Event, Schedule, Timeline, build, check, with_transfers
+from fivefold.schedules.pipeline import (
+    Action,
+    Event,
+    Schedule,
+    Timeline,
+    build,
+    check,
+    receives_ahead,
+    with_transfers,
+)
 
 Microbatch = tuple[Tensor, Tensor]  # tokens, targets: (B, T) int64
 Seed = Callable[[int, int], None]  # (microbatch, which of this rank's stages): sets the random state
@@ -113,21 +122,6 @@ def forwards(schedule: Schedule) -> Schedule:
     """The forwards alone, for validation."""
     rows = tuple(tuple(action for action in row if action.kind == "F") for row in schedule.rows)
     return Schedule(schedule.name, schedule.microbatches, schedule.rank_of, rows)
-
-
-def receives_ahead(actions: Sequence[Action]) -> list[Action]:
-    """The same list, with each receive before the computation that preceded it: what arrives then moves beside it."""
-    found: list[Action] = []
-    before = 0  # where the latest computation stands
-    for action in actions:
-        if action.kind.startswith("RECV"):
-            found.insert(before, action)
-            before += 1
-        else:
-            if action.computes:
-                before = len(found)
-            found.append(action)
-    return found
 
 
 class _Run:

@@ -112,6 +112,7 @@ class _Loss(Function):
     def backward(ctx: Any, *grads: Tensor):
         factor, (dweight, dbias) = grads[0], ctx.saved_tensors
         found = [None if ctx.dx is None else ctx.dx(), dweight, dbias]
+        ctx.dx = None  # the loss keeps this context, and with it the gradient, until the next one
         dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
         return dx, dweight, None, dbias, None, None
 

@@ -4,7 +4,6 @@ schedule."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,10 +11,12 @@ from typing import Any
 from fivefold.layout import Layout
 from fivefold.plan import operations
 from fivefold.plan.operations import Sizes
+from fivefold.plan.partition import schedule, stages
+from fivefold.plan.rehearsal import Job, rehearse
 from fivefold.plan.software import Partition, Software, States
 from fivefold.recipe.schema import ModelSection
-from fivefold.schedules.pipeline import Schedule, build, peak_live, stages_a_rank
-from fivefold.sharding import TIED, cuts, parameters, stage_blocks, stages_of
+from fivefold.schedules.pipeline import Schedule, peak_live
+from fivefold.sharding import TIED, cuts, parameters, stages_of
 
 RESERVE = 1.5 * 2**30
 """Bytes of a device that the program's runtime and the network library take (an estimate; reported as it is)."""
@@ -188,6 +189,10 @@ def predict(
     extra: float = 0.0,
 ) -> list[Memory]:
     """Bytes of each position in the pipeline. `extra`: buffers besides."""
+    if software.memory == "rehearsal":
+        job = Job(model, layout, sizes, software, dtype, microbatches)
+        peaks = (rehearse(job, layout.rank({"pp": position})).at_peak for position in range(layout.pp))
+        return [Memory(**{**found, "buffers": found["buffers"] + extra}) for found in peaks]
     b = software.states[dtype]
     schedule = live_schedule(layout, microbatches)
     found = []
@@ -207,45 +212,6 @@ def live_schedule(layout: Layout, microbatches: int) -> Schedule | None:
     if layout.schedule not in ("gpipe", "looped_bfs") and microbatches % layout.pp == 0:
         microbatches = min(microbatches, enough)
     return schedule(layout.schedule, layout.pp, microbatches, layout.virtual_stages)
-
-
-@lru_cache(maxsize=256)
-def schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    return build(name, ranks, microbatches, virtual_stages)
-
-
-def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> Sequence[range]:
-    """The blocks of each stage: as the trainer cuts them, or as others do (see `software.Partition`)."""
-    hashed: Any = model  # frozen: pydantic gives it a hash
-    name = layout.schedule if layout.pp > 1 else "1f1b"
-    return _stages_of(hashed, layout.pp, name, layout.virtual_stages, how)
-
-
-@lru_cache(maxsize=4096)
-def _stages_of(
-    model: ModelSection, pp: int, name: str, virtual_stages: int, how: Partition
-) -> Sequence[range]:
-    if how == "balanced":
-        return stage_blocks(model, Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
-    count = pp * stages_a_rank(name, virtual_stages) if pp > 1 else 1
-    if how == "even":
-        each = model.layers / count
-        return tuple(range(round(i * each), round((i + 1) * each)) for i in range(count))
-    return _greedy(model, count)
-
-
-def _greedy(model: ModelSection, stages: int) -> tuple[range, ...]:
-    """Stages are filled in order, each until it exceeds its share of the weights in products, output layer included."""
-    layer = sum(
-        math.prod(s) for n, s in parameters(model).items() if n.startswith("blocks.0.") and len(s) > 1
-    )
-    total = layer * model.layers + (model.vocab_size or 0) * model.dim
-    found, start = [], 0
-    for stage in range(stages - 1):
-        stop = min(model.layers, math.floor(total * (stage + 1) / stages / layer) + 1)
-        found.append(range(start, max(start, stop)))
-        start = max(start, stop)
-    return (*found, range(start, model.layers))
 
 
 def elements(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements, Elements, Elements]:

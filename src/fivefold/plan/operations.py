@@ -7,6 +7,7 @@ parallelism), D model, H heads, K key-value heads, d head, F feed-forward, V voc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,7 @@ from fivefold.plan.software import Software
 from fivefold.recipe.count import MASKED_SHARE
 from fivefold.recipe.schema import ModelSection
 
+MIN_ROWS = 128  # of logits at once, however many bytes they take
 Role = Literal["input", "stream", "product", "core", "inner"]
 KEPT: dict[str, dict[str, set[Role]]] = {
     "none": {"core": {"input", "stream", "product", "core", "inner"}},
@@ -51,12 +53,15 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of `size` bytes (of the whole tensor) on an axis. hidden: it runs beside the operation."""
+    """A collective of `size` bytes on an axis: of the whole tensor, that is of the larger of input and output. "ring":
+    keys and values that go round, `size` if all of them go all the way. hidden: it runs beside the operation. calls:
+    into how many it is cut."""
 
     what: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring"]
     axis: str
     size: float
     hidden: bool = False
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,9 @@ class Operation:
     """One step of forward, and its backward.
 
     attention: FLOPs of fused attention in forward. forward, backward: bytes moved by element-wise work. kernels: how
-    many are started in forward. part: what recomputes it ("core" and "inner" as in `Saved`; "": only "full").
-    workspace: bytes that its backward holds besides what is saved. random: numbers drawn in forward, for dropout.
+    many are started in forward. part: what recomputes it ("core" and "inner" as in `Saved`; "out": the matrix behind
+    these, of which only the messages are repeated; "": only "full"; "never": nothing). workspace: bytes that its
+    backward holds besides what is saved. random: numbers drawn in forward, for dropout.
     """
 
     name: str
@@ -77,14 +83,15 @@ class Operation:
     sent_forward: tuple[Message, ...] = ()
     sent_backward: tuple[Message, ...] = ()
     saved: tuple[Saved, ...] = ()
-    part: Literal["", "core", "inner"] = ""
+    part: Literal["", "core", "inner", "out", "never"] = ""
     workspace: float = 0.0
     random: float = 0.0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's share on one rank for one microbatch of B sequences."""
+    """A model's share on one rank for one microbatch of B sequences. load: rows that this rank's experts get, by the
+    even share."""
 
     model: ModelSection
     B: int
@@ -94,6 +101,7 @@ class Sizes:
     sp: bool = False
     e: float = 2
     cp_method: str = "ring"
+    load: float = 1.0
 
     @property
     def N(self) -> float:
@@ -102,6 +110,18 @@ class Sizes:
     @property
     def n(self) -> float:
         return self.N / self.tp if self.sp else self.N
+
+    @property
+    def targets(self) -> float:
+        """Rows of logits: all tokens; of BERT's exactly so many of each sequence (data/batches.py), which lie unevenly
+        where it is divided."""
+        T = self.model.seq_len
+        return self.B * max(1, round(MASKED_SHARE * T)) / self.cp if self.model.arch == "bert" else self.N
+
+    def chunks(self, software: Software) -> int:
+        """Into how many parts the logits are cut (kernels/loss.py, `rows_at_once`)."""
+        rows = max(MIN_ROWS, software.chunk_bytes // ((self.model.vocab_size or 1) / self.tp * self.e))
+        return max(1, math.ceil(self.targets / rows))
 
     @property
     def qkv(self) -> float:
@@ -166,17 +186,15 @@ def begin(s: Sizes, software: Software) -> list[Operation]:
 
 
 def end(s: Sizes, software: Software) -> list[Operation]:
-    """Behind the blocks: last norm, output layer, loss."""
+    """Behind the blocks: last norm, output layer, loss. BERT's head has its own matrix and norm, of masked tokens."""
     D, V, e, n = s.model.dim, s.model.vocab_size or 0, s.e, s.n
-    share = MASKED_SHARE if s.model.arch == "bert" else 1.0
-    rows, columns = s.N * share, V / s.tp
-    into, back = s.enter()
+    rows, columns = s.targets, V / s.tp
+    chunks = software.loss == "chunks"
     # bytes moved and kept for a logit: forward, backward, kept, workspace
     table = {"chunks": (4, 0, 0, 0), "fused": (2 * e, 2 * e, e, 0), "plain": (24, 14, 4, 4 + e)}
     forward, backward, kept, workspace = table[software.loss]
-    at_once = min(rows * columns * e, max(software.chunk_bytes, 128 * columns * e))
-    chunks = software.loss == "chunks"
-    statistics = (Message("all_reduce", "tp", 3 * 4 * rows),) if s.tp > 1 else ()
+    at_once = min(rows * columns * e, max(software.chunk_bytes, MIN_ROWS * columns * e))
+    into, back, statistics = _loss_messages(s, software)
     saved = [Saved("output input", n * D * e, "stream")]
     if chunks:
         saved.append(Saved("output gradient", n * D * e, "stream"))
@@ -196,6 +214,24 @@ def end(s: Sizes, software: Software) -> list[Operation]:
             workspace=(at_once + D * columns * 4) if chunks else workspace * rows * columns,
         ),
     ]
+
+
+def _loss_messages(
+    s: Sizes, software: Software
+) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
+    """Of the output layer in forward and in backward, and of the loss. Here (parallel/vocabulary.py) the gradients are
+    made in forward, so nothing is gathered twice; under context parallelism the ranks count their targets together."""
+    if software.loss != "chunks":
+        return *s.enter(), (Message("all_reduce", "tp", 3 * 4 * s.targets),) if s.tp > 1 else ()
+    whole, head = s.N * s.model.dim * s.e, s.targets * s.model.dim * s.e
+    total = (Message("all_reduce", "cp", 8),) if s.cp > 1 else ()
+    if s.tp == 1:
+        return (), (), total
+    statistics = (Message("all_gather", "tp", s.tp * 3 * 4 * s.targets, calls=s.chunks(software)), *total)
+    gather = (Message("all_gather", "tp", whole),) if s.sp else ()
+    if s.sp and s.model.arch != "bert":
+        return gather, (Message("reduce_scatter", "tp", whole),), statistics
+    return gather, (Message("all_reduce", "tp", head),), statistics
 
 
 def kept(operations: Iterable[Operation], recompute: str, software: Software) -> float:
@@ -277,6 +313,7 @@ def _attention(s: Sizes, software: Software) -> list[Operation]:
             sent_forward=out,
             sent_backward=out_back,
             saved=(Saved("attention output", N * D / s.tp * e, "inner"),),
+            part="out",
         ),
     ]
 
@@ -351,6 +388,7 @@ def _feed_forward(s: Sizes, software: Software) -> list[Operation]:
             backward=_bias(s.model, D, N, e),
             sent_forward=out,
             sent_backward=out_back,
+            part="out",
         ),
     ]
 
@@ -360,11 +398,13 @@ def _experts(s: Sizes) -> list[Operation]:
     rank, which sends those tokens that it has outside tensor-parallel regions."""
     model, D, e, N = s.model, s.model.dim, s.e, s.n
     E, k, F = model.experts or 1, model.experts_per_token or 1, model.expert_ffn_dim or model.ffn_dim or 0
-    routed, here = N * k, E / s.ep
-    exchange = (Message("all_to_all", "ep", routed * D * e),) if s.ep > 1 else ()
-    rows = routed / here  # of each expert, if they are balanced; every rank of `ep` sends as much as it gets
+    routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
+    exchange = (Message("all_to_all", "ep", max(routed, received) * D * e),) if s.ep > 1 else ()
+    counts = (Message("all_to_all", "ep", 8 * E),) if s.ep > 1 else ()  # int64, of each expert
+    rows = received / here  # of each expert
+    router = Operation("router", Matmul(N, E, D), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8)
     ops = [
-        Operation("router", Matmul(N, E, D), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8),
+        router,
         Operation(
             "dispatch",
             None,
@@ -372,22 +412,22 @@ def _experts(s: Sizes) -> list[Operation]:
             2 * routed * D * e,
             2 * routed * D * e,
             4,
-            sent_forward=exchange,
+            sent_forward=(*counts, *exchange),
             sent_backward=exchange,
-            saved=(Saved("routed", routed * D * e, "stream"),),
+            saved=(Saved("routed", received * D * e, "stream"),),
         ),
         Operation(
-            "experts up", Matmul(rows, 2 * F, D, here), saved=(Saved("up", routed * 2 * F * e, "product"),)
+            "experts up", Matmul(rows, 2 * F, D, here), saved=(Saved("up", received * 2 * F * e, "product"),)
         ),
         Operation(
             "gate",
             None,
             0.0,
-            3 * routed * F * e,
-            5 * routed * F * e,
-            saved=(Saved("activation", routed * F * e, "inner"),),
+            3 * received * F * e,
+            5 * received * F * e,
+            saved=(Saved("activation", received * F * e, "inner"),),
             part="inner",
-            workspace=3 * routed * F * e,
+            workspace=3 * received * F * e,
         ),
         Operation("experts down", Matmul(rows, D, F, here)),
         Operation(
@@ -419,4 +459,16 @@ def _experts(s: Sizes) -> list[Operation]:
             ),
             Operation("shared down", Matmul(N, D, wide)),
         ]
-    return ops
+    return [*ops, *_balance(s)]
+
+
+def _balance(s: Sizes) -> list[Operation]:
+    """Ranks that have parts of a sequence add up what each expert got: for the router's own terms of the loss, which
+    are what computes it again."""
+    axes = [axis for axis, divided in (("cp", s.cp > 1), ("tp", s.sp)) if divided]
+    total = tuple(Message("all_reduce", axis, 8 * (s.model.experts or 1)) for axis in axes)
+    model = s.model
+    learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
+    return (
+        [Operation("balance", kernels=0, sent_forward=total, part="" if learns else "never")] if total else []
+    )

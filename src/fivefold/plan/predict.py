@@ -135,7 +135,17 @@ def setting(
     software: Software = FIVEFOLD,
 ) -> Setting:
     """B: sequences of a microbatch. The cluster gets as many devices as the layout has ranks."""
-    sizes = Sizes(model, B, layout.tp, layout.cp, layout.ep, layout.sp, BYTES[dtype], layout.cp_method)
+    sizes = Sizes(
+        model,
+        B,
+        layout.tp,
+        layout.cp,
+        layout.ep,
+        layout.sp,
+        BYTES[dtype],
+        layout.cp_method,
+        software.expert_load,
+    )
     return Setting(
         model, layout, replace(cluster, devices=layout.ranks), software, sizes, dtype, microbatches
     )

@@ -3,7 +3,7 @@ fuses, what it overlaps. Ours by default; others' for predicting published runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -55,7 +55,9 @@ class Software:
     gradient takes their place) or with fp32 copies ("plain"). overlap_data: gradients are summed, and shards gathered,
     while others compute. overlap_pipeline: so are transfers between stages. scatters_transfers: each tensor-parallel
     rank sends its part of what all have, which they gather on the other side. partition: how blocks are divided between
-    stages.
+    stages. expert_load: rows that the busiest rank's experts get, by the even share: nobody knows it before the run.
+    scatter: the collective that adds up shards of gradients. memory: from formulas (memory.py), or by going
+    through the step tensor by tensor (rehearsal.py), which knows this program on CPUs only.
     kernel: seconds between two kernels of the device. host: seconds the processor takes to issue a block's forward
     (`host_tensor` more for each of its collectives), and as long to issue its backward. step: seconds a step besides.
     optimizer_passes: how often an unfused optimizer goes over its memory.
@@ -72,6 +74,9 @@ class Software:
     overlap_pipeline: bool = True
     scatters_transfers: bool = False
     partition: Partition = "balanced"
+    expert_load: float = 1.0
+    scatter: Literal["reduce_scatter", "all_to_all"] = "reduce_scatter"
+    memory: Literal["formulas", "rehearsal"] = "formulas"
     kernel: float = 1.5e-6
     host: float = 0.3e-3
     host_tensor: float = 0.0
@@ -81,3 +86,6 @@ class Software:
 
 
 FIVEFOLD = Software()
+"""This program on GPUs."""
+FIVEFOLD_CPU = replace(FIVEFOLD, name="fivefold on CPUs", scatter="all_to_all", memory="rehearsal")
+"""This program on CPUs: gloo has no reduce-scatter, so each rank sends every other one its part (parallel/zero.py)."""

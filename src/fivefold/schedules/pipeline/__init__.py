@@ -4,7 +4,7 @@ model into stages. No torch."""
 from fivefold.schedules.pipeline.action import Action, Kind, parse
 from fivefold.schedules.pipeline.check import check
 from fivefold.schedules.pipeline.check_transfers import check_transfers
-from fivefold.schedules.pipeline.communication import with_transfers
+from fivefold.schedules.pipeline.communication import receives_ahead, with_transfers
 from fivefold.schedules.pipeline.cut import cut
 from fivefold.schedules.pipeline.draw_svg import to_svg
 from fivefold.schedules.pipeline.draw_text import to_text
@@ -30,6 +30,7 @@ __all__ = [
     "parse",
     "peak_live",
     "place",
+    "receives_ahead",
     "simulate",
     "stages_a_rank",
     "to_csv",

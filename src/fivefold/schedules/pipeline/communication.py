@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fivefold.schedules.pipeline.action import Action
@@ -59,3 +60,18 @@ def with_transfers(schedule: Schedule) -> list[list[Action]]:
             lists[rank].append(move.send)
             lists[schedule.rank_of[move.receive.stage]].append(move.receive)
     return lists
+
+
+def receives_ahead(actions: Sequence[Action]) -> list[Action]:
+    """The same list, with each receive before the computation that preceded it: what arrives then moves beside it."""
+    found: list[Action] = []
+    before = 0  # where the latest computation stands
+    for action in actions:
+        if action.kind.startswith("RECV"):
+            found.insert(before, action)
+            before += 1
+        else:
+            if action.computes:
+                before = len(found)
+            found.append(action)
+    return found

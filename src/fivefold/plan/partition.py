@@ -1,0 +1,53 @@
+"""How a model is cut into pipeline stages, and the schedule that goes through them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from fivefold.layout import Layout
+from fivefold.plan.software import Partition
+from fivefold.recipe.schema import ModelSection
+from fivefold.schedules.pipeline import Schedule, build, stages_a_rank
+from fivefold.sharding import parameters, stage_blocks
+
+
+@lru_cache(maxsize=256)
+def schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    return build(name, ranks, microbatches, virtual_stages)
+
+
+def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> Sequence[range]:
+    """The blocks of each stage: as the trainer cuts them, or as others do (see `software.Partition`)."""
+    hashed: Any = model  # frozen: pydantic gives it a hash
+    name = layout.schedule if layout.pp > 1 else "1f1b"
+    return _stages_of(hashed, layout.pp, name, layout.virtual_stages, how)
+
+
+@lru_cache(maxsize=4096)
+def _stages_of(
+    model: ModelSection, pp: int, name: str, virtual_stages: int, how: Partition
+) -> Sequence[range]:
+    if how == "balanced":
+        return stage_blocks(model, Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
+    count = pp * stages_a_rank(name, virtual_stages) if pp > 1 else 1
+    if how == "even":
+        each = model.layers / count
+        return tuple(range(round(i * each), round((i + 1) * each)) for i in range(count))
+    return _greedy(model, count)
+
+
+def _greedy(model: ModelSection, stages: int) -> tuple[range, ...]:
+    """Stages are filled in order, each until it exceeds its share of the weights in products, output layer included."""
+    layer = sum(
+        math.prod(s) for n, s in parameters(model).items() if n.startswith("blocks.0.") and len(s) > 1
+    )
+    total = layer * model.layers + (model.vocab_size or 0) * model.dim
+    found, start = [], 0
+    for stage in range(stages - 1):
+        stop = min(model.layers, math.floor(total * (stage + 1) / stages / layer) + 1)
+        found.append(range(start, max(start, stop)))
+        start = max(start, stop)
+    return (*found, range(start, model.layers))

@@ -1,0 +1,107 @@
+"""What the planner says is sent, beside what a counter sees in a real step: equal, call by call and byte by byte."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from layouts import tiny
+from ranks import run_ranks
+from steps import counted, planned
+from sweep import MODEL, candidates, sizes
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout, to_text
+from fivefold.observe.collectives import NAMES
+from fivefold.plan import volume
+from fivefold.recipe import Recipe
+
+TWO = [
+    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses",
+    "pp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full", "tp=2,recompute=selective",
+    "tp=2,sp=true,recompute=selective", "cp=2,recompute=selective", "dp=2,ep=2,recompute=full", "cp=2,ep=2,zero=1",
+]  # fmt: skip
+FOUR = [
+    "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,zero=2", "cp=2,tp=2,sp=true", "pp=2,dp=2,zero=3",
+    "pp=2,schedule=zbv,virtual_stages=2,dp=2,zero=1", "dp=4,ep=2,zero=3", "pp=2,tp=2,sp=true", "cp=4",
+    "dp=2,ep=2,tp=2,sp=true", "dp_replicate=2,dp_shard=2,ep=2,zero=1", "pp=4,schedule=zb_h1",
+]  # fmt: skip
+OTHERS = [
+    ("gpt2", "tp=2,sp=true"), ("gpt2", "cp=2,recompute=full"), ("gpt2", "pp=2"), ("bert", "tp=2"),
+    ("bert", "tp=2,sp=true"), ("bert", "dp=2,zero=2"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("volume")
+
+
+def equal(recipe: Recipe) -> None:
+    s = planned(recipe)
+    found = run_ranks(s.layout.ranks, counted, recipe, timeout_s=60)
+    for rank, step in enumerate(found):
+        assert volume.counted(s, rank) == step.sent, f"rank {rank} of {to_text(s.layout)}"
+
+
+@pytest.mark.parametrize("layout", [*TWO, *FOUR])
+def test_bytes_are_those_counted(room: Path, layout: str) -> None:
+    equal(tiny(room, layout))
+
+
+@pytest.mark.parametrize(("arch", "layout"), OTHERS)
+def test_of_other_models(room: Path, arch: str, layout: str) -> None:
+    equal(tiny(room, layout, f"model.arch={arch}"))
+
+
+@pytest.mark.parametrize("overrides", [
+    ("model.tie_embeddings=false",),
+    ("model.dim=40", "model.ffn_dim=63", "model.kv_heads=2"),  # rows do not divide evenly
+    ("precision.reduce=bf16",),
+    ("train.microbatch_size=2",),
+])  # fmt: skip
+def test_of_other_sizes(room: Path, overrides: tuple[str, ...]) -> None:
+    for layout in ("dp=2,zero=2", "dp=2", "pp=2"):
+        equal(tiny(room, layout, *overrides, mode="bf16"))
+
+
+def test_of_experts_as_they_are_chosen(room: Path) -> None:
+    """Rows go where the router sends them: calls are equal, and bytes of all else."""
+    recipe = tiny(room, "dp=4,ep=2")
+    s, rows = planned(recipe), ("all_to_all", "ep")
+    for rank, step in enumerate(run_ranks(4, counted, recipe, False)):
+        wanted = volume.counted(s, rank)
+        assert wanted[rows][0] == step.sent[rows][0]
+        assert wanted[rows][1] <= step.sent[rows][1] <= 2 * wanted[rows][1], "at most all rows to one rank"
+        assert {k: v for k, v in wanted.items() if k != rows} == {
+            k: v for k, v in step.sent.items() if k != rows
+        }
+
+
+def test_names_of_groups() -> None:
+    assert volume.NAMES == NAMES
+
+
+def test_what_is_sent_follows_from_what_is_counted(room: Path) -> None:
+    """Rings: of S bytes an all-reduce sends 2 (n-1)/n, a gather or a scatter half of that; a receive nothing."""
+    s = planned(tiny(room, "dp=4,zero=1"))
+    total: Counter[str] = Counter()
+    for (what, _), (_, size) in volume.counted(s).items():
+        total[what] += size
+    agreed = total.pop("all_reduce")
+    assert agreed == 16, "two numbers on which all agree"
+    assert volume.sent(s) == {"dp": int(3 / 4 * total["all_gather"]) + int(3 / 4 * total["all_to_all"])}
+
+
+EIGHT = list(candidates())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", EIGHT, ids=to_text)
+def test_bytes_of_every_layout_of_eight_ranks(room: Path, layout: Layout) -> None:
+    layers, rows = sizes(layout)
+    overrides = [*MODEL, f"model.layers={layers}", f"train.microbatch_size={rows}"]
+    try:
+        recipe = tiny(room, to_text(layout), *overrides)
+    except UserError:
+        pytest.skip("the recipe refuses it")
+    equal(recipe)
