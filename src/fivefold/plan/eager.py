@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fivefold.plan.operations import MIN_ROWS, Sizes
 from fivefold.plan.tape import Memory, Tape, Value
 
-BLOCK, MAX_BLOCKS, KEEP = 128, 16, 1024  # of kernels/blockwise_attention.py
+BLOCK, MAX_BLOCKS, KEEP = {4: 64, 2: 128}, 16, 1024  # of kernels/blockwise_attention.py
 CHUNK_BYTES = 16 << 20  # of kernels/loss.py
 Gradients = tuple[list[Memory | None], list[tuple[str, Memory]]]
 
@@ -137,7 +137,7 @@ def qkv_attention(w: Work, qkv: Value, heads: float, kv_heads: float, T: float) 
     s, e = w.s, w.s.e
     d = s.model.dim / s.model.heads
     B = qkv.size / e / ((heads + 2 * kv_heads) * d) / T
-    ranges, keys = blocks(T, s.model.arch != "bert"), B * kv_heads * T * d * e
+    ranges, keys = blocks(T, s.model.arch != "bert", e), B * kv_heads * T * d * e
     k, v = w.new(keys), w.new(keys)
     out = Value(w.new(B * T * heads * d * e), heads * d)
     queries, probabilities = [], []
@@ -171,9 +171,9 @@ def qkv_attention(w: Work, qkv: Value, heads: float, kv_heads: float, T: float) 
     return out
 
 
-def blocks(T: float, causal: bool) -> list[tuple[float, float]]:
+def blocks(T: float, causal: bool, e: float) -> list[tuple[float, float]]:
     """(queries, keys that they see) of each block."""
-    size = max(BLOCK, -(-T // MAX_BLOCKS))
+    size = max(BLOCK[int(e)], -(-T // MAX_BLOCKS))
     starts = range(0, int(T), int(size))
     return [(min(size, T - start), min(start + size, T) if causal else T) for start in starts]
 

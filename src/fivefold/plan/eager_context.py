@@ -102,7 +102,7 @@ def _length(T: float, index: int, turn: int, c: int, causal: bool) -> float:
 
 def _attend(w: Work, shape: Shape, size: float, seen: float, causal: bool) -> tuple[Memory, Memory]:
     e, out, lse = w.s.e, w.new(shape.queries(size, w.s.e)), w.new(shape.rows(size))
-    ranges = blocks(size, causal)
+    ranges = blocks(size, causal, w.s.e)
     for count, visible in ranges:
         rows = w.new(shape.queries(count, e)) if len(ranges) > 1 else None
         _p = w.new(shape.scores(count, visible if causal else seen, e))
@@ -157,7 +157,7 @@ def _ring_gradients(w: Work, shape: Shape, kv: Memory, causal: bool) -> tuple[Me
 def _attend_backward(
     w: Work, shape: Shape, size: float, seen: float, causal: bool
 ) -> tuple[Memory, Memory, Memory]:
-    e, ranges = w.s.e, blocks(size, causal)
+    e, ranges = w.s.e, blocks(size, causal, w.s.e)
     dq, wide = w.new(shape.queries(size, e)), e != 4 and len(ranges) > 2
     dk = dv = None
     for count, visible in reversed(ranges):
