@@ -143,10 +143,8 @@ def qkv_attention(w: Work, qkv: Value, heads: float, kv_heads: float, T: float) 
     queries, probabilities = [], []
     for size, seen in ranges:
         queries.append(w.new(B * heads * size * d * e))
-        p = w.new(B * heads * size * seen * e)
+        probabilities.append(w.new(B * heads * size * seen * e))
         _o = w.new(B * heads * size * d * e)  # until the next one is there
-        probabilities.append(p)
-    del p
     kept = probabilities if T <= KEEP else []
     width = qkv.size
 

@@ -209,7 +209,8 @@ class _Pipeline:
         tape, y = self.run.forward(stage, x)
         self.kept[key] = tape, x, y
         if not stage.last:
-            self._hand_over(y.there, self.inputs, action.stage + 1, "SEND_F", action)
+            send = Action(action.stage, "SEND_F", action.microbatch)
+            self._hand_over(y.there, self.inputs, action.stage + 1, send)
 
     def _backward(self, action: Action) -> None:
         key = action.stage, action.microbatch
@@ -220,7 +221,8 @@ class _Pipeline:
             tape.later = self.owed[key] = []
         found = self.run.backward(stage, tape, y, gradient)
         if x is not None:
-            self._hand_over(found.pop(x.key), self.gradients, action.stage - 1, "SEND_B", action)
+            send = Action(action.stage, "SEND_B", action.microbatch)
+            self._hand_over(found.pop(x.key), self.gradients, action.stage - 1, send)
 
     def _weights(self, action: Action) -> None:
         stage, queue = self.run.stages[action.stage], deque(self.owed.pop((action.stage, action.microbatch)))
@@ -235,10 +237,8 @@ class _Pipeline:
         self.run.sink(stage)(name, Memory(self.run.meter, size, "buffers"))  # autograd takes a copy
         del gradient
 
-    def _hand_over(
-        self, result: Memory, to: dict[Key, Memory], stage: int, kind: str, action: Action
-    ) -> None:
+    def _hand_over(self, result: Memory, to: dict[Key, Memory], stage: int, send: Action) -> None:
         if stage in self.run.stages:
-            to[stage, action.microbatch] = result
+            to[stage, send.microbatch] = result
         else:
-            self.to_send[Action(action.stage, kind, action.microbatch)] = result
+            self.to_send[send] = result

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 
-CATEGORIES = ("params", "gradients", "optimizer", "activations", "buffers")
+CATEGORIES: tuple[str, ...] = ("params", "gradients", "optimizer", "activations", "buffers")
 
 
 class Meter:

@@ -93,7 +93,8 @@ def _locals(model: Any, tp: int, ep: int) -> dict[str, Local]:
 
 def table(model: ModelSection, layout: Layout) -> dict[str, Local]:
     """Every parameter as a rank that has it computes with it, in the module's order."""
-    return _locals(model, layout.tp, layout.ep)
+    hashed: Any = model
+    return _locals(hashed, layout.tp, layout.ep)
 
 
 def of_rank(model: ModelSection, layout: Layout, stages: Sequence[int], how: Partition) -> Held:
@@ -151,7 +152,7 @@ def _names(model: ModelSection, layout: Layout, stage: int, how: Partition) -> l
         if name.startswith("blocks."):
             return int(name.split(".")[1]) in blocks
         if name == TIED:
-            return first or (last and model.tie_embeddings)
+            return first or (last and bool(model.tie_embeddings))
         return first if name.startswith("embed") else last
 
     return [name for name in table(model, layout) if has(name)]
