@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.data import prepare
 from fivefold.layout import Layout
+from fivefold.layout import parse as parse_layout
 from fivefold.observe.collectives import Collectives
 from fivefold.observe.tracking import Tracker, states_of
 from fivefold.parallel.ranks import Ranks
@@ -25,8 +26,8 @@ from fivefold.train.state import State, build_state
 V = 2048
 MODEL = [
     "model.layers=6", "model.dim=192", "model.heads=6", "model.kv_heads=6", "model.ffn_dim=512", "model.seq_len=256",
-    f"model.vocab_size={V}", "train.global_batch_size=16", "train.microbatch_size=2", "train.sample_every=0",
-    "train.steps=4", "optim.warmup_steps=0", "observe.tensorboard=false",
+    f"model.vocab_size={V}", "train.microbatch_size=2", "train.sample_every=0", "train.steps=4",
+    "optim.warmup_steps=0", "observe.tensorboard=false",
 ]  # fmt: skip
 EXPERTS = ["model.arch=moe", "model.experts=4", "model.expert_ffn_dim=256"]
 CASES = [
@@ -47,8 +48,12 @@ CASES = [
 
 
 def recipe_of(arch: str, mode: str, layout: str) -> Recipe:
+    """Three microbatches of two sequences; a pipeline twice as many as it has ranks."""
+    axes = Layout(**parse_layout(layout))
+    rows = 2 * axes.dp * (2 * axes.pp if axes.pp > 1 else 3)
     kind = EXPERTS if arch == "moe" else [f"model.arch={arch}"]
-    return resolve(load("quickstart", [*MODEL, *kind, f"precision.mode={mode}"], layout), vocab_size=V)
+    sets = [*MODEL, *kind, f"precision.mode={mode}", f"train.global_batch_size={rows}"]
+    return resolve(load("quickstart", sets, layout), vocab_size=V)
 
 
 @dataclass
