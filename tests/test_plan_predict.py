@@ -199,6 +199,7 @@ def test_command_explains_every_term() -> None:
         "MFU",
         "DOES NOT FIT",
         "gradients summed",
+        "reduce_scatter",
     ):
         assert word in text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.layout import describe
-from fivefold.plan import memory, operations, time
+from fivefold.plan import memory, operations, time, volume
 from fivefold.plan.operations import Operation
 from fivefold.plan.predict import Plan
 
@@ -38,8 +38,8 @@ def summary(plan: Plan) -> list[str]:
 
 
 def explain(plan: Plan) -> list[str]:
-    """Every term: memory of each stage, each operation of a block, the parts of the step."""
-    return [*_memory(plan), "", *_operations(plan), "", *_step(plan)]
+    """Every term: memory of each stage, each operation of a block, each kind of message, the parts of the step."""
+    return [*_memory(plan), "", *_operations(plan), "", *_messages(plan), "", *_step(plan)]
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -101,6 +101,12 @@ def _operations(plan: Plan) -> Iterator[str]:
                 f"  {where:6}{op.name:16}{c.forward * ms:9.3f} {c.input * ms:9.3f} {c.weight * ms:9.3f} "
                 f"{c.sent * ms:9.3f}  {what}"
             )
+
+
+def _messages(plan: Plan) -> Iterator[str]:
+    yield "messages of rank 0, a step (bytes of the larger of input and output)"
+    for (what, axis), (calls, size) in sorted(volume.counted(plan.setting).items()):
+        yield f"  {what:16}{axis:10}{calls:9,} calls {size / 2**20:14,.1f} MiB"
 
 
 def _step(plan: Plan) -> Iterator[str]:
