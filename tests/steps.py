@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.data import prepare
 from fivefold.layout import Layout
-from fivefold.layout import parse as parse_layout
 from fivefold.observe.collectives import Collectives
 from fivefold.observe.tracking import Tracker, states_of
 from fivefold.parallel.ranks import Ranks
@@ -17,11 +16,10 @@ from fivefold.plan.predict import setting, with_reduce
 from fivefold.plan.rehearsal import Job
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.plan.time import Setting
-from fivefold.recipe import Recipe, load, resolve
+from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.train.loop import take_step
 from fivefold.train.share import batches_of, share_of
 from fivefold.train.state import State, build_state
-
 
 V = 2048
 MODEL = [
@@ -49,11 +47,13 @@ CASES = [
 
 def recipe_of(arch: str, mode: str, layout: str) -> Recipe:
     """Three microbatches of two sequences; a pipeline twice as many as it has ranks."""
-    axes = Layout(**parse_layout(layout))
-    rows = 2 * axes.dp * (2 * axes.pp if axes.pp > 1 else 3)
     kind = EXPERTS if arch == "moe" else [f"model.arch={arch}"]
-    sets = [*MODEL, *kind, f"precision.mode={mode}", f"train.global_batch_size={rows}"]
-    return resolve(load("quickstart", sets, layout), vocab_size=V)
+    recipe = load(
+        "quickstart", [*MODEL, *kind, f"precision.mode={mode}", "train.global_batch_size=64"], layout
+    )
+    axes = Layout.from_recipe(recipe.layout)
+    rows = 2 * axes.dp * (2 * axes.pp if axes.pp > 1 else 3)
+    return resolve(change(recipe, [f"train.global_batch_size={rows}"]), vocab_size=V)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from steps import CASES, MODEL, job, planned, recipe_of, tracked
+from steps import CASES, MODEL, job, planned, recipe_of, tracked  # pyright: ignore[reportMissingImports]
 
 from fivefold.layout import Layout
 from fivefold.parallel.ranks import Ranks

@@ -18,6 +18,10 @@ CHUNK_BYTES = 16 << 20  # of kernels/loss.py
 Gradients = tuple[list[Memory | None], list[tuple[str, Memory]]]
 
 
+Around = Callable[["Work", str, Value, Callable[[Value], Value]], Value]
+"""Runs a unit of weights (its name, its input, its forward) with what the data axes do before and after."""
+
+
 @dataclass
 class Work:
     """One microbatch's forward on a rank. unit: whose weights are in use, with a colon behind. splits: linear layers
@@ -26,6 +30,7 @@ class Work:
 
     tape: Tape
     s: Sizes
+    around: Around
     unit: str = ""
     splits: bool = False
     cp_index: int = 0

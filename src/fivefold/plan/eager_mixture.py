@@ -94,7 +94,7 @@ def experts(w: Work, model: Model, x: Value) -> Value:
         return out
 
     F = w.s.model.expert_ffn_dim or 0
-    return model.around(w, unit.rstrip(":") + " experts", x, run)
+    return w.around(w, unit.rstrip(":") + " experts", x, run)
 
 
 def combine(w: Work, rows: Value, weights: Value, count: float, plan: list[Memory]) -> Value:

@@ -13,15 +13,12 @@ from fivefold.plan.eager_mixture import mixture
 from fivefold.plan.operations import is_mixed
 from fivefold.plan.tape import Value
 
-Around = Callable[[Work, str, Value, Callable[[Value], Value]], Value]
-"""Runs a unit of weights (its name, its input, its forward) with what the data axes do before and after."""
-
 
 class Model:
-    """One rank's part. splits: weight gradients may wait."""
+    """One rank's part. scaled: the loss's gradient is not 1."""
 
-    def __init__(self, layout: Layout, around: Around, scaled: bool):
-        self.layout, self.around, self.scaled = layout, around, scaled
+    def __init__(self, layout: Layout, scaled: bool):
+        self.layout, self.scaled = layout, scaled
 
     def stage(self, w: Work, x: Value | None, blocks: Sequence[int], first: bool, last: bool) -> Value:
         """x: from the stage before."""
@@ -35,9 +32,7 @@ class Model:
             angles = T * (model.dim // model.heads) / 2 * 4
             w.context = [w.new(angles).becomes("activations") for _ in range(2)]
         for number in blocks:
-            x = self.around(
-                w, f"block {number}", x, lambda x, n=number: self._block(w, x, is_mixed(model, n))
-            )
+            x = w.around(w, f"block {number}", x, lambda x, n=number: self._block(w, x, is_mixed(model, n)))
         return self.end(w, x) if last else x
 
     def _block(self, w: Work, x: Value, mixed: bool) -> Value:

@@ -71,7 +71,7 @@ class _Rank:
         self.whole: list[Whole] = []
         self._states(rank)
         batch = s.layout.dp * s.layout.cp
-        self.model = Model(s.layout, self._around, scaled=batch * s.microbatches > 1 or s.layout.cp > 1)
+        self.model = Model(s.layout, scaled=batch * s.microbatches > 1 or s.layout.cp > 1)
         self.current: _Stage | None = None
 
     def _states(self, rank: int) -> None:
@@ -129,7 +129,7 @@ class _Rank:
     def forward(self, stage: _Stage, x: Value | None) -> tuple[Tape, Value]:
         tied = self.s.model.tie_embeddings and stage.first and stage.last
         tape = Tape(self.meter, self.sink(stage), "rest:vocabulary" if tied else "")
-        w = Work(tape, self.s.sizes, "rest:", self.splits, self.cp_index)
+        w = Work(tape, self.s.sizes, self._around, "rest:", self.splits, self.cp_index)
         self.current = stage
 
         def run(x: Value) -> Value:
