@@ -16,9 +16,12 @@ from fivefold.plan import volume
 from fivefold.recipe import Recipe
 
 TWO = [
-    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses",
-    "pp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full", "tp=2,recompute=selective",
-    "tp=2,sp=true,recompute=selective", "cp=2,recompute=selective", "dp=2,ep=2,recompute=full", "cp=2,ep=2,zero=1",
+    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "cp=2,cp_method=ulysses", "pp=2", "tp=2,sp=true,recompute=selective",
+    "cp=2,recompute=full", "dp=2,ep=2,recompute=full", "cp=2,ep=2,zero=1",
+]  # fmt: skip
+SLOW = [
+    "dp=2,zero=3", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full",
+    "tp=2,recompute=selective", "cp=2,recompute=selective",
 ]  # fmt: skip
 FOUR = [
     "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,zero=2", "cp=2,tp=2,sp=true", "pp=2,dp=2,zero=3",
@@ -26,8 +29,7 @@ FOUR = [
     "dp=2,ep=2,tp=2,sp=true", "dp_replicate=2,dp_shard=2,ep=2,zero=1", "pp=4,schedule=zb_h1",
 ]  # fmt: skip
 OTHERS = [
-    ("gpt2", "tp=2,sp=true"), ("gpt2", "cp=2,recompute=full"), ("gpt2", "pp=2"), ("bert", "tp=2"),
-    ("bert", "tp=2,sp=true"), ("bert", "dp=2,zero=2"),
+    ("gpt2", "tp=2,sp=true"), ("gpt2", "pp=2"), ("bert", "tp=2"), ("bert", "tp=2,sp=true"),
 ]  # fmt: skip
 
 
@@ -48,11 +50,18 @@ def test_bytes_are_those_counted(room: Path, layout: str) -> None:
     equal(tiny(room, layout))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SLOW)
+def test_bytes_of_more_layouts(room: Path, layout: str) -> None:
+    equal(tiny(room, layout))
+
+
 @pytest.mark.parametrize(("arch", "layout"), OTHERS)
 def test_of_other_models(room: Path, arch: str, layout: str) -> None:
     equal(tiny(room, layout, f"model.arch={arch}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [
     ("model.tie_embeddings=false",),
     ("model.dim=40", "model.ffn_dim=63", "model.kv_heads=2"),  # rows do not divide evenly
@@ -62,6 +71,10 @@ def test_of_other_models(room: Path, arch: str, layout: str) -> None:
 def test_of_other_sizes(room: Path, overrides: tuple[str, ...]) -> None:
     for layout in ("dp=2,zero=2", "dp=2", "pp=2"):
         equal(tiny(room, layout, *overrides, mode="bf16"))
+
+
+def test_of_uneven_rows_in_bf16(room: Path) -> None:
+    equal(tiny(room, "dp=2,zero=2", "model.dim=40", "model.ffn_dim=63", "precision.reduce=bf16", mode="bf16"))
 
 
 def test_of_experts_as_they_are_chosen(room: Path) -> None:
