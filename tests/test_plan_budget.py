@@ -1,11 +1,25 @@
 """The field's rules of thumb, by the examples of the papers they come from."""
 
+import json
 import math
 import random
 
 import pytest
+from typer.testing import CliRunner
 
+from fivefold.cli.main import app
+from fivefold.errors import UserError
 from fivefold.plan import budget
+from fivefold.plan.clusters import parse
+from fivefold.plan.predict import predict
+from fivefold.plan.questions import Questions, answer, fewest_devices, lines, seconds
+from fivefold.recipe import change, count_parameters, load
+
+RUNNER = CliRunner()
+LLAMA = load("llama-7b", ["train.global_batch_size=512"], "dp=64,zero=1")
+GPT3 = ["model.arch=gpt2", "model.layers=96", "model.dim=12288", "model.heads=96", "model.ffn_dim=none",
+        "model.seq_len=2048", "model.vocab_size=51200", "model.norm_eps=none", "train.global_batch_size=1536",
+        "train.microbatch_size=1"]  # fmt: skip
 
 
 def test_gpt3_within_a_month() -> None:
@@ -60,3 +74,130 @@ def test_cost_in_device_hours() -> None:
 
 def test_critical_batch_grows_as_the_loss_falls() -> None:
     assert budget.critical_batch_tokens(2.0) > 1e6 * budget.critical_batch_tokens(3.0) / 1e6 * 5
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arch", "layers", "dim"),
+    [
+        (6.74e9, "llama", 32, 4096),  # Llama 7B (arXiv 2302.13971, table 2)
+        (13.0e9, "llama", 40, 5120),  # 13B
+        (175e9, "gpt2", 96, 12288),  # GPT-3 (arXiv 2005.14165, table 2.1)
+        (405e9, "llama", 127, 16256),  # Llama 3 405B has 126, 16384
+    ],
+)
+def test_shape_of_a_size(parameters: float, arch: str, layers: int, dim: int) -> None:
+    found = budget.shape(parameters, change(LLAMA, [f"model.arch={arch}"]).model)
+    assert (found.layers, found.dim) == (layers, dim)
+    assert count_parameters(found) == pytest.approx(parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
+@pytest.mark.parametrize("parameters", [3e8, 7e9, 1e12])
+def test_shapes_make_models_of_about_their_size(arch: str, parameters: float) -> None:
+    like = load("mixtral-8x7b").model if arch == "moe" else change(LLAMA, [f"model.arch={arch}"]).model
+    found = budget.shape(parameters, like)
+    assert count_parameters(found) == pytest.approx(parameters, rel=0.2 if parameters < 1e9 else 0.03)
+    assert found.dim % found.heads == 0
+
+
+def test_a_critical_batch_takes_twice_of_both() -> None:
+    """arXiv 1812.06162, equation 2.11: (S / S_min - 1) (E / E_min - 1) = 1."""
+    assert budget.batch_cost(1e6, 1e6) == budget.Batch(2.0, 2.0)
+    for batch in (1e4, 3e5, 1e7):
+        cost = budget.batch_cost(batch, 1e6)
+        assert (cost.steps - 1) * (cost.tokens - 1) == pytest.approx(1.0)
+
+
+def test_answers_about_gpt3() -> None:
+    """On A100 at the 140 TFLOP/s that arXiv 2104.04473 reached on 1024 of them it takes 34 days with recomputation."""
+    recipe = change(LLAMA, GPT3, "pp=8,tp=8,dp=16,recompute=full,schedule=interleaved,virtual_stages=2")
+    plan = predict(recipe, parse("a100:1024"))
+    found = answer(plan, Questions(300e9, deadline=30 * budget.DAY, price=2.0))
+    assert found["parameters"] == pytest.approx(175e9, rel=0.005)
+    assert found["flops_6nd"] == pytest.approx(6 * found["parameters"] * 300e9)
+    assert found["flops_with_attention"] > found["flops_6nd"]
+    assert 25 < found["days"] < 40
+    assert found["device_hours"] == pytest.approx(24 * 1024 * found["days"])
+    assert found["cost"] == pytest.approx(2 * found["device_hours"])
+    assert found["devices_for_deadline"] == pytest.approx(1024 * found["days"] / 30, rel=0.001)
+    assert found["optimal_tokens"] == pytest.approx(3.5e12, rel=0.005)
+    assert found["kaplan"]["parameters"] > found["chinchilla"]["parameters"] > 5e10
+
+
+def test_the_measured_noise_scale_is_the_critical_batch() -> None:
+    plan = predict(LLAMA, parse("h100:64"))
+    measured = answer(plan, Questions(1e12, noise_scale=float(plan.tokens)))
+    assert (measured["steps_over_fewest"], measured["tokens_over_fewest"]) == (2.0, 2.0)
+    assert measured["critical_batch_from"] == "noise scale"
+    assert answer(plan, Questions(1e12))["critical_batch_from"] == "expected loss"
+
+
+def test_devices_are_searched_for_a_deadline() -> None:
+    """So many meet it, half as many do not."""
+    asked = Questions(1e12, deadline=40 * budget.DAY)
+    best = fewest_devices(LLAMA, parse("h100"), asked, 24)
+    assert best is not None
+    assert asked.tokens / best.tokens_per_s <= asked.deadline  # pyright: ignore[reportOperatorIssue]
+    half = fewest_devices(LLAMA, parse("h100"), Questions(1e12, deadline=4000 * budget.DAY), 1)
+    assert half is not None
+    assert half.layout.ranks == 8
+
+
+def test_times_of_day() -> None:
+    assert seconds("30d") == 30 * 86400
+    assert seconds("1.5h") == 5400
+    assert (seconds("90m"), seconds("2w")) == (5400, 14 * 86400)
+    with pytest.raises(UserError, match="such as 30d"):
+        seconds("30")
+
+
+def test_the_command_answers() -> None:
+    options = [
+        "plan",
+        "llama-7b",
+        "--cluster",
+        "h100:64",
+        "--tokens",
+        "1.4e12",
+        "--deadline",
+        "30d",
+        "--price",
+        "2.5",
+    ]
+    text = RUNNER.invoke(app, options).stdout
+    for word in (
+        "1.4e+12 tokens",
+        "device-hours",
+        "at this price",
+        "30 days take",
+        "Chinchilla",
+        "critical size",
+    ):
+        assert word in text
+    found = json.loads(RUNNER.invoke(app, [*options, "--json"]).stdout)["budget"]
+    assert found["cost"] == pytest.approx(2.5 * found["device_hours"])
+    assert lines(found)
+
+
+def test_the_command_searches_for_the_deadline() -> None:
+    options = [
+        "plan",
+        "llama-7b",
+        "--cluster",
+        "h100:8",
+        "--search",
+        "--top",
+        "1",
+        "--deadline",
+        "60d",
+        "--json",
+    ]
+    found = json.loads(RUNNER.invoke(app, options).stdout)
+    assert found["budget"]["searched_devices"] % 8 == 0
+    assert f"searched: {found['budget']['searched_devices']} do it" in found["budget"]["searched"]
+
+
+def test_the_command_takes_a_size() -> None:
+    options = ["plan", "llama-7b", "--params", "13e9", "--cluster", "h100:64", "--tokens", "1e12", "--json"]
+    found = json.loads(RUNNER.invoke(app, options).stdout)
+    assert found["budget"]["parameters"] == pytest.approx(13e9, rel=0.01)

@@ -8,8 +8,9 @@ own: for expert weights it divides the data and context axes again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from fivefold.errors import UserError, did_you_mean
@@ -260,8 +261,14 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
 
 
-def validate(layout: Layout, ranks: int) -> None:
-    """Checks that a layout makes sense and fills exactly `ranks` ranks.
+def anything(layout: Layout) -> bool:
+    """No rule besides those of every layout."""
+    return True
+
+
+def validate(layout: Layout, ranks: int, allowed: Callable[[Layout], bool] = anything) -> None:
+    """Checks that a layout makes sense and fills exactly `ranks` ranks. allowed: what a model and its batch say to a
+    layout, so that only such ones are proposed.
 
     Raises:
         UserError: with the equation that does not hold and the nearest layouts that do.
@@ -271,13 +278,27 @@ def validate(layout: Layout, ranks: int) -> None:
         product = equation(layout).removesuffix("s").removesuffix(" rank")
         found.insert(0, f"{product}, but there are {ranks} rank{'s' * (ranks != 1)}")
     if found:
-        near = " or ".join(to_text(candidate) for candidate in nearest(layout, ranks))
-        raise UserError(
-            f"layout '{to_text(layout)}': {'; '.join(found)}" + (f". Nearest valid: {near}" if near else "")
-        )
+        raise UserError(f"layout '{to_text(layout)}': {'; '.join(found)}{_proposal(layout, ranks, allowed)}")
 
 
-def nearest(layout: Layout, ranks: int, count: int = 3) -> list[Layout]:
+def _proposal(layout: Layout, ranks: int, allowed: Callable[[Layout], bool]) -> str:
+    """The nearest layouts of so many ranks; where the model has none, of a smaller number that it has some for."""
+    powers = (2**k for k in range(ranks.bit_length() - 1, -1, -1))
+    for fewer in (*range(ranks, max(0, ranks - 9), -1), *powers):
+        if near := nearest(layout, fewer, 3 if fewer == ranks else 1, allowed):
+            text = " or ".join(to_text(candidate) for candidate in near)
+            other = (
+                ""
+                if fewer == ranks
+                else f" ({fewer} rank{'s' * (fewer != 1)}; the model has none for {ranks})"
+            )
+            return f". Nearest valid: {text}{other}"
+    return ""
+
+
+def nearest(
+    layout: Layout, ranks: int, count: int = 3, allowed: Callable[[Layout], bool] = anything
+) -> list[Layout]:
     """The valid layouts of `ranks` ranks that are most like `layout`: axes change by the fewest doublings,
     and an axis that was not used is taken into use last. States are shared (zero=1) where that is missing, or not where
     there is nobody to share them with."""
@@ -293,8 +314,8 @@ def nearest(layout: Layout, ranks: int, count: int = 3) -> list[Layout]:
         for sizes in _factor(ranks, len(AXES))
         for zero in sorted(stages)
     ]
-    valid = [candidate for candidate in candidates if not any(problems(candidate))]
-    return sorted(valid, key=distance)[:count]
+    candidates.sort(key=distance)
+    return list(islice((c for c in candidates if not any(problems(c)) and allowed(c)), count))
 
 
 def _factor(product: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -302,7 +323,12 @@ def _factor(product: int, count: int) -> Iterator[tuple[int, ...]]:
     if count == 1:
         yield (product,)
         return
-    for first in range(1, product + 1):
-        if product % first == 0:
-            for rest in _factor(product // first, count - 1):
-                yield (first, *rest)
+    for first in divisors(product):
+        for rest in _factor(product // first, count - 1):
+            yield (first, *rest)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from fivefold.layout import Layout, index_in, stages_of_a_rank
 from fivefold.recipe.count import MASKED_SHARE
@@ -174,9 +176,19 @@ def stages_of(layout: Layout, pp_index: int) -> list[int]:
 
 def stage_blocks(model: ModelSection, layout: Layout) -> tuple[range, ...]:
     """The blocks of each pipeline stage: cut as evenly as possible, in FLOPs; embedding and head count."""
-    stages = layout.pp * stages_of_a_rank(layout)
-    blocks, first, last = stage_costs(model)
+    hashed: Any = model  # frozen: pydantic gives it a hash
+    return _stage_blocks(hashed, layout.pp * stages_of_a_rank(layout))
+
+
+@lru_cache(maxsize=1024)
+def _stage_blocks(model: ModelSection, stages: int) -> tuple[range, ...]:
+    blocks, first, last = _costs(model)
     return cut(blocks, stages, first, last)
+
+
+@lru_cache(maxsize=64)
+def _costs(model: Any) -> tuple[list[float], float, float]:
+    return stage_costs(model)
 
 
 def stage_costs(model: ModelSection) -> tuple[list[float], float, float]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.cli import budget
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 from fivefold.cli.plan_pictures import Wanted, draw_plan, draw_search
 from fivefold.errors import UserError
@@ -21,6 +22,7 @@ EXAMPLES = [
     "fivefold plan llama-7b --cluster a100:64 --search --top 5 --save best.toml",
     "fivefold plan my.toml --cluster lab.toml:16 --explain",
     "fivefold plan llama-7b --cluster h100:64 --search --pictures --html plan.html",
+    "fivefold plan llama-7b --cluster h100:64 --search --tokens 1.4e12 --deadline 30d --price 2.5",
 ]
 
 
@@ -49,11 +51,17 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Write a page with the pictures, and sliders for the sizes."),
     ] = None,
+    params: budget.ParamsOption = None,
+    tokens: budget.TokensOption = None,
+    deadline: budget.DeadlineOption = None,
+    price: budget.PriceOption = None,
+    noise_scale: budget.NoiseOption = None,
     json: JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
 
-    With --search the layout of the recipe is left out of account, and the fastest layouts that fit are listed.
+    With --search the layout of the recipe is left out of account, and the fastest layouts that fit are listed. With one
+    of --tokens, --deadline, --price and --noise-scale: days, devices, cost; tokens and batch that suit the model.
     """
     from fivefold.plan.clusters import parse
     from fivefold.plan.predict import predict
@@ -62,38 +70,49 @@ def plan(
     wanted = Wanted(pictures, html, json)
     if search and layout is not None:
         raise UserError("--search looks for the layout itself: leave --layout out")
-    loaded, machine = load(recipe, set_ or [], layout), parse(cluster)
+    free = ["train.microbatch_size=none"] if search else []  # it and the layout are what is searched for
+    loaded, machine = load(recipe, free + (set_ or []), "dp=1" if search else layout), parse(cluster)
+    loaded = budget.sized(loaded, params)
+    asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
     if search:
-        found = _search(recipe, loaded, machine, top, explain, save, json)
+        found = _search(recipe, loaded, machine, top, explain, save, json, asked)
         draw_search(found, wanted, loaded, (recipe, set_ or [], cluster))
         return
     result = predict(loaded, machine)
+    answers = budget.answers(asked, result, loaded, machine, search)
     if save is not None:
         _save(save, loaded, result)
     if json:
-        print_json(result.as_json() | ({"terms": dict(result.step.terms)} if explain else {}))
+        print_json(result.as_json() | ({"terms": dict(result.step.terms)} if explain else {}) | answers)
     else:
         print("\n".join(_text(recipe, result, explain)))
+        budget.print_answers(answers)
     draw_plan(result, wanted, loaded, (recipe, set_ or [], cluster))
 
 
 def _search(
-    name: str, recipe: Recipe, machine: Any, top: int, explain: bool, save: Path | None, json: bool
+    name: str,
+    recipe: Recipe,
+    machine: Any,
+    top: int,
+    explain: bool,
+    save: Path | None,
+    json: bool,
+    asked: Any,
 ) -> Found:
-    from fivefold.plan.search import describe_nothing
     from fivefold.plan.search import search as run
 
     found = run(recipe, machine, top)
-    if not found.plans and not json:
-        raise UserError(f"{name} on {machine.name}:{machine.devices}: {describe_nothing(found)}")
+    if not found.plans and (save is not None or not json):
+        raise UserError(f"{name} on {machine.name}:{machine.devices}: {found.nothing}")
     if save is not None:
-        if not found.plans:
-            raise UserError(f"--save: {describe_nothing(found)}")
         _save(save, recipe, found.plans[0])
+    answers = budget.answers(asked, found.plans[0], recipe, machine, True) if found.plans else {}
     if json:
-        print_json(found.as_json())
+        print_json(found.as_json() | answers)
         return found
     print("\n".join(_table(name, found)))
+    budget.print_answers(answers)
     if explain:
         print("\n".join(["", *_text(name, found.plans[0], True)]))
     return found
@@ -115,17 +134,20 @@ def _table(name: str, found: Found) -> list[str]:
     where = f"{first.setting.cluster.name}:{first.layout.ranks}"
     lines = [
         f"{name} on {where}: the fastest of {found.considered} layouts, predicted",
-        f"  {'step s':>9} {'MFU %':>6} {'tokens/s':>11} {'GiB':>6}  microbatch  layout",
+        f"  {'step s':>9} {'MFU %':>6} {'tokens/s':>11} {'GiB':>6}  microbatches     layout",
     ]
-    for plan, why in zip(found.plans, found.why(), strict=True):
+    for plan, why in zip(found.plans, found.reasons, strict=True):
         s = plan.setting
         lines.append(
             f"  {plan.step.seconds:9.4g} {100 * plan.mfu:6.1f} {plan.tokens_per_s:11,.0f} "
-            f"{plan.peak_bytes / 2**30:6.1f}  {s.microbatches:4} x {s.sizes.B:<3}  {to_text(plan.layout)}"
+            f"{plan.peak_bytes / 2**30:6.1f}  {s.microbatches:4} x {s.sizes.B:<3} {s.dtype}  {to_text(plan.layout)}"
             + (f"  ({why})" if why else "")
         )
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.rejected.items())
-    return [*lines, f"  the others: {reasons or 'none'}; {first.limit / 2**30:.1f} GiB a device may be used"]
+    lines.append(f"  the others: {reasons or 'none'}; {first.limit / 2**30:.1f} GiB a device may be used")
+    if "fp8" in first.setting.cluster.device.peak:
+        lines.append("  not considered: fp8, which the device has and the trainer cannot compute in yet")
+    return [*lines, "  what holds the first back:", *(f"    {text}" for text in found.binding or ["nothing"])]
 
 
 def _save(path: Path, recipe: Recipe, result: Plan) -> None:

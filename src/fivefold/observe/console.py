@@ -216,6 +216,7 @@ def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("mfu", "MFU", lambda v: f"{100 * v:.1f}%"),
         ("data_wait", "data wait", lambda v: f"{100 * v:.2f}% of the time"),
         ("peak_memory_bytes", "peak memory", size),
+        ("noise_scale", "noise scale", lambda v: f"{short_number(v)} tokens: about the critical batch size"),
         ("nonfinite", "NaN or inf loss", lambda v: f"{v} steps, first at step {figures['nonfinite_step']}"),
     )
 

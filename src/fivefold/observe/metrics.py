@@ -32,6 +32,7 @@ _TAGS = {
     "data_wait_s": "speed/data_wait_s",
     "tokens_per_s": "speed/tokens_per_s",
     "mfu": "speed/mfu",
+    "noise_scale": "train/noise_scale",
     "peak_memory_bytes": "memory/peak_bytes",
     "tokens": "train/tokens",
 }

@@ -107,6 +107,7 @@ def _headline(figures: Mapping[str, Any]) -> str:
         ("tokens_per_s", "Tokens a second", short_number, "median"),
         ("mfu", "MFU", lambda v: f"{100 * v:.1f}%", "of the dense peak"),
         ("peak_memory_bytes", "Peak memory", size, ""),
+        ("noise_scale", "Noise scale", short_number, "tokens: about the critical batch size"),
         ("data_wait", "Waiting for data", lambda v: f"{100 * v:.2f}%", "of the time"),
     )
     shown = "".join(

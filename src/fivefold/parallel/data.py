@@ -7,6 +7,7 @@ the last backward of a step has finished its parameters, so that communication o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,6 +47,11 @@ class DataParallel:
     def kept(self) -> dict[str, list[Tensor]]:
         """The weights that compute."""
         return {"params": [self.weights.flat_working]}
+
+    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
+        """Shows the gradient of every parameter in every microbatch."""
+        of = self.weights.names
+        self.weights.seen = lambda index, gradient: seen(gradient) if of[index] in names else None
 
 
 @dataclass

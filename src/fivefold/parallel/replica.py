@@ -7,7 +7,7 @@ Two things implement it: `data.DataParallel` (ZeRO stage 0: everything on every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -51,6 +51,11 @@ class Replica(Protocol):
         """What it keeps now besides masters and gradients, as categories of `observe.tracking`: the weights that
         compute, under "params" or where they are there for a while only under "buffers", and "gradients" that are not
         yet summed over ranks."""
+        ...
+
+    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
+        """From now on calls `seen` with the gradients of these parameters, or of several at once, before they are
+        added up: of a microbatch, or of the rank's share of a step where they are summed over ranks once a step."""
         ...
 
     def close(self) -> None:

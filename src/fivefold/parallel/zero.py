@@ -17,7 +17,7 @@ gradients for later, every stage scatters the gradients once a step, as stage 1 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -93,6 +93,7 @@ class ReduceScatter:
 
     def __init__(self, sent: torch.dtype):
         self.sent = sent
+        self.seen: Callable[[Tensor], None] | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -107,6 +108,8 @@ class ReduceScatter:
     ) -> None:
         assert op == dist.ReduceOp.SUM, op
         assert not async_op
+        if self.seen is not None:
+            self.seen(input_tensor)
         given = input_tensor.to(self.sent)
         if given.is_cuda:
             part = output_tensor.to(self.sent)
@@ -202,6 +205,13 @@ class Sharded:
             "buffers" if self.zero == 3 else "params": gathered,
             "gradients": [gradient for gradient in whole if gradient is not None],
         }
+
+    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
+        """Shows what is scattered: all parameters of a unit of communication at once."""
+        assert names == self.parts.keys(), "a unit cannot be seen in part"
+        for group in (group for unit in self.units for group in _groups(unit)):
+            assert isinstance(group._reduce_scatter_comm, ReduceScatter)
+            group._reduce_scatter_comm.seen = seen
 
     def _share(self, same: list[DTensor]) -> None:
         """Gives one memory to parameters that are one: a tied embedding, where a rank has the first and last stage."""

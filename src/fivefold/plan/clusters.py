@@ -13,6 +13,7 @@ from fivefold.errors import UserError, did_you_mean
 
 GIB = 2**30
 GB = 1e9
+MOST_DEVICES = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that prices can be cached
@@ -140,8 +141,9 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
             f"cluster '{text}': '{count}' is not a number of devices: 64, or 8x4 for 8 nodes of 4"
         )
     devices = int(found[1]) * int(found[2] or 1)
-    if not devices:
-        raise UserError(f"cluster '{text}': 0 devices; at least 1")
+    if not 1 <= devices <= MOST_DEVICES:
+        limit = f"at most {MOST_DEVICES:,}" if devices else "at least 1"
+        raise UserError(f"cluster '{text}': {devices:,} devices; {limit}")
     return replace(cluster, devices=devices, per_node=int(found[2]) if found[2] else cluster.per_node)
 
 
@@ -155,8 +157,8 @@ class _Key:
 
 
 _KEYS = {
-    "devices": _Key(),
-    "devices_per_node": _Key(),
+    "devices": _Key(most=MOST_DEVICES),
+    "devices_per_node": _Key(most=MOST_DEVICES),
     "memory_gb": _Key(GB),
     "memory_bandwidth_tb_s": _Key(1e12),
     "bf16_tflops": _Key(1e12),

@@ -22,6 +22,9 @@ RESERVE = 1.5 * 2**30
 """Bytes of a device that the program's runtime and the network library take (an estimate; reported as it is)."""
 
 
+BREADTH_FIRST = ("gpipe", "looped_bfs")
+
+
 @dataclass(frozen=True)
 class Elements:
     """Numbers of elements of some parameters on a rank. computes: whole after tensor and expert parallelism; keeps: of
@@ -138,10 +141,15 @@ def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balance
 
 
 def activations(
-    model: ModelSection, layout: Layout, sizes: Sizes, software: Software, schedule: Schedule | None
+    model: ModelSection,
+    layout: Layout,
+    sizes: Sizes,
+    software: Software,
+    schedule: Schedule | None,
+    times: int = 1,
 ) -> list[float]:
-    """Bytes of activations at the peak, of each position in the pipeline: what live microbatches keep, and what the
-    backward of a block or of the loss holds besides."""
+    """Bytes of activations at the peak, of each position in the pipeline: what live microbatches keep (`times` as much
+    as in the schedule), and what the backward of a block or of the loss holds besides."""
     kinds = {mixed: operations.block(sizes, software, mixed) for mixed in (False, True)}
     first, last = operations.begin(sizes, software), operations.end(sizes, software)
     keeps = {m: operations.kept(ops, layout.recompute, software) for m, ops in kinds.items()}
@@ -156,7 +164,7 @@ def activations(
     loss = max(op.workspace for op in last)
     if schedule is None:
         return [stage_bytes[0] + max(inside, loss)]
-    live = peak_live(schedule, stage_bytes)
+    live = [times * size for size in peak_live(schedule, stage_bytes)]
     owner = schedule.rank_of[-1]
     return [
         bytes_ + (max(inside, loss) if rank == owner else inside)
@@ -196,7 +204,8 @@ def predict(
     b = software.states[dtype]
     schedule = live_schedule(layout, microbatches)
     found = []
-    acts = activations(model, layout, sizes, software, schedule)
+    times = microbatches if schedule and layout.schedule in BREADTH_FIRST else 1
+    acts = activations(model, layout, sizes, software, schedule, times)
     for own, kept in zip(rank_elements(model, layout, software.partition), acts, strict=True):
         weights, gradients, optimizer = state_bytes(b, layout.zero, own.computes, own.keeps, microbatches)
         found.append(Memory(weights, gradients, optimizer, kept, buffers(model, layout, own, b) + extra))
@@ -204,12 +213,14 @@ def predict(
 
 
 def live_schedule(layout: Layout, microbatches: int) -> Schedule | None:
-    """The schedule with as many microbatches as can be live at once: more change no rank's peak, but of schedules that
-    go breadth first, in which all are live."""
+    """The schedule with as many microbatches as can be live at once: more change no rank's peak. Of schedules that go
+    breadth first, in which all are live, with one."""
     if layout.pp == 1:
         return None
     enough = 2 * layout.pp * max(2, layout.virtual_stages)
-    if layout.schedule not in ("gpipe", "looped_bfs") and microbatches % layout.pp == 0:
+    if layout.schedule in BREADTH_FIRST:
+        microbatches = 1
+    elif microbatches % layout.pp == 0:
         microbatches = min(microbatches, enough)
     return schedule(layout.schedule, layout.pp, microbatches, layout.virtual_stages)
 

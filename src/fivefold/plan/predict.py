@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fivefold.errors import UserError
@@ -15,6 +15,7 @@ from fivefold.plan.operations import Sizes
 from fivefold.plan.software import FIVEFOLD, Software
 from fivefold.plan.time import Setting, Step, step
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, resolve
+from fivefold.recipe.rules import allows
 from fivefold.recipe.schema import ModelSection
 
 FRAGMENTS = 0.04
@@ -116,7 +117,7 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software = FIVEFOLD) -> 
     """
     layout = Layout.from_recipe(recipe.layout)
     if cluster.devices:
-        validate(layout, cluster.devices)
+        validate(layout, cluster.devices, partial(allows, recipe))
     full = resolved(recipe)
     B = full.train.microbatch_size
     assert B is not None

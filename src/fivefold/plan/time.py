@@ -3,7 +3,7 @@ the simulator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -167,7 +167,7 @@ def block_cost(s: Setting, number: int) -> Cost:
     cost = (part(ops, s, s.layout.recompute) + Cost(host=s.software.host)).bound
     elements = memory.elements(s.model, s.layout)[0][number].computes
     cost += accumulate(elements, s)
-    return cost + _within_step(elements, cost, s)
+    return cost + within_step(elements, cost, s)
 
 
 def stage_costs(s: Setting) -> list[Cost]:
@@ -207,7 +207,7 @@ def accumulate(elements: float, s: Setting) -> Cost:
     return Cost(weight=rates.stream(size, s.cluster.device))
 
 
-def _within_step(elements: float, cost: Cost, s: Setting) -> Cost:
+def within_step(elements: float, cost: Cost, s: Setting) -> Cost:
     """What ZeRO sends in every microbatch: stage 3 gathers a block's weights before forward and before backward, stages
     2 and 3 scatter its gradients; while the block beside it computes, if the software overlaps."""
     if s.layout.zero < 2 or s.layout.dp_shard * s.layout.cp == 1:
@@ -220,6 +220,10 @@ def _within_step(elements: float, cost: Cost, s: Setting) -> Cost:
         forward = max(0.0, forward - cost.forward)
         backward = max(0.0, backward - cost.input - cost.weight)
     return Cost(forward, backward, 0.0, forward, backward)
+
+
+Run = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
+"""(setting, costs of the stages) -> makespan of a step's schedule, when each rank ends, how long it computes."""
 
 
 def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], list[float]]:
@@ -274,7 +278,7 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
     """Seconds that the sum of gradients, and the gathering of weights, add to a step of a rank that has these elements.
     backward, forward: of one of its microbatches, beside which they run."""
     layout, b = s.layout, s.software.states[s.dtype]
-    hidden, blocks = s.software.overlap_data, max(1, s.model.layers // layout.pp)
+    blocks = max(1, s.model.layers // layout.pp)
     reduced = gathered = 0.0
     for computes, keeps, kind in own.groups():
         if not computes:
@@ -291,10 +295,14 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
             reduced += communication.reduce_scatter(computes * b.reduce, shards, s.cluster)
         if layout.zero < 3:
             gathered += communication.all_gather(computes * b.working, shards, s.cluster)
-    if hidden:
-        reduced = max(reduced / blocks, reduced - backward * (1 - 1 / blocks))
-        gathered = max(gathered / blocks, gathered - forward * (1 - 1 / blocks))
+    if s.software.overlap_data:
+        return unhidden(reduced, backward, blocks), unhidden(gathered, forward, blocks)
     return reduced, gathered
+
+
+def unhidden(seconds: float, beside: float, blocks: int) -> float:
+    """What computing does not hide of messages block by block: those of the last have nothing beside them."""
+    return max(seconds / blocks, seconds - beside * (1 - 1 / blocks))
 
 
 def optimizer(s: Setting, own: Elements) -> float:
@@ -306,10 +314,10 @@ def optimizer(s: Setting, own: Elements) -> float:
     return s.software.optimizer_passes * rates.stream(size, s.cluster.device) + 2 * norm
 
 
-def step(s: Setting) -> Step:
-    """Seconds of an optimizer step."""
+def step(s: Setting, run: Run = pipeline) -> Step:
+    """Seconds of an optimizer step. run: what says how long the schedule takes."""
     costs = stage_costs(s)
-    makespan, ends, busy = pipeline(s, costs)
+    makespan, ends, busy = run(s, costs)
     p, m = s.layout.pp, s.microbatches
     rank_of = memory.schedule(s.layout.schedule, p, 2, s.layout.virtual_stages).rank_of if p > 1 else (0,)
     extra, waits = 0.0, [0.0] * p

@@ -24,6 +24,7 @@ class Weights:
 
     master, grads: {parameter name: fp32 view of the flat buffer, in the parameter's shape}.
     on_gradient: called with a parameter's index (in buffer order) when its gradient of this backward has been added.
+    seen: called with the index and that gradient before.
     """
 
     def __init__(self, params: dict[str, nn.Parameter], compute_dtype: torch.dtype):
@@ -43,6 +44,7 @@ class Weights:
         for p, working in zip(self.params, self._views(self.flat_working).values(), strict=True):
             p.data = working
         self.on_gradient: Callable[[int], None] = lambda index: None
+        self.seen: Callable[[int, Tensor], None] | None = None
         self._fresh = [True] * len(self.params)  # no gradient yet in this step
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._adder(i)) for i, p in enumerate(self.params)
@@ -61,6 +63,8 @@ class Weights:
         def add(p: Tensor) -> None:
             if p.grad is None:  # this backward leaves it for later (parallel/later.py)
                 return
+            if self.seen is not None:
+                self.seen(index, p.grad)
             add_gradient(self.flat_grads[start:end], p.grad, self._fresh[index])
             self._fresh[index] = False
             p.grad = None

@@ -214,6 +214,10 @@ class ObserveSection(Section):
     """Steps between console lines."""
     tensorboard: bool = True
     """Write TensorBoard event files into RUN/tensorboard."""
+    noise_scale: bool = False
+    """Measure the gradient noise scale (arXiv 1812.06162): the batch, in tokens, beyond which larger ones save few
+    steps. Metric `noise_scale`, averaged over about 50 steps. Not with cp, ep, sp, tp under ZeRO, or a pipeline whose
+    first and last stage share the embedding."""
     trace_step: int = Field(default=0, ge=0)
     """With pp > 1: the step whose pipeline is measured, action by action. RUN/traces gets a picture of it beside
     the planned one. 0: none."""

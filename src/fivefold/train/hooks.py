@@ -22,6 +22,7 @@ from fivefold.recipe import Recipe, count_parameters, tokens_per_step
 from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.job import Job
 from fivefold.train.loop import evaluate
+from fivefold.train.noise import NoiseScale
 from fivefold.train.saved import identity, save_state
 from fivefold.train.share import Microbatch, validation_set
 from fivefold.train.state import State, compute_mode
@@ -47,6 +48,7 @@ class RunHooks:
         self.tokens = tokens_per_step(recipe)
         self.flops = flops_per_token(recipe.model) if self.job.module is None else None
         self.peak = _peak_flops(recipe, self.ranks) if self.flops else None
+        self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
 
     def record(self, line: dict[str, Any]) -> None:
         speed = self.tokens / line["step_s"]
@@ -54,6 +56,8 @@ class RunHooks:
         line |= {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
         if self.flops and self.peak:
             line["mfu"] = speed * self.flops / self.peak
+        if self.noise:
+            line |= self.noise.figures(line["grad_norm"])
         self._write(line)
         self.console.step(line)
         pipeline = self.state.parallel.pipeline

@@ -30,6 +30,7 @@ from fivefold.observe.machine import cores, ensure_matmul_rate
 from fivefold.parallel import ranks as ranks_
 from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, resolve
+from fivefold.recipe.rules import allows
 from fivefold.train.allocator import keep_freed_memory
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.run import run_rank
@@ -111,7 +112,7 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     if world == layout.ranks:
         return recipe
     size = world // rest if world % rest == 0 else getattr(layout, axis)
-    validate(replace(layout, **{axis: size}, microbatches=None), world)
+    validate(replace(layout, **{axis: size}, microbatches=None), world, partial(allows, recipe))
     if world == 1 and not nproc and not launched:
         print(f"note: {to_text(layout)} wants {layout.ranks} devices; running on one", file=sys.stderr)
     changes = [f"layout.{axis}={size}", "layout.microbatches=none"]

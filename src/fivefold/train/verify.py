@@ -45,6 +45,7 @@ from fivefold.parallel import ranks as ranks_
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, resolve
+from fivefold.recipe.rules import allows
 from fivefold.recipe.schema import LayoutSection
 from fivefold.train.launch import prepare_data, start_ranks
 from fivefold.train.loop import agree, forward_backward, update
@@ -137,7 +138,7 @@ def verify(
     """
     recipe, notes = prepared(recipe, layout, steps, mode)
     wanted, launched = Layout.from_recipe(recipe.layout), ranks_.found()
-    validate(wanted, launched[1] if launched else wanted.ranks)
+    validate(wanted, launched[1] if launched else wanted.ranks, partial(allows, recipe))
     data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as name:

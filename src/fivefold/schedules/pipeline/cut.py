@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
+
+Cost = Callable[[int, int, int], float]
+"""(stage, its first block, the one behind its last) -> what the stage costs."""
 
 
 def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
@@ -11,7 +16,7 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
     possible; among those cuts, the most even one (least sum of squares).
 
     costs: of each block. first, last: what the first and the last stage cost besides (the embedding, the head); in
-    whatever unit, for example FLOPs a token. Time: stages x blocks^2.
+    whatever unit, for example FLOPs a token.
     """
     assert 1 <= stages <= len(costs), f"{stages} stages of {len(costs)} blocks"
     before = [0.0, *accumulate(costs)]
@@ -19,27 +24,52 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
     def cost(stage: int, start: int, stop: int) -> float:
         return before[stop] - before[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    worst, _ = _best(len(costs), stages, lambda so_far, stage, a, b: max(so_far, cost(stage, a, b)))
-    limit = worst * (1 + 1e-9)
-
-    def squares(so_far: float, stage: int, start: int, stop: int) -> float:
-        own = cost(stage, start, stop)
-        return so_far + own * own if own <= limit else float("inf")
-
-    _, ends = _best(len(costs), stages, squares)
+    if stages == 1:
+        return (range(len(costs)),)
+    possible = _run_costs(tuple(before), first, last)
+    worst = bisect_left(possible, True, key=lambda limit: _possible(len(costs), stages, cost, limit))
+    limit = possible[worst] * (1 + 1e-9)
+    ends = _most_even(len(costs), stages, cost, limit)
     return tuple(range(start, stop) for start, stop in zip([0, *ends], ends, strict=False))
 
 
-def _best(blocks: int, stages: int, add: Callable[[float, int, int, int], float]) -> tuple[float, list[int]]:
-    """The smallest total of a cut, and where its stages end. add(total so far, stage, start, stop) -> total."""
-    totals: list[dict[int, tuple[float, int]]] = []  # of each stage: {its end: (total, its start)}
+@lru_cache(maxsize=64)
+def _run_costs(before: tuple[float, ...], first: float, last: float) -> list[float]:
+    """All that a stage may cost, ascending; before: the costs of the blocks, added up."""
+    runs = {stop - start for i, start in enumerate(before) for stop in before[i + 1 :]}
+    return sorted(run + extra for run in runs for extra in (0.0, first, last))
+
+
+def _possible(blocks: int, stages: int, cost: Cost, limit: float) -> bool:
+    """Whether no stage needs to cost more: each takes as many blocks as it may, and leaves one for each behind it."""
+    start = 0
+    for stage in range(stages - 1):
+        stop, most = start, blocks - (stages - stage - 1)
+        while stop < most and cost(stage, start, stop + 1) <= limit:
+            stop += 1
+        if stop == start:
+            return False
+        start = stop
+    return cost(stages - 1, start, blocks) <= limit
+
+
+def _most_even(blocks: int, stages: int, cost: Cost, limit: float) -> list[int]:
+    """Where the stages end, so that none costs more than `limit` and the sum of squares is least."""
+    totals: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # behind each stage: {end: (sum, its start)}
     for stage in range(stages):
         found = {}
         for stop in range(stage + 1, blocks - (stages - stage - 1) + 1):
-            starts = [0] if stage == 0 else [start for start in totals[-1] if start < stop]
-            found[stop] = min((add(totals[-1][a][0] if stage else 0.0, stage, a, stop), a) for a in starts)
+            choices = []
+            for start in range(stop - 1, -1, -1):
+                own = cost(stage, start, stop)
+                if own > limit:
+                    break
+                if start in totals[-1]:
+                    choices.append((totals[-1][start][0] + own * own, start))
+            if choices:
+                found[stop] = min(choices)
         totals.append(found)
     ends = [blocks]
-    for found in reversed(totals[1:]):
+    for found in reversed(totals[2:]):
         ends.append(found[ends[-1]][1])
-    return totals[-1][blocks][0], ends[::-1]
+    return ends[::-1]

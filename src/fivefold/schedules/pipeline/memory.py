@@ -18,17 +18,18 @@ def peak_live(
     """
     size = size or [1] * schedule.stages
     after_input = after_input or size
+    change = {
+        "F": size,
+        "B": [-s for s in size],
+        "I": [left - s for s, left in zip(size, after_input, strict=True)],
+        "W": [-left for left in after_input],
+    }
     peaks = []
     for row in schedule.rows:
         held = peak = 0.0
         for action in row:
-            stage = action.stage
-            held += {
-                "F": size[stage],
-                "B": -size[stage],
-                "I": after_input[stage] - size[stage],
-                "W": -after_input[stage],
-            }[action.kind]
-            peak = max(peak, held)
+            held += change[action.kind][action.stage]
+            if held > peak:
+                peak = held
         peaks.append(peak)
     return peaks

@@ -1,0 +1,65 @@
+"""Seconds that a search of all valid layouts takes, on one core, with what holds the best one back.
+
+    python benchmarks/planner/search_speed.py [--out benchmarks/results/planner_search.json]
+
+Processor time of `fivefold.plan.search.search` for the ten best; the import of the planner does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from fivefold.layout import to_text
+from fivefold.plan.clusters import parse
+from fivefold.plan.search import search
+from fivefold.recipe import Recipe, change, load
+
+LLAMA_405B = [
+    "model.dim=16384", "model.layers=126", "model.heads=128", "model.kv_heads=8", "model.ffn_dim=53248",
+    "model.vocab_size=128256", "model.seq_len=8192", "train.global_batch_size=16384",
+]  # fmt: skip
+
+
+def cases() -> dict[str, tuple[Recipe, str]]:
+    seven = load("llama-7b", ["train.microbatch_size=none"], "dp=1")
+    eight = load("mixtral-8x7b", ["train.microbatch_size=none"], "dp=1")
+    return {
+        "llama 7B": (seven, "h100:64"),
+        "llama 7B, batch of 16384": (change(seven, ["train.global_batch_size=16384"]), "h100:16384"),
+        "llama 405B": (change(seven, LLAMA_405B), "h100:16384"),
+        "llama 405B, 32768 tokens": (change(seven, [*LLAMA_405B, "model.seq_len=32768"]), "h100:16384"),
+        "mixtral 8x7B": (change(eight, ["train.global_batch_size=8192"]), "h100:8192"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = []
+    print(f"{'model':26} {'cluster':12} {'layouts':>10} {'seconds':>8}  best")
+    for name, (recipe, cluster) in cases().items():
+        start = time.process_time()
+        result = search(recipe, parse(cluster))
+        seconds = time.process_time() - start
+        best = result.plans[0]
+        layout = f"{to_text(best.layout)} with microbatches of {best.setting.sizes.B}"
+        print(
+            f"{name:26} {cluster:12} {result.considered:10,} {seconds:8.2f}  {layout}, MFU {100 * best.mfu:.1f}%"
+        )
+        print("\n".join(f"  {text}" for text in result.binding))
+        found.append({
+            "model": name, "cluster": cluster, "layouts": result.considered, "seconds": round(seconds, 2),
+            "best": layout, "mfu": round(best.mfu, 4), "binding": result.binding,
+        })  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The budget questions of `fivefold plan`: options, and what they add to its output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fivefold.plan.clusters import Cluster
+    from fivefold.plan.predict import Plan
+    from fivefold.plan.questions import Questions
+    from fivefold.recipe import Recipe
+
+TokensOption = Annotated[
+    float | None,
+    typer.Option("--tokens", help="Budget: tokens of the run, such as 1.4e12 (else the recipe's)."),
+]
+DeadlineOption = Annotated[
+    str | None,
+    typer.Option("--deadline", metavar="TIME", help="Budget: how many devices for 30d (or m, h, w)?"),
+]
+PriceOption = Annotated[float | None, typer.Option("--price", help="Budget: of a device-hour.")]
+NoiseOption = Annotated[
+    float | None,
+    typer.Option("--noise-scale", help="Budget: the gradient's, in tokens, as a run measured it."),
+]
+ParamsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--params", metavar="N", help="A model of about N parameters instead of the recipe's shape."
+    ),
+]
+
+
+def questions(
+    recipe: Recipe, tokens: float | None, deadline: str | None, price: float | None, noise_scale: float | None
+) -> Questions | None:
+    """What is asked; None where nothing is."""
+    if all(value is None for value in (tokens, deadline, price, noise_scale)):
+        return None
+    from fivefold.plan.questions import ask
+    from fivefold.recipe import tokens_per_step, total_steps
+
+    return ask(tokens, deadline, price, noise_scale, float(tokens_per_step(recipe) * total_steps(recipe)))
+
+
+def answers(
+    asked: Questions | None, plan: Plan, recipe: Recipe, machine: Cluster, search: bool
+) -> dict[str, Any]:
+    """{"budget": ...} of a plan; with `search` also the fewest devices whose best layout meets the deadline."""
+    if asked is None:
+        return {}
+    from fivefold.layout import to_text
+    from fivefold.plan.questions import answer, fewest_devices
+
+    found = answer(plan, asked)
+    if search and asked.deadline:
+        best = fewest_devices(recipe, machine, asked, found["devices_for_deadline"])
+        found["searched_devices"] = best.layout.ranks if best else None
+        found["searched"] = "no number of whole nodes that was tried meets the deadline"
+        if best:
+            days = asked.tokens / best.tokens_per_s / 86400
+            found["searched"] = (
+                f"searched: {best.layout.ranks} do it in {days:.4g} days, with {to_text(best.layout)}"
+            )
+    return {"budget": found}
+
+
+def print_answers(found: dict[str, Any]) -> None:
+    if found:
+        from fivefold.plan.questions import lines
+
+        print("\n".join(f"  {line}" for line in lines(found["budget"])))
+
+
+def sized(recipe: Recipe, params: float | None) -> Recipe:
+    """The recipe with a model of another size."""
+    if params is None:
+        return recipe
+    from fivefold.plan.budget import shape
+    from fivefold.plan.predict import resolved
+
+    return recipe.model_copy(update={"model": shape(params, resolved(recipe).model)})

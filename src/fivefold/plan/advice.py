@@ -1,0 +1,88 @@
+"""What to say where a search finds nothing: what is missing, and the nearest choice that would do."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fivefold.layout import Layout, divisors, to_text
+from fivefold.plan import memory
+from fivefold.plan.bound import Bounds
+from fivefold.plan.predict import Plan, limit
+from fivefold.plan.space import Choice, Space
+from fivefold.recipe import count_parameters
+
+TRIED = 24  # numbers of devices between a bound and the first doubling that does
+SMALLEST = 20  # layouts whose bytes are counted exactly, of those that seem smallest
+MOST_DEVICES = 2**17
+
+
+def nothing_valid(space: Space) -> str:
+    """No layout of so many devices divides the batch: the batch and the numbers of devices next to it that do."""
+    devices, batch = space.cluster.devices, space.batch
+    ranks = {devices // way.tp // way.cp // pp for way in space.ways() for pp in space.stages(way)}
+    sizes = [max(1, round(batch / dp)) * dp for dp in ranks]
+    near = min(sizes, key=lambda size: (abs(size - batch), size))
+    fewer = max(n for n in divisors(batch) if n <= devices)
+    return (
+        f"no layout of {devices} devices divides train.global_batch_size = {batch}: it must be divisible by the "
+        f"data-parallel ranks. Nearest valid: train.global_batch_size = {near}, or {space.cluster.name}:{fewer}"
+    )
+
+
+def nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
+    """What the smallest layout needs, and how many devices would do."""
+    gib, most, s = 2**30, limit(space.cluster), near.setting
+    if most <= 0:
+        return (
+            f"a device of {space.cluster.name} has {space.cluster.device.memory / gib:.2f} GiB, of which the runtime "
+            f"takes {memory.RESERVE / gib:.1f}: nothing is left to train in"
+        )
+    return (
+        f"no layout fits: of {space.size}, the one that takes least, {to_text(near.layout)} with microbatches of "
+        f"{s.sizes.B} in {s.dtype}, needs {near.peak_bytes / gib:.1f} GiB of {most / gib:.1f} GiB a device. "
+        + _enough(space, bounds)
+    )
+
+
+def _enough(space: Space, bounds: Bounds) -> str:
+    name, most = space.cluster.name, limit(space.cluster)
+    states = min(
+        sum(memory.state_bytes(bounds.software.states[dtype], 3, 1.0, 1.0)) for dtype in space.dtypes
+    )
+    least = math.ceil(states * count_parameters(space.recipe.model) / most)
+    for devices in _numbers(max(least, space.cluster.devices + 1), space.cluster.per_node):
+        cluster = replace(space.cluster, devices=devices)
+        if smallest := _fitting(replace(space, cluster=cluster), bounds, most):
+            return f"{name}:{devices} would do ({to_text(smallest)})"
+    return f"No number of such devices up to {MOST_DEVICES} was found to do: the batch or the blocks are too large"
+
+
+def _numbers(first: int, per_node: int) -> Iterator[int]:
+    """Numbers of devices to try: each within a node, then whole nodes, then doublings."""
+    devices = first
+    for _ in range(TRIED):
+        yield devices
+        devices = devices + 1 if devices < per_node else (devices // per_node + 1) * per_node
+    devices = 2 ** math.ceil(math.log2(devices))
+    while devices <= MOST_DEVICES:
+        yield devices
+        devices *= 2
+
+
+def _fitting(space: Space, bounds: Bounds, most: float) -> Layout | None:
+    """A layout that fits, if there is one: among those that recompute all of one sequence at a time."""
+    choices = [
+        Choice(replace(layout, recompute="full"), 1, space.batch // shape.dp_replicate, dtype)
+        for shape in space.shapes
+        for layout in space.sharings(shape)
+        for dtype in space.dtypes
+    ]
+    for c in heapq.nsmallest(SMALLEST, choices, key=bounds.bytes):
+        s = bounds.setting(c)
+        held = memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
+        if max(m.total for m in held) <= most:
+            return c.layout
+    return None

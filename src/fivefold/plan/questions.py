@@ -1,0 +1,140 @@
+"""Budget questions about a plan: how long, how much, how many devices; do model, tokens and batch suit each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.plan import budget
+from fivefold.plan.clusters import Cluster
+from fivefold.plan.predict import Plan
+from fivefold.plan.search import search
+from fivefold.recipe import Recipe, active_parameters, count_parameters, flops_per_token
+
+UNITS = {"m": 60.0, "h": 3600.0, "d": budget.DAY, "w": 7 * budget.DAY}
+MOST_SEARCHES = 8
+
+
+@dataclass(frozen=True)
+class Questions:
+    """tokens: of the run. deadline: seconds. price: of a device-hour. noise_scale: measured, in tokens."""
+
+    tokens: float
+    deadline: float | None = None
+    price: float | None = None
+    noise_scale: float | None = None
+
+
+def seconds(text: str) -> float:
+    """Reads `30d`, `12h`, `90m`, `2w`.
+
+    Raises:
+        UserError: it is no such time, or none at all.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)([mhdw])", text.strip())
+    if not found or not (value := float(found[1]) * UNITS[found[2]]) or not math.isfinite(value):
+        raise UserError(f"--deadline {text}: must be a number above 0 with m, h, d or w, such as 30d")
+    return value
+
+
+def ask(
+    tokens: float | None, deadline: str | None, price: float | None, noise_scale: float | None, default: float
+) -> Questions:
+    """Questions from the command line. default: tokens of the recipe.
+
+    Raises:
+        UserError: a number is not positive and finite.
+    """
+    for name, value in (("tokens", tokens), ("price", price), ("noise-scale", noise_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name} {value:g}: must be above 0 and finite")
+    return Questions(tokens or default, seconds(deadline) if deadline else None, price, noise_scale)
+
+
+def answer(plan: Plan, q: Questions) -> dict[str, Any]:
+    """What the plan's model and speed say. Times are of training alone: without stalls, restarts and validation."""
+    model, devices = plan.setting.model, plan.layout.ranks
+    parameters, active = count_parameters(model), active_parameters(model)
+    took, flops = q.tokens / plan.tokens_per_s, budget.training_flops(active, q.tokens)
+    found: dict[str, Any] = {
+        "tokens": q.tokens,
+        "parameters": parameters,
+        "active_parameters": active,
+        "flops_6nd": flops,
+        "flops_with_attention": flops_per_token(model) * q.tokens,
+        "days": took / budget.DAY,
+        "device_hours": devices * took / 3600,
+    }
+    if q.price is not None:
+        found["cost"] = budget.cost(devices, took, q.price)
+    if q.deadline is not None:
+        work = flops_per_token(model) * q.tokens
+        found["deadline_days"] = q.deadline / budget.DAY
+        found["devices_for_deadline"] = math.ceil(work / (q.deadline * plan.model_flops_per_gpu))
+    best, other = budget.chinchilla(flops), budget.kaplan(flops)
+    found["optimal_tokens"] = 20.0 * active
+    found["chinchilla"] = {"parameters": best.parameters, "tokens": best.tokens}
+    found["kaplan"] = {"parameters": other.parameters, "tokens": other.tokens}
+    return found | _batch(plan, q, active)
+
+
+def _batch(plan: Plan, q: Questions, active: float) -> dict[str, Any]:
+    """The critical batch size: the measured noise scale, else of the loss that such a model reaches."""
+    loss = budget.chinchilla_loss(active, q.tokens)
+    critical = q.noise_scale or budget.critical_batch_tokens(loss)
+    cost = budget.batch_cost(plan.tokens, critical)
+    return {
+        "expected_loss": loss,
+        "critical_batch_tokens": critical,
+        "critical_batch_from": "noise scale" if q.noise_scale else "expected loss",
+        "batch_tokens": plan.tokens,
+        "steps_over_fewest": cost.steps,
+        "tokens_over_fewest": cost.tokens,
+    }
+
+
+def fewest_devices(recipe: Recipe, cluster: Cluster, q: Questions, first: int) -> Plan | None:
+    """The best plan on the fewest devices whose best plan meets the deadline: of one node, two, four and so on, from
+    about `first`. None: none of those tried does."""
+    assert q.deadline is not None
+    devices = cluster.per_node * 2 ** max(0, math.ceil(math.log2(first / cluster.per_node)) - 1)
+    for _ in range(MOST_SEARCHES):
+        try:
+            found = search(recipe, replace(cluster, devices=devices), 1)
+        except UserError:  # no layout of so many divides the batch: nor will twice as many
+            return None
+        if found.plans and q.tokens / found.plans[0].tokens_per_s <= q.deadline:
+            return found.plans[0]
+        devices *= 2
+    return None
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The answers for people."""
+    text = [
+        f"budget        {found['tokens']:.4g} tokens through {found['active_parameters']:.4g} parameters: "
+        f"{found['flops_6nd']:.3g} FLOPs (6 N D), {found['flops_with_attention']:.3g} with attention",
+        f"time          {found['days']:.4g} days, {found['device_hours']:,.0f} device-hours"
+        + (f", {found['cost']:,.0f} at this price" if "cost" in found else ""),
+    ]
+    if "devices_for_deadline" in found:
+        text.append(
+            f"deadline      {found['deadline_days']:.4g} days take {found['devices_for_deadline']:,} devices at this "
+            "speed of each"
+        )
+    if "searched" in found:
+        text.append(f"              {found['searched']}")
+    best, other = found["chinchilla"], found["kaplan"]
+    source = found["critical_batch_from"]
+    return [
+        *text,
+        f"compute       this model's best number of tokens is {found['optimal_tokens']:.3g} (20 a parameter); these "
+        f"FLOPs' best model {best['parameters']:.3g} parameters on {best['tokens']:.3g} tokens (Chinchilla), "
+        f"{other['parameters']:.3g} on {other['tokens']:.3g} (Kaplan)",
+        f"batch         critical size {found['critical_batch_tokens']:.3g} tokens (of the {source}): this batch of "
+        f"{found['batch_tokens']:,} takes {found['steps_over_fewest']:.3g} times the fewest steps, and "
+        f"{found['tokens_over_fewest']:.3g} times the fewest tokens",
+    ]

@@ -1,0 +1,171 @@
+"""All valid layouts of a recipe on a cluster, as choices that combine freely: shapes, what they share, schedules,
+microbatches, recomputation, precision. What is valid is asked of the recipe's own rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from fivefold.layout import Layout, divisors, problems
+from fivefold.plan.clusters import Cluster
+from fivefold.recipe import Recipe
+from fivefold.recipe.rules import contradictions, with_layout
+from fivefold.schedules.pipeline import SCHEDULES
+
+RECOMPUTE = ("none", "selective", "full")
+TRAINED = ("bf16", "fp32")
+"""The dtypes that the trainer computes in. It has no fp8, also where the device has it."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with its microbatches: `count` of `B` sequences a rank. dtype: that computes."""
+
+    layout: Layout
+    B: int
+    count: int
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: bounds are cached by it
+class Space:
+    """The layouts that a search considers. recipe: resolved; its own layout and microbatches do not matter.
+
+    indivisible: instead, those sizes of the tensor axis that do not divide the model, within two nodes and without
+    context and expert parallelism: to price what that rule costs.
+    """
+
+    recipe: Recipe
+    cluster: Cluster
+    indivisible: bool = False
+
+    @property
+    def batch(self) -> int:
+        return self.recipe.train.global_batch_size
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """The recipe's; with `auto` all that the device has and the trainer can."""
+        mode, peaks = self.recipe.precision.mode, self.cluster.device.peak
+        return (mode,) if mode != "auto" else tuple(dtype for dtype in TRAINED if dtype in peaks)
+
+    @cached_property
+    def shapes(self) -> list[Layout]:
+        """Sizes of the axes, and how tensor, context and expert axes work; data-parallel ranks as replicas."""
+        return list(self._shapes())
+
+    def _shapes(self) -> Iterator[Layout]:
+        for way in self.ways():
+            for pp in self.stages(way):
+                dp = self.cluster.devices // (way.tp * way.cp * pp)
+                if self.batch % dp == 0:
+                    yield replace(way, pp=pp, dp_replicate=dp)
+
+    def stages(self, way: Layout) -> list[int]:
+        """Sizes of the pipeline that leave whole ranks for the other axes."""
+        rest = self.cluster.devices // (way.tp * way.cp)
+        most = self.recipe.model.layers
+        return [pp for pp in divisors(rest) if pp <= most and rest // pp * way.cp % way.ep == 0]
+
+    def ways(self) -> Iterator[Layout]:
+        """Tensor, context and expert axes that the model allows."""
+        devices, experts = self.cluster.devices, self.recipe.model.experts or 1
+        tensor = [tp for tp in divisors(devices) if self._allowed(Layout(tp=tp)) is not self.indivisible]
+        if self.indivisible:
+            most, length = 2 * self.cluster.per_node, self.recipe.model.seq_len
+            yield from (Layout(tp=tp, sp=length % tp == 0) for tp in tensor if tp <= most)
+            return
+        context = [
+            Layout(cp=cp, cp_method=method)
+            for cp in divisors(devices)
+            for method in (("ring", "ulysses") if cp > 1 else ("ring",))
+            if self._allowed(Layout(cp=cp, cp_method=method))
+        ]
+        for tp in tensor:
+            for one in context:
+                if devices % (tp * one.cp):
+                    continue
+                dp = devices // (tp * one.cp)
+                for sp in (False, True)[: 1 + (tp > 1)]:
+                    for ep in divisors(math.gcd(experts, dp * one.cp)):
+                        way = replace(one, tp=tp, sp=sp, ep=ep, dp_replicate=dp)
+                        if (tp == 1 or one.cp == 1) and not sp and ep == 1:
+                            yield way  # checked already
+                        elif self._allowed(way):
+                            yield way
+
+    def sharings(self, shape: Layout) -> tuple[Layout, ...]:
+        """Who shares states: nobody, or divisors of the data-parallel ranks, at each ZeRO stage."""
+        return tuple(
+            replace(shape, dp_replicate=replicate, dp_shard=shard, zero=zero)
+            for replicate, shard, zero in _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
+        )
+
+    def leanest(self, shape: Layout) -> Layout:
+        """The sharing that keeps least on a rank."""
+        if shape.dp_replicate * shape.cp == 1:
+            return shape
+        return replace(shape, dp_replicate=1, dp_shard=shape.dp_replicate, zero=3)
+
+    def kinds(self, shape: Layout) -> int:
+        """How many layouts have this shape, with one microbatch, recomputation and dtype."""
+        sharings = _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
+        return len(sharings) * len(self.schedules(shape.pp))
+
+    def schedules(self, pp: int) -> tuple[tuple[str, int], ...]:
+        """(name, virtual stages) of every schedule for so many ranks."""
+        return self._by_ranks[pp]
+
+    @cached_property
+    def _by_ranks(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        return {pp: tuple(self._schedules(pp)) for pp in {shape.pp for shape in self.shapes}}
+
+    def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
+        if pp == 1:
+            yield "1f1b", 1
+            return
+        for name, made in SCHEDULES.items():
+            least, most = made.stages
+            for virtual in range(least, (most or self.recipe.model.layers // pp) + 1):
+                if self._allowed(Layout(pp=pp, schedule=name, virtual_stages=virtual)):
+                    yield name, virtual
+
+    def microbatches(self, shape: Layout) -> list[int]:
+        """Sequences of a microbatch."""
+        return divisors(self.batch // shape.dp_replicate)
+
+    def starts(self) -> Iterator[Choice]:
+        """What a search begins with: all but schedules and who shares states."""
+        for shape in self.shapes:
+            for B in self.microbatches(shape):
+                count = self.batch // shape.dp_replicate // B
+                for recompute in RECOMPUTE:
+                    changed = replace(shape, recompute=recompute)
+                    yield from (Choice(changed, B, count, dtype) for dtype in self.dtypes)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of valid layouts."""
+        return sum(
+            self.kinds(shape) * len(self.microbatches(shape)) * len(RECOMPUTE) * len(self.dtypes)
+            for shape in self.shapes
+        )
+
+    def _allowed(self, layout: Layout) -> bool:
+        """Whether the recipe's rules have nothing against a layout, whatever the batch."""
+        recipe = with_layout(self.recipe, layout, global_batch_size=layout.dp, microbatch_size=1)
+        return not any(True for _ in contradictions(recipe))
+
+
+@lru_cache(maxsize=4096)
+def _sharings(dp: int, cp: int, ep: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
+    """(replicas, shards, ZeRO stage). On one rank ZeRO shares nothing: stage 0 stands for all."""
+    found = [(dp, 1, 0)]
+    for zero in (1, 2, 3) if ranks > 1 else ():
+        for shard in divisors(dp):
+            layout = Layout(dp_replicate=dp // shard, dp_shard=shard, cp=cp, ep=ep, zero=zero)
+            if shard * cp > 1 and not any(problems(layout)):
+                found.append((dp // shard, shard, zero))
+    return tuple(found)

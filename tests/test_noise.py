@@ -1,0 +1,159 @@
+"""The gradient noise scale: of a problem whose own is known, and on every layout that it can be measured on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.parallel.ranks import Ranks
+from fivefold.parallel.replica import clip_
+from fivefold.plan.budget import noise_parts
+from fivefold.recipe import Recipe, load, resolve
+from fivefold.train.launch import run_command
+from fivefold.train.loop import forward_backward
+from fivefold.train.noise import NoiseScale
+from fivefold.train.state import State, build_state
+
+V, T, B = 64, 8, 8
+TINY = [
+    "model.layers=2", "model.dim=32", "model.heads=4", "model.ffn_dim=64", f"model.seq_len={T}",
+    f"train.global_batch_size={B}", "train.steps=10", "precision.mode=fp32", "model.tie_embeddings=false",
+    "model.init_std=0.2", "observe.noise_scale=true",
+]  # fmt: skip
+
+
+class Chosen(nn.Module):
+    """The loss of a sequence is w . x of its first token, so its gradient is that row of a fixed table."""
+
+    def __init__(self, table: Tensor):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(table.shape[1]))
+        self.table = table
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (self.table[inputs[:, 0]] @ self.w).mean()
+
+
+def recipe_of(layout: str, microbatch: int = 1) -> Recipe:
+    return resolve(load("quickstart", [*TINY, f"train.microbatch_size={microbatch}"], layout), vocab_size=V)
+
+
+def alone(recipe: Recipe, module: nn.Module | None = None) -> State:
+    return build_state(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")), module)
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 4])
+def test_the_scale_of_a_known_problem(microbatch: int) -> None:
+    """Rows of mean 0.5 and standard deviation 2 in 100 dims, each drawn as often: tr(Sigma) / |G|^2 is that of the
+    table."""
+    generator = torch.Generator().manual_seed(0)
+    table = 0.5 + 2 * torch.randn(V, 100, generator=generator)
+    known = (table.var(0, unbiased=False).sum() / table.mean(0).square().sum()).item()
+    recipe = recipe_of("dp=1", microbatch)
+    state = alone(recipe, Chosen(table))
+    noise = NoiseScale(state, recipe, memory=0.999)
+    figures = {}
+    for _ in range(1500):
+        rows = torch.randint(0, V, (B, T), generator=generator)
+        forward_backward(state, [(part, part) for part in rows.split(microbatch)], 0)
+        figures = noise.figures(clip_(state.parallel.replicas, 1.0, state.mesh))
+    assert figures["noise_scale"] / T == pytest.approx(known, rel=0.1)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(1))
+
+
+def measured(rank: int, world: int, recipe: Recipe) -> tuple[float, float]:
+    """The two estimates of one step."""
+    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
+    noise = NoiseScale(state, recipe, memory=0.0)
+    own = tokens().chunk(state.mesh.size("dp"))[state.mesh.index("dp")]
+    batch = [(rows[:, :-1], rows[:, 1:]) for rows in own.split(recipe.train.microbatch_size or 1)]
+    forward_backward(state, batch, 0)
+    noise.figures(clip_(state.parallel.replicas, 0.0, state.mesh))
+    for replica in state.parallel.replicas:
+        replica.close()
+    return noise.gradient, noise.trace
+
+
+def expected(parts: int) -> tuple[float, float]:
+    """From whole gradients of the parts, each computed by itself."""
+    found = []
+    for rows in tokens().chunk(parts):
+        state = alone(recipe_of("dp=1", len(rows)))
+        forward_backward(state, [(rows[:, :-1], rows[:, 1:])], 0)
+        found.append(torch.cat([state.gradients()[name].flatten() for name in sorted(state.gradients())]))
+    mean = torch.stack(found).mean(0)
+    small = sum(g.double().square().sum().item() for g in found) / parts
+    return noise_parts(1 / parts, 1.0, small, mean.double().square().sum().item())
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        ("dp=1", 8),
+        ("dp=2", 8),
+        ("dp=2,zero=1", 2),
+        ("dp=2,zero=2", 8),
+        ("dp=2,zero=3", 8),
+        ("tp=2", 8),
+        ("pp=2", 8),
+        ("pp=2,schedule=zb_h1", 8),
+        ("pp=2,dp=2,zero=1", 2),
+        ("dp_replicate=2,dp_shard=2,zero=3", 8),
+        ("dp=2,tp=2", 8),
+    ],
+)
+def test_every_layout_measures_the_same(layout: str, parts: int) -> None:
+    recipe = recipe_of(layout)
+    world = Layout.from_recipe(recipe.layout).ranks
+    found = run_ranks(world, measured, recipe) if world > 1 else [measured(0, 1, recipe)]
+    assert found[0] == pytest.approx(expected(parts), rel=1e-4)
+    assert all(pair == pytest.approx(found[0]) for pair in found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "extra", "message"),
+    [
+        ("cp=2", [], "a rank sees parts of sequences"),
+        ("tp=2,sp=true", [], "gradients of norms are sums"),
+        ("dp=2,tp=2,zero=1", [], "Nearest valid: layout.zero = 0"),
+        ("pp=2", ["model.tie_embeddings=true"], "two stages have a part"),
+        ("dp=2,ep=2", ["model.arch=moe"], "tokens of several ranks"),
+    ],
+)
+def test_where_it_cannot_be_measured(layout: str, extra: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=r"observe\.noise_scale cannot be measured") as error:
+        load("quickstart", [*TINY, *extra], layout)
+    assert message in str(error.value)
+
+
+def test_one_gradient_has_no_noise() -> None:
+    recipe = recipe_of("dp=1", B)
+    with pytest.raises(UserError, match=r"train\.microbatch_size = 4, or two data-parallel ranks"):
+        NoiseScale(alone(recipe), recipe)
+
+
+def test_a_run_writes_it(tmp_path: Path) -> None:
+    from fivefold.observe.console import summary_rows
+    from fivefold.observe.metrics import read_metrics
+    from fivefold.observe.summary import summarize
+
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
+    sets = [*TINY, f"data.source={text}", f"data.cache={tmp_path / 'cache'}", "data.tokenizer=bytes"]
+    sets += ["train.microbatch_size=2", "train.sample_every=0", "train.val_every=10"]
+    out = run_command(load("quickstart", sets, "dp=1"), out=tmp_path / "run")
+    lines = read_metrics(out / "metrics.jsonl")
+    values: list[Any] = [line["noise_scale"] for line in lines if "noise_scale" in line]
+    assert values
+    assert all(value > 0 for value in values)
+    assert summarize(lines)["noise_scale"] == values[-1]
+    assert any(name == "noise scale" for name, _ in summary_rows(summarize(lines)))
+    assert "Noise scale" in (out / "report.html").read_text()

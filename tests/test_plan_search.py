@@ -1,0 +1,295 @@
+"""The search, beside pricing every valid layout one by one."""
+
+import itertools
+import math
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout, divisors
+from fivefold.plan.bound import Bounds
+from fivefold.plan.clusters import Cluster, parse
+from fivefold.plan.predict import Plan, predict, price
+from fivefold.plan.search import Search, apply, search, space_of
+from fivefold.plan.software import FIVEFOLD
+from fivefold.plan.space import RECOMPUTE, Choice, Space
+from fivefold.recipe import Recipe, change, load
+from fivefold.recipe.rules import contradictions, with_layout
+from fivefold.schedules.pipeline import SCHEDULES
+
+LLAMA = load("llama-7b", ["train.global_batch_size=512"])
+SMALL = [
+    "model.layers=3", "model.dim=512", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=1024", "model.seq_len=256",
+    "model.vocab_size=4096", "train.global_batch_size=2", "train.microbatch_size=none", "precision.mode=bf16",
+]  # fmt: skip
+MOE = ["model.arch=moe", "model.experts=4", "model.dense_layers=1", "model.ffn_dim=512"]
+CASES = {
+    "llama": ([], "h100:8"),
+    "moe": ([*MOE, "model.layers=2"], "a100:4"),
+    "two dtypes, tied": (["precision.mode=auto", "model.tie_embeddings=true"], "h100:2x2"),
+}
+SLOW = {
+    "larger batch": (["train.global_batch_size=12"], "h100:8"),
+    "experts of eight": ([*MOE, "model.layers=4"], "h100:4x2"),
+    "gpt2, six": (["model.arch=gpt2", "model.kv_heads=none", "train.global_batch_size=6"], "a100:6"),
+}
+
+
+def small(overrides: list[str]) -> Recipe:
+    return load("quickstart", [*SMALL, *overrides], "dp=1")
+
+
+def every_valid(recipe: Recipe, devices: int) -> Iterator[tuple[Layout, int]]:
+    """Layouts of so many ranks and microbatches that break no rule, by trying all; of those that are the same by other
+    words one."""
+    model, batch, sizes = recipe.model, recipe.train.global_batch_size, divisors(devices)
+    for pp, replicate, shard, cp, tp in itertools.product(sizes, repeat=5):
+        if pp * replicate * shard * cp * tp != devices:
+            continue
+        options = itertools.product(
+            ("ring", "ulysses") if cp > 1 else ("ring",),
+            range(1, (model.experts or 1) + 1),
+            range(4),
+            (False, True),
+            SCHEDULES if pp > 1 else ("1f1b",),
+            range(1, model.layers + 1),
+            RECOMPUTE,
+        )
+        for method, ep, zero, sp, schedule, virtual, recompute in options:
+            layout = Layout(
+                pp, replicate, shard, cp, method, tp, ep, zero, sp, schedule, virtual, None, recompute
+            )
+            if SCHEDULES[schedule].stages == (2, 2) and virtual == 1:
+                continue  # means 2
+            for B in divisors(batch):
+                if not any(contradictions(with_layout(recipe, layout, microbatch_size=B))):
+                    yield layout, B
+
+
+def choices(space: Space) -> Iterator[Choice]:
+    """All that a search considers, none left out."""
+    for shape in space.shapes:
+        for B, recompute, dtype in itertools.product(space.microbatches(shape), RECOMPUTE, space.dtypes):
+            for schedule, virtual in space.schedules(shape.pp):
+                changed = replace(shape, recompute=recompute, schedule=schedule, virtual_stages=virtual)
+                for layout in space.sharings(changed):
+                    yield Choice(layout, B, space.batch // layout.dp // B, dtype)
+
+
+_priced: dict[str, tuple[Space, Bounds, list[tuple[Choice, Plan]]]] = {}
+
+
+def priced(case: str) -> tuple[Space, Bounds, list[tuple[Choice, Plan]]]:
+    """Every layout of a case, predicted in full."""
+    if case not in _priced:
+        overrides, cluster = (CASES | SLOW)[case]
+        space = space_of(small(overrides), parse(cluster))
+        bounds = Bounds(space.recipe.model, space.cluster, FIVEFOLD)
+        _priced[case] = space, bounds, [(c, price(bounds.setting(c))) for c in choices(space)]
+    return _priced[case]
+
+
+every_case = pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)]
+)
+
+
+@every_case
+def test_every_valid_layout_is_considered_once(case: str) -> None:
+    space, _, all_of_them = priced(case)
+    found = [(c.layout, c.B, c.dtype) for c, _ in all_of_them]
+    wanted = {
+        (layout, B, dtype)
+        for layout, B in every_valid(space.recipe, space.cluster.devices)
+        for dtype in space.dtypes
+    }
+    assert set(found) == wanted
+    assert len(found) == len(wanted) == space.size
+
+
+@every_case
+def test_no_bound_exceeds_what_it_is_a_bound_of(case: str) -> None:
+    space, bounds, all_of_them = priced(case)
+    for c, plan in all_of_them:
+        shape = replace(c.layout, dp_replicate=c.layout.dp, dp_shard=1, zero=0)
+        lean = replace(c, layout=space.leanest(shape))
+        assert bounds.shape_bytes(replace(c, layout=shape), space) <= plan.peak_bytes + 1, c
+        assert bounds.bytes(lean, buffers=False) <= plan.peak_bytes + 1, c
+        scheduled = bounds.schedule(c)
+        for bound in (bounds.shape(c), scheduled, bounds.sharing(c, scheduled), bounds.step(c)):
+            assert bound <= plan.step.seconds, c
+        assert bounds.bytes(c) <= plan.peak_bytes + 1, c
+
+
+@every_case
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.02])
+def test_the_search_finds_the_best_of_all(case: str, share: float) -> None:
+    """In order, under limits of memory that this share of the layouts keeps."""
+    space, bounds, all_of_them = priced(case)
+    plans = [plan for _, plan in all_of_them]
+    most = sorted(plan.peak_bytes for plan in plans)[math.ceil(share * len(plans)) - 1]
+    wanted = sorted(plan.step.seconds for plan in plans if plan.peak_bytes <= most)[:20]
+    run = Search(space, bounds, most)
+    found = list(itertools.islice(run.plans(), 20))
+    assert [plan.step.seconds for plan in found] == pytest.approx(wanted, rel=1e-12)
+    assert all(plan.peak_bytes <= most for plan in found)
+
+
+def test_what_does_not_fit_is_counted() -> None:
+    """Where nothing fits, everything is counted, and the smallest is named."""
+    space, bounds, all_of_them = priced("llama")
+    least = min(plan.peak_bytes for _, plan in all_of_them)
+    run = Search(space, bounds, least - 1)
+    assert not list(run.plans())
+    assert run.lost == space.size
+    assert run.smallest().peak_bytes == least
+
+
+def test_best_first_and_all_fit() -> None:
+    found = search(LLAMA, parse("a100:64"), top=8)
+    seconds = [p.step.seconds for p in found.plans]
+    assert seconds == sorted(seconds)
+    assert all(p.fits and p.layout.ranks == 64 and p.tokens == 512 * 4096 for p in found.plans)
+    assert found.considered == len(found.plans) + sum(found.rejected.values())
+    assert found.reasons[0] == ""
+    assert all(found.reasons[1:])
+
+
+def test_beats_or_equals_any_single_layout() -> None:
+    best = search(LLAMA, parse("h100:16"), top=1).plans[0].step.seconds
+    for layout in (
+        "dp=16,zero=1",
+        "dp=16,zero=3",
+        "tp=8,dp=2,zero=1,sp=true",
+        "pp=4,dp=4,zero=1",
+        "pp=2,dp=8,zero=1",
+    ):
+        for B in (1, 2, 4):
+            one = predict(change(LLAMA, [f"train.microbatch_size={B}"], layout), parse("h100:16"))
+            assert not one.fits or one.step.seconds >= best
+
+
+def test_16384_devices_take_seconds() -> None:
+    shape = ["dim=16384", "layers=126", "heads=128", "kv_heads=8", "ffn_dim=53248", "vocab_size=128256"]
+    sets = ["train.global_batch_size=16384", "model.seq_len=8192", *(f"model.{field}" for field in shape)]
+    start = time.process_time()
+    found = search(change(LLAMA, sets), parse("h100:16384"))
+    assert time.process_time() - start < 10
+    assert found.considered > 100_000
+    assert len(found.plans) == 10
+
+
+def test_precision_is_searched_where_the_recipe_leaves_it_open() -> None:
+    recipe = small(["precision.mode=auto"])
+    assert space_of(recipe, parse("h100:2")).dtypes == ("bf16", "fp32")
+    assert space_of(small([]), parse("h100:2")).dtypes == ("bf16",)
+    found = search(change(LLAMA, ["precision.mode=auto"], "dp=1"), parse("h100:8"), 1)
+    assert found.plans[0].setting.dtype == "bf16"
+    assert apply(recipe, found.plans[0]).precision.mode == "bf16"
+
+
+def test_memory_that_binds_is_named() -> None:
+    """With less memory another layout is best, and the sentence names the one that is not to be had."""
+    recipe, roomy = change(LLAMA, ["train.global_batch_size=64"], "dp=1"), parse("h100:8")
+    best = search(recipe, roomy, 1).plans[0]
+    tight = replace(roomy, device=replace(roomy.device, memory=roomy.device.memory * 0.6))
+    found = search(recipe, tight, 1)
+    assert found.plans[0].step.seconds > best.step.seconds
+    most = found.plans[0].step.seconds / search(recipe, _huge(roomy), 1).plans[0].step.seconds - 1
+    text = next(text for text in found.binding if text.startswith("memory: "))
+    assert 0 < float(text.split(" would be ")[1].split("%")[0]) / 100 <= most + 1e-3
+    assert not any(text.startswith("memory: ") for text in search(recipe, _huge(roomy), 1).binding)
+
+
+def _huge(cluster: Cluster) -> Cluster:
+    return replace(cluster, device=replace(cluster.device, memory=1e15))
+
+
+def test_divisibility_that_binds_is_named() -> None:
+    """A model with 7 heads over 8 devices of a node, and one sequence: no tensor parallelism but 7's."""
+    sets = [
+        "model.heads=7",
+        "model.dim=7168",
+        "model.ffn_dim=28672",
+        "train.global_batch_size=1",
+        "model.layers=3",
+    ]
+    found = search(change(LLAMA, sets, "dp=1"), parse("h100:8"), 1)
+    text = next(text for text in found.binding if text.startswith("divisibility: "))
+    assert "does not divide the model" in text
+
+
+def test_small_batches_bind() -> None:
+    found = search(change(LLAMA, ["train.global_batch_size=8"], "dp=1"), parse("h100:64"), 1)
+    assert any(text.startswith("batch size: ") for text in found.binding)
+
+
+def test_within_less_memory() -> None:
+    found = search(LLAMA, parse("h100:16"), 1)
+    best = found.plans[0]
+    other = found.within(0.8 * best.peak_bytes)
+    assert other is not None
+    assert other.peak_bytes <= 0.8 * best.peak_bytes
+    assert other.step.seconds >= best.step.seconds
+    assert found.within(1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("sets", "cluster", "message"),
+    [
+        ([], "h100", "a search needs a number of devices, for example h100:64"),
+        (["train.global_batch_size=7", "model.layers=1", "model.heads=3", "model.dim=384"], "h100:5",
+         "Nearest valid: train.global_batch_size = 5, or h100:1"),
+        (["precision.mode=bf16"], "nobf16.toml:8", "the planner prices"),
+    ],
+)  # fmt: skip
+def test_nothing_to_search(
+    sets: list[str], cluster: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nobf16.toml").write_text('base = "h100"\n')
+    machine = parse(cluster)
+    if cluster.startswith("nobf16"):
+        machine = replace(machine, device=replace(machine.device, peak={"fp32": 1e13}))
+    with pytest.raises(UserError) as error:
+        search(small(sets), machine)
+    assert message in str(error.value)
+
+
+def test_the_nearest_valid_batch_and_number_are_valid() -> None:
+    sets = ["train.global_batch_size=7", "model.layers=1", "model.heads=3", "model.dim=384"]
+    assert search(small(sets), parse("h100:1")).plans
+    assert search(small([*sets, "train.global_batch_size=5"]), parse("h100:5")).plans
+
+
+def test_a_model_that_fits_nowhere_says_how_many_devices_it_needs() -> None:
+    """And on so many it fits, on one fewer it does not."""
+    recipe = change(LLAMA, ["train.global_batch_size=64"], "dp=1")
+    text = search(recipe, parse("h100:1")).nothing
+    assert text.startswith("no layout fits: ")
+    assert "GiB a device" in text
+    enough = int(text.split("h100:")[1].split()[0])
+    assert search(recipe, parse(f"h100:{enough}"), 1).plans
+    assert not search(recipe, parse(f"h100:{enough - 1}"), 1).plans
+
+
+def test_a_device_without_memory(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.toml"
+    file.write_text('base = "h100"\nmemory_gb = 1.0\n')
+    assert "nothing is left to train in" in search(small([]), parse(f"{file}:4")).nothing
+
+
+def test_saved_recipes_load(tmp_path: Path) -> None:
+    from fivefold.recipe import to_toml
+
+    plan = search(LLAMA, parse("a100:64"), top=1).plans[0]
+    file = tmp_path / "best.toml"
+    file.write_text(to_toml(apply(LLAMA, plan)))
+    assert tomllib.loads(file.read_text())["layout"]["pp"] == plan.layout.pp
+    again = predict(load(file), parse("a100:64"))
+    assert again.step.seconds == pytest.approx(plan.step.seconds)
