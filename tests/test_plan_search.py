@@ -218,6 +218,7 @@ def test_divisibility_that_binds_is_named() -> None:
         "model.ffn_dim=28672",
         "train.global_batch_size=1",
         "model.layers=3",
+        "train.microbatch_size=1",
     ]
     found = search(change(LLAMA, sets, "dp=1"), parse("h100:8"), 1)
     text = next(text for text in found.binding if text.startswith("divisibility: "))
@@ -225,7 +226,7 @@ def test_divisibility_that_binds_is_named() -> None:
 
 
 def test_small_batches_bind() -> None:
-    found = search(change(LLAMA, ["train.global_batch_size=8"], "dp=1"), parse("h100:64"), 1)
+    found = search(change(LLAMA, ["train.global_batch_size=8"], "dp=1"), parse("h100:16"), 1)
     assert any(text.startswith("batch size: ") for text in found.binding)
 
 

@@ -181,7 +181,7 @@ def stage_blocks(model: ModelSection, layout: Layout) -> tuple[range, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _stage_blocks(model: ModelSection, stages: int) -> tuple[range, ...]:
+def _stage_blocks(model: Any, stages: int) -> tuple[range, ...]:
     blocks, first, last = _costs(model)
     return cut(blocks, stages, first, last)
 

@@ -60,6 +60,13 @@ class Plain:
         for name, p in self.params.items():
             p.data.copy_(self.masters[name])
 
+    def kept(self) -> dict[str, list[Tensor]]:
+        return {"params": [p.data for p in self.params.values()]}
+
+    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
+        for name in names:
+            self.params[name].register_hook(seen)
+
     def close(self) -> None:
         """Nothing: the module ends with it."""
 
