@@ -27,6 +27,13 @@ SMALL = [
     "model.layers=3", "model.dim=512", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=1024", "model.seq_len=256",
     "model.vocab_size=4096", "train.global_batch_size=2", "train.microbatch_size=none", "precision.mode=bf16",
 ]  # fmt: skip
+SEVEN = [
+    "train.global_batch_size=7",
+    "model.layers=1",
+    "model.heads=3",
+    "model.kv_heads=none",
+    "model.dim=384",
+]
 MOE = ["model.arch=moe", "model.experts=4", "model.dense_layers=1", "model.ffn_dim=512"]
 CASES = {
     "llama": ([], "h100:8"),
@@ -244,8 +251,7 @@ def test_within_less_memory() -> None:
     ("sets", "cluster", "message"),
     [
         ([], "h100", "a search needs a number of devices, for example h100:64"),
-        (["train.global_batch_size=7", "model.layers=1", "model.heads=3", "model.dim=384"], "h100:5",
-         "Nearest valid: train.global_batch_size = 5, or h100:1"),
+        (SEVEN, "h100:5", "Nearest valid: train.global_batch_size = 5, or h100:1"),
         (["precision.mode=bf16"], "nobf16.toml:8", "the planner prices"),
     ],
 )  # fmt: skip
@@ -263,7 +269,13 @@ def test_nothing_to_search(
 
 
 def test_the_nearest_valid_batch_and_number_are_valid() -> None:
-    sets = ["train.global_batch_size=7", "model.layers=1", "model.heads=3", "model.dim=384"]
+    sets = [
+        "train.global_batch_size=7",
+        "model.layers=1",
+        "model.heads=3",
+        "model.kv_heads=none",
+        "model.dim=384",
+    ]
     assert search(small(sets), parse("h100:1")).plans
     assert search(small([*sets, "train.global_batch_size=5"]), parse("h100:5")).plans
 
