@@ -10,8 +10,10 @@ from pathlib import Path
 from fivefold.layout import Layout
 from fivefold.observe import layout_picture, plan_svg
 from fivefold.plan.clusters import parse
+from fivefold.plan.frontier import as_rows, frontier
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
+from fivefold.plan.search import search
 from fivefold.recipe import load, resolve
 from fivefold.schedules.pipeline import Costs, build, simulate, to_svg
 from fivefold.sharding import token_spans
@@ -42,16 +44,20 @@ def main() -> None:
 
 
 def plans() -> dict[str, str]:
-    """The pictures of one plan."""
+    """The pictures of one plan, and the frontier of a search."""
     recipe, layout = PLAN
     loaded = load(recipe, ["train.global_batch_size=256", "train.microbatch_size=2"], layout)
     cluster, title = parse("h100:16"), f"{recipe} on 16 H100, {layout}"
     found = pictures(predict(loaded, cluster))
     assert found.timeline is not None
+    rows = as_rows(frontier(search(loaded, cluster)))
     return {
         "memory": plan_svg.memory(found.plan, title),
         "timeline": to_svg(found.timeline, "8 of 32 microbatches", width=760),
         "roofline": plan_svg.roofline(found.roofline, found.plan.step.seconds, title),
+        "frontier": plan_svg.frontier(
+            rows, found.plan.limit, f"{recipe} on 16 H100: the fastest layout for each memory"
+        ),
     }
 
 

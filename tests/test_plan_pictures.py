@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.observe import plan_svg, plan_text
 from fivefold.plan.clusters import parse
+from fivefold.plan.frontier import as_rows, frontier
 from fivefold.plan.pictures import Pictures, pictures
 from fivefold.plan.predict import Plan, predict
+from fivefold.plan.search import search
 from fivefold.plan.time import stage_costs
 from fivefold.recipe import load
 
@@ -173,3 +176,30 @@ def test_command_line(tmp_path: Path) -> None:
     assert max(map(len, drawn.output[len(plain.output) :].splitlines())) <= 80
     both = CliRunner().invoke(app, [*options, "--pictures", "--json"])
     assert "leave one of them out" in str(both.exception)
+
+
+def test_frontier_of_a_search() -> None:
+    """Each is the fastest that takes no more; the best is the search's own."""
+    recipe = load("llama-7b", ["train.global_batch_size=64", "train.microbatch_size=1"], "dp=1")
+    found = search(recipe, parse("h100:8"), 3)
+    plans = frontier(found)
+    assert len(plans) > 3
+    assert plans[-1] == found.plans[0]
+    for smaller, larger in itertools.pairwise(plans):
+        assert smaller.peak_bytes < larger.peak_bytes
+        assert smaller.tokens_per_s < larger.tokens_per_s
+        fastest = found.within(larger.peak_bytes - 1)
+        assert fastest is not None
+        assert smaller.tokens_per_s <= fastest.tokens_per_s < larger.tokens_per_s
+    shown = [line.plain for line in plan_text.frontier(plans, 80)]
+    assert len(shown) == len(plans) + 2
+    rows = as_rows(plans)
+    picture = plan_svg.frontier(rows, found.plans[0].limit, "frontier")
+    assert picture.count("<circle") == len(plans)
+
+
+def test_frontier_by_the_command(tmp_path: Path) -> None:
+    options = ["plan", "llama-7b", "--set", "train.global_batch_size=64", "--cluster", "h100:8", "--search"]
+    drawn = CliRunner().invoke(app, [*options, "--pictures"])
+    assert drawn.exit_code == 0
+    assert drawn.output.index("frontier: ") < drawn.output.index("memory a device")

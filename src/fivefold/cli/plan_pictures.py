@@ -49,11 +49,12 @@ def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> N
     """What is wanted of a search: its frontier, and pictures of the best plan."""
     if not found.plans or not (wanted.printed or wanted.html):
         return
+    from fivefold.plan.frontier import frontier
     from fivefold.plan.search import apply
 
-    best, plans = found.plans[0], []
-    if wanted.pictures:
-        print_pictures(best, True, plans)
+    best, plans = found.plans[0], frontier(found)
+    if wanted.printed:
+        print_pictures(best if wanted.pictures else None, wanted.pictures, plans)
     if wanted.html is not None:
         chosen = apply(recipe, best)
         write_page(wanted.html, chosen, _told(chosen, typed), plans)
