@@ -10,6 +10,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
+from fivefold.layout import to_text as layout_text
 from fivefold.observe import plan_svg, plan_text
 from fivefold.plan.clusters import parse
 from fivefold.plan.frontier import as_rows, frontier
@@ -192,7 +193,10 @@ def test_frontier_of_a_search() -> None:
         assert fastest is not None
         assert smaller.tokens_per_s <= fastest.tokens_per_s < larger.tokens_per_s
     shown = [line.plain for line in plan_text.frontier(plans, 80)]
-    assert len(shown) == len(plans) + 2
+    assert max(map(len, shown)) <= 80
+    assert sum("█" in line for line in shown) == len(plans)
+    words = "".join(line.strip() for line in shown)
+    assert all(layout_text(plan.layout) in words for plan in plans)
     rows = as_rows(plans)
     picture = plan_svg.frontier(rows, found.plans[0].limit, "frontier")
     assert picture.count("<circle") == len(plans)

@@ -149,7 +149,7 @@ def frontier(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str
     parts.append(f'<path class="best" d="{path}"/>')
     for number, row in enumerate(rows, 1):
         place = (x(row["peak"]), y(row["tokens_per_s"]))
-        words = f"{row['peak'] / GIB:.1f} GiB, {row['tokens_per_s']:,.0f} tokens/s: {row['words']}"
+        words = f"{row['peak'] / GIB:.1f} GiB, {row['tokens_per_s']:,.0f}/s: {row['words']}"
         parts.append(f'<circle class="dot" cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="4.5"/>')
         parts.append(_text(place[0], place[1] - 9, str(number), "middle"))
         parts.append(_text(30, floor + 44 + 17 * number, str(number), "soft end"))
