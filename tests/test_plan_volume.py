@@ -40,7 +40,7 @@ def room(tmp_path_factory) -> Path:
 
 def equal(recipe: Recipe) -> None:
     s = planned(recipe)
-    found = run_ranks(s.layout.ranks, counted, recipe, timeout_s=60)
+    found = run_ranks(s.layout.ranks, counted, recipe, timeout_s=300)
     for rank, step in enumerate(found):
         assert volume.counted(s, rank) == step.sent, f"rank {rank} of {to_text(s.layout)}"
 
