@@ -49,6 +49,11 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n  {name} " in out for name in COMMANDS)
 
 
+def test_help_of_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "hardware", "--help") == 0
+    assert "fivefold bench hardware --json" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(name, "--help") == 0

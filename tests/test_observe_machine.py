@@ -14,7 +14,7 @@ import pytest
 
 from fivefold import files, host
 from fivefold.errors import UserError
-from fivefold.observe import cpu, peak
+from fivefold.observe import peak
 from fivefold.observe.machine import current_memory_bytes, describe, has_fast_bf16, peak_memory_bytes
 
 
@@ -41,15 +41,15 @@ def test_peak_memory_follows_an_allocation() -> None:
 
 
 def test_cpuinfo_of_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_cpuinfo", lambda: {"model name": "Some CPU", "flags": "sse avx2"})
-    assert cpu.cpu_model() == "Some CPU"
+    monkeypatch.setattr(host, "cpuinfo", lambda: {"model name": "Some CPU", "flags": "sse avx2"})
+    assert host.cpu_model() == "Some CPU"
     assert not has_fast_bf16()
     monkeypatch.setattr(
-        cpu, "_cpuinfo", lambda: {"Features": "fp asimd bf16", "cpu family": "1", "model": "2"}
+        host, "cpuinfo", lambda: {"Features": "fp asimd bf16", "cpu family": "1", "model": "2"}
     )
     assert has_fast_bf16()
-    monkeypatch.setattr(cpu, "_cpuinfo", dict)
-    assert cpu.cpu_model()
+    monkeypatch.setattr(host, "cpuinfo", dict)
+    assert host.cpu_model()
 
 
 def test_cgroup_quotas_bound_cores_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

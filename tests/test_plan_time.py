@@ -53,8 +53,8 @@ def test_thin_products_move_bytes() -> None:
 
 
 def test_the_slowest_of_many() -> None:
-    assert rates.slowest(1) == 1
-    assert 1 < rates.slowest(8) < rates.slowest(128) < rates.slowest(16384) < 1.07
+    assert rates.slowest(1, 0.015) == 1
+    assert 1 < rates.slowest(8, 0.015) < rates.slowest(128, 0.015) < rates.slowest(16384, 0.015) < 1.07
 
 
 def llama(layout: Layout, microbatches: int = 16, software: Software = FIVEFOLD) -> time.Step:

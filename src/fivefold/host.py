@@ -1,4 +1,4 @@
-"""How much of its machine this process may use. No torch.
+"""What the processor is, and how much of its machine this process may use. No torch.
 
 A container's limit or a batch system's share counts, not the whole machine: more threads than that slow one
 another down.
@@ -34,6 +34,24 @@ def machine_id() -> bytes:
     """The same for all processes of this machine (and container), another elsewhere."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot.read_text() if boot.is_file() else ''}".encode()
+
+
+def cpu_model() -> str:
+    """The processor's name, with its family and model number, since cloud machines shorten the name."""
+    fields = cpuinfo()
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    number = "-".join(fields[key] for key in ("cpu family", "model") if key in fields)
+    return f"{name} ({number})" if number else name
+
+
+def cpuinfo() -> dict[str, str]:
+    """The first processor's entry of /proc/cpuinfo; {} where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
 
 
 def _cgroups() -> list[Path]:

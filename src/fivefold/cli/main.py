@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli import (
+    bench,
     check,
     draw,
     export,
@@ -55,6 +56,7 @@ for name, module, function in (
 ):
     examples = "".join(f"\n  {example}" for example in module.EXAMPLES)
     app.command(name, epilog=f"\b\nExamples:{examples}")(function)
+app.add_typer(bench.bench, name="bench")
 
 
 def _version(wanted: bool) -> None:
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):  # what the terminal's encoding lacks is shown as an escape
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if arguments is None and sys.argv[1:2] == ["train"] and not {"-h", "--help"} & set(sys.argv):
+    if arguments is None and sys.argv[1:2] in (["train"], ["bench"]) and not {"-h", "--help"} & set(sys.argv):
         restart_with_huge_pages()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="fivefold")

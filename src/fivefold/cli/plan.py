@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.cli import budget
+from fivefold.cli.local import ensure_measured, run_calibration
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 from fivefold.cli.plan_pictures import Wanted, draw_plan, draw_search
 from fivefold.errors import UserError
@@ -23,11 +24,14 @@ EXAMPLES = [
     "fivefold plan my.toml --cluster lab.toml:16 --explain",
     "fivefold plan llama-7b --cluster h100:64 --search --pictures --html plan.html",
     "fivefold plan llama-7b --cluster h100:64 --search --tokens 1.4e12 --deadline 30d --price 2.5",
+    "fivefold plan quickstart --cluster local:2 --search",
+    "fivefold plan --calibrate runs/a runs/b",
 ]
 
 
 def plan(
     recipe: RecipeArgument,
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     set_: SetOption = None,
     layout: LayoutOption = None,
     cluster: Annotated[
@@ -35,7 +39,7 @@ def plan(
         typer.Option(
             "--cluster",
             metavar="NAME:DEVICES",
-            help="a100, h100, h200, b200, mi300x, or a .toml file; h100:64 is 64 devices, h100:8x4 8 nodes of 4.",
+            help="a100, h100, h200, b200, mi300x, local, or a .toml file; h100:64 is 64 devices, h100:8x4 8 nodes of 4",
         ),
     ] = "h100",
     search: Annotated[bool, typer.Option("--search", help="Find the fastest layouts that fit.")] = False,
@@ -56,6 +60,13 @@ def plan(
     deadline: budget.DeadlineOption = None,
     price: budget.PriceOption = None,
     noise_scale: budget.NoiseOption = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Fit the table of this machine to finished runs: --calibrate RUN..., or reset.",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
@@ -68,6 +79,12 @@ def plan(
     from fivefold.recipe import load
 
     wanted = Wanted(pictures, html, json)
+    if calibrate:
+        run_calibration([recipe, *(more or [])], json)
+        return
+    if more:
+        raise UserError(f"plan: one recipe at a time, and then options: '{more[0]}' is one too many")
+    ensure_measured(cluster)
     if search and layout is not None:
         raise UserError("--search looks for the layout itself: leave --layout out")
     free = ["train.microbatch_size=none"] if search else []  # it and the layout are what is searched for

@@ -85,12 +85,19 @@ class Console:
         """A line of prose: where the run is saved, that it was interrupted, how to resume."""
         self._say(printable(text), "cyan")
 
-    def summary(self, figures: Mapping[str, Any], paths: Mapping[str, Any], commands: Sequence[str]) -> None:
+    def summary(
+        self,
+        figures: Mapping[str, Any],
+        paths: Mapping[str, Any],
+        commands: Sequence[str],
+        predicted: Sequence[tuple[str, str]] = (),
+    ) -> None:
         """The end of the run.
 
-        figures: of `summarize`; paths: name -> file or folder the run made; commands: what to try next.
+        figures: of `summarize`; paths: name -> file or folder the run made; commands: what to try next; predicted:
+        names and values of `prediction.rows`.
         """
-        rows = summary_rows(figures)
+        rows = [*summary_rows(figures), *predicted]
         rows += [(name, self._encodable(printable(str(path)))) for name, path in paths.items()]
         self.close()
         if self._rich:

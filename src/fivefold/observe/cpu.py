@@ -1,24 +1,17 @@
-"""What the processor is, and the memory that this process holds. No torch: it answers at once."""
+"""What the processor can do, and the memory that this process holds. No torch: it answers at once."""
 
 from __future__ import annotations
 
-import platform
 import resource
 import sys
 from pathlib import Path
 
-
-def cpu_model() -> str:
-    """The processor's name, with its family and model number, since cloud machines shorten the name."""
-    fields = _cpuinfo()
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    number = "-".join(fields[key] for key in ("cpu family", "model") if key in fields)
-    return f"{name} ({number})" if number else name
+from fivefold import host
 
 
 def cpu_flags() -> frozenset[str]:
     """Instruction-set flags as the kernel names them (`avx512_bf16`, `amx_bf16`, Arm: `bf16`)."""
-    fields = _cpuinfo()
+    fields = host.cpuinfo()
     return frozenset((fields.get("flags") or fields.get("Features") or "").split())
 
 
@@ -38,13 +31,3 @@ def resident_bytes() -> tuple[int, int]:
     except (OSError, KeyError):  # not Linux: only the maximum is known, in bytes on a Mac, else in KiB
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return most, most
-
-
-def _cpuinfo() -> dict[str, str]:
-    """The first processor's entry of /proc/cpuinfo; {} where there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
-    return {key.strip(): value.strip() for key, value in pairs}

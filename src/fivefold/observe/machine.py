@@ -6,8 +6,8 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from fivefold.host import cores, memory_bytes
-from fivefold.observe.cpu import cpu_flags, cpu_model, has_cpu_bf16, resident_bytes
+from fivefold.host import cores, cpu_model, memory_bytes
+from fivefold.observe.cpu import cpu_flags, has_cpu_bf16, resident_bytes
 from fivefold.observe.peak import device_peak, ensure_matmul_rate, matmul_rate
 
 __all__ = [

@@ -21,8 +21,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, write_atomically
-from fivefold.host import cores
-from fivefold.observe.cpu import cpu_model
+from fivefold.host import cores, cpu_model
 
 _DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

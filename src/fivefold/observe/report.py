@@ -14,6 +14,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
+from fivefold.observe import prediction
 from fivefold.observe.document import document, piece
 from fivefold.observe.format import duration, printable, short_number, size
 from fivefold.observe.metrics import read_metrics
@@ -41,6 +42,7 @@ def page(run: Path) -> str:
     name = printable(run.resolve().name)
     sections = [
         _section("Curves", run_charts(lines) + _table(lines)) if lines else "",
+        _section("Predicted and measured", prediction.section(prediction.read(run))),
         _section("What it writes", samples(lines)),
         _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
         _section("Machine", machine(run / "machine.json")),

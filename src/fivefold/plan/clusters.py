@@ -7,9 +7,12 @@ import re
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from fivefold.plan.measured import Measured, Share
 
 GIB = 2**30
 GB = 1e9
@@ -23,7 +26,10 @@ class Device:
     peak: dense FLOP/s by dtype, of the data sheet. matmul: share of it that the best matrix products reach. units:
     processors that share a product's tiles. memory: bytes. bandwidth: bytes/s of memory, of the data sheet; streaming:
     share of it that element-wise operations reach. attention: shares of `peak` that fused attention reaches in forward
-    and backward, on long sequences with heads of 128.
+    and backward, on long sequences with heads of 128. reserve: bytes that the program's runtime and the network library
+    take (an estimate; reported as it is). spread: standard deviation of the speed of devices of one model on dense
+    products; of several hundred the fastest and the slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs
+    Are Created Equal"). measured: what takes the place of all these rates.
     """
 
     name: str
@@ -34,6 +40,9 @@ class Device:
     bandwidth: float
     streaming: float = 0.85
     attention: tuple[float, float] = (0.6, 0.5)
+    reserve: float = 1.5 * GIB
+    spread: float = 0.015
+    measured: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,8 @@ class Link:
 @dataclass(frozen=True)
 class Cluster:
     """`devices` equal devices, `per_node` a node; `intra` links those of a node, `inter` the nodes (both: what one
-    device sends). 0 devices: as many as a layout has ranks."""
+    device sends). 0 devices: as many as a layout has ranks. machine: its table, where it was measured. disk: bytes/s a
+    node writes."""
 
     name: str
     device: Device
@@ -68,6 +78,8 @@ class Cluster:
     per_node: int
     intra: Link
     inter: Link
+    machine: Measured | None = None
+    disk: float = 2 * GB  # a local NVMe drive's, sustained
 
     @property
     def nodes(self) -> int:
@@ -124,11 +136,23 @@ def parse(text: str) -> Cluster:
     return _sized(cluster, count, text) if count else cluster
 
 
+def for_ranks(cluster: Cluster, ranks: int) -> Cluster:
+    """The cluster with as many devices as a layout has ranks; local ranks share the machine."""
+    from fivefold.plan.local import shared
+
+    return shared(cluster, ranks) if cluster.machine else replace(cluster, devices=ranks)
+
+
 def _preset(name: str, text: str) -> Cluster:
+    from fivefold.plan.local import cluster as local
+
+    if name.lower() == "local":
+        return local()
     if name.lower() not in PRESETS:
-        known = ", ".join(PRESETS)
+        known = [*PRESETS, "local"]
+        near = did_you_mean(name.lower(), known)
         raise UserError(
-            f"cluster '{text}': '{name}' is not known{did_you_mean(name.lower(), PRESETS)} (one of {known}, with a "
+            f"cluster '{text}': '{name}' is not known{near} (one of {', '.join(known)}, with a "
             "number of devices such as h100:64; or the path of a .toml file)"
         )
     return PRESETS[name.lower()]
@@ -144,7 +168,10 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
     if not 1 <= devices <= MOST_DEVICES:
         limit = f"at most {MOST_DEVICES:,}" if devices else "at least 1"
         raise UserError(f"cluster '{text}': {devices:,} devices; {limit}")
-    return replace(cluster, devices=devices, per_node=int(found[2]) if found[2] else cluster.per_node)
+    if cluster.machine and found[2]:
+        raise UserError(f"cluster '{text}': the machine at hand is one node: local:{devices}")
+    sized = for_ranks(cluster, devices)
+    return replace(sized, per_node=int(found[2])) if found[2] else sized
 
 
 @dataclass(frozen=True)

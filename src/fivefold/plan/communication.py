@@ -42,10 +42,12 @@ def group(layout: Layout, cluster: Cluster, name: str) -> Group:
     return Group(size, max(1, min(size, cluster.per_node // stride)))
 
 
-def all_reduce(size: float, group: Group, cluster: Cluster) -> float:
+def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
     """Seconds to add up `size` bytes over a group: the faster of a ring and a double tree."""
     if group.ranks == 1:
         return 0.0
+    if cluster.machine:
+        return _measured(f"all_reduce {dtype}", size, group, cluster)
     sent = 2 * size * (group.ranks - 1) / group.ranks
     bandwidth = _bandwidth(group, cluster)
     if group.nodes == 1 and group.ranks == cluster.per_node and cluster.intra.reduce:
@@ -57,22 +59,42 @@ def all_reduce(size: float, group: Group, cluster: Cluster) -> float:
     return LAUNCH + min(ring, tree if group.nodes > 1 else ring) + sent / bandwidth
 
 
-def all_gather(size: float, group: Group, cluster: Cluster) -> float:
+def all_gather(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
     """Seconds until every rank has all `size` bytes, of which each had its part. A ring."""
     if group.ranks == 1:
         return 0.0
+    if cluster.machine:
+        return _measured("all_gather", size, group, cluster)
+    return _ring(size, group, cluster)
+
+
+def _ring(size: float, group: Group, cluster: Cluster) -> float:
     sent = size * (group.ranks - 1) / group.ranks
     return LAUNCH + _ring_latency(group, cluster) + sent / _bandwidth(group, cluster)
 
 
-reduce_scatter = all_gather
-"""Seconds until every rank has the sum of its part of `size` bytes: an all-gather backwards."""
+def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
+    """Seconds until every rank has the sum of its part of `size` bytes: an all-gather backwards."""
+    if group.ranks == 1:
+        return 0.0
+    if cluster.machine:
+        return _measured(f"reduce_scatter {dtype}", size, group, cluster)
+    return _ring(size, group, cluster)
 
 
-def all_to_all(size: float, group: Group, cluster: Cluster) -> float:
+def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
+    """The same as ZeRO does it (parallel/zero.py): on a CPU not by gloo's reduce-scatter, which is an all-reduce."""
+    if cluster.machine and group.ranks > 1:
+        return _measured("scatter_gradients", size, group, cluster)
+    return reduce_scatter(size, group, cluster)
+
+
+def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
     """Seconds in which every rank sends an equal part of its `size` bytes to each rank."""
     if group.ranks == 1:
         return 0.0
+    if cluster.machine:
+        return _measured("all_to_all", size, group, cluster)
     inside = size * (group.local - 1) / group.ranks / _link(cluster.intra, group.local, cluster)
     outside = size * (group.ranks - group.local) / group.ranks / cluster.inter.achieved
     hops = cluster.inter.latency if group.nodes > 1 else cluster.intra.latency
@@ -81,9 +103,23 @@ def all_to_all(size: float, group: Group, cluster: Cluster) -> float:
 
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
     """Seconds until another rank has `size` bytes; `crosses`: it is on another node."""
+    if cluster.machine:
+        return _measured("send", size, Group(2, 2), cluster)
     link = cluster.inter if crosses else cluster.intra
     bandwidth = link.achieved / (cluster.per_node - 1) if link.mesh else link.achieved
     return LAUNCH + link.latency + size / bandwidth
+
+
+def exposed(seconds: float, beside: float, cluster: Cluster) -> float:
+    """What sticks out of a message beyond the work that it runs beside. Between local ranks the processor itself copies
+    and adds: only the rest of the time can be hidden."""
+    free = cluster.machine.free if cluster.machine else 1.0
+    return seconds * (1.0 - free) + max(0.0, seconds * free - beside)
+
+
+def _measured(what: str, size: float, group: Group, cluster: Cluster) -> float:
+    assert cluster.machine is not None
+    return cluster.machine.message(what, size, group.ranks, cluster.devices)
 
 
 def _bandwidth(group: Group, cluster: Cluster) -> float:

@@ -39,7 +39,8 @@ def summary(plan: Plan) -> list[str]:
 
 def explain(plan: Plan) -> list[str]:
     """Every term: memory of each stage, each operation of a block, each kind of message, the parts of the step."""
-    return [*_memory(plan), "", *_operations(plan), "", *_messages(plan), "", *_step(plan)]
+    stalls = ["", *plan.stalls.lines()] if plan.stalls else []
+    return [*_memory(plan), "", *_operations(plan), "", *_messages(plan), "", *_step(plan), *stalls]
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -47,6 +48,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield "memory, GiB    " + "".join(f"{name:>12}" for name in names)
     for position, held in enumerate(plan.memory):
         yield f"  stage {position:<7}" + "".join(f"{getattr(held, name) / GIB:12.3f}" for name in names)
+    device = plan.setting.cluster.device
     b, ranks = plan.setting.software.states[plan.setting.dtype], _elements(plan)
     yield (
         f"  bytes a parameter: weights {b.working:g}, gradients {b.gradient:g}, masters {b.master:g}, moments "
@@ -54,7 +56,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"kept {ranks[0].keeps:,.0f}"
     )
     yield (
-        f"  of {plan.setting.cluster.device.memory / GIB:.1f} GiB a device, {memory.RESERVE / GIB:.1f} go to the "
+        f"  of {device.memory / GIB:.1f} GiB a device, {device.reserve / GIB:.2g} go to the "
         f"runtime, and the allocator loses some: {plan.limit / GIB:.1f} are left"
     )
     yield f"  kept by a block, MiB, recompute {plan.layout.recompute}: " + ", ".join(

@@ -18,10 +18,6 @@ from fivefold.recipe.schema import ModelSection
 from fivefold.schedules.pipeline import Schedule, peak_live
 from fivefold.sharding import TIED, cuts, parameters, stages_of
 
-RESERVE = 1.5 * 2**30
-"""Bytes of a device that the program's runtime and the network library take (an estimate; reported as it is)."""
-
-
 BREADTH_FIRST = ("gpipe", "looped_bfs")
 
 

@@ -147,7 +147,7 @@ def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], s
 
 def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     """An operation that is met `count` times."""
-    cost, forward = time.operation(op, s), 1 + time.repeated(op, recompute, s.software)
+    cost, forward = time.operation(op, s), 1 + time.repeated(op, recompute, s)
     flops, moved = _work(op, s)
     seconds = _alone(cost, forward)
     back = (2.5 if op.attention else 2.0) * flops
@@ -164,7 +164,7 @@ def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
     if len(by_stage) - 1 in mine:
         own += end.computes + tied.computes
     if seconds := s.microbatches * time.accumulate(own, s).weight:
-        yield Point("gradient sums", 0.0, seconds / rates.stream(1.0, s.cluster.device), seconds)
+        yield Point("gradient sums", 0.0, seconds / rates.stream(1.0, s.cluster.device, "", s.dtype), seconds)
 
 
 def _alone(cost: Cost, forward: float) -> float:

@@ -9,10 +9,11 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.layout import Layout, to_text, validate
 from fivefold.plan import memory, volume
-from fivefold.plan.clusters import Cluster
+from fivefold.plan.clusters import Cluster, for_ranks
 from fivefold.plan.memory import Memory
 from fivefold.plan.operations import Sizes
 from fivefold.plan.software import FIVEFOLD, Software
+from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Setting, Step, step
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, resolve
 from fivefold.recipe.rules import allows
@@ -26,11 +27,12 @@ BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 
 @dataclass(frozen=True)
 class Plan:
-    """A prediction. memory: of the ranks of each position in the pipeline."""
+    """A prediction. memory: of the ranks of each position in the pipeline. stalls: of a whole recipe."""
 
     setting: Setting
     memory: list[Memory]
     step: Step
+    stalls: Stalls | None = None
 
     @cached_property
     def sent(self) -> dict[str, int]:
@@ -95,7 +97,8 @@ class Plan:
                 "compute_s": step.compute,
                 "exposed_comm_s": sum(step.exposed.values()),
                 "bubble_s": step.bubble,
-            },
+            }
+            | ({"stalls": self.stalls.as_json()} if self.stalls else {}),
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_gpu": self.tokens_per_s / self.layout.ranks,
@@ -106,7 +109,7 @@ class Plan:
 
 def limit(cluster: Cluster) -> int:
     """Bytes of a device that a program's tensors may take."""
-    return int((cluster.device.memory - memory.RESERVE) / (1 + FRAGMENTS))
+    return int((cluster.device.memory - cluster.device.reserve) / (1 + FRAGMENTS))
 
 
 def predict(recipe: Recipe, cluster: Cluster, software: Software = FIVEFOLD) -> Plan:
@@ -123,7 +126,8 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software = FIVEFOLD) -> 
     assert B is not None
     count = full.train.global_batch_size // (layout.dp * B)
     software = with_reduce(software, recipe.precision.reduce)
-    return price(setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software))
+    plan = price(setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software))
+    return replace(plan, stalls=stalls(full, plan.setting, plan.step.seconds))
 
 
 def setting(
@@ -147,9 +151,7 @@ def setting(
         layout.cp_method,
         software.expert_load,
     )
-    return Setting(
-        model, layout, replace(cluster, devices=layout.ranks), software, sizes, dtype, microbatches
-    )
+    return Setting(model, layout, for_ranks(cluster, layout.ranks), software, sizes, dtype, microbatches)
 
 
 def price(s: Setting) -> Plan:

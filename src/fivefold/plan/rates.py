@@ -13,10 +13,23 @@ from fivefold.plan.operations import Matmul
 # a smaller one reads its factors more often.
 TILES = (((256, 128), 1.0), ((128, 256), 1.0), ((128, 128), 0.92), ((64, 128), 0.75), ((64, 64), 0.6))
 FILL = 128  # of the inner dim: what starting a tile and writing its result take
-SPREAD = 0.015
-"""Standard deviation of the speed of devices of one model on dense products: of several hundred the fastest and the
-slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs Are Created Equal")."""
 SHORT = 500  # tokens: attention reaches half its rate on sequences this long (arXiv 2307.08691, figure 5)
+
+
+def products(p: Matmul, device: Device, dtype: str, e: float) -> tuple[float, float, float]:
+    """Seconds of a product (m, k) (k, n) in forward, of the gradient of its first factor, and of its second."""
+    if device.measured:
+        flops = 2 * p.m * p.n * p.k * p.count
+        forward, first, second = (
+            flops / device.measured.product(p.m, p.n, p.k, dtype, role)
+            for role in ("forward", "input", "weight")
+        )
+        return forward, first, second
+    return (
+        matmul(p, device, dtype, e),
+        matmul(Matmul(p.m, p.k, p.n, p.count, p.weight), device, dtype, e),
+        matmul(Matmul(p.k, p.n, p.m, p.count, p.weight), device, dtype, e),
+    )
 
 
 @lru_cache(maxsize=100_000)
@@ -36,27 +49,45 @@ def matmul(product: Matmul, device: Device, dtype: str, e: float) -> float:
     return max(waves, moved)
 
 
-def attention(flops: float, tokens: float, head: float, device: Device, dtype: str, backward: bool) -> float:
-    """Seconds of fused attention with `flops` in forward (2.5 times as many in backward) over sequences of `tokens`.
-    Heads narrower than 128 reach less: as many exponentials for fewer products."""
+def attention(
+    flops: float, tokens: float, head: float, device: Device, dtype: str, backward: bool, parts: int = 1
+) -> float:
+    """Seconds of fused attention with `flops` in forward (2.5 times as many in backward) over sequences of `tokens`,
+    put together from so many parts where a ring does it. Heads narrower than 128 reach less: as many exponentials for
+    fewer products."""
     dtype = "bf16" if dtype == "fp8" else dtype
+    if device.measured:
+        rate = device.measured.attended(tokens / parts, head, dtype, backward, parts > 1)
+        return flops * (2.5 if backward else 1.0) / rate
     share = device.attention[backward] * tokens / (tokens + SHORT) * min(1.0, 0.55 + 0.45 * head / 128)
     return flops * (2.5 if backward else 1.0) / (device.peak[dtype] * share)
 
 
-def stream(size: float, device: Device) -> float:
-    """Seconds to move bytes from and to memory."""
+KINDS = {
+    "norm1": "norm", "norm2": "norm", "norm": "norm", "add1": "norm", "add2": "norm", "gate": "gate",
+    "shared gate": "gate", "gelu": "gelu", "loss": "loss", "embedding": "embedding", "accumulate": "accumulate",
+    "optimizer": "optimizer",
+}  # fmt: skip
+"""Which measured operation is like one of the model's; others are like a copy."""
+
+
+def stream(size: float, device: Device, name: str = "", dtype: str = "", backward: bool = False) -> float:
+    """Seconds to move bytes from and to memory, by the operation of this name."""
+    if device.measured:
+        return size / device.measured.stream(KINDS.get(name, "copy"), dtype, backward) if size else 0.0
     return size / (device.bandwidth * device.streaming)
 
 
-def slowest(devices: int) -> float:
+def slowest(devices: int, spread: float) -> float:
     """How much longer the slowest of so many equal devices takes than one on average: all wait for it. The expected
-    largest of as many normal numbers (Blom's formula) times SPREAD."""
+    largest of as many normal numbers (Blom's formula) times their standard deviation."""
     if devices == 1:
         return 1.0
-    return 1.0 + SPREAD * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+    return 1.0 + spread * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
-def random(numbers: float, device: Device) -> float:
+def random(numbers: float, device: Device, dtype: str = "fp32") -> float:
     """Seconds to draw numbers with Philox-4x32-10: about 20 integer operations each, at half the rate of fp32 FLOPs."""
+    if device.measured:
+        return numbers / device.measured.stream("random", dtype, False) if numbers else 0.0
     return 20 * numbers / (device.peak["fp32"] / 2)

@@ -3,6 +3,7 @@ the simulator."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,12 +11,13 @@ from functools import lru_cache
 from fivefold.layout import Layout
 from fivefold.plan import communication, memory, operations, rates
 from fivefold.plan.clusters import Cluster
-from fivefold.plan.communication import group
+from fivefold.plan.communication import exposed, group
+from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
-from fivefold.plan.operations import Matmul, Message, Operation, Sizes
+from fivefold.plan.operations import Message, Operation, Sizes
 from fivefold.plan.software import Software
 from fivefold.recipe.schema import ModelSection
-from fivefold.schedules.pipeline import Costs, simulate
+from fivefold.schedules.pipeline import Costs, simulate, simulate_crowded
 
 
 @dataclass(frozen=True)
@@ -100,30 +102,33 @@ def message(sent: Message, s: Setting) -> float:
         crosses = group(s.layout, s.cluster, "cp").nodes > 1
         return hops * communication.send(sent.size / hops, crosses, s.cluster)
     price = getattr(communication, sent.what)
-    return price(sent.size, group(s.layout, s.cluster, sent.axis), s.cluster)
+    return price(sent.size, group(s.layout, s.cluster, sent.axis), s.cluster, s.dtype)
 
 
 def operation(op: Operation, s: Setting) -> Cost:
     """Seconds of an operation."""
-    device, e = s.cluster.device, s.sizes.e
-    gap = op.kernels * s.software.kernel
-    forward = rates.stream(op.forward, device) + rates.random(op.random, device) + gap
-    inputs = rates.stream(op.backward, device) + gap
+    device, e, dtype = s.cluster.device, s.sizes.e, s.dtype
+    gap = (
+        0.0 if device.measured else op.kernels * s.software.kernel
+    )  # a measured block's are counted as a whole
+    ring = s.layout.cp if s.layout.cp_method == "ring" else 1
+    within = bool(device.measured and op.attention and ring == 1)  # what attention moves was measured with it
+    forward = gap + (0.0 if within else rates.stream(op.forward, device, op.name, dtype))
+    forward += rates.random(op.random, device, dtype)
+    inputs = gap + (0.0 if within else rates.stream(op.backward, device, op.name, dtype, True))
     weight = 0.0
     if op.matmul:
-        p = op.matmul
-        forward += rates.matmul(p, device, s.dtype, e)
-        inputs += rates.matmul(Matmul(p.m, p.k, p.n, p.count, p.weight), device, s.dtype, e)
-        other = rates.matmul(Matmul(p.k, p.n, p.m, p.count, p.weight), device, s.dtype, e) + gap
-        if p.weight:
-            weight += other
+        ahead, first, second = rates.products(op.matmul, device, dtype, e)
+        forward, inputs = forward + ahead, inputs + first
+        if op.matmul.weight:
+            weight += second + gap
         else:
-            inputs += other
+            inputs += second + gap
     if op.attention:
         model = s.model
         length, head = model.seq_len, model.dim / model.heads
-        forward += rates.attention(op.attention, length, head, device, s.dtype, False)
-        inputs += rates.attention(op.attention, length, head, device, s.dtype, True)
+        forward += rates.attention(op.attention, length, head, device, dtype, False, ring)
+        inputs += rates.attention(op.attention, length, head, device, dtype, True, ring)
     sent_forward = _exposed(op.sent_forward, forward, s)
     sent_backward = _exposed(op.sent_backward, inputs, s)
     return Cost(
@@ -139,7 +144,7 @@ def operation(op: Operation, s: Setting) -> Cost:
 def _exposed(messages: Iterable[Message], beside: float, s: Setting) -> float:
     """Seconds of messages that nothing hides."""
     hidden = sum(message(m, s) for m in messages if m.hidden)
-    return sum(message(m, s) for m in messages if not m.hidden) + max(0.0, hidden - beside)
+    return sum(message(m, s) for m in messages if not m.hidden) + exposed(hidden, beside, s.cluster)
 
 
 def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
@@ -148,14 +153,17 @@ def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
     total = sum(costs, Cost())
     again = Cost()
     for op, cost in zip(ops, costs, strict=True):
-        again += cost.times(repeated(op, recompute, s.software))
+        again += cost.times(repeated(op, recompute, s))
     return total + Cost(0, again.forward, 0, 0, again.sent_forward, again.host / 2)
 
 
-def repeated(op: Operation, recompute: str, software: Software) -> float:
+def repeated(op: Operation, recompute: str, s: Setting) -> float:
     """How often forward is repeated in backward, on average."""
+    software = s.software
     if recompute != "selective":
         return 1.0 if recompute == "full" else 0.0
+    if software.selective == "sublayer" and s.layout.tp > 1 and op.name in ("attention out", "down"):
+        return 1.0  # a layer that communicates saves its input after its product only (parallel/recompute.py)
     if software.selective == "operations":
         return 0.0 if op.attention else 0.5 if op.matmul else 1.0
     return 1.0 if op.part == "core" or (op.part == "inner" and software.selective == "sublayer") else 0.0
@@ -164,10 +172,38 @@ def repeated(op: Operation, recompute: str, software: Software) -> float:
 def block_cost(s: Setting, number: int) -> Cost:
     """Seconds of a block for one microbatch, data parallelism within the step included."""
     ops = operations.block(s.sizes, s.software, operations.is_mixed(s.model, number))
-    cost = (part(ops, s, s.layout.recompute) + Cost(host=s.software.host)).bound
+    cost = part(ops, s, s.layout.recompute)
+    if s.cluster.machine and s.cluster.machine.on_cpu:
+        cost += _host(s.cluster.machine, s.layout)
+    else:
+        cost = (cost + Cost(host=s.software.host)).bound
     elements = memory.elements(s.model, s.layout)[0][number].computes
     cost += accumulate(elements, s)
     return cost + within_step(elements, cost, s)
+
+
+def _host(machine: Measured, layout: Layout) -> Cost:
+    """Seconds of Python and dispatch for a block, where the processor that issues operations also computes them: about
+    two fifths of them in forward."""
+    block = machine.overhead("block")
+    if layout.zero and layout.dp_shard * layout.cp > 1:
+        block += machine.overhead(f"zero{layout.zero}")
+    if layout.tp > 1:
+        block += machine.overhead("sp" if layout.sp else "tp")
+    if layout.cp > 1:
+        block += machine.overhead(layout.cp_method)
+    again = {"none": 0.0, "selective": 0.5, "full": 1.0}[layout.recompute]
+    return Cost(0.4 * block, (0.6 + 0.4 * again) * block)
+
+
+def _end(s: Setting) -> Cost:
+    """The last norm, the output layer and the loss, whose gradients are made in forward where it works by chunks."""
+    ops = operations.end(s.sizes, s.software)
+    if s.software.loss != "chunks":
+        return part(ops, s)
+    loss = part([op for op in ops if op.name != "norm"], s)
+    made = Cost(loss.seconds, sent_forward=loss.sent, host=loss.host)
+    return part([op for op in ops if op.name == "norm"], s) + made
 
 
 def stage_costs(s: Setting) -> list[Cost]:
@@ -188,10 +224,12 @@ def stage_costs(s: Setting) -> list[Cost]:
         if stage == 0:
             total += part(operations.begin(s.sizes, s.software), s)
         if stage == len(by_stage) - 1:
-            total += part(operations.end(s.sizes, s.software), s)
+            total += _end(s)
             total += accumulate(counted[2].computes + counted[3].computes, s)
         costs.append(total)
-    slower = rates.slowest(s.layout.ranks)
+    if s.cluster.machine and s.cluster.machine.on_cpu:
+        costs = [cost + _host_of_stage(s, stage, len(costs)) for stage, cost in enumerate(costs)]
+    slower = rates.slowest(s.layout.ranks, s.cluster.device.spread)
     costs = [cost.slowed(slower) for cost in costs]
     if not s.software.overlap_pipeline and s.layout.pp > 1:
         wait = max(seconds for (a, b), seconds in transfers(s).items() if b == a + 1)
@@ -199,12 +237,27 @@ def stage_costs(s: Setting) -> list[Cost]:
     return costs
 
 
+def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
+    """The Python of a microbatch besides its blocks: half at either end of the model. In a pipeline also that of
+    starting each stage, and the copying of what is sent, which the processor does."""
+    machine = s.cluster.machine
+    assert machine is not None
+    ends = 0.5 * ((stage == 0) + (stage == stages - 1)) * machine.overhead("microbatch")
+    if s.layout.pp > 1:
+        send = communication.send(s.sizes.n * s.model.dim * s.sizes.e, False, s.cluster)
+        ends += machine.overhead("stage") * s.layout.pp / stages + 2 * send * (1 - machine.free)
+    return Cost(0.4 * ends, 0.6 * ends)
+
+
 def accumulate(elements: float, s: Setting) -> Cost:
     """A microbatch's gradient is added to the sum of those before."""
-    if s.microbatches == 1 and s.dtype == "fp32":
+    measured = s.cluster.device.measured
+    if s.microbatches == 1 and s.dtype == "fp32" and not measured:
+        return Cost()
+    if measured and s.layout.zero > 1:  # only a rank's rows add up
         return Cost()
     size = elements * (s.sizes.e + 2 * s.software.states[s.dtype].gradient)
-    return Cost(weight=rates.stream(size, s.cluster.device))
+    return Cost(weight=rates.stream(size, s.cluster.device, "accumulate", s.dtype))
 
 
 def within_step(elements: float, cost: Cost, s: Setting) -> Cost:
@@ -214,12 +267,24 @@ def within_step(elements: float, cost: Cost, s: Setting) -> Cost:
         return Cost()
     shards, b = group(s.layout, s.cluster, "shard"), s.software.states[s.dtype]
     gather = communication.all_gather(elements * b.working, shards, s.cluster) if s.layout.zero == 3 else 0.0
-    scatter = communication.reduce_scatter(elements * b.reduce, shards, s.cluster)
+    scatter = communication.scatter_gradients(elements * b.reduce, shards, s.cluster)
     forward, backward = gather, gather + scatter
     if s.software.overlap_data:
-        forward = max(0.0, forward - cost.forward)
-        backward = max(0.0, backward - cost.input - cost.weight)
-    return Cost(forward, backward, 0.0, forward, backward)
+        forward = exposed(forward, cost.forward, s.cluster)
+        backward = exposed(backward, cost.input + cost.weight, s.cluster)
+    copied = _copied(elements, shards.ranks, s)
+    gathered = copied[0] if s.layout.zero == 3 else 0.0
+    return Cost(forward + gathered, backward + gathered + copied[1], 0.0, forward, backward)
+
+
+def _copied(elements: float, shards: int, s: Setting) -> tuple[float, float]:
+    """Seconds of FSDP2's copies: into a gather (a cast of the rank's rows) and out of it, and into a scatter. On an
+    accelerator they are lost beside the messages."""
+    device, e = s.cluster.device, s.sizes.e
+    if not device.measured:
+        return 0.0, 0.0
+    gather = elements / shards * (4 + e) + 2 * elements * e
+    return rates.stream(gather, device, "", s.dtype), rates.stream(elements * (e + 4), device, "", s.dtype)
 
 
 Run = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
@@ -230,8 +295,9 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
     """Makespan of a step's schedule, when each rank ends, and how long it computes. Of many microbatches only some are
     simulated: once the pipeline is full, each further one takes as long as on the busiest rank."""
     m, p, v = s.microbatches, s.layout.pp, s.layout.virtual_stages
+    crowd = s.cluster.machine.crowd(s.layout.ranks) if s.cluster.machine else 1.0
     if p == 1:
-        busy = m * costs[0].seconds
+        busy = m * costs[0].slowed(crowd).seconds
         return busy, [busy], [busy]
     rank_of = memory.schedule(s.layout.schedule, p, min(m, 2), v).rank_of
     once = [0.0] * p
@@ -239,7 +305,9 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
         once[rank_of[stage]] += cost.seconds
     few = min(m, 2 * p + m % p)
     parts = tuple((c.forward, c.input, c.weight) for c in costs)
-    makespan, ends = _simulated(s.layout.schedule, p, few, v, parts, tuple(transfers(s).items()))
+    at_once = p / crowd  # so many of the ranks of a pipeline can compute at their full speed
+    makespan, ends = _simulated(s.layout.schedule, p, few, v, parts, tuple(transfers(s).items()), at_once)
+    once = [max(seconds, sum(once) / at_once) if crowd > 1 else seconds for seconds in once]
     more = (m - few) * max(once)
     return makespan + more, [end + more for end in ends], [m * seconds for seconds in once]
 
@@ -252,11 +320,13 @@ def _simulated(
     v: int,
     costs: tuple[tuple[float, float, float], ...],
     transfers: tuple[tuple[tuple[int, int], float], ...],
+    at_once: float = math.inf,
 ) -> tuple[float, list[float]]:
     """Makespan, and when each rank ends."""
     forward, inputs, weight = ([cost[i] for cost in costs] for i in range(3))
     price = Costs(forward, inputs, weight, transfer=dict(transfers))
-    timeline = simulate(memory.schedule(name, p, m, v), price)
+    schedule = memory.schedule(name, p, m, v)
+    timeline = simulate_crowded(schedule, price, at_once) if at_once < p else simulate(schedule, price)
     return timeline.makespan, [row[-1].end for row in timeline.rows]
 
 
@@ -280,6 +350,7 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
     layout, b = s.layout, s.software.states[s.dtype]
     blocks = max(1, s.model.layers // layout.pp)
     reduced = gathered = 0.0
+    copies = [0.0, 0.0]  # into scatters, out of gathers
     for computes, keeps, kind in own.groups():
         if not computes:
             continue
@@ -291,13 +362,18 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
         if layout.dp_replicate > 1:
             replicas = group(layout, s.cluster, "replicate")
             reduced += communication.all_reduce(keeps * b.reduce, replicas, s.cluster)
+        copied = _copied(computes, shards.ranks, s)
         if layout.zero == 1:
-            reduced += communication.reduce_scatter(computes * b.reduce, shards, s.cluster)
+            reduced += communication.scatter_gradients(computes * b.reduce, shards, s.cluster)
+            copies[0] += copied[1]
         if layout.zero < 3:
             gathered += communication.all_gather(computes * b.working, shards, s.cluster)
+            copies[1] += copied[0]
     if s.software.overlap_data:
-        return unhidden(reduced, backward, blocks), unhidden(gathered, forward, blocks)
-    return reduced, gathered
+        most = 1 - 1 / blocks  # of what may hide a message
+        reduced = max(unhidden(reduced, backward, blocks), exposed(reduced, backward * most, s.cluster))
+        gathered = max(unhidden(gathered, forward, blocks), exposed(gathered, forward * most, s.cluster))
+    return reduced + copies[0], gathered + copies[1]
 
 
 def unhidden(seconds: float, beside: float, blocks: int) -> float:
@@ -311,7 +387,9 @@ def optimizer(s: Setting, own: Elements) -> float:
     kept = own.keeps if s.layout.zero else own.computes
     size = kept * (2 * b.gradient + 2 * (b.master or b.working) + 2 * b.moments + b.working)
     norm = communication.all_reduce(4, group(s.layout, s.cluster, "all"), s.cluster)
-    return s.software.optimizer_passes * rates.stream(size, s.cluster.device) + 2 * norm
+    crowd = s.cluster.machine.crowd(s.layout.ranks) if s.cluster.machine else 1.0
+    update = crowd * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
+    return s.software.optimizer_passes * update + 2 * norm
 
 
 def step(s: Setting, run: Run = pipeline) -> Step:
@@ -334,22 +412,37 @@ def step(s: Setting, run: Run = pipeline) -> Step:
             extra, reduced, gathered, updated = late, r, g, u
     tied = _tied(s)
     worst = max(range(p), key=lambda position: busy[position])
-    seconds = makespan + max(0.0, extra) + tied + s.software.step
+    fixed = _fixed(s)
+    seconds = makespan + max(0.0, extra) + tied + fixed
     exposed = {"model": waits[worst], "data": max(0.0, min(extra, reduced + gathered)) + tied}
-    compute = busy[worst] - waits[worst] + updated + s.software.step
+    compute = busy[worst] - waits[worst] + updated + fixed
     bubble = seconds - compute - sum(exposed.values())
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
     terms += [
-        ("of which the slowest of the devices", makespan * (1 - 1 / rates.slowest(s.layout.ranks))),
+        (
+            "of which the slowest of the devices",
+            makespan * (1 - 1 / rates.slowest(s.layout.ranks, s.cluster.device.spread)),
+        ),
         ("pipeline, first start to last end", makespan),
         ("gradients summed, not hidden", reduced),
         ("weights gathered, not hidden", gathered),
         ("optimizer", updated),
         ("tied embedding summed", tied),
-        ("other, a step", s.software.step),
+        ("other, a step", fixed),
     ]
     return Step(seconds, compute, exposed, max(0.0, bubble), terms)
+
+
+def _fixed(s: Setting) -> float:
+    """Seconds of a step that depend on no sizes: Python between its parts."""
+    machine, layout = s.cluster.machine, s.layout
+    if machine is None:
+        return s.software.step
+    a_block = machine.overhead("block step")
+    if layout.zero and layout.dp_shard * layout.cp > 1:
+        a_block += machine.overhead(f"zero{layout.zero} step")
+    return machine.crowd(layout.ranks) * (machine.overhead("step") + a_block * s.model.layers / layout.pp)
 
 
 def _tied(s: Setting) -> float:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fivefold.checkpoint import store
 from fivefold.kernels import native
+from fivefold.observe import prediction
 from fivefold.observe.console import Console
 from fivefold.observe.machine import describe
 from fivefold.observe.metrics import MetricsWriter, read_metrics
@@ -22,6 +23,7 @@ from fivefold.train.hooks import RunHooks
 from fivefold.train.interrupt import Interrupt
 from fivefold.train.job import Job
 from fivefold.train.loop import train_loop
+from fivefold.train.prediction import Prediction
 from fivefold.train.saved import resume
 from fivefold.train.share import reader
 from fivefold.train.state import State, build_state, compute_mode, make_equal
@@ -33,6 +35,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
     with ExitStack() as stack:
         message = "stopping: finishing this step, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
+        predicted = Prediction(job, ranks)
+        stack.enter_context(predicted.counting)
         state = build_state(recipe, ranks, job.module)
         for replica in state.parallel.replicas:
             stack.callback(replica.close)
@@ -52,13 +56,17 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             _write_run_files(job)
             metrics = stack.enter_context(MetricsWriter(job.out, recipe.observe.tensorboard, step=state.step))
         _introduce(console, state, job, ranks)
+        if ranks.first:
+            console.note(predicted.write())
         if job.resume:
             console.note(
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
             )
         batches = stack.enter_context(reader(job, state.mesh, state.step))
-        hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted)
+        batches = predicted.counted(batches, state.mesh)
+        hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted.counting)
         complete = train_loop(state, recipe, hooks)
+        predicted.conclude(state.mesh)
         if ranks.first:
             _conclude(console, job, complete)
         if ranks.world > 1:
@@ -96,7 +104,9 @@ def _conclude(console: Console, job: Job, complete: bool) -> None:
     paths = {"checkpoint": store.latest(out), "report": report}
     if not complete:
         console.note("stopped before the end; everything up to this step is saved")
-    console.summary(figures, paths, _next_commands(job) if complete else [job.resume_command])
+    predicted = [(row.name, str(row)) for row in prediction.rows(prediction.read(out))]
+    commands = _next_commands(job) if complete else [job.resume_command]
+    console.summary(figures, paths, commands, predicted)
 
 
 def _next_commands(job: Job) -> list[str]:

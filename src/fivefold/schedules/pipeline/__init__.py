@@ -11,7 +11,7 @@ from fivefold.schedules.pipeline.draw_text import to_text
 from fivefold.schedules.pipeline.memory import peak_live
 from fivefold.schedules.pipeline.registry import SCHEDULES, build, stages_a_rank
 from fivefold.schedules.pipeline.schedule import Schedule, from_csv, place, to_csv
-from fivefold.schedules.pipeline.simulate import Costs, simulate
+from fivefold.schedules.pipeline.simulate import Costs, simulate, simulate_crowded
 from fivefold.schedules.pipeline.timeline import Event, Timeline
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "place",
     "receives_ahead",
     "simulate",
+    "simulate_crowded",
     "stages_a_rank",
     "to_csv",
     "to_svg",

@@ -44,6 +44,42 @@ class Costs:
         return self.transfer[source, target] if isinstance(self.transfer, Mapping) else self.transfer
 
 
+def simulate_crowded(schedule: Schedule, costs: Costs, at_once: float) -> Timeline:
+    """The same where ranks share processors: while more than `at_once` of them compute, all of these are slowed down
+    alike, so that no more work is done a second."""
+    ends: dict[Result, float] = {}
+    rows: list[list[Event]] = [[] for _ in schedule.rows]
+    left: dict[int, float] = {}  # seconds of work that each computing rank still has to do
+    began: dict[int, float] = {}
+    now = 0.0
+    while left or any(len(row) < len(full) for row, full in zip(rows, schedule.rows, strict=True)):
+        arrivals = []
+        for rank, full in enumerate(schedule.rows):
+            if rank in left or len(rows[rank]) == len(full):
+                continue
+            action = full[len(rows[rank])]
+            needed = needs(action, schedule.stages)
+            if all(result in ends for result in needed):
+                there = [ends[r] + costs.latency(schedule.rank_of[r.stage], rank) for r in needed]
+                if max(there, default=0.0) <= now:
+                    left[rank], began[rank] = costs.seconds(action), now
+                else:
+                    arrivals.append(max(there))
+        pace = min(1.0, at_once / len(left)) if left else 1.0
+        events = arrivals + ([now + min(left.values()) / pace] if left else [])
+        assert events, "the schedule does not pass check"
+        before, now = now, min(events)
+        for rank in list(left):
+            left[rank] -= (now - before) * pace
+            if left[rank] <= 1e-12:
+                del left[rank]
+                action = schedule.rows[rank][len(rows[rank])]
+                rows[rank].append(Event(action, began[rank], now))
+                if result := makes(action):
+                    ends[result] = now
+    return Timeline(tuple(map(tuple, rows)))
+
+
 def _of(cost: PerStage, stage: int) -> float:
     return cost[stage] if isinstance(cost, Sequence) else cost
 

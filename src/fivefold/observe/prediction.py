@@ -1,0 +1,77 @@
+"""Predicted beside measured: RUN/plan.json has what the planner said before the run, and at its end what came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from fivefold.observe.format import size
+from fivefold.observe.summary import column, finite
+
+
+class Row(NamedTuple):
+    """One figure; `error` is predicted over measured, less 1."""
+
+    name: str
+    predicted: str
+    measured: str
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.measured}; predicted {self.predicted} ({100 * self.error:+.1f}%)"
+
+
+def read(run: Path) -> dict[str, Any]:
+    """The file; {} where it is missing or broken."""
+    try:
+        found = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def step_seconds(lines: Sequence[dict[str, Any]]) -> float | None:
+    """Median seconds of a step, without the first tenth and at least two, in which caches warm up."""
+    seconds = finite(column(lines, "step_s")[1])
+    kept = seconds[max(2, len(seconds) // 10) :]
+    return median(kept) if kept else None
+
+
+def rows(plan: Mapping[str, Any]) -> list[Row]:
+    """What plan.json has of both."""
+    predicted, measured = plan.get("predicted"), plan.get("measured")
+    if not isinstance(predicted, dict) or not isinstance(measured, dict):
+        return []
+    found: list[Row] = []
+
+    def add(name: str, said: Any, came: Any, show: Callable[[float], str]) -> None:
+        if isinstance(said, int | float) and isinstance(came, int | float) and came > 0:
+            found.append(Row(name, show(said), show(came), said / came - 1))
+
+    add("step time", predicted["time"]["step_s"], measured.get("step_s"), lambda s: f"{s:.4g} s")
+    add("memory of rank 0", predicted["memory"]["per_stage"][0]["total"], measured.get("memory_bytes"), size)
+    sent = measured.get("sent_bytes")
+    if sent is not None:
+        said = predicted["communication"]["bytes_per_rank"]
+        for axis in sorted({*said, *sent}):
+            add(f"sent a step, {axis}", said.get(axis, 0), sent.get(axis, 0), size)
+    return found
+
+
+def section(plan: Mapping[str, Any]) -> str:
+    """The report's part."""
+    found = rows(plan)
+    if not found:
+        why = plan.get("why") or "This run has no prediction."
+        return f'<p class="none">{escape(str(why))}</p>'
+    body = "".join(
+        f'<tr><th scope="row">{row.name}</th><td>{row.predicted}</td><td>{row.measured}</td>'
+        f"<td>{100 * row.error:+.1f}%</td></tr>\n"
+        for row in found
+    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("Figure", "Predicted", "Measured", "Error"))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"

@@ -1,0 +1,222 @@
+"""What one machine was measured to do (`fivefold bench hardware`): seconds by shape, in place of formulas. No torch.
+
+A machine's cores are shared by its ranks. Of N ranks that compute at once each has C/N cores, and they share caches,
+memory and clock; so the same is measured for several N ("shares"), by all ranks at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import metadata
+from itertools import product as combinations
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.files import cache_folder, write_atomically
+from fivefold.host import cores, cpu_model
+
+VERSION = 1
+SIZES = (64, 192, 512, 1536, 4096)
+"""Of the three dims of a measured product: all combinations of at most LARGEST multiplications."""
+LARGEST = 2**29
+FACTORS = ("compute", "messages", "host")
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, so that prices can be cached
+class Share:
+    """What one of `ranks` does, with `threads` cores, while the others do the same.
+
+    products: by dtype and role ("forward": x W^T, "input": dy W, "weight": dy^T x), FLOP/s of "m x n x k" of forward's
+    product (m, k) (k, n). attention: by dtype, FLOP/s in forward and backward of "tokens x head"; ring: the same of the
+    parts that context parallelism puts together. streams: by dtype and kind of operation, bytes/s in forward and
+    backward. speed: what all that is multiplied by.
+    """
+
+    ranks: int
+    threads: int
+    products: dict[str, dict[str, dict[str, float]]]
+    attention: dict[str, dict[str, list[float]]]
+    ring: dict[str, dict[str, list[float]]]
+    streams: dict[str, dict[str, list[float]]]
+    speed: float = 1.0
+
+    def product(self, m: float, n: float, k: float, dtype: str, role: str) -> float:
+        """FLOP/s of the products of a linear layer: (m, k) (k, n) in forward."""
+        return self.speed * _rate(self, m, n, k, dtype, role)
+
+    def attended(self, tokens: float, head: float, dtype: str, backward: bool, ring: bool) -> float:
+        """FLOP/s of attention over sequences of `tokens`, or of a ring's parts of that length."""
+        table = (self.ring if ring else self.attention)[dtype]
+        grid = {_key(name): rates[backward] for name, rates in table.items()}
+        return self.speed * _interpolated(grid, (tokens, head))
+
+    def stream(self, kind: str, dtype: str, backward: bool) -> float:
+        """bytes/s of an element-wise operation."""
+        return self.speed * self.streams[dtype][kind][backward]
+
+
+@lru_cache(maxsize=100_000)
+def _rate(share: Share, m: float, n: float, k: float, dtype: str, role: str) -> float:
+    return _interpolated(_whole_grid(share, dtype, role), (m, n, k))
+
+
+@lru_cache(maxsize=256)
+def _whole_grid(share: Share, dtype: str, role: str) -> dict[tuple[int, ...], float]:
+    """The measured rates; a product too large to be measured has the rate of the one half-way smaller."""
+    grid = {_key(name): rate for name, rate in share.products[dtype][role].items()}
+    sizes = sorted({size for key in grid for size in key})
+    for key in combinations(sizes, repeat=3):  # in order: the smaller ones are there
+        if key not in grid:
+            longest = max(range(3), key=lambda i: key[i])
+            nearer = sizes[sizes.index(key[longest]) - 1]
+            grid[key] = grid[(*key[:longest], nearer, *key[longest + 1 :])]
+    return grid
+
+
+def _key(name: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in name.split("x"))
+
+
+def _interpolated(grid: dict[tuple[int, ...], float], at: Sequence[float]) -> float:
+    """Between the points of a full grid, linear in the logarithms; beyond its ends as at the end."""
+    corners = [tuple(_between(sorted({key[i] for key in grid}), x)) for i, x in enumerate(at)]
+    total = 0.0
+    for corner in combinations(*corners):
+        share = math.prod(weight for _, weight in corner)
+        total += share * math.log(grid[tuple(size for size, _ in corner)])
+    return math.exp(total)
+
+
+def _between(sizes: Sequence[int], x: float) -> Iterator[tuple[int, float]]:
+    """The neighbours of x, and how much each counts."""
+    x = min(max(x, sizes[0]), sizes[-1])
+    above = next(i for i, size in enumerate(sizes) if size >= x)
+    if sizes[above] == x:
+        yield sizes[above], 1.0
+        return
+    low, high = sizes[above - 1], sizes[above]
+    part = math.log(x / low) / math.log(high / low)
+    yield low, 1.0 - part
+    yield high, part
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A machine.
+
+    device: "cpu", whose cores the ranks share, or "cuda", of which each rank has one. cores: of either, how many.
+    memory: bytes, of all. disk: bytes/s written. peak: FLOP/s of all cores by dtype. shares: by number of ranks. links:
+    by number of ranks and collective, [bytes, seconds] of some sizes. free: share of a message's time in which the
+    processor is free to compute. host: seconds of Python and dispatch (see train/overhead.py). spread: standard
+    deviation of the ranks' speeds. factors: of calibration. fitted: what they were fitted to.
+    """
+
+    machine: str
+    device: str
+    cores: int
+    memory: float
+    disk: float
+    peak: dict[str, float]
+    shares: dict[int, Share]
+    links: dict[int, dict[str, list[list[float]]]]
+    free: float
+    host: dict[str, float]
+    spread: float
+    factors: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FACTORS, 1.0))
+    fitted: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the processor that runs Python, and moves messages, also computes."""
+        return self.device == "cpu"
+
+    def crowd(self, ranks: int) -> float:
+        """Ranks a core, where there are more ranks than cores: each gets so much less of one."""
+        return max(1.0, ranks / self.cores)
+
+    def share(self, ranks: int) -> Share:
+        """Of one of so many ranks, as if it had cores of its own (see `crowd`)."""
+        return _share(self, ranks)
+
+    def overhead(self, what: str) -> float:
+        """Seconds of Python and dispatch."""
+        return self.factors["host"] * self.host[what]
+
+    def message(self, what: str, size: float, ranks: int, of: int) -> float:
+        """Seconds of a collective of `size` bytes between `ranks` of `of` ranks, all of which communicate at once."""
+        near = min(self.links, key=lambda n: abs(math.log(n / ranks)))
+        crowded = max(1.0, of / max(ranks, self.cores))
+        return self.factors["messages"] * crowded * ranks / near * _line(self.links[near][what], size)
+
+
+@lru_cache(maxsize=64)
+def _share(table: Measured, ranks: int) -> Share:
+    near = table.shares[max(n for n in table.shares if n <= min(ranks, table.cores))]
+    threads = max(1, table.cores // ranks) if table.on_cpu else 1
+    speed = threads / near.threads / table.factors["compute"]
+    return replace(near, ranks=ranks, threads=threads, speed=speed)
+
+
+def _line(points: Sequence[Sequence[float]], size: float) -> float:
+    """Seconds at a size, linear between the points, below the first as there, beyond the last with the last slope."""
+    if size <= points[0][0]:
+        return points[0][1]
+    above = next((i for i, (at, _) in enumerate(points) if at >= size), len(points) - 1)
+    (a, low), (b, high) = points[above - 1], points[above]
+    return low + (high - low) * (size - a) / (b - a)
+
+
+def key() -> str:
+    """What a table belongs to: another processor, share of it or version of torch needs another one."""
+    return f"{cpu_model()} | {cores()} cores | torch {metadata.version('torch')} | table {VERSION}"
+
+
+def path() -> Path:
+    return cache_folder() / "hardware.json"
+
+
+def save(table: Measured) -> None:
+    """Writes the table of this machine into the cache's file, beside those of others."""
+    file = path()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(_tables() | {table.machine: as_json(table)}, indent=1))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written: {error.strerror}; set $FIVEFOLD_CACHE") from None
+
+
+def load() -> Measured | None:
+    """This machine's table; None where nothing was measured, or not for this processor and torch."""
+    found = _tables().get(key())
+    return None if found is None else from_json(found)
+
+
+def _tables() -> dict[str, Any]:
+    """A missing or broken file is an empty cache."""
+    try:
+        tables = json.loads(path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return tables if isinstance(tables, dict) else {}
+
+
+def as_json(table: Measured) -> dict[str, Any]:
+    shares = {
+        str(n): {k: v for k, v in vars(share).items() if k != "speed"} for n, share in table.shares.items()
+    }
+    return vars(table) | {"shares": shares, "links": {str(n): lines for n, lines in table.links.items()}}
+
+
+def from_json(found: dict[str, Any]) -> Measured | None:
+    """None where fields are missing: a file of another version."""
+    try:
+        shares = {int(n): Share(**share) for n, share in found["shares"].items()}
+        links = {int(n): lines for n, lines in found["links"].items()}
+        return Measured(**found | {"shares": shares, "links": links})
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

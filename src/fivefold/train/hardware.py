@@ -1,0 +1,114 @@
+"""Measures this machine for the planner: what `fivefold bench hardware` does.
+
+One rank with all cores, then 2 and 4 local ranks with their shares of them, each time all at once. About a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.host import cores, memory_bytes
+from fivefold.observe import hardware, links
+from fivefold.observe.cpu import has_cpu_bf16
+from fivefold.observe.machine import device_peak
+from fivefold.parallel.ranks import Ranks
+from fivefold.plan import measured
+from fivefold.plan.measured import Measured, Share
+from fivefold.train import overhead
+from fivefold.train.allocator import keep_freed_memory
+from fivefold.train.launch import start_ranks
+
+WORLDS = (1, 2, 4)
+
+
+def measure(say: Callable[[str], None] = lambda text: None) -> Measured:
+    """Measures, and keeps the table in the cache. `say` gets a line for each part.
+
+    Only in a process that has used neither torch's threads nor a GPU: ranks are forked.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    units = gpus or cores()
+    dtypes = ["fp32", "bf16"] if gpus or has_cpu_bf16() else ["fp32"]
+    keep_freed_memory()
+    found: dict[int, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder:
+        for world in WORLDS:
+            if gpus and world > gpus:
+                continue
+            say(f"{world} rank(s) on {units} {'GPU' if gpus else 'core'}(s)")
+            file = Path(folder, f"{world}.json")
+            start_ranks(partial(_measure_rank, file, dtypes, world <= units), world, fork=not gpus)
+            found[world] = json.loads(file.read_text())
+    table = _table(found, units, bool(gpus), dtypes)
+    measured.save(table)
+    return table
+
+
+def _table(found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list[str]) -> Measured:
+    shares = {n: Share(n, **part["share"]) for n, part in found.items() if "share" in part}
+    device = "cuda" if gpu else "cpu"
+    two = found.get(2, {"free": 0.0, "added": {}, "spread": 0.0})
+    return Measured(
+        machine=measured.key(),
+        device=device,
+        cores=units,
+        memory=torch.cuda.get_device_properties(0).total_memory * units if gpu else float(memory_bytes()),
+        disk=links.disk(),
+        peak={dtype: device_peak(device, dtype) * (units if gpu else 1) for dtype in dtypes},
+        shares=shares,
+        links={n: part["links"] for n, part in found.items() if "links" in part},
+        free=1.0 if gpu else two["free"],
+        host=found[1]["plain"] | two["added"],
+        spread=two["spread"],
+    )
+
+
+def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) -> None:
+    """One rank's part; the first writes what it found."""
+    found: dict[str, Any] = {}
+    if has_cores:
+        found["share"] = _share(dtypes, ranks.device)
+        found["spread"] = _spread(found["share"], ranks)
+    if ranks.world == 1:
+        found["plain"] = overhead.plain(ranks)
+    else:
+        found["links"], found["free"] = links.links(ranks.device)
+    if ranks.world == 2:
+        at_once = links.links(ranks.device, {4 << 10: 40}, after_computing=False)[0]
+        found["added"] = overhead.added(ranks, at_once)
+    if ranks.first:
+        file.write_text(json.dumps(found))
+
+
+def _share(dtypes: list[str], device: torch.device) -> dict[str, Any]:
+    return {
+        "threads": torch.get_num_threads() if device.type == "cpu" else 1,
+        "products": {d: hardware.products(d, device, measured.SIZES, measured.LARGEST) for d in dtypes},
+        "attention": {d: hardware.attention(d, device) for d in dtypes},
+        "ring": {d: hardware.ring(d, device) for d in dtypes},
+        "streams": {
+            d: hardware.streams(d, device) | {"optimizer": hardware.optimizer(d, device)} for d in dtypes
+        },
+    }
+
+
+def _spread(share: dict[str, Any], ranks: Ranks) -> float:
+    """Standard deviation of the ranks' mean rates, as a share of their mean."""
+    if ranks.world == 1:
+        return 0.0
+    logs = [
+        math.log(r) for roles in share["products"].values() for grid in roles.values() for r in grid.values()
+    ]
+    speeds = [torch.zeros(1, device=ranks.device) for _ in range(ranks.world)]
+    dist.all_gather(speeds, torch.tensor([fmean(logs)], device=ranks.device))
+    return pstdev([speed.item() for speed in speeds])

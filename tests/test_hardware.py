@@ -1,0 +1,132 @@
+"""Measuring this machine: what is measured is what it says, in the shapes that the planner reads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from fivefold.observe import hardware, links
+from fivefold.observe.prediction import read, rows, section, step_seconds
+from fivefold.parallel.ranks import Ranks
+from fivefold.plan import measured
+from fivefold.plan.rates import KINDS
+from fivefold.train import overhead
+
+CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, 0, 1, CPU)
+
+
+def test_products_have_a_rate_for_each_role_and_shape() -> None:
+    found = hardware.products("fp32", CPU, (16, 64), 16 * 64 * 64)
+    assert set(found) == {"forward", "input", "weight"}
+    for rates in found.values():
+        assert "64x64x64" not in rates
+        assert len(rates) == 7
+        assert all(1e6 < rate < 1e13 for rate in rates.values())
+
+
+def test_timed_gives_the_median_of_the_work() -> None:
+    import time
+
+    assert 0.01 <= hardware.timed([lambda: time.sleep(0.01)], CPU) < 0.02
+
+
+def test_streams_cover_what_the_planner_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "ROWS", 64)
+    monkeypatch.setattr(hardware, "TOKENS", (16,))
+    for dtype in ("fp32", "bf16"):
+        found = hardware.streams(dtype, CPU) | {"optimizer": hardware.optimizer(dtype, CPU)}
+        assert {*KINDS.values(), "copy", "random"} == found.keys()
+        assert all(1e5 < rate < 1e13 for pair in found.values() for rate in pair)
+        for table in (hardware.attention(dtype, CPU), hardware.ring(dtype, CPU)):
+            assert table.keys() == {"16x32", "16x128"}
+            assert all(1e5 < rate < 1e13 for pair in table.values() for rate in pair)
+
+
+def _links(rank: int, world: int) -> tuple[dict[str, Any], float, dict[str, float]]:
+    found, free = links.links(CPU, {4096: 3, 65536: 3})
+    return (
+        found,
+        free,
+        overhead.added(Ranks(rank, world, rank, world, CPU), found, steps=5) if world == 2 else {},
+    )
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_links_of_all_collectives(world: int) -> None:
+    for found, free, extra in run_ranks(world, _links, timeout_s=60):
+        assert {"all_reduce fp32", "reduce_scatter bf16", "all_gather", "all_to_all", "send"} < found.keys()
+        assert all([size for size, _ in points] == [4096, 65536] for points in found.values())
+        assert all(1e-6 < seconds < 5 for points in found.values() for _, seconds in points)
+        assert 0 <= free <= 1
+        names = {f"zero{z}{step}" for z in (1, 2, 3) for step in ("", " step")}
+        names |= {"stage", *overhead.AXES}
+        assert extra.keys() == (names if world == 2 else set())
+
+
+def test_python_of_a_step() -> None:
+    found = overhead.plain(ALONE, steps=6)
+    assert found.keys() == {"block", "microbatch", "block step", "step"}
+    assert 1e-5 < found["block"] < 0.1
+
+
+def test_predicted_beside_measured(tmp_path: Path) -> None:
+    assert rows(read(tmp_path)) == []
+    predicted = {
+        "time": {"step_s": 1.1},
+        "memory": {"per_stage": [{"total": 2**30}]},
+        "communication": {"bytes_per_rank": {"dp": 1000}},
+    }
+    came = {"step_s": 1.0, "memory_bytes": 2**31, "sent_bytes": {"dp": 1000, "tp": 4}}
+    (tmp_path / "plan.json").write_text(json.dumps({"predicted": predicted, "measured": came}))
+    found = {row.name: row.error for row in rows(read(tmp_path))}
+    assert found == pytest.approx(
+        {"step time": 0.1, "memory of rank 0": -0.5, "sent a step, dp": 0.0, "sent a step, tp": -1.0}
+    )
+    assert "+10.0%" in section(read(tmp_path))
+    assert "because &lt;" in section({"predicted": None, "why": "because <x>"})
+
+
+def test_the_first_steps_do_not_count() -> None:
+    lines = [{"step": i, "step_s": 9.0 if i < 2 else 1.0 + i} for i in range(7)]
+    assert step_seconds(lines) == 5.0
+    assert step_seconds(lines[:2]) is None
+
+
+@pytest.mark.slow
+def test_bench_hardware_then_a_run_that_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    command = [sys.executable, "-m", "fivefold.cli.main"]
+    done = subprocess.run(
+        [*command, "bench", "hardware", "--json"], check=True, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout)["machine"] == measured.key()
+    (tmp_path / "text.txt").write_text("To be, or not to be: that is the question.\n" * 400, encoding="utf-8")
+    sets = [
+        f"data.source={tmp_path / 'text.txt'}",
+        "data.tokenizer=bytes",
+        "train.steps=5",
+        "train.val_every=0",
+    ]
+    options = [part for text in sets for part in ("--set", text)]
+    run = tmp_path / "run"
+    subprocess.run([*command, "train", "quickstart", *options, "--nproc", "2", "--out", str(run)], check=True)
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["predicted"]["cluster"] == "local:2"
+    assert plan["measured"]["sent_bytes"]["dp"] > 0
+    assert 0.2 < plan["predicted"]["time"]["step_s"] / plan["measured"]["step_s"] < 5
+    assert "Predicted and measured" in (run / "report.html").read_text()
+    subprocess.run([*command, "plan", "--calibrate", str(run)], check=True)
+    table = measured.load()
+    assert table is not None
+    assert [fitted["run"] for fitted in table.fitted] == ["run"]
+    subprocess.run([*command, "plan", "--calibrate", "reset"], check=True)
+    assert (measured.load() or table).fitted == []

@@ -1,0 +1,220 @@
+"""The machine at hand: its table read, interpolated, shared between ranks, priced and calibrated."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from measured import FLOPS, table
+
+from fivefold.errors import UserError
+from fivefold.plan import communication, measured, rates
+from fivefold.plan.calibrate import Run, fit
+from fivefold.plan.clusters import for_ranks, parse
+from fivefold.plan.communication import Group
+from fivefold.plan.local import of
+from fivefold.plan.operations import Matmul
+from fivefold.plan.predict import Plan, predict
+from fivefold.plan.search import search
+from fivefold.recipe import Recipe, load
+from fivefold.schedules.pipeline import Costs, build, simulate, simulate_crowded
+
+SETS = [
+    "train.sample_every=0",
+    "model.vocab_size=4096",
+    "model.layers=8",
+    "train.microbatch_size=2",
+    "precision.mode=bf16",
+]
+
+
+def recipe(layout: str, *sets: str) -> Recipe:
+    return load("quickstart", [*SETS, *sets], layout)
+
+
+def plan(layout: str, *sets: str, cores: int = 2) -> Plan:
+    return predict(recipe(layout, *sets), of(table(cores)))
+
+
+def test_rates_between_and_beyond_what_was_measured() -> None:
+    share = table().shares[1]
+    grid = share.products["bf16"]["forward"]
+    grid["512x512x512"], grid["1536x512x512"], grid["4096x192x512"] = 1e11, 4e11, 7e11
+    assert share.product(512, 512, 512, "bf16", "forward") == pytest.approx(1e11)
+    middle = (512 * 1536) ** 0.5  # half-way in the logarithm: the geometric mean
+    assert share.product(middle, 512, 512, "bf16", "forward") == pytest.approx(2e11)
+    assert share.product(10**6, 192, 512, "bf16", "forward") == pytest.approx(7e11)
+
+
+def test_a_product_too_large_to_measure_has_the_rate_of_a_smaller_one() -> None:
+    share = table().shares[1]
+    assert "4096x4096x4096" not in share.products["fp32"]["forward"]
+    share.products["fp32"]["forward"]["1536x192x1536"] = 3e11
+    assert share.product(4096, 192, 4096, "fp32", "forward") == pytest.approx(3e11)
+
+
+def test_messages_follow_their_points() -> None:
+    machine = table()
+    for size, seconds in (
+        (1, 1e-4 + 4096 / 1e9),
+        (3 << 20, 1e-4 + (3 << 20) / 1e9),
+        (1 << 30, 1e-4 + (1 << 30) / 1e9),
+    ):
+        assert machine.message("all_gather", size, 2, 2) == pytest.approx(seconds)
+    # two pairs of ranks on two cores get half of them each; on four cores they do not meet
+    assert machine.message("all_gather", 1 << 20, 2, 4) == 2 * machine.message("all_gather", 1 << 20, 2, 2)
+    four = table(4)
+    assert four.message("all_gather", 1 << 20, 2, 4) == four.message("all_gather", 1 << 20, 2, 2)
+
+
+def test_part_of_a_message_cannot_be_hidden() -> None:
+    cluster = of(table())
+    assert communication.exposed(1.0, 100.0, cluster) == pytest.approx(0.75)
+    assert communication.exposed(1.0, 0.0, cluster) == pytest.approx(1.0)
+    assert communication.exposed(1.0, 100.0, parse("h100:8")) == 0.0
+
+
+def test_ranks_share_the_machine() -> None:
+    cluster = of(table(4))
+    product = Matmul(512, 512, 512)
+    for ranks, cores in ((1, 4), (2, 2), (3, 1), (4, 1), (8, 1)):
+        device = for_ranks(cluster, ranks).device
+        assert device.memory == 16e9 / ranks
+        assert device.peak["fp32"] == pytest.approx(4 * FLOPS["fp32"] / ranks)
+        seconds = rates.products(product, device, "fp32", 4)[0]
+        assert seconds == pytest.approx(2 * 512**3 / (FLOPS["fp32"] * cores))
+    assert table(4).crowd(3) == 1
+    assert table(4).crowd(8) == 2
+
+
+def test_a_gradient_reduction_of_zero_is_not_gloo_s() -> None:
+    machine = table()
+    machine.links[2]["scatter_gradients"] = [[4096.0, 5.0], [8192.0, 5.0]]
+    cluster = for_ranks(of(machine), 2)
+    assert communication.scatter_gradients(4096, Group(2, 2), cluster) == 5.0
+    assert communication.reduce_scatter(4096, Group(2, 2), cluster) < 1.0
+
+
+def test_a_step_is_its_flops_where_nothing_else_takes_time() -> None:
+    machine = table()
+    for share in machine.shares.values():
+        for kinds in share.streams.values():
+            kinds |= {kind: [1e30, 1e30] for kind in kinds}
+        for parts in (*share.attention.values(), *share.ring.values()):
+            parts |= {name: [1e30, 1e30] for name in parts}
+    found = predict(recipe("dp=1"), of(machine))
+    model = found.setting.model
+    products = 8 * (4 * model.dim**2 + 3 * model.dim * (model.ffn_dim or 0)) + 4096 * model.dim
+    seconds = 6 * products * found.tokens / (2 * FLOPS["bf16"])
+    assert found.step.seconds == pytest.approx(seconds, rel=0.03)  # kv_heads, norms
+
+
+def test_more_ranks_than_cores_do_no_more_work() -> None:
+    one, four = plan("dp=1"), plan("dp=4")
+    assert four.step.compute == pytest.approx(one.step.compute, rel=0.15)
+    # of a pipeline's four ranks only two compute at a time
+    assert plan("pp=4", "train.microbatch_size=1").step.seconds > 0.95 * one.step.seconds
+
+
+def test_crowded_pipelines() -> None:
+    schedule = build("1f1b", 4, 8)
+    plain = simulate(schedule, Costs(transfer=0.1)).makespan
+    assert simulate_crowded(schedule, Costs(transfer=0.1), 4).makespan == pytest.approx(plain)
+    work = 4 * 8 * 3.0  # seconds of all ranks
+    crowded = simulate_crowded(schedule, Costs(), 2).makespan
+    assert crowded >= work / 2
+    assert crowded < work / 2 + 4 * 3
+    assert simulate_crowded(schedule, Costs(), 1).makespan == pytest.approx(work)
+
+
+def test_zero_pipelines_and_recompute_add_their_python() -> None:
+    machine = table()
+    base = {layout: predict(recipe(layout), of(machine)).step.seconds for layout in ("dp=2,zero=3", "pp=2")}
+    more = replace(machine, host=machine.host | {"zero3": 1e-3, "stage": 1e-3})
+    microbatches, blocks = 4, 8  # quickstart's 16 sequences in microbatches of 2, on 2 ranks
+    zero = predict(recipe("dp=2,zero=3"), of(more)).step.seconds
+    assert zero - base["dp=2,zero=3"] == pytest.approx(1e-3 * blocks * microbatches, rel=0.1)
+    piped = predict(recipe("pp=2"), of(more)).step.seconds
+    assert piped - base["pp=2"] == pytest.approx(1e-3 * 8, rel=0.2)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
+def test_every_layout_has_a_price(arch: str) -> None:
+    sets = [
+        f"model.arch={arch}",
+        *(["model.experts=4", "model.experts_per_token=2"] if arch == "moe" else []),
+    ]
+    layouts = [
+        "dp=1",
+        "dp=4",
+        "dp=2,zero=1",
+        "dp=4,zero=2",
+        "dp_replicate=2,dp_shard=2,zero=3",
+        "tp=2,dp=2",
+        "tp=4,sp=true",
+    ]
+    layouts += [
+        "pp=4",
+        "pp=2,virtual_stages=2,schedule=interleaved",
+        "pp=4,schedule=zbv",
+        "pp=2,schedule=dualpipev",
+    ]
+    layouts += ["cp=4", "cp=2,cp_method=ulysses", "dp=2,recompute=full", "tp=2,recompute=selective"]
+    layouts += ["dp=2,ep=2", "dp=4,ep=2,zero=3"] if arch == "moe" else []
+    for mode in ("fp32", "bf16"):
+        for layout in layouts:
+            found = plan(layout, *sets, f"precision.mode={mode}")
+            assert 1e-4 < found.step.seconds < 60, layout
+
+
+def test_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
+    assert measured.load() is None
+    with pytest.raises(UserError, match="bench hardware"):
+        parse("local")
+    measured.save(table())
+    measured.save(replace(table(), machine="another"))
+    assert measured.as_json(measured.load() or table(4)) == measured.as_json(table())
+    assert parse("local:4").devices == 4
+    with pytest.raises(UserError, match="one node"):
+        parse("local:2x2")
+    measured.path().write_text(json.dumps({measured.key(): {"cores": 2}}))
+    assert measured.load() is None
+    measured.path().write_text("{")
+    assert measured.load() is None
+
+
+def test_calibration_finds_the_factors() -> None:
+    machine = table()
+    machine.host.update(block=2e-3, step=5e-3)
+    true = replace(machine, factors={"compute": 1.2, "messages": 0.7, "host": 1.5})
+    layouts = ["dp=1", "dp=2", "tp=2", "tp=2,sp=true", "dp=2,zero=3", "cp=2", "pp=2"]
+    runs = [Run(name, recipe(name), predict(recipe(name), of(true)).step.seconds) for name in layouts]
+    found = fit(machine, runs)
+    assert max(map(abs, found.before)) > 0.1
+    assert max(map(abs, found.after)) < 0.03
+    assert found.table.factors["compute"] == pytest.approx(1.2, rel=0.05)
+    assert found.table.factors["messages"] < 0.9
+    assert [run["run"] for run in found.table.fitted] == layouts
+    again = fit(found.table, runs)  # starts from the plain table, not from the last fit
+    assert again.before == pytest.approx(found.before)
+
+
+def test_checkpoints_and_data_hold_up_a_run() -> None:
+    found = plan("dp=2", "checkpoint.every=10").stalls
+    assert found is not None
+    assert found.saving == pytest.approx(found.checkpoint / 1e9)
+    assert found.a_step == pytest.approx(found.saving / 10)
+    assert found.waiting == 0
+    slow = replace(table(), disk=1000.0)
+    waits = predict(recipe("dp=2"), of(slow)).stalls
+    assert waits is not None
+    assert waits.waiting == pytest.approx(waits.reading - predict(recipe("dp=2"), of(slow)).step.seconds)
+
+
+def test_the_search_knows_the_machine() -> None:
+    found = search(recipe("dp=1"), for_ranks(of(table()), 2), top=3)
+    best = found.plans[0]
+    assert best.layout.ranks == 2
+    assert best.setting.cluster.name == "local"
+    assert [p.step.seconds for p in found.plans] == sorted(p.step.seconds for p in found.plans)
