@@ -12,7 +12,7 @@ from fivefold.plan import memory, volume
 from fivefold.plan.clusters import Cluster, for_ranks
 from fivefold.plan.memory import Memory
 from fivefold.plan.operations import Sizes
-from fivefold.plan.software import FIVEFOLD, Software
+from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software
 from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Setting, Step, step
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, resolve
@@ -112,8 +112,8 @@ def limit(cluster: Cluster) -> int:
     return int((cluster.device.memory - cluster.device.reserve) / (1 + FRAGMENTS))
 
 
-def predict(recipe: Recipe, cluster: Cluster, software: Software = FIVEFOLD) -> Plan:
-    """Predicts a recipe with its layout.
+def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Plan:
+    """Predicts a recipe with its layout. software: None, this program on the cluster's devices.
 
     Raises:
         UserError: the layout does not fill the cluster; the vocabulary is unknown; the device lacks the dtype.
@@ -125,7 +125,8 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software = FIVEFOLD) -> 
     B = full.train.microbatch_size
     assert B is not None
     count = full.train.global_batch_size // (layout.dp * B)
-    software = with_reduce(software, recipe.precision.reduce)
+    own = FIVEFOLD_CPU if cluster.machine and cluster.machine.on_cpu else FIVEFOLD
+    software = with_reduce(software or own, recipe.precision.reduce)
     plan = price(setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software))
     return replace(plan, stalls=stalls(full, plan.setting, plan.step.seconds))
 
