@@ -38,7 +38,7 @@ def nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
     if most <= 0:
         return (
             f"a device of {space.cluster.name} has {space.cluster.device.memory / gib:.2f} GiB, of which the runtime "
-            f"takes {memory.RESERVE / gib:.1f}: nothing is left to train in"
+            f"takes {space.cluster.device.reserve / gib:.1f}: nothing is left to train in"
         )
     return (
         f"no layout fits: of {space.size}, the one that takes least, {to_text(near.layout)} with microbatches of "

@@ -275,14 +275,14 @@ class Bounds:
         x = c.layout
         flat = Layout(tp=x.tp, cp=x.cp, cp_method=x.cp_method, ep=x.ep, sp=x.sp, recompute=x.recompute)
         s = self.setting(replace(c, layout=flat))
-        slower, counted = rates.slowest(x.ranks), memory.elements(self.model, flat)
+        slower, counted = rates.slowest(x.ranks, s.cluster.device.spread), memory.elements(self.model, flat)
         costs, kept = {False: Cost(), True: Cost()}, {False: 0.0, True: 0.0}
         for kind in set(self.mixed):
             costs[kind] = time.block_cost(s, self.mixed.index(kind)).slowed(slower)
             block = operations.block(s.sizes, self.software, kind)
             kept[kind] = operations.kept(block, x.recompute, self.software)
         begin, end = operations.begin(s.sizes, self.software), operations.end(s.sizes, self.software)
-        last = time.part(end, s) + time.accumulate(counted[2].computes + counted[3].computes, s)
+        last = time.end_cost(s) + time.accumulate(counted[2].computes + counted[3].computes, s)
         return Piece(
             costs[False], costs[True], time.part(begin, s).slowed(slower), last.slowed(slower),
             kept[False], kept[True],

@@ -196,7 +196,7 @@ def _host(machine: Measured, layout: Layout) -> Cost:
     return Cost(0.4 * block, (0.6 + 0.4 * again) * block)
 
 
-def _end(s: Setting) -> Cost:
+def end_cost(s: Setting) -> Cost:
     """The last norm, the output layer and the loss, whose gradients are made in forward where it works by chunks."""
     ops = operations.end(s.sizes, s.software)
     if s.software.loss != "chunks":
@@ -224,7 +224,7 @@ def stage_costs(s: Setting) -> list[Cost]:
         if stage == 0:
             total += part(operations.begin(s.sizes, s.software), s)
         if stage == len(by_stage) - 1:
-            total += _end(s)
+            total += end_cost(s)
             total += accumulate(counted[2].computes + counted[3].computes, s)
         costs.append(total)
     if s.cluster.machine and s.cluster.machine.on_cpu:
