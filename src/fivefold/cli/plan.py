@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fivefold.plan.predict import Plan
     from fivefold.plan.search import Found
     from fivefold.recipe import Recipe
+    from fivefold.train.dry_depth import DryRun
 
 EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
@@ -26,6 +27,7 @@ EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --search --tokens 1.4e12 --deadline 30d --price 2.5",
     "fivefold plan quickstart --cluster local:2 --search",
     "fivefold plan --calibrate runs/a runs/b",
+    "fivefold plan llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3 --dry-run",
 ]
 
 
@@ -67,6 +69,11 @@ def plan(
             help="Fit the table of this machine to finished runs: --calibrate RUN..., or reset.",
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Run a training step of one rank with tensors that have no memory."),
+    ] = False,
+    rank: Annotated[int, typer.Option("--rank", help="With --dry-run: of which rank.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
@@ -87,6 +94,10 @@ def plan(
     ensure_measured(cluster)
     if search and layout is not None:
         raise UserError("--search looks for the layout itself: leave --layout out")
+    if search and dry_run:
+        raise UserError("--dry-run runs one layout: leave --search out, and name it with --layout")
+    if rank and not dry_run:
+        raise UserError("--rank says of which rank a dry run is: give --dry-run, too")
     free = ["train.microbatch_size=none"] if search else []  # it and the layout are what is searched for
     loaded, machine = load(recipe, free + (set_ or []), "dp=1" if search else layout), parse(cluster)
     loaded = budget.sized(loaded, params)
@@ -99,12 +110,23 @@ def plan(
     answers = budget.answers(asked, result, loaded, machine, search)
     if save is not None:
         _save(save, loaded, result)
+    traced = _dry_run(loaded, result, rank) if dry_run else None
     if json:
-        print_json(result.as_json() | ({"terms": dict(result.step.terms)} if explain else {}) | answers)
+        more = ({"terms": dict(result.step.terms)} if explain else {}) | answers
+        print_json(result.as_json() | more | ({"dry_run": traced.as_json()} if traced else {}))
     else:
-        print("\n".join(_text(recipe, result, explain)))
+        print("\n".join(_text(recipe, result, explain, traced)))
         budget.print_answers(answers)
     draw_plan(result, wanted, loaded, (recipe, set_ or [], cluster))
+
+
+def _dry_run(recipe: Recipe, result: Plan, rank: int) -> DryRun:
+    """In the dtype that the prediction is for."""
+    from fivefold.plan.predict import resolved
+    from fivefold.train.dry_depth import dry_run
+
+    precision = recipe.precision.model_copy(update={"mode": result.setting.dtype})
+    return dry_run(resolved(recipe.model_copy(update={"precision": precision})), rank)
 
 
 def _search(
@@ -135,11 +157,15 @@ def _search(
     return found
 
 
-def _text(name: str, result: Plan, explain: bool) -> list[str]:
+def _text(name: str, result: Plan, explain: bool, traced: DryRun | None = None) -> list[str]:
     from fivefold.plan.explain import explain as terms
     from fivefold.plan.explain import summary
 
     lines = [f"{name}: predicted", *(f"  {line}" for line in summary(result))]
+    if traced:
+        from fivefold.train.dry_text import beside
+
+        lines += ["", *beside(result, traced)]
     return [*lines, "", *terms(result)] if explain else lines
 
 

@@ -15,7 +15,7 @@ The same holds under FakeTensorMode, where nothing is allocated: enter the track
 | Category | What is counted |
 |---|---|
 | params | fp32 masters and the weights that compute; under ZeRO 1 and 2 these are the gathered ones |
-| gradients | the fp32 sums; under ZeRO 1 also the whole ones that add up over microbatches |
+| gradients | the fp32 sums; also what adds up over microbatches before it is summed: whole under ZeRO 1 |
 | optimizer | moments and counts |
 | activations | what forward, or its repetition, has made and is still there when backward goes on |
 | buffers | the rest: workspace, gathered weights under ZeRO 3, what is sent and received, inputs |
@@ -33,7 +33,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch._C._distributed_c10d import (
+    Work,
+    _create_work_from_future,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 

@@ -194,16 +194,17 @@ class Sharded:
             unit.reshard()
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """Gathered weights, which stay for the step but under stage 3, and whole gradients that add up."""
+        """Gathered weights, which stay for the step but under stage 3; gradients that add up before they are summed."""
         groups = [group for unit in self.units for group in _groups(unit)]
         params = [parameter for group in groups for parameter in group.fsdp_params]
         gathered = [tensor for parameter in params for tensor in parameter.all_gather_outputs]
-        whole = [parameter.unsharded_accumulated_grad for parameter in params]
-        whole += [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
-        whole += [group._partial_reduce_output for group in groups]
+        adding = [group._partial_reduce_output for group in groups]
+        if self.defer:
+            adding += [parameter.unsharded_accumulated_grad for parameter in params]
+            adding += [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
         return {
             "buffers" if self.zero == 3 else "params": gathered,
-            "gradients": [gradient for gradient in whole if gradient is not None],
+            "gradients": [gradient for gradient in adding if gradient is not None],
         }
 
     def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
