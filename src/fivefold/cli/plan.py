@@ -112,8 +112,8 @@ def plan(
         _save(save, loaded, result)
     traced = _dry_run(loaded, result, rank) if dry_run else None
     if json:
-        more = ({"terms": dict(result.step.terms)} if explain else {}) | answers
-        print_json(result.as_json() | more | ({"dry_run": traced.as_json()} if traced else {}))
+        besides = ({"terms": dict(result.step.terms)} if explain else {}) | answers
+        print_json(result.as_json() | besides | ({"dry_run": traced.as_json()} if traced else {}))
     else:
         print("\n".join(_text(recipe, result, explain, traced)))
         budget.print_answers(answers)
