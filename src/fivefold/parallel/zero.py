@@ -173,6 +173,12 @@ class Sharded:
         """Takes gradients that no backward through the module has made: a pipeline's separate weight gradients."""
         for unit in self.units:
             for group in _groups(unit):
+                for (
+                    parameter
+                ) in group.fsdp_params:  # norms have theirs in fp32 since I: FSDP2 wants one dtype
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter.accumulate_unsharded_grad_if_needed()
+                        parameter.to_accumulated_grad_if_needed()
                 group.post_backward()
 
     def finish(self) -> None:
