@@ -131,7 +131,7 @@ def test_with_shared_states(room, name, zero):
 def test_shared_states_with_one_microbatch_in_bf16(room):
     """Some gradients come with I and some with W, all in one summing."""
     sets = ["train.global_batch_size=4", "train.microbatch_size=2"]
-    report = compared(tiny(room, line("zbv", 2, ",dp=2,zero=2"), *sets), folder=room / "one", mode="bf16")
+    report = compared(tiny(room, line("zbv", 2, ",dp=2,zero=2"), *sets, mode="bf16"))
     assert report.passed, report
 
 
