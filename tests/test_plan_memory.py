@@ -148,5 +148,8 @@ def test_states_of_the_trainer() -> None:
     assert sum(memory.state_bytes(BF16, 1, psi, psi / n, microbatches=1)) == 2 * psi + 16 * psi / n
     assert sum(memory.state_bytes(BF16, 2, psi, psi / n)) == 2 * psi + 16 * psi / n
     assert sum(memory.state_bytes(BF16, 3, psi, psi / n)) == 16 * psi / n
+    for zero, weights in ((1, 2), (2, 2), (3, 0)):  # in a pipeline gradients add up whole under every stage
+        whole = sum(memory.state_bytes(BF16, zero, psi, psi / n, pipeline=True))
+        assert whole == (weights + 4) * psi + 16 * psi / n
     assert sum(memory.state_bytes(FP32, 0, psi, psi)) == 16 * psi
     assert sum(memory.state_bytes(FP32, 3, psi, psi / n)) == 16 * psi / n

@@ -7,12 +7,12 @@ import published  # benchmarks/planner
 import pytest
 
 from fivefold.layout import Layout
-from fivefold.plan import rates, time
+from fivefold.plan import rates, time, volume
 from fivefold.plan.clusters import parse
 from fivefold.plan.operations import Matmul
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD, Software
-from fivefold.recipe import resolve_model
+from fivefold.recipe import load, resolve_model
 from fivefold.recipe.schema import ModelSection
 
 TABLES = Path(published.__file__).with_name("tables")
@@ -88,3 +88,23 @@ def test_overlap_hides_messages() -> None:
 def test_small_work_waits_for_the_processor() -> None:
     slow = replace(FIVEFOLD, host=20e-3)
     assert llama(Layout(), 4, slow).seconds == pytest.approx(4 * 32 * 2 * 20e-3, rel=0.1)
+
+
+def test_experts_are_gathered_over_their_own_groups() -> None:
+    """Of 64 devices, 8 a node, each node has every expert once: what is gathered of one crosses the network, in a group
+    with one device a node. No step is shorter than these bytes take there."""
+    cluster = parse("h100")
+    s = setting(load("mixtral-8x7b").model, Layout(dp_shard=64, ep=8, zero=3), cluster, 1, 16)
+    messages = volume.counted(s)
+    crossed = sum(messages[what, "edp"][1] * 7 / 8 for what in ("all_gather", "reduce_scatter"))
+    assert crossed > 1e12
+    assert time.step(s).seconds > crossed / cluster.inter.bandwidth
+
+
+def test_a_pipeline_scatters_gradients_once() -> None:
+    """Under ZeRO 2 as under ZeRO 1 (parallel/zero.py), so that both take equally long."""
+    shown = replace(FIVEFOLD, overlap_data=False)
+    once, same = (llama(Layout(pp=4, dp_shard=16, zero=zero), software=shown) for zero in (1, 2))
+    assert same.seconds == pytest.approx(once.seconds, rel=1e-9)
+    alone = [llama(Layout(dp_shard=64, zero=zero), software=shown).seconds for zero in (1, 2)]
+    assert alone[1] > 1.1 * alone[0]  # without a pipeline every microbatch scatters

@@ -162,10 +162,10 @@ class Bounds:
     def _held(self, c: Choice, at: Position, buffers: bool) -> float:
         """States of a position, and buffers."""
         x = c.layout
-        key = (x.tp, x.ep, x.zero, x.dp_shard * x.cp, at, c.dtype, c.count == 1, buffers)
+        key = (x.tp, x.ep, x.pp > 1, x.zero, x.dp_shard * x.cp, at, c.dtype, c.count == 1, buffers)
         if key not in self._states:
             own, b = self._elements(x, at), self.software.states[c.dtype]
-            held = sum(memory.state_bytes(b, x.zero, own.computes, own.keeps, c.count))
+            held = sum(memory.state_bytes(b, x.zero, own.computes, own.keeps, c.count, x.pp > 1))
             self._states[key] = held + (memory.buffers(self.model, x, own, b) if buffers else 0.0)
         return self._states[key]
 
@@ -210,16 +210,15 @@ class Bounds:
         found = 0.0
         for kind, cost, count in ((0, piece.plain, least[0]), (1, piece.mixed, least[1])):
             if count:
-                found += (
-                    count * time.within_step(blocks[self.mixed.index(bool(kind))].computes, cost, s).seconds
-                )
+                own = blocks[self.mixed.index(bool(kind))]
+                found += count * time.within_step(own, cost, s).seconds
         return c.count * found
 
     def _sent(self, c: Choice, least: tuple[int, int]) -> tuple[float, float, float]:
         """Seconds of a rank that has so many blocks: gradients summed, weights gathered, were nothing beside them; and
         the optimizer."""
         x = c.layout
-        key = (x.tp, x.cp, x.ep, x.zero, x.dp_replicate, x.dp_shard, least, c.dtype)
+        key = (x.tp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, least, c.dtype)
         if key not in self._sums:
             own = self._elements(x, Position(*least, False, False, (0, 0), ()))
             s = replace(self.setting(c), software=self.bare)

@@ -69,15 +69,26 @@ class Memory:
         return {name: round(getattr(self, name)) for name in names}
 
 
+def scattered_once(layout: Layout) -> bool:
+    """Whether gradients add up whole on each rank, and are scattered in the last microbatch only: under ZeRO 1, and
+    under every stage of it in a pipeline (parallel/zero.py)."""
+    return layout.zero == 1 or (layout.zero > 1 and layout.pp > 1)
+
+
 def state_bytes(
-    bytes_a_parameter: States, zero: int, computes: float, keeps: float, microbatches: int = 2
+    bytes_a_parameter: States,
+    zero: int,
+    computes: float,
+    keeps: float,
+    microbatches: int = 2,
+    pipeline: bool = False,
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer: each is kept whole (`computes` elements) below the ZeRO stage that
     shares it, and as `keeps` elements from there on (arXiv 1910.02054, figure 1); where weights are cast (see
-    `States`), as FSDP2 has them."""
+    `States`), as FSDP2 has them, with gradients that add up whole in a pipeline (see `scattered_once`)."""
     b = bytes_a_parameter
     if b.cast and zero:
-        whole = computes if zero == 1 and microbatches > 1 else 0.0
+        whole = computes if (zero == 1 or pipeline) and microbatches > 1 else 0.0
         gathered = computes if zero < 3 else 0.0
         own = 0.0 if b.master else b.working * keeps
         return b.working * gathered + own, b.gradient * (keeps + whole), b.optimizer * keeps
@@ -203,7 +214,9 @@ def predict(
     times = microbatches if schedule and layout.schedule in BREADTH_FIRST else 1
     acts = activations(model, layout, sizes, software, schedule, times)
     for own, kept in zip(rank_elements(model, layout, software.partition), acts, strict=True):
-        weights, gradients, optimizer = state_bytes(b, layout.zero, own.computes, own.keeps, microbatches)
+        weights, gradients, optimizer = state_bytes(
+            b, layout.zero, own.computes, own.keeps, microbatches, layout.pp > 1
+        )
         found.append(Memory(weights, gradients, optimizer, kept, buffers(model, layout, own, b) + extra))
     return found
 

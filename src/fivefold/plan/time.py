@@ -177,9 +177,9 @@ def block_cost(s: Setting, number: int) -> Cost:
         cost += _host(s.cluster.machine, s.layout)
     else:
         cost = (cost + Cost(host=s.software.host)).bound
-    elements = memory.elements(s.model, s.layout)[0][number].computes
-    cost += accumulate(elements, s)
-    return cost + within_step(elements, cost, s)
+    own = memory.elements(s.model, s.layout)[0][number]
+    cost += accumulate(own.computes, s)
+    return cost + within_step(own, cost, s)
 
 
 def _host(machine: Measured, layout: Layout) -> Cost:
@@ -254,27 +254,39 @@ def accumulate(elements: float, s: Setting) -> Cost:
     measured = s.cluster.device.measured
     if s.microbatches == 1 and s.dtype == "fp32" and not measured:
         return Cost()
-    if measured and s.layout.zero > 1:  # only a rank's rows add up
+    if measured and s.layout.zero and not memory.scattered_once(s.layout):  # only a rank's rows add up
         return Cost()
     size = elements * (s.sizes.e + 2 * s.software.states[s.dtype].gradient)
     return Cost(weight=rates.stream(size, s.cluster.device, "accumulate", s.dtype))
 
 
-def within_step(elements: float, cost: Cost, s: Setting) -> Cost:
-    """What ZeRO sends in every microbatch: stage 3 gathers a block's weights before forward and before backward, stages
-    2 and 3 scatter its gradients; while the block beside it computes, if the software overlaps."""
+def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
+    """What ZeRO sends of a block in every microbatch: stage 3 gathers its weights before forward and before backward,
+    stages 2 and 3 scatter its gradients where they are not scattered once a step; while the block beside it computes,
+    if the software overlaps. Experts have groups of their own, and every parameter's rows are filled up to a multiple
+    of the ranks."""
     if s.layout.zero < 2 or s.layout.dp_shard * s.layout.cp == 1:
         return Cost()
-    shards, b = group(s.layout, s.cluster, "shard"), s.software.states[s.dtype]
-    gather = communication.all_gather(elements * b.working, shards, s.cluster) if s.layout.zero == 3 else 0.0
-    scatter = communication.scatter_gradients(elements * b.reduce, shards, s.cluster)
-    forward, backward = gather, gather + scatter
+    b, gathers = s.software.states[s.dtype], s.layout.zero == 3
+    scatters = not memory.scattered_once(s.layout)
+    forward = scattered = into = out = 0.0
+    for _, keeps, kind in own.groups():
+        shards = group(s.layout, s.cluster, f"{kind}shard")
+        if not keeps or shards.ranks == 1:
+            continue
+        padded = keeps * shards.ranks
+        copied = _copied(padded, shards.ranks, s)
+        if gathers:
+            forward += communication.all_gather(padded * b.working, shards, s.cluster)
+            into += copied[0]
+        if scatters:
+            scattered += communication.scatter_gradients(padded * b.reduce, shards, s.cluster)
+            out += copied[1]
+    backward = forward + scattered
     if s.software.overlap_data:
         forward = exposed(forward, cost.forward, s.cluster)
         backward = exposed(backward, cost.input + cost.weight, s.cluster)
-    copied = _copied(elements, shards.ranks, s)
-    gathered = copied[0] if s.layout.zero == 3 else 0.0
-    return Cost(forward + gathered, backward + gathered + copied[1], 0.0, forward, backward)
+    return Cost(forward + into, backward + into + out, 0.0, forward, backward)
 
 
 def _copied(elements: float, shards: int, s: Setting) -> tuple[float, float]:
@@ -362,12 +374,13 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
         if layout.dp_replicate > 1:
             replicas = group(layout, s.cluster, "replicate")
             reduced += communication.all_reduce(keeps * b.reduce, replicas, s.cluster)
-        copied = _copied(computes, shards.ranks, s)
-        if layout.zero == 1:
-            reduced += communication.scatter_gradients(computes * b.reduce, shards, s.cluster)
+        padded = keeps * shards.ranks
+        copied = _copied(padded, shards.ranks, s)
+        if memory.scattered_once(layout):
+            reduced += communication.scatter_gradients(padded * b.reduce, shards, s.cluster)
             copies[0] += copied[1]
         if layout.zero < 3:
-            gathered += communication.all_gather(computes * b.working, shards, s.cluster)
+            gathered += communication.all_gather(padded * b.working, shards, s.cluster)
             copies[1] += copied[0]
     if s.software.overlap_data:
         most = 1 - 1 / blocks  # of what may hide a message

@@ -186,7 +186,7 @@ def _gradients(tally: Tally, s: Setting, rank: int, mine: list[int]) -> None:
     b, m = s.software.states[s.dtype], s.microbatches
     for unit in held.shared:
         gathers = 2 * m if s.layout.zero == 3 else 1
-        scatters = m if s.layout.zero > 1 and s.layout.pp == 1 else 1
+        scatters = 1 if memory.scattered_once(s.layout) else m
         n = group(s.layout, s.cluster, unit.group).ranks
         tally.add("all_gather", unit.group, unit.padded * b.working, gathers)
         tally.add(s.software.scatter, unit.group, unit.padded * b.reduce, scatters)
