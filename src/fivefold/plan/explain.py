@@ -31,7 +31,7 @@ def summary(plan: Plan) -> list[str]:
         f"memory        {room} on the ranks of stage {worst}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"step          {step.seconds:.4g} s: " + ", ".join(f"{name} {100 * x:.1f}%" for name, x in shares),
         f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.layout.ranks:,.0f} a device, "
-        f"{plan.model_flops_per_gpu / 1e12:.0f} TFLOP/s a device, MFU {100 * plan.mfu:.1f}%",
+        f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s a device, MFU {100 * plan.mfu:.1f}%",
     ]
     sent = ", ".join(f"{axis} {size / GIB:.3g} GiB" for axis, size in plan.sent.items())
     return [*lines, f"sent a step   {sent or 'nothing'} (by the rank that sends most)"]
