@@ -283,6 +283,17 @@ def path(request, monkeypatch):
         pytest.skip(f"native kernels: {native.why_not()}")
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float16, 4 * 2**-11)])
+def test_other_dtypes_have_blocks_too(dtype, tolerance):
+    """As on a GPU that computes in fp16 without flash attention; the softmax is in fp32 in any case."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 150, 8, dtype=torch.float64).to(dtype)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double() for x in (q, k, v)), is_causal=True
+    )
+    assert (attend(q, k, v, True)[0].double() - wanted).abs().max() < tolerance * wanted.abs().max()
+
+
 # bf16 rounds the scores, the probabilities, their gradients and the results, by up to 2^-9 of the largest each.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 4e-6), (torch.bfloat16, 8 * 2**-9)])
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -230,3 +230,28 @@ def test_linear_of_views():
     with torch.no_grad():
         close(kernels.linear(wide, weight.t()), wide.double() @ weight.double(), torch.float32)
         close(kernels.linear(dy, weight), dy.double() @ weight.double().t(), torch.float32)
+
+
+@pytest.mark.parametrize("bias", [torch.randn(48)[::2], torch.randn(1).expand(24)])
+def test_linear_with_a_bias_that_is_a_view(bias):
+    check(lambda x, w: kernels.linear(x, w, bias), lambda x, w: F.linear(x, w, bias.double()),
+          [torch.randn(3, 16), torch.randn(24, 16)], torch.float32)  # fmt: skip
+
+
+@pytest.mark.parametrize(("x", "weight"), [((16,), (24, 16)), ((3, 16), (0, 16)), ((3, 0), (24, 0))])
+def test_linear_of_a_vector_and_of_nothing(x, weight):
+    inputs = [torch.randn(x, requires_grad=True), torch.randn(weight, requires_grad=True)]
+    got, wanted = kernels.linear(*inputs), F.linear(*inputs)
+    assert torch.equal(got, wanted)
+    gradients = (torch.autograd.grad(y.sum(), inputs) for y in (got, wanted))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_linear_says_what_does_not_fit():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        kernels.linear(torch.randn(3, 16), torch.randn(24, 8))
+
+
+def test_linear_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernels.linear(torch.randn(3, 16), torch.randn(24, 16)).dtype == torch.bfloat16

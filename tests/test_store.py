@@ -1,5 +1,6 @@
 """Checkpoints: what is written comes back, and every damage is one clear error."""
 
+import errno
 import json
 
 import pytest
@@ -52,6 +53,18 @@ def test_damaged_files_are_named(saved, damage, says):
     with pytest.raises(UserError, match=says) as error:
         store.load(folder)
     assert str(path) in str(error.value)
+
+
+def test_a_disk_that_fails_is_named(saved, monkeypatch):
+    """A user error like any damage: ranks that check together tell each other of it."""
+    folder, *_ = saved
+
+    def fails(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(store, "sha256", fails)
+    with pytest.raises(UserError, match=r"model-.* cannot be read: Input/output error"):
+        store.load(folder)
 
 
 def test_a_tensor_with_a_hole_is_not_read(tmp_path):

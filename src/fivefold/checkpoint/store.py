@@ -194,7 +194,11 @@ def _verify(path: Path, expected: Mapping[str, Any]) -> None:
     size = path.stat().st_size
     if size != expected["bytes"]:
         raise UserError(f"{path} is damaged: {size} bytes, the manifest says {expected['bytes']}")
-    if sha256(path) != expected["sha256"]:
+    try:
+        found = sha256(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if found != expected["sha256"]:
         raise UserError(f"{path} is damaged: its content is not what the manifest's hash says")
 
 

@@ -20,8 +20,9 @@ from torch.autograd.function import once_differentiable
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope
 
-# queries in a block: with smaller ones more of what is masked is left out, but small products are slower
-BLOCK = {torch.float32: 64, torch.bfloat16: 128}
+# queries in a block, in fp32 and in other dtypes: with smaller ones more of what is masked is left out, but small
+# products are slower
+FP32_BLOCK, BLOCK = 64, 128
 MAX_BLOCKS = 16  # longer sequences get larger blocks: few, large products
 KEEP = 1024  # up to this T the probabilities are kept for backward; beyond it they are computed again
 
@@ -123,7 +124,7 @@ class _QKVAttention(Function):
 
 def _blocks(T: int, causal: bool, dtype: torch.dtype) -> list[tuple[int, int, int]]:
     """(start, end, keys seen) of each block of queries."""
-    size = max(BLOCK[dtype], -(-T // MAX_BLOCKS))
+    size = max(FP32_BLOCK if dtype == torch.float32 else BLOCK, -(-T // MAX_BLOCKS))
     return [(s, min(s + size, T), min(s + size, T) if causal else T) for s in range(0, T, size)]
 
 

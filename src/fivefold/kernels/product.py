@@ -27,17 +27,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """oneDNN's, which autograd does not know."""
+    """oneDNN's, which autograd does not know. It takes each element of a bias to be next to the one before."""
+    bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def _onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN can and may take this product. Empty ones and errors are PyTorch's."""
     return (
-        x.dtype == weight.dtype == torch.float32
+        not torch.compiler.is_compiling()
+        and x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
+        and x.dim() > 1
         and x.numel() > 0
+        and weight.numel() > 0
+        and x.shape[-1] == weight.shape[-1]
         and torch.backends.mkldnn.is_available()
-        and not torch.compiler.is_compiling()
+        and torch.backends.mkldnn.enabled
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
