@@ -4,7 +4,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from runs import ranks_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fivefold.kernels import product
 from fivefold.layout import Layout
 from fivefold.models import build
 from fivefold.observe.tracking import Tracker
@@ -103,6 +105,37 @@ def test_what_is_kept_and_what_is_computed_again():
     assert [some[name] for name in ("attention.qkv", "mlp.gate_up", "norm1", "norm2")] == [1] * 4
     assert [twice[name] for name in ("attention.qkv", "attention.out", "mlp.gate_up", "norm1")] == [2] * 4
     assert some["attention.out"] == some["mlp.down"] == twice["mlp.down"] == 1, "stopped before the last one"
+
+
+def test_what_is_computed_again_stops_before_a_product(monkeypatch):
+    """The last product of what is repeated is not, whether oneDNN or MKL computes it."""
+    counts = {}
+    for way in ("onednn", "mkl"):
+        if way == "mkl":
+            monkeypatch.setattr(product, "_onednn", lambda x, weight: False)
+        for how in ("none", "selective", "full"):
+            counts[way, how] = products(how)
+    assert counts["onednn", "none"] == counts["mkl", "none"]
+    assert counts["onednn", "selective"] == counts["mkl", "selective"] == counts["mkl", "none"]
+    assert counts["onednn", "full"] == counts["mkl", "full"]
+
+
+def products(how: str) -> int:
+    """Matrix products of a step in fp32."""
+    module = build(recipe_of("dp=1", "model.dropout=0.0").model, device="cpu", seed=0)
+    recompute.apply(module, how)
+    tokens = torch.arange(2 * 32).view(2, 32) % 128
+    with Products() as counted:
+        module(tokens, tokens).backward()
+    return counted.count
+
+
+class Products(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__.split(".")[0] in ("mm", "addmm", "_linear_pointwise")
+        return func(*args, **(kwargs or {}))
 
 
 def test_nothing_is_kept_for_later_without_gradients():

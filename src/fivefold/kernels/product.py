@@ -23,7 +23,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _onednn(x, weight):
         return F.linear(x, weight, bias)
-    return (_Linear.apply if torch.is_grad_enabled() else _product)(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return _product(x, weight, bias)
+    kept = _Kept.apply(x, weight, bias)
+    return _Linear.apply(kept, x.detach(), weight.detach(), None if bias is None else bias.detach())
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,11 +51,15 @@ def _onednn(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-class _Linear(Function):
+class _Kept(Function):
+    """Keeps what backward needs, and computes the gradients. Its result (..., F) has no memory of its own, and nobody
+    reads it: it stands for the product, which is computed after this. So where activations are computed again, which
+    ends with the last tensor that is kept, the product is not: as with PyTorch's own operations."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        return x.as_strided((*x.shape[:-1], weight.shape[0]), (0,) * x.dim())
 
     @staticmethod
     @once_differentiable
@@ -62,3 +69,15 @@ class _Linear(Function):
         dx = _product(dy, weight.t()) if needs_x else None
         dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if needs_bias else None
+
+
+class _Linear(Function):
+    """The product in the place of what stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        return grads[0], None, None, None
