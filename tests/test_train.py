@@ -339,6 +339,28 @@ class Ones:
         return ids, (ids + 1) % 16
 
 
+class Talking(Counting):
+    """It talks over a group of its own, which the mesh does not know."""
+
+    def forward(self, inputs, targets):
+        loss = super().forward(inputs, targets)
+        torch.distributed.all_reduce(loss.detach().clone(), group=self.group)
+        return loss
+
+
+def talking_rank(rank: int, world: int, recipe: Recipe, out: Path) -> int | None:
+    torch.manual_seed(0)
+    module = Talking()
+    module.group = torch.distributed.new_group(range(world))
+    job = Job(resolve(recipe, vocab_size=16), out, None, module, Ones(), Ones())
+    return run_rank(job, ranks_of(rank, world))
+
+
+def test_own_module_may_talk_over_a_group_of_its_own(text, tmp_path):
+    recipe = tiny(text, "layout.dp_replicate=2", "train.steps=1")
+    assert run_ranks(2, talking_rank, recipe, tmp_path) == [None, None]
+
+
 def test_own_module_is_resumed_with_its_buffers(text, tmp_path):
     recipe, module = tiny(text, "train.steps=2"), Counting()
     run_command(recipe, out=tmp_path / "run", module=module, batches=Ones())

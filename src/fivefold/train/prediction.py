@@ -59,7 +59,8 @@ class Prediction:
 
     def counted(self, next_batch: NextBatch, mesh: Mesh) -> NextBatch:
         """The same, counting from the first batch on what this rank sends, until `counting` is closed. Not on
-        accelerators, whose compiled code is not to be watched."""
+        accelerators, whose compiled code is not to be watched; nor with a module of the user's own, which may talk over
+        groups that the mesh does not know."""
 
         def fetch() -> tuple[list[Microbatch], float]:
             found = next_batch()
@@ -67,7 +68,8 @@ class Prediction:
                 self.counter = self.counting.enter_context(Collectives(mesh))
             return found
 
-        return fetch if self.ranks.world > 1 and mesh.device.type == "cpu" else next_batch
+        watched = self.ranks.world > 1 and mesh.device.type == "cpu" and self.job.module is None
+        return fetch if watched else next_batch
 
     def conclude(self, mesh: Mesh) -> None:
         """Adds what was measured. All ranks call it; the first writes."""
