@@ -127,7 +127,15 @@ def test_dry_run_of_other_models(overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2,zero=3", "dp=2,zero=1", "tp=2,sp=true,recompute=full", "pp=2,schedule=1f1b"]
+    "layout",
+    [
+        "dp=2,zero=3",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in ("dp=2,zero=1", "tp=2,sp=true,recompute=full")
+        ),
+        "pp=2,schedule=1f1b",
+    ],
 )
 def test_small_models_say_what_a_deep_one_does(layout: str) -> None:
     """Of all categories, messages and FLOPs; but of ZeRO 0, whose buckets end where a parameter does."""

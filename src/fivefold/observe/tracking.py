@@ -121,7 +121,8 @@ class Tracker(TorchDispatchMode):
             memory.reference = None  # what is freed from here on does not count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._look_at_phase()
+        if func.namespace != "prim":  # questions about the device, which only fake tensors are asked
+            self._look_at_phase()
         given = func in _FROM_DATA  # which get a tensor that nobody else has, and return it
         if not given:
             for tensor in tensors_in((args, kwargs)):
