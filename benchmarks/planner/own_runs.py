@@ -182,7 +182,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 def spearman(a: list[float], b: list[float]) -> float:
     """Correlation of the ranks."""
     places = [[sorted(x).index(value) for value in x] for x in (a, b)]
-    return float(np.corrcoef(*places)[0, 1]) if len(a) > 2 else float("nan")
+    return float(np.corrcoef(np.array(places))[0, 1]) if len(a) > 2 else float("nan")
 
 
 def line(row: dict[str, Any]) -> str:
