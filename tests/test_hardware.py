@@ -62,7 +62,8 @@ def test_links_of_all_collectives(world: int) -> None:
     for found, free, extra in run_ranks(world, _links, timeout_s=60):
         assert {"all_reduce fp32", "reduce_scatter bf16", "all_gather", "all_to_all", "send"} < found.keys()
         assert all([size for size, _ in points] == [4096, 65536] for points in found.values())
-        assert all(1e-6 < seconds < 5 for points in found.values() for _, seconds in points)
+        # 1e-6 is the floor: a busy machine can take all of three sends' time from the computing before them.
+        assert all(1e-6 <= seconds < 5 for points in found.values() for _, seconds in points)
         assert 0 <= free <= 1
         names = {f"zero{z}{step}" for z in (1, 2, 3) for step in ("", " step")}
         names |= {"stage", *overhead.AXES}
