@@ -14,9 +14,7 @@ FLOPS = {"fp32": 50e9, "bf16": 100e9}  # of a core
 
 def table(cores: int = 2) -> Measured:
     """Every core multiplies at FLOPS and moves 5 GB/s; messages take 0.1 ms and 1 GB/s; no Python."""
-    host = dict.fromkeys(
-        ("block", "microbatch", "block step", "step", "stage", "tp", "sp", "ring", "ulysses"), 0.0
-    )
+    host = dict.fromkeys(("block", "microbatch", "block step", "step", "stage"), 0.0)
     for zero in (1, 2, 3):
         host |= {f"zero{zero}": 0.0, f"zero{zero} step": 0.0}
     points = [[float(size), 1e-4 + size / 1e9] for size in (4096, 1 << 20, 8 << 20)]
@@ -31,6 +29,7 @@ def table(cores: int = 2) -> Measured:
         links={n: dict.fromkeys(LINKS, points) for n in (2, 4)},
         free=0.25,
         host=host,
+        axes={},
         spread=0.0,
     )
 

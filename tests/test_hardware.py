@@ -3,19 +3,24 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from measured import table
 from ranks import run_ranks
 
 from fivefold.observe import hardware, links
 from fivefold.observe.prediction import read, rows, section, step_seconds
 from fivefold.parallel.ranks import Ranks
 from fivefold.plan import measured
+from fivefold.plan.local import of
+from fivefold.plan.predict import predict
 from fivefold.plan.rates import KINDS
 from fivefold.train import overhead
+from fivefold.train.hardware import _axes
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, 0, 1, CPU)
@@ -43,9 +48,9 @@ def test_streams_cover_what_the_planner_asks_for(monkeypatch: pytest.MonkeyPatch
         found = hardware.streams(dtype, CPU) | {"optimizer": hardware.optimizer(dtype, CPU)}
         assert {*KINDS.values(), "copy", "random"} == found.keys()
         assert all(1e5 < rate < 1e13 for pair in found.values() for rate in pair)
-        for table in (hardware.attention(dtype, CPU), hardware.ring(dtype, CPU)):
-            assert table.keys() == {"16x32", "16x128"}
-            assert all(1e5 < rate < 1e13 for pair in table.values() for rate in pair)
+        for rates in (hardware.attention(dtype, CPU), hardware.ring(dtype, CPU)):
+            assert rates.keys() == {"16x32", "16x128"}
+            assert all(1e5 < rate < 1e13 for pair in rates.values() for rate in pair)
 
 
 def _links(rank: int, world: int) -> tuple[dict[str, Any], float, dict[str, float]]:
@@ -66,8 +71,27 @@ def test_links_of_all_collectives(world: int) -> None:
         assert all(1e-6 <= seconds < 5 for points in found.values() for _, seconds in points)
         assert 0 <= free <= 1
         names = {f"zero{z}{step}" for z in (1, 2, 3) for step in ("", " step")}
-        names |= {"stage", *overhead.AXES}
+        names |= {"stage"}
         assert extra.keys() == (names if world == 2 else set())
+
+
+def _blocks(rank: int, world: int) -> dict[str, list[list[float]]]:
+    return overhead.blocks(Ranks(rank, world, rank, world, CPU), "fp32", steps=2)
+
+
+def test_what_axes_take_beyond_the_sum_of_a_block_s_parts() -> None:
+    """The table with what was found predicts the very steps that were measured."""
+    blocks = run_ranks(2, _blocks, timeout_s=120)[0]
+    assert blocks.keys() == overhead.AXES.keys()
+    machine = table()
+    found = replace(machine, axes=_axes(machine, {2: {"blocks": blocks}}, "fp32"))
+    cluster = of(measured.from_json(measured.as_json(found)) or machine)
+    for name, points in blocks.items():
+        for model, (elements, seconds) in zip(overhead.MODELS, points, strict=True):
+            few, many = overhead.recipes(name, 2, model, "fp32")
+            assert elements == model[0] * model[1] // few.layout.cp
+            said = overhead.a_block(*(predict(recipe, cluster).step.seconds for recipe in (few, many)))
+            assert said == pytest.approx(seconds, rel=1e-6)
 
 
 def test_python_of_a_step() -> None:

@@ -67,6 +67,19 @@ def test_messages_follow_their_points() -> None:
     assert four.message("all_gather", 1 << 20, 2, 4) == four.message("all_gather", 1 << 20, 2, 2)
 
 
+def test_waits_of_an_axis_are_added_to_each_block_and_microbatch() -> None:
+    machine = table(4)
+    points = [[0.0, 1e-3], [1e9, 1e-3]]
+    waiting = replace(machine, axes={2: {"tp": points}, 4: {"tp": [[0.0, -9.0], [1e9, -9.0]]}})
+    for layout, more in (("dp=2", 0.0), ("tp=2", 8 * 1e-3), ("tp=2,recompute=full", 8 * 1.4e-3)):
+        plain, found = (predict(recipe(layout), of(m)) for m in (machine, waiting))
+        m = plain.setting.microbatches
+        assert found.step.seconds - plain.step.seconds == pytest.approx(m * more, rel=1e-6, abs=1e-9)
+    # crowded ranks may wait for less than their messages take alone, but not for less than nothing
+    plain, found = (predict(recipe("dp=2,tp=2"), of(m)) for m in (machine, waiting))
+    assert 0 <= found.step.exposed["model"] < plain.step.exposed["model"]
+
+
 def test_part_of_a_message_cannot_be_hidden() -> None:
     cluster = of(table())
     assert communication.exposed(1.0, 100.0, cluster) == pytest.approx(0.75)

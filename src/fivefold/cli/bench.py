@@ -26,7 +26,7 @@ def _group() -> None:
 def hardware(json: JsonOption = False) -> None:
     """Measure matrix products, attention, memory, Python and local messages, for `fivefold plan --cluster local`.
 
-    Takes about a minute, in which nothing else should run. The table is kept in the cache folder; calibration of an
+    Takes about two minutes, in which nothing else should run. The table is kept in the cache folder; calibration of an
     older one is forgotten.
     """
     from fivefold.plan import measured
@@ -95,8 +95,15 @@ def _links(table: Measured) -> list[str]:
 
 def _host(table: Measured) -> list[str]:
     cells = [f"{name} {1e3 * seconds:.2f}" for name, seconds in table.host.items()]
+    waits = [
+        f"{axis} {' / '.join(f'{1e3 * seconds:.2f}' for _, seconds in points)}"
+        + (f" ({ranks} ranks)" if ranks > 2 else "")
+        for ranks, axes in table.axes.items()
+        for axis, points in axes.items()
+    ]
     return [
         "Python and dispatch, ms: " + ", ".join(cells),
+        "waiting for one another in a block, ms, small / large: " + ", ".join(waits),
         f"memory {table.memory / 2**30:.1f} GiB; disk {table.disk / 1e9:.2f} GB/s written; "
         + ", ".join(f"{dtype} peak {rate / 1e9:.0f} GFLOP/s" for dtype, rate in table.peak.items()),
     ]

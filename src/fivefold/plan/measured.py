@@ -20,7 +20,7 @@ from fivefold.errors import UserError
 from fivefold.files import cache_folder, write_atomically
 from fivefold.host import cores, cpu_model
 
-VERSION = 1
+VERSION = 2
 SIZES = (64, 192, 512, 1536, 4096)
 """Of the three dims of a measured product: all combinations of at most LARGEST multiplications."""
 LARGEST = 2**29
@@ -112,8 +112,10 @@ class Measured:
     device: "cpu", whose cores the ranks share, or "cuda", of which each rank has one. cores: of either, how many.
     memory: bytes, of all. disk: bytes/s written. peak: FLOP/s of all cores by dtype. shares: by number of ranks. links:
     by number of ranks and collective, [bytes, seconds] of some sizes. free: share of a message's time in which the
-    processor is free to compute. host: seconds of Python and dispatch (see train/overhead.py). spread: standard
-    deviation of the ranks' speeds. factors: of calibration. fitted: what they were fitted to.
+    processor is free to compute. host: seconds of Python and dispatch (see train/overhead.py). axes: by number of ranks
+    and axis, [elements of a rank's activations, seconds] that a block and microbatch take beyond the sum of its parts;
+    less than nothing where other ranks compute while these wait. spread: standard deviation of the ranks' speeds.
+    factors: of calibration. fitted: what they were fitted to.
     """
 
     machine: str
@@ -126,6 +128,7 @@ class Measured:
     links: dict[int, dict[str, list[list[float]]]]
     free: float
     host: dict[str, float]
+    axes: dict[int, dict[str, list[list[float]]]]
     spread: float
     factors: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FACTORS, 1.0))
     fitted: list[dict[str, Any]] = field(default_factory=list)
@@ -146,6 +149,14 @@ class Measured:
     def overhead(self, what: str) -> float:
         """Seconds of Python and dispatch."""
         return self.factors["host"] * self.host[what]
+
+    def waits(self, axis: str, elements: float, ranks: int) -> float:
+        """Seconds a block and microbatch that an axis takes beyond its operations and messages; beyond the measured
+        sizes as at the end."""
+        if not self.axes:
+            return 0.0
+        points = self.axes[min(self.axes, key=lambda n: abs(math.log(n / ranks)))][axis]
+        return self.factors["messages"] * _line(points, min(elements, points[-1][0]))
 
     def message(self, what: str, size: float, ranks: int, of: int) -> float:
         """Seconds of a collective of `size` bytes between `ranks` of `of` ranks, all of which communicate at once."""
@@ -209,14 +220,15 @@ def as_json(table: Measured) -> dict[str, Any]:
     shares = {
         str(n): {k: v for k, v in vars(share).items() if k != "speed"} for n, share in table.shares.items()
     }
-    return vars(table) | {"shares": shares, "links": {str(n): lines for n, lines in table.links.items()}}
+    by_ranks = {name: {str(n): x for n, x in vars(table)[name].items()} for name in ("links", "axes")}
+    return vars(table) | {"shares": shares} | by_ranks
 
 
 def from_json(found: dict[str, Any]) -> Measured | None:
     """None where fields are missing: a file of another version."""
     try:
         shares = {int(n): Share(**share) for n, share in found["shares"].items()}
-        links = {int(n): lines for n, lines in found["links"].items()}
-        return Measured(**found | {"shares": shares, "links": links})
+        by_ranks = {name: {int(n): x for n, x in found[name].items()} for name in ("links", "axes")}
+        return Measured(**found | {"shares": shares} | by_ranks)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None

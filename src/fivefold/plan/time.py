@@ -174,7 +174,7 @@ def block_cost(s: Setting, number: int) -> Cost:
     ops = operations.block(s.sizes, s.software, operations.is_mixed(s.model, number))
     cost = part(ops, s, s.layout.recompute)
     if s.cluster.machine and s.cluster.machine.on_cpu:
-        cost += _host(s.cluster.machine, s.layout)
+        cost += _host(s.cluster.machine, s.layout) + _waits(cost, s)
     else:
         cost = (cost + Cost(host=s.software.host)).bound
     own = memory.elements(s.model, s.layout)[0][number]
@@ -188,12 +188,24 @@ def _host(machine: Measured, layout: Layout) -> Cost:
     block = machine.overhead("block")
     if layout.zero and layout.dp_shard * layout.cp > 1:
         block += machine.overhead(f"zero{layout.zero}")
-    if layout.tp > 1:
-        block += machine.overhead("sp" if layout.sp else "tp")
-    if layout.cp > 1:
-        block += machine.overhead(layout.cp_method)
-    again = {"none": 0.0, "selective": 0.5, "full": 1.0}[layout.recompute]
-    return Cost(0.4 * block, (0.6 + 0.4 * again) * block)
+    return Cost(0.4 * block, (0.6 + 0.4 * _again(layout)) * block)
+
+
+def _again(layout: Layout) -> float:
+    """How much of a block's forward is repeated in backward."""
+    return {"none": 0.0, "selective": 0.5, "full": 1.0}[layout.recompute]
+
+
+def _waits(cost: Cost, s: Setting) -> Cost:
+    """What the axes within a block take on this machine, measured as a whole, beyond its operations and messages one by
+    one: ranks wait for one another, and on crowded cores others compute meanwhile. Two fifths of it in forward."""
+    machine, layout, elements = s.cluster.machine, s.layout, s.sizes.N * s.model.dim
+    assert machine is not None
+    axes = [("sp" if layout.sp else "tp")] * (layout.tp > 1) + [layout.cp_method] * (layout.cp > 1)
+    seconds = sum(machine.waits(axis, elements, layout.ranks) for axis in axes)
+    forward = max(0.4 * seconds, -cost.sent_forward)
+    backward = max((0.6 + 0.4 * _again(layout)) * seconds, -cost.sent_backward)
+    return Cost(forward, backward, 0.0, forward, backward)
 
 
 def end_cost(s: Setting) -> Cost:

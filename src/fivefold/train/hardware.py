@@ -1,6 +1,6 @@
 """Measures this machine for the planner: what `fivefold bench hardware` does.
 
-One rank with all cores, then 2 and 4 local ranks with their shares of them, each time all at once. About a minute.
+One rank with all cores, then 2 and 4 local ranks with their shares of them, each time all at once. About two minutes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -22,8 +23,9 @@ from fivefold.observe import hardware, links
 from fivefold.observe.cpu import has_cpu_bf16
 from fivefold.observe.machine import device_peak
 from fivefold.parallel.ranks import Ranks
-from fivefold.plan import measured
+from fivefold.plan import local, measured
 from fivefold.plan.measured import Measured, Share
+from fivefold.plan.predict import predict
 from fivefold.train import overhead
 from fivefold.train.allocator import keep_freed_memory
 from fivefold.train.launch import start_ranks
@@ -50,6 +52,7 @@ def measure(say: Callable[[str], None] = lambda text: None) -> Measured:
             start_ranks(partial(_measure_rank, file, dtypes, world <= units), world, fork=not gpus)
             found[world] = json.loads(file.read_text())
     table = _table(found, units, bool(gpus), dtypes)
+    table = replace(table, axes=_axes(table, found, dtypes[-1]))
     measured.save(table)
     return table
 
@@ -69,8 +72,26 @@ def _table(found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list
         links={n: part["links"] for n, part in found.items() if "links" in part},
         free=1.0 if gpu else two["free"],
         host=found[1]["plain"] | two["added"],
+        axes={},
         spread=two["spread"],
     )
+
+
+def _axes(
+    table: Measured, found: dict[int, dict[str, Any]], dtype: str
+) -> dict[int, dict[str, list[list[float]]]]:
+    """What blocks take with each axis, beyond what the table without it says of them: ranks wait for one another."""
+    axes: dict[int, dict[str, list[list[float]]]] = {}
+    cluster = local.of(replace(table, axes={}))
+    for world, part in found.items():
+        for name, points in part.get("blocks", {}).items():
+            rows = axes.setdefault(world, {}).setdefault(name, [])
+            for model, (elements, seconds) in zip(overhead.MODELS, points, strict=True):
+                few, many = (
+                    predict(r, cluster).step.seconds for r in overhead.recipes(name, world, model, dtype)
+                )
+                rows.append([elements, seconds - overhead.a_block(few, many)])
+    return axes
 
 
 def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) -> None:
@@ -83,6 +104,7 @@ def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) 
         found["plain"] = overhead.plain(ranks)
     else:
         found["links"], found["free"] = links.links(ranks.device)
+        found["blocks"] = overhead.blocks(ranks, dtypes[-1])
     if ranks.world == 2:
         at_once = links.links(ranks.device, {4 << 10: 40}, after_computing=False)[0]
         found["added"] = overhead.added(ranks, at_once)

@@ -3,6 +3,7 @@ is left, with the trainer's own step."""
 
 from __future__ import annotations
 
+import math
 import time
 from statistics import median
 
@@ -11,20 +12,16 @@ import torch
 from fivefold.layout import Layout
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
-from fivefold.recipe import load, resolve
+from fivefold.recipe import Recipe, load, resolve
 from fivefold.train.loop import Microbatch, agree, forward_backward, update
 from fivefold.train.state import build_state
 
-T, DIM, VOCABULARY = 32, 64, 64
+VOCABULARY = 64
 STEPS, WARM_UP = 14, 3
-AXES = {
-    "tp": ("tp=2", {"all_reduce fp32": 4}),
-    "sp": ("tp=2,sp=true", {"all_gather": 6, "reduce_scatter fp32": 4}),
-    "ring": ("cp=2", {"send": 3}),
-    "ulysses": ("cp=2,cp_method=ulysses", {"all_to_all": 4}),
-}
-"""Layouts of two ranks, and the messages of a block, forward and backward."""
 BLOCKS, MICROBATCHES = (2, 6), (1, 3)
+AXES = {"tp": "tp=2", "sp": "tp=2,sp=true", "ring": "cp=2", "ulysses": "cp=2,cp_method=ulysses"}
+MODELS = ((32, 64), (192, 256))
+"""Tokens and dim of the models in which axes are measured: one of nothing, one whose operations take time."""
 
 
 def plain(ranks: Ranks, layout: str = "dp=1", steps: int = STEPS) -> dict[str, float]:
@@ -42,8 +39,8 @@ def plain(ranks: Ranks, layout: str = "dp=1", steps: int = STEPS) -> dict[str, f
 
 
 def added(ranks: Ranks, links: dict[str, list[list[float]]], steps: int = STEPS) -> dict[str, float]:
-    """What the axes add on two ranks, besides the time of their messages, one after the other (`links`): for a block
-    and microbatch, for ZeRO also for a block and step ("zero3 step"); for a pipeline's stage and microbatch."""
+    """What ZeRO adds on two ranks, besides the time of its messages, one after the other (`links`): for a block and
+    microbatch, and for a block and step ("zero3 step"); and a pipeline for a stage and microbatch."""
     assert ranks.world == 2, ranks.world
     base, found = plain(ranks, "dp=2", steps), {}
     gather, scatter, send = (links[name][0][1] for name in ("all_gather", "scatter_gradients", "send"))
@@ -52,26 +49,62 @@ def added(ranks: Ranks, links: dict[str, list[list[float]]], steps: int = STEPS)
         mine = plain(ranks, f"dp=2,zero={zero}", steps)
         found[f"zero{zero}"] = max(0.0, mine["block"] - base["block"] - a_microbatch)
         found[f"zero{zero} step"] = max(0.0, mine["block step"] - base["block step"] - a_step)
-    for name, (layout, messages) in AXES.items():
-        sent_here = sum(count * links[what][0][1] for what, count in messages.items())
-        few, many = (_step_seconds(ranks, layout, layers, MICROBATCHES[1], steps // 2) for layers in BLOCKS)
-        block = (many - few) / (BLOCKS[1] - BLOCKS[0]) / MICROBATCHES[1] - base["block step"] / MICROBATCHES[
-            1
-        ]
-        found[name] = max(0.0, block - base["block"] - sent_here)
     few, many = (_step_seconds(ranks, "pp=2", 2, m, steps) for m in (4, 12))
     found["stage"] = max(0.0, (many - few) / 8 - base["block"] - base["microbatch"] / 2 - 2 * send)
     return found
 
 
+def blocks(ranks: Ranks, dtype: str, steps: int = STEPS // 2) -> dict[str, list[list[float]]]:
+    """By axis that communicates within a block: [elements of a rank's activations, seconds of a block and microbatch],
+    all in, with 2 ranks an axis and the others data parallel."""
+    found: dict[str, list[list[float]]] = {}
+    for name in AXES:
+        for model in MODELS:
+            pair = recipes(name, ranks.world, model, dtype)
+            elements = math.prod(model) // pair[0].layout.cp
+            seconds = a_block(*(_seconds(recipe, ranks, steps) for recipe in pair))
+            found.setdefault(name, []).append([elements, seconds])
+    return found
+
+
+def recipes(name: str, world: int, model: tuple[int, int], dtype: str) -> tuple[Recipe, Recipe]:
+    """An axis on a model with few and with many blocks."""
+    few, many = BLOCKS
+    layout = f"{AXES[name]},dp={world // 2}"
+    return _recipe(layout, few, MICROBATCHES[1], model, dtype), _recipe(
+        layout, many, MICROBATCHES[1], model, dtype
+    )
+
+
+def a_block(few: float, many: float) -> float:
+    """Seconds of a block and microbatch, from those of the steps of `recipes`."""
+    return (many - few) / (BLOCKS[1] - BLOCKS[0]) / MICROBATCHES[1]
+
+
 def _step_seconds(ranks: Ranks, layout: str, layers: int, microbatches: int, steps: int) -> float:
-    sets = [f"model.layers={layers}", f"model.dim={DIM}", "model.heads=2", f"model.ffn_dim={DIM}"]
-    sets += [f"model.seq_len={T}", "precision.mode=fp32", "train.steps=1000", "train.microbatch_size=1"]
+    return _seconds(_recipe(layout, layers, microbatches, MODELS[0], "fp32"), ranks, steps)
+
+
+def _recipe(layout: str, layers: int, microbatches: int, model: tuple[int, int], dtype: str) -> Recipe:
+    tokens, dim = model
+    sets = [f"model.layers={layers}", f"model.dim={dim}", f"model.heads={dim // 32}", f"model.ffn_dim={dim}"]
+    sets += [
+        f"model.seq_len={tokens}",
+        f"precision.mode={dtype}",
+        "train.steps=1000",
+        "train.microbatch_size=1",
+    ]
     dp = Layout.from_recipe(load("quickstart", [], layout).layout).dp
     sets += [f"train.global_batch_size={dp * microbatches}"]
-    recipe = resolve(load("quickstart", sets, layout), vocab_size=VOCABULARY)
+    return resolve(load("quickstart", sets, layout), vocab_size=VOCABULARY)
+
+
+def _seconds(recipe: Recipe, ranks: Ranks, steps: int) -> float:
+    """Median seconds of a step, after some."""
     state = build_state(recipe, ranks)
-    tokens = torch.zeros(1, T, dtype=torch.int64, device=ranks.device)
+    mine = recipe.model.seq_len // recipe.layout.cp
+    tokens = torch.zeros(1, mine, dtype=torch.int64, device=ranks.device)
+    microbatches = recipe.train.global_batch_size // Layout.from_recipe(recipe.layout).dp
     batch: list[Microbatch] = [(tokens, tokens)] * microbatches
     laps = []
     for _ in range(steps):
