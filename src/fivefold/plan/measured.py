@@ -228,7 +228,9 @@ def from_json(found: dict[str, Any]) -> Measured | None:
     """None where fields are missing: a file of another version."""
     try:
         shares = {int(n): Share(**share) for n, share in found["shares"].items()}
-        by_ranks = {name: {int(n): x for n, x in found[name].items()} for name in ("links", "axes")}
+        by_ranks: dict[str, Any] = {
+            name: {int(n): x for n, x in found[name].items()} for name in ("links", "axes")
+        }
         return Measured(**found | {"shares": shares} | by_ranks)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
