@@ -227,10 +227,10 @@ def as_json(table: Measured) -> dict[str, Any]:
 def from_json(found: dict[str, Any]) -> Measured | None:
     """None where fields are missing: a file of another version."""
     try:
-        shares = {int(n): Share(**share) for n, share in found["shares"].items()}
-        by_ranks: dict[str, Any] = {
+        read: dict[str, Any] = {
             name: {int(n): x for n, x in found[name].items()} for name in ("links", "axes")
         }
-        return Measured(**found | {"shares": shares} | by_ranks)
+        read["shares"] = {int(n): Share(**share) for n, share in found["shares"].items()}
+        return Measured(**found | read)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
