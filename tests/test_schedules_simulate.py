@@ -159,7 +159,7 @@ def test_each_rank_does_its_actions_in_order(
 def test_large_schedules_are_quick() -> None:
     start = time.process_time()
     simulate(build("zbv", 16, 64))
-    assert time.process_time() - start < 0.5  # 0.03 s where this was written
+    assert time.process_time() - start < 2  # 0.03 s where this was written
 
 
 def test_a_timeline_of_nothing() -> None:
