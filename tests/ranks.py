@@ -6,6 +6,8 @@ function; every rank calls it as function(rank, world, *arguments) and its resul
 
 A rank that raises ends the call with its traceback; ranks that do not answer in time are named, with the line each
 is stuck at. In both cases the pool is killed and the next call starts a new one.
+
+On a machine that is slow, or busy with other things, FIVEFOLD_TEST_PATIENCE=10 makes all of them wait 10 times as long.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+PATIENCE = float(os.environ.get("FIVEFOLD_TEST_PATIENCE", "1"))
 GRACE_S = 2  # how long the others may go on after one rank has raised
 _servers = multiprocessing.get_context("forkserver")
 _servers.set_forkserver_preload(["torch", "torch.distributed", "fivefold.train.run"])
@@ -63,6 +66,7 @@ class Pool:
             pipe.send((function, arguments))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
+        timeout_s *= PATIENCE
         deadline = time.monotonic() + timeout_s
         while len(results) + len(errors) < self.world:
             open_pipes = {self.pipes[r]: r for r in range(self.world) if r not in results and r not in errors}
@@ -151,9 +155,8 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     with Path(folder, f"stack-{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         store = dist.FileStore(f"{folder}/store", world)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=25)
-        )
+        timeout = timedelta(seconds=25 * PATIENCE)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         _reuse_groups()
         while True:
             try:

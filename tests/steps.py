@@ -45,12 +45,11 @@ CASES = [
 """Runs whose memory is compared (benchmarks/planner/own_memory.py): model, dtype, layout."""
 
 
-def recipe_of(arch: str, mode: str, layout: str) -> Recipe:
+def recipe_of(arch: str, mode: str, layout: str, *overrides: str) -> Recipe:
     """Three microbatches of two sequences; a pipeline twice as many as it has ranks."""
     kind = EXPERTS if arch == "moe" else [f"model.arch={arch}"]
-    recipe = load(
-        "quickstart", [*MODEL, *kind, f"precision.mode={mode}", "train.global_batch_size=64"], layout
-    )
+    sets = [*MODEL, *kind, f"precision.mode={mode}", "train.global_batch_size=64", *overrides]
+    recipe = load("quickstart", sets, layout)
     axes = Layout.from_recipe(recipe.layout)
     rows = 2 * axes.dp * (2 * axes.pp if axes.pp > 1 else 3)
     return resolve(change(recipe, [f"train.global_batch_size={rows}"]), vocab_size=V)

@@ -16,7 +16,7 @@ from fivefold.layout import Layout
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
 from fivefold.recipe import Recipe, change, resolve
-from fivefold.sharding import cuts, parameters
+from fivefold.sharding import cuts, local_shape, parameters, parts
 from fivefold.train import verify
 
 # Terms that are large enough to be seen in every gradient.
@@ -48,10 +48,13 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def check(folder: Path, layout: str, kind: str = "aux") -> None:
-    recipe = tiny(folder, layout, *MODEL, *OPTIONS[kind])
-    report = compared(recipe, folder=folder / kind)  # where one process leaves its side for the next layout
+def check(folder: Path, layout: str, kind: str = "aux", *overrides: str) -> Recipe:
+    overrides = (*overrides, "model.layers=4") if "zbv" in layout else overrides  # two stages a rank
+    recipe = tiny(folder, layout, *MODEL, *OPTIONS[kind], *overrides)
+    place = folder / "-".join((kind, *overrides))  # where one process leaves its side for the next layout
+    report = compared(recipe, folder=place)
     assert report.passed, report.as_json()
+    return recipe
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -92,6 +95,31 @@ def test_pairs_and_triples_equal_one_process(folder, layout):
 )  # fmt: skip
 def test_eight_ranks_equal_one_process(folder, layout):
     check(folder, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"),
+    [
+        ("dp=4,ep=2,zero=1", 2),
+        ("dp=4,ep=2,zero=2", 6),
+        ("dp=4,ep=2,zero=3", 6),
+        pytest.param("dp=4,ep=2,zero=1", 6, marks=pytest.mark.slow),
+        pytest.param("dp=4,ep=2,zero=3", 2, marks=pytest.mark.slow),
+        pytest.param("dp=4,zero=1", 6, marks=pytest.mark.slow),
+        pytest.param("dp=4,zero=3", 2, marks=pytest.mark.slow),
+        pytest.param("dp_replicate=2,dp_shard=4,ep=2,zero=2", 2, marks=pytest.mark.slow),
+        pytest.param("dp=4,pp=2,ep=2,zero=3,schedule=zbv", 2, marks=pytest.mark.slow),
+        pytest.param("dp=4,ep=2,zero=3,recompute=full", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_shared_by_their_rows_equal_one_process(folder, layout, experts):
+    """Fewer experts on a rank than ranks that share them, or not a multiple: each is divided."""
+    recipe = check(folder, layout, "aux", f"model.experts={experts}")
+    model = resolve(recipe, vocab_size=prepare(recipe).vocab_size).model
+    part = parts(model, Layout.from_recipe(recipe.layout), 0)["blocks.0.mlp.experts.down"]
+    kept, local = local_shape(part.keeps), local_shape(part.computes)
+    assert kept[0] == local[0]
+    assert kept[1] < local[1]
 
 
 def test_bf16_is_as_close_as_bf16_can_be(folder):

@@ -18,7 +18,16 @@ FAST = [
 ]  # fmt: skip
 
 
-def errors(case: tuple[str, str, str]) -> list[float]:
+MIXTURES = [
+    ("moe", "bf16", "dp=2,zero=1", "model.shared_experts=1"),  # a block's experts are shared with the rest of it
+    ("moe", "fp32", "dp=4,ep=2,zero=2", "model.experts=2"),  # one on two ranks: by its rows
+    ("moe", "bf16", "dp=4,zero=3", "model.experts=2"),
+    ("moe", "bf16", "dp=4,zero=1", "model.experts=6"),
+    ("moe", "fp32", "dp=8,ep=4,zero=2"),
+]  # fmt: skip
+
+
+def errors(case: tuple[str, ...]) -> list[float]:
     """Of every rank, by the tracked bytes."""
     recipe = recipe_of(*case)
     s = planned(recipe)
@@ -30,6 +39,14 @@ def errors(case: tuple[str, str, str]) -> list[float]:
 @pytest.mark.parametrize("case", FAST, ids=" ".join)
 def test_peak_is_the_tracked_one(case: tuple[str, str, str]) -> None:
     assert max(map(abs, errors(case))) <= 0.03
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (i > 1)) for i, c in enumerate(MIXTURES)]
+)
+def test_experts_are_shared_as_by_the_trainer(case: tuple[str, ...]) -> None:
+    """Few of them between many ranks by the rows of each, which costs copies but no padding."""
+    assert max(map(abs, errors(case))) <= 0.01
 
 
 @pytest.mark.slow

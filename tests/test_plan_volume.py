@@ -12,7 +12,7 @@ from sweep import MODEL, candidates, sizes
 from fivefold.errors import UserError
 from fivefold.layout import Layout, to_text
 from fivefold.observe.collectives import NAMES
-from fivefold.plan import volume
+from fivefold.plan import units, volume
 from fivefold.recipe import Recipe
 
 TWO = [
@@ -75,6 +75,27 @@ def test_of_other_sizes(room: Path, overrides: tuple[str, ...]) -> None:
 
 def test_of_uneven_rows_in_bf16(room: Path) -> None:
     equal(tiny(room, "dp=2,zero=2", "model.dim=40", "model.ffn_dim=63", "precision.reduce=bf16", mode="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"),
+    [
+        ("dp=4,ep=2,zero=3", 2),
+        pytest.param("dp=4,ep=2,zero=2", 2, marks=pytest.mark.slow),
+        pytest.param("dp=4,zero=1", 6, marks=pytest.mark.slow),
+        pytest.param("dp_replicate=2,dp_shard=4,ep=2,zero=1", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_of_experts_that_are_shared_by_their_rows(room: Path, layout: str, experts: int) -> None:
+    """And nothing of them is padding."""
+    recipe = tiny(room, layout, "model.arch=moe", f"model.experts={experts}", "model.experts_per_token=2")
+    equal(recipe)
+    s = planned(recipe)
+    ranks = s.layout.dp_shard // s.layout.ep
+    shared = [n for u in units.of_rank(s.model, s.layout, [0], s.software.partition).shared for n in u.across]
+    assert len(shared) == 2 * s.model.layers
+    for local in (units.table(s.model, s.layout)[name] for name in shared):
+        assert local.share(ranks) * ranks == local.size
 
 
 def test_of_experts_as_they_are_chosen(room: Path) -> None:

@@ -7,9 +7,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.layout import Layout, to_text
 from fivefold.models import build
 from fivefold.recipe import ModelSection, resolve_model
-from fivefold.sharding import Cut, boxes, cuts, divide, local_shape, narrow, parameters, whole
+from fivefold.sharding import (
+    Cut,
+    boxes,
+    cuts,
+    divide,
+    local_shape,
+    narrow,
+    parameters,
+    parts,
+    shard_dim,
+    size_of,
+    whole,
+)
 
 SMALL = {"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "seq_len": 16}
 MODELS = [
@@ -41,6 +54,46 @@ def test_parts_of_all_ranks_are_the_whole(section, ranks):
             for _, box in boxes(part):
                 seen[tuple(slice(*span) for span in box)] += 1
         assert (seen == 1).all(), name
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((8, 64, 32), 1, 0),
+        ((8, 64, 32), 4, 0),
+        ((8, 64, 32), 16, 1),  # fewer experts than ranks
+        ((6, 64, 32), 4, 1),  # two of four would have half of them
+        ((8, 50, 32), 16, 0),  # rows of an expert do not divide either: as FSDP2 does
+        ((6, 64), 4, 0),  # no stack
+        ((6,), 4, 0),
+    ],
+)
+def test_dim_along_which_states_are_shared(shape, ranks, dim):
+    assert shard_dim(shape, ranks) == dim
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=4, ep=2, zero=3),
+        Layout(dp_shard=8, zero=1),
+        Layout(dp_replicate=2, dp_shard=4, ep=2, zero=2),
+    ],
+    ids=to_text,
+)
+def test_few_experts_are_shared_evenly(layout):
+    """Each element of them is owned once, and no rank keeps more than its share."""
+    section = ModelSection(arch="moe", experts=2, experts_per_token=1, expert_ffn_dim=16, **SMALL)
+    model = resolve_model(section, vocab_size=64)
+    seen = {name: torch.zeros(shape) for name, shape in parameters(model).items() if ".experts." in name}
+    for rank in range(layout.ranks):
+        for name, part in parts(model, layout, rank).items():
+            if name in seen and part.owned:
+                for _, box in boxes(part.keeps):
+                    seen[name][tuple(slice(*span) for span in box)] += 1
+            if name in seen:
+                assert size_of(part.keeps) == seen[name].numel() * layout.dp_replicate // layout.dp
+    assert all((count == 1).all() for count in seen.values())
 
 
 def test_fused_rows_are_cut_section_by_section():

@@ -238,10 +238,11 @@ def _part(shape: Shape, cut: Cut | None, layout: Layout, rank: int) -> Part:
     if not layout.zero:
         return Part(shape, computes, computes, owned and first["edp" if expert else "batch"], expert)
     shard = layout.dp_shard * layout.cp // (layout.ep if expert else 1)
+    dim = shard_dim(local_shape(computes), shard)
     start, stop = chunk(
-        local_shape(computes)[0], index_in(layout, "eshard" if expert else "shard", rank), shard
+        local_shape(computes)[dim], index_in(layout, "eshard" if expert else "shard", rank), shard
     )
-    return Part(shape, computes, narrow(computes, 0, start, stop), owned and first["replicate"], expert)
+    return Part(shape, computes, narrow(computes, dim, start, stop), owned and first["replicate"], expert)
 
 
 def token_spans(layout: Layout, T: int, index: int) -> list[Span]:
@@ -252,6 +253,13 @@ def token_spans(layout: Layout, T: int, index: int) -> list[Span]:
         return [(T // c * index, T // c * (index + 1))]
     n = T // (2 * c)
     return [(n * i, n * (i + 1)) for i in (index, 2 * c - 1 - index)]
+
+
+def shard_dim(shape: Shape, ranks: int) -> int:
+    """The dim along which ZeRO divides a parameter, of this shape on a rank, between `ranks`: its rows. Experts, which
+    are a stack of matrices, are divided by experts where that comes out even; else by the rows of each matrix, if that
+    does: few experts over many ranks would be padding for the most part."""
+    return 1 if len(shape) > 2 and shape[0] % ranks and shape[1] % ranks == 0 else 0
 
 
 def chunk(size: int, index: int, ranks: int) -> Span:

@@ -1,8 +1,9 @@
 """Shared states (ZeRO stages 1 to 3, arXiv 1910.02054), and hybrids of them with replicas, on PyTorch's FSDP2.
 
-The ranks of a "shard" group divide the rows of every parameter: each keeps the fp32 master weights, gradients and
-moments of its rows only. A block's weights are gathered, in the compute dtype, when it is about to run; its gradients
-are summed and scattered to the rows' keepers when its backward is done. The stages are one engine with two switches:
+The ranks of a "shard" group divide the rows of every parameter (of few experts those of each: `sharding.shard_dim`):
+each keeps the fp32 master weights, gradients and moments of its rows only. A block's weights are gathered, in the
+compute dtype, when it is about to run; its gradients are summed and scattered to the rows' keepers when its backward is
+done. The stages are one engine with two switches:
 
 | Stage | weights, once gathered | gradients are scattered | Elements sent a step of m microbatches |
 |---|---|---|---|
@@ -26,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.models import LanguageModel
 from fivefold.models.moe import Experts
 from fivefold.parallel.mesh import Mesh
-from fivefold.sharding import Part, local_shape
+from fivefold.sharding import Part, local_shape, shard_dim
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -77,7 +78,14 @@ def _shard(
     """whole: parameters of it that stay as they are."""
     # The inputs are not cast: the rotary table stays fp32.
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
+    fully_shard(
+        module,
+        mesh=shards,
+        reshard_after_forward=True,
+        shard_placement_fn=lambda parameter: Shard(shard_dim(tuple(parameter.shape), shards.size(-1))),
+        mp_policy=policy,
+        ignored_params=whole,
+    )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # a sum: the loop has scaled the losses
     module.set_force_sum_reduction_for_comms(True)

@@ -76,10 +76,10 @@ def experts(w: Work, model: Model, x: Value) -> Value:
         return out
 
     def compute(x: Value) -> Value:
-        return model.second_half(w, finish, grouped(x, "gate_up", 2 * F))
+        return model.second_half(w, finish, grouped(x, "experts.gate_up", 2 * F))
 
     def finish(product: Value) -> Value:
-        return grouped(one.swiglu(w, product), "down", w.s.model.dim)
+        return grouped(one.swiglu(w, product), "experts.down", w.s.model.dim)
 
     def grouped(x: Value, name: str, features: float) -> Value:
         into, inside, out = x.features or w.s.model.dim, w.unit, Value(features=features)

@@ -28,12 +28,14 @@ class Whole:
 @dataclass
 class Unit:
     """Weights that are gathered and scattered together, of `padded` elements over `ranks`; kept: those of this rank's
-    own rows."""
+    own rows. across: elements of those that are not divided along their first dim, by name: what is gathered or
+    scattered of them is laid out anew."""
 
     padded: float
     ranks: int
     kept: float
     parameters: int
+    across: dict[str, int] = field(default_factory=dict)
     arriving: Memory | None = None
     gathered: Memory | None = None
     gradients: dict[str, Memory] = field(default_factory=dict)
@@ -111,6 +113,8 @@ class Shared:
         if unit.arriving:
             kind = "buffers" if self.zero == 3 else "params"
             unit.gathered = Memory(self.meter, self.e * unit.padded, kind)
+            apart = Memory(self.meter, self.e * sum(unit.across.values()), "buffers")
+            del apart
             unit.arriving = None
 
     def _prefetch(self, name: str, step: int) -> None:
@@ -162,13 +166,18 @@ class Shared:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        last = None
+        for name in unit.across:
+            for found in (unit.gradients, unit.sums):
+                if name in found:
+                    last, found[name] = found[name], Memory(self.meter, found[name].size, "buffers")
         given = Memory(self.meter, 4 * unit.padded, "buffers")
         unit.gradients.clear()
         unit.sums.clear()
         part = Memory(self.meter, 4 * unit.padded / unit.ranks, "gradients")
         sent = Memory(self.meter, self.reduce * unit.padded, "buffers") if self.reduce != 4 else None
         received = Memory(self.meter, self.reduce * unit.padded, "buffers")
-        del sent, received
+        del sent, received, last  # FSDP2 holds on to the last that it has laid out anew
         self.scattering = given
         if self.replicas > 1 and not self.last:
             unit.partial = unit.partial or part

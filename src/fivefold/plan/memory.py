@@ -3,20 +3,19 @@ schedule."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from fivefold.layout import Layout
-from fivefold.plan import operations
+from fivefold.plan import operations, units
 from fivefold.plan.operations import Sizes
 from fivefold.plan.partition import schedule, stages
 from fivefold.plan.rehearsal import Job, rehearse
 from fivefold.plan.software import Partition, Software, States
 from fivefold.recipe.schema import ModelSection
 from fivefold.schedules.pipeline import Schedule, peak_live
-from fivefold.sharding import TIED, cuts, parameters, stages_of
+from fivefold.sharding import TIED, stages_of
 
 BREADTH_FIRST = ("gpipe", "looped_bfs")
 
@@ -105,18 +104,10 @@ def count(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements
     kinds: dict[str, Elements] = {}
     blocks = [Elements() for _ in range(model.layers)]
     before = behind = Elements()
-    table = cuts(model)
-    for name, shape in parameters(model).items():
-        cut = table.get(name)
-        ranks = 1 if cut is None else getattr(layout, cut.axis)
-        rows, rest = shape[0], math.prod(shape[1:])
-        if cut is not None and cut.dim == 0:
-            rows //= ranks
-        elif cut is not None:
-            rest //= ranks
-        expert = cut is not None and cut.kind == "expert"
+    for name, local in units.table(model, layout).items():
+        expert = local.cut == "ep"
         shards = layout.dp_shard * layout.cp // (layout.ep if expert else 1) if layout.zero else 1
-        size, part = rows * rest, -(-rows // shards) * rest
+        size, part = local.size, local.share(shards)
         own = Elements(size, part, size, size if expert else 0, part if expert else 0)
         kinds[name] = own
         if name.startswith("blocks."):

@@ -102,7 +102,9 @@ class _Rank:
         new = [name for name in unit.names if name not in seen]
         seen.update(new)
         kept = units.kept(s.model, s.layout, rank, new)
-        return Unit(unit.padded, ranks, kept, len(new))
+        local = units.table(s.model, s.layout)
+        across = {name.partition(".mlp.")[2]: local[name].size for name in unit.across}
+        return Unit(unit.padded, ranks, kept, len(new), across)
 
     def _around(self, w: Work, name: str, x: Value, forward: Forward) -> Value:
         stage, outer = self.current, w.unit
@@ -121,7 +123,11 @@ class _Rank:
 
         def sink(name: str, gradient: Memory) -> None:
             unit, _, leaf = name.partition(":")
-            if stage.shared is not None and unit in stage.shared.units:
+            if stage.shared is None:
+                return
+            if unit not in stage.shared.units:  # experts that are shared as the rest of their block is
+                unit = unit.removesuffix(" experts")
+            if unit in stage.shared.units:
                 stage.shared.sink(unit, leaf, gradient)
 
         return sink

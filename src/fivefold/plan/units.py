@@ -13,7 +13,7 @@ from fivefold.layout import Layout, index_in
 from fivefold.plan.partition import stages as stages_of_model
 from fivefold.plan.software import Partition
 from fivefold.recipe.schema import ModelSection
-from fivefold.sharding import TIED, chunk, cuts, parameters
+from fivefold.sharding import TIED, Shape, chunk, cuts, parameters, shard_dim
 
 BUCKET_BYTES = 25 << 20
 """Of fp32 gradients that are summed at once, at least (parallel/data.py)."""
@@ -23,25 +23,31 @@ REPLICATED = ("transform.", "norm.")
 
 @dataclass(frozen=True)
 class Local:
-    """A parameter on a rank, after tensor and expert parallelism: `rows` x `rest` elements. cut: by which."""
+    """A parameter on a rank, after tensor and expert parallelism. cut: by which."""
 
-    rows: int
-    rest: int
+    shape: Shape
     cut: str = ""
 
     @property
     def size(self) -> int:
-        return self.rows * self.rest
+        return math.prod(self.shape)
+
+    def share(self, ranks: int, index: int = 0) -> int:
+        """Elements of the part of rank `index` of those that share it; the first has most."""
+        dim = shard_dim(self.shape, ranks)
+        start, stop = chunk(self.shape[dim], index, ranks)
+        return (stop - start) * self.size // self.shape[dim]
 
 
 @dataclass(frozen=True)
 class Unit:
     """Parameters that FSDP2 gathers and scatters together, over a group of ranks. padded: their elements, each
-    parameter's rows filled up to a multiple of the ranks."""
+    parameter's rows filled up to a multiple of the ranks. across: those that are not divided along their first dim."""
 
     group: str
     names: tuple[str, ...]
     padded: int
+    across: tuple[str, ...]
     block: int | None = None
     """The block whose parameters they are; None: the stage's others."""
 
@@ -81,13 +87,12 @@ class Held:
 def _locals(model: Any, tp: int, ep: int) -> dict[str, Local]:
     table, found = cuts(model), {}
     for name, shape in parameters(model).items():
-        cut, rows, rest = table.get(name), shape[0], math.prod(shape[1:])
-        ranks = 1 if cut is None else ep if cut.kind == "expert" else tp
-        if cut is not None and cut.dim == 0:
-            rows //= ranks
-        elif cut is not None:
-            rest //= ranks
-        found[name] = Local(rows, rest, "" if cut is None else cut.axis)
+        cut = table.get(name)
+        if cut is None:
+            found[name] = Local(shape)
+            continue
+        ranks, dim = (ep if cut.axis == "ep" else tp), cut.dim
+        found[name] = Local((*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), cut.axis)
     return found
 
 
@@ -128,9 +133,9 @@ def _share(held: Held, model: ModelSection, layout: Layout, names: list[str], ex
             parts.setdefault(("eshard" if name in experts else "shard", block), []).append(name)
     for (group, block), members in parts.items():
         ranks = shards // layout.ep if group == "eshard" else shards
-        found = [local[name] for name in members]
-        padded = sum(-(-p.rows // ranks) * ranks * p.rest for p in found)
-        held.shared.append(Unit(group, tuple(members), padded, block))
+        padded = sum(local[name].share(ranks) * ranks for name in members)
+        across = tuple(name for name in members if shard_dim(local[name].shape, ranks))
+        held.shared.append(Unit(group, tuple(members), padded, across, block))
 
 
 def _replicate(held: Held, model: ModelSection, layout: Layout, group: str, names: list[str]) -> None:
@@ -164,12 +169,10 @@ def kept(model: ModelSection, layout: Layout, rank: int, names: Iterable[str]) -
     index = {name: index_in(layout, name, rank) if layout.zero else 0 for name in ("shard", "eshard")}
     total = 0
     for name in names:
-        found = local[name]
-        if found.cut == "ep":
-            start, stop = chunk(found.rows, index["eshard"], max(1, shards // layout.ep))
+        if local[name].cut == "ep":
+            total += local[name].share(max(1, shards // layout.ep), index["eshard"])
         else:
-            start, stop = chunk(found.rows, index["shard"], shards)
-        total += (stop - start) * found.rest
+            total += local[name].share(shards, index["shard"])
     return total
 
 
