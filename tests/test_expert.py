@@ -8,6 +8,7 @@ import torch.distributed as dist
 from layouts import compared, side, tiny
 from ranks import run_ranks
 from runs import lines, train_rank
+from steps import counted
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
@@ -185,47 +186,25 @@ def test_rows_go_out_and_come_back(counts):
         torch.testing.assert_close(found[e // 2][2][e % 2], total)
 
 
-def collectives(rank: int, world: int, recipe: Recipe, where: Path) -> list[tuple[str, int]]:
-    """(kind, bytes) of each all-to-all and all-reduce of one step of more than a few numbers."""
-    found, kinds = [], ("all_to_all_single", "all_reduce")
-    originals = {kind: getattr(dist, kind) for kind in kinds}
-
-    def counted(kind):
-        def call(tensor, *arguments, **options):
-            if tensor.numel() > 200:  # not counts of tokens, loads, norms
-                found.append((kind, tensor.nbytes))
-            return originals[kind](tensor, *arguments, **options)
-
-        return call
-
-    for kind in kinds:
-        setattr(dist, kind, counted(kind))
-    try:
-        side(rank, world, recipe, 1, where)
-    finally:
-        for kind in kinds:
-            setattr(dist, kind, originals[kind])
-    return found
-
-
-def test_gradients_of_experts_stay_with_those_who_have_them(folder, tmp_path):
-    """dp 2, ep 2: a layer sends its tokens' rows out and back, in forward and in backward; the all-reduce holds no
-    expert's gradient, for each is on one rank only."""
+def test_gradients_of_experts_stay_with_those_who_have_them(folder):
+    """dp 2, ep 2: a layer sends its tokens' rows out and back, in forward and in backward, and before them how many
+    there are; the all-reduce holds no expert's gradient, for each is on one rank only."""
     recipe = tiny(folder, "dp=2,ep=2", *MODEL, "train.microbatch_size=4", steps=1)
-    found = run_ranks(2, collectives, recipe, tmp_path)
     model = resolve(recipe, vocab_size=prepare(recipe).vocab_size).model
-    table = cuts(model)
+    E, table = model.experts or 0, cuts(model)
     rest = [
         torch.Size(shape).numel()
         for name, shape in parameters(model).items()
         if name not in table or table[name].kind != "expert"
     ]
-    for calls in found:
-        assert [size for kind, size in calls if kind == "all_reduce"] == [4 * sum(rest)]
-        assert sum(kind == "all_to_all_single" for kind, _ in calls) == 4 * model.layers
-    # What all ranks receive: each layer's rows out, and back, twice: 2 experts a token, 4 rows a rank of 16 tokens.
-    moved = sum(size for calls in found for kind, size in calls if kind == "all_to_all_single")
-    assert moved == 4 * model.layers * (2 * 2 * 4 * 16) * model.dim * 4
+    rows = 4 * (2 * 4 * 16) * model.dim  # 2 experts a token, 4 sequences a rank of 16 tokens
+    agreed = [8 * model.layers * (E + 4), 8, 8]  # fp64: load of the experts, norm; loss and whether to stop
+    axis = "replicate"  # all groups have the same two ranks
+    wanted = {
+        ("all_reduce", axis): (1 + len(agreed), 4 * sum(rest) + sum(agreed)),
+        ("all_to_all", axis): (5 * model.layers, model.layers * (4 * rows + 8 * E)),
+    }
+    assert [step.sent for step in run_ranks(2, counted, recipe)] == [wanted] * 2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from runs import assert_close_tensors, lines, train_rank
 from fivefold.checkpoint import store
 from fivefold.errors import UserError
 from fivefold.layout import Layout
+from fivefold.observe.collectives import Collectives
 from fivefold.parallel.replica import clip_
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.train.loop import forward_backward, update
@@ -100,45 +101,30 @@ def test_equals_one_process(model, layout):
     assert_equal(run_ranks(world, steps, recipe, Source(model)), one_process(model))
 
 
-def collectives(rank: int, world: int, recipe: Recipe) -> list[tuple[str, int]]:
-    """Name and elements (of the larger side) of each collective of one microbatch, forward and backward."""
-    import torch.distributed as dist
-
-    from fivefold.parallel import sequence, vocabulary
-
+def collectives(rank: int, world: int, recipe: Recipe) -> dict[tuple[str, str], list[int]]:
+    """Calls and bytes of the collectives of one microbatch, forward and backward."""
     state = state_of(rank, world, recipe)
-    seen: list[tuple[str, int]] = []
-
-    def counted(name, function):
-        def call(*tensors, **options):
-            seen.append((name, max(t.numel() for t in tensors)))
-            return function(*tensors, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", counted("all_reduce", dist.all_reduce))
-        gather = counted("gather", sequence.gather_single)
-        for module in (sequence, vocabulary):
-            patch.setattr(module, "gather_single", gather)
-        patch.setattr(sequence, "scatter_single", counted("scatter", sequence.scatter_single))
+    with Collectives(state.mesh) as sent:
         forward_backward(state, [Source("llama").batch(0, range(ROWS))], seed=0)
-    return seen
+    return sent.found
 
 
 def test_what_is_communicated():
     """Megatron's volume: a layer sums two activations in forward and two in backward; with sp each sum is a scatter and
     a gather. And the loss: three numbers a token from each rank, never logits."""
-    L, activation, statistics = 2, ROWS * T * 32, ("gather", 2 * 3 * ROWS * T)
-    for seen in run_ranks(2, collectives, recipe_of("llama", "layout.tp=2")):
-        assert sorted(seen) == sorted([("all_reduce", activation)] * (4 * L + 2) + [statistics])
-    for seen in run_ranks(2, collectives, recipe_of("llama", "layout.tp=2", "layout.sp=true")):
-        scatters = [("scatter", activation)] * (4 * L + 2)
-        gathers = [("gather", activation)] * (
-            4 * L + 2 + 2 * L
-        )  # the last: inputs of column layers, again in backward
-        norms = [("all_reduce", (2 * L + 1) * 32)]
-        assert sorted(seen) == sorted(scatters + gathers + norms + [statistics])
+    L, activation, statistics = 2, 4 * ROWS * T * 32, 4 * 2 * 3 * ROWS * T
+    wanted = {
+        ("all_reduce", "tp"): [4 * L + 2, (4 * L + 2) * activation],
+        ("all_gather", "tp"): [1, statistics],
+    }
+    assert run_ranks(2, collectives, recipe_of("llama", "layout.tp=2")) == [wanted] * 2
+    gathers = 4 * L + 2 + 2 * L  # the last: inputs of column layers, again in backward
+    wanted = {
+        ("reduce_scatter", "tp"): [4 * L + 2, (4 * L + 2) * activation],
+        ("all_gather", "tp"): [gathers + 1, gathers * activation + statistics],
+        ("all_reduce", "tp"): [1, 4 * (2 * L + 1) * 32],  # norms
+    }
+    assert run_ranks(2, collectives, recipe_of("llama", "layout.tp=2", "layout.sp=true")) == [wanted] * 2
 
 
 def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool, native: bool) -> tuple:
@@ -160,7 +146,9 @@ def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool,
         if not native:
             patch.setattr(vocabulary.native, "usable", lambda *tensors: False)
         found = output(x, weight, targets, bias)
-        found.backward(torch.tensor(0.5))
+        found.backward(torch.tensor(0.5), retain_graph=True)
+        with pytest.raises(RuntimeError, match="a second backward of the same loss"):
+            found.backward(torch.tensor(0.5))
         with torch.no_grad():
             logits = output(x, weight, None, bias)
             assert output(x, weight, targets, bias).item() == pytest.approx(found.item(), rel=1e-6)

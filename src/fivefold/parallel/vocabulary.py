@@ -63,7 +63,8 @@ class VocabularyOutput(Output):
 
 class _Loss(Function):
     """Mean cross-entropy over targets but -100; see `kernels/loss.py` for one rank's. The gradients are made in
-    forward, chunk by chunk; the sum of dx over the ranks runs while the step goes on, until backward needs it."""
+    forward, chunk by chunk; the sum of dx over the ranks runs while the step goes on, until backward needs it. Backward
+    frees them: it goes once."""
 
     @staticmethod
     def forward(
@@ -82,7 +83,7 @@ class _Loss(Function):
         rows, counted = rows_at_once(N, v, x.element_size()), targets_N >= 0
         scale = 1.0 / max(1, int(counted.sum()))
         needs_x, needs_weight, _, needs_bias = (needed and grad for needed in ctx.needs_input_grad[:4])
-        ctx.dx = None
+        ctx.dx, ctx.gone = None, False
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
         dx_ND = torch.empty_like(x_ND) if needs_x else None
         dweight = dbias = None
@@ -110,9 +111,16 @@ class _Loss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
+        if ctx.gone:
+            raise RuntimeError(
+                "a second backward of the same loss: the first has freed its gradients. Compute the loss again"
+            )
         factor, (dweight, dbias) = grads[0], ctx.saved_tensors
         found = [None if ctx.dx is None else ctx.dx(), dweight, dbias]
-        ctx.dx = None  # the loss keeps this context, and with it the gradient, until the next one
+        ctx.dx, ctx.gone = (
+            None,
+            True,
+        )  # the loss keeps this context, and with it the gradient, until the next one
         dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
         return dx, dweight, None, dbias, None, None
 
