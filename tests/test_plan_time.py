@@ -92,12 +92,15 @@ def test_small_work_waits_for_the_processor() -> None:
 
 def test_experts_are_gathered_over_their_own_groups() -> None:
     """Of 64 devices, 8 a node, each node has every expert once: what is gathered of one crosses the network, in a group
-    with one device a node. No step is shorter than these bytes take there."""
+    with one device a node: of every microbatch twice the weights in bf16 and once the gradients in fp32, without
+    padding. No step is shorter than these bytes take there."""
     cluster = parse("h100")
     s = setting(load("mixtral-8x7b").model, Layout(dp_shard=64, ep=8, zero=3), cluster, 1, 16)
     messages = volume.counted(s)
     crossed = sum(messages[what, "edp"][1] * 7 / 8 for what in ("all_gather", "reduce_scatter"))
-    assert crossed > 1e12
+    model = s.model
+    one = 3 * model.dim * (model.expert_ffn_dim or 0) * model.layers  # an expert of every block
+    assert crossed == 7 / 8 * one * 16 * (2 * 2 + 4)
     assert time.step(s).seconds > crossed / cluster.inter.bandwidth
 
 
