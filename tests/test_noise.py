@@ -1,5 +1,6 @@
 """The gradient noise scale: of a problem whose own is known, and on every layout that it can be measured on."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fivefold.layout import Layout
 from fivefold.parallel.ranks import Ranks
 from fivefold.parallel.replica import clip_
 from fivefold.plan.budget import noise_parts
-from fivefold.recipe import Recipe, load, resolve
+from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.train.launch import run_command
 from fivefold.train.loop import forward_backward
 from fivefold.train.noise import NoiseScale
@@ -79,7 +80,7 @@ def measured(rank: int, world: int, recipe: Recipe) -> tuple[float, float]:
     noise.figures(clip_(state.parallel.replicas, 0.0, state.mesh))
     for replica in state.parallel.replicas:
         replica.close()
-    return noise.gradient, noise.trace
+    return state.noise
 
 
 def expected(parts: int) -> tuple[float, float]:
@@ -140,16 +141,51 @@ def test_one_gradient_has_no_noise() -> None:
         NoiseScale(alone(recipe), recipe)
 
 
+def run_recipe(folder: Path) -> Recipe:
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
+    sets = [*TINY, f"data.source={text}", f"data.cache={folder / 'cache'}", "data.tokenizer=bytes"]
+    sets += ["train.microbatch_size=2", "train.sample_every=0", "train.val_every=10"]
+    return load("quickstart", sets, "dp=1")
+
+
+def test_a_resumed_run_goes_on_with_its_average(tmp_path: Path) -> None:
+    """Stopped behind step 4, it measures what an unbroken run does. A checkpoint of before has no average: it starts
+    anew."""
+    from fivefold.checkpoint import store
+    from fivefold.observe.metrics import read_metrics
+
+    recipe = run_recipe(tmp_path)
+    recipe = change(recipe, ["optim.schedule=constant", "optim.warmup_steps=0", "checkpoint.every=4"])
+    shorter = change(recipe, ["train.steps=4"])
+
+    def scales(out: Path) -> dict[int, Any]:
+        return {
+            line["step"]: line.get("noise_scale")
+            for line in read_metrics(out / "metrics.jsonl")
+            if "loss" in line
+        }
+
+    unbroken = scales(run_command(recipe, out=tmp_path / "unbroken"))
+    out, old = tmp_path / "run", tmp_path / "old"
+    run_command(shorter, out=out)
+    run_command(shorter, out=old)
+    assert scales(run_command(recipe, out=out, resume=True)) == unbroken
+    manifest = store.latest(old) / "manifest.json"
+    found = json.loads(manifest.read_text())
+    del found["meta"]["noise"]
+    manifest.write_text(json.dumps(found))
+    anew = scales(run_command(recipe, out=old, resume=True))
+    assert anew[10] != unbroken[10]
+    assert set(anew) == set(unbroken)
+
+
 def test_a_run_writes_it(tmp_path: Path) -> None:
     from fivefold.observe.console import summary_rows
     from fivefold.observe.metrics import read_metrics
     from fivefold.observe.summary import summarize
 
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
-    sets = [*TINY, f"data.source={text}", f"data.cache={tmp_path / 'cache'}", "data.tokenizer=bytes"]
-    sets += ["train.microbatch_size=2", "train.sample_every=0", "train.val_every=10"]
-    out = run_command(load("quickstart", sets, "dp=1"), out=tmp_path / "run")
+    out = run_command(run_recipe(tmp_path), out=tmp_path / "run")
     lines = read_metrics(out / "metrics.jsonl")
     values: list[Any] = [line["noise_scale"] for line in lines if "noise_scale" in line]
     assert values

@@ -25,8 +25,8 @@ MEMORY = 0.98
 
 
 class NoiseScale:
-    """Measures on every rank together. Both estimates are unbiased; they are averaged over steps before they are
-    divided.
+    """Measures on every rank together. Both estimates, of |G|^2 and of tr(Sigma) over the batch, are unbiased; they are
+    averaged over steps, in `state.noise`, before they are divided. A run that resumes goes on with its averages.
 
     Raises:
         UserError: a step has one microbatch on one rank only, so there is nothing to compare.
@@ -34,7 +34,8 @@ class NoiseScale:
 
     def __init__(self, state: State, recipe: Recipe, memory: float = MEMORY):
         layout, train = recipe.layout, recipe.train
-        self.mesh, self.tokens, self.memory = state.mesh, tokens_per_step(recipe), memory
+        self.state, self.mesh = state, state.mesh
+        self.tokens, self.memory = tokens_per_step(recipe), memory
         shared = layout.zero > 0 and state.mesh.size("shard") > 1
         once = shared and (layout.zero == 1 or layout.pp > 1)  # scattered once a step
         self.parts = state.mesh.size("dp")  # gradients that are added up to the batch's
@@ -46,7 +47,6 @@ class NoiseScale:
                 f"train.microbatch_size = {max(1, train.global_batch_size // 2)}, or two data-parallel ranks"
             )
         self.square = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
-        self.gradient = self.trace = 0.0
         for replica in state.parallel.replicas:
             replica.watch(self._see, {name for name, part in replica.parts.items() if self._counts(part)})
 
@@ -67,7 +67,10 @@ class NoiseScale:
         self.square.zero_()
         if not math.isfinite(small + norm):
             return {}
-        gradient, trace = noise_parts(1.0 / self.parts, 1.0, small, norm * norm)
-        self.gradient += (1 - self.memory) * (gradient - self.gradient)
-        self.trace += (1 - self.memory) * (trace - self.trace)
-        return {"noise_scale": self.tokens * self.trace / self.gradient} if self.gradient > 0 else {}
+        now = noise_parts(1.0 / self.parts, 1.0, small, norm * norm)
+        gradient, trace = (
+            before + (1 - self.memory) * (seen - before)
+            for before, seen in zip(self.state.noise, now, strict=True)
+        )
+        self.state.noise = gradient, trace
+        return {"noise_scale": self.tokens * trace / gradient} if gradient > 0 else {}

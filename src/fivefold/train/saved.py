@@ -25,10 +25,11 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
     """Writes a checkpoint of the state, with `meta`, into the run folder; removes those beyond `keep_last`. All ranks
     call it, and each writes what it owns."""
     counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
+    measured = {"noise": list(state.noise)} if any(state.noise) else {}
     folder = store.folder_of(out, state.step)
     model = [*owned_pieces(state, state.masters()), *buffer_pieces(state)]
     moments = state_tensors(state.optimizer, state.masters())
-    write_pieces(folder, model, owned_pieces(state, moments), counts | meta, state.mesh)
+    write_pieces(folder, model, owned_pieces(state, moments), counts | measured | meta, state.mesh)
     if state.mesh.rank == 0:
         store.prune(out, keep_last)
     return folder
@@ -128,6 +129,8 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     masters, meta = state.masters(), checkpoint.meta
     state.step, state.updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
     state.skipped = int(meta.get("skipped", 0))
+    gradient, trace = meta.get("noise", (0.0, 0.0))  # older checkpoints have none
+    state.noise = float(gradient), float(trace)
     moments = MOMENTS if state.updates else ()
     needed = _files(checkpoint, {name: parts[name] for name in masters}, moments)
     needed.update(*(checkpoint.files_of("model", name) for name in buffers))

@@ -35,6 +35,7 @@ class State:
     step: int = 0
     updates: int = 0  # steps that changed the weights: those with a finite gradient
     skipped: int = 0  # steps skipped in a row
+    noise: tuple[float, float] = (0.0, 0.0)  # averages that the noise scale is the ratio of (train/noise.py)
 
     @property
     def module(self) -> nn.Module:
