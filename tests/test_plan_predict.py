@@ -175,6 +175,57 @@ def test_command_errors(arguments: list[str], message: str) -> None:
     assert message in str(result.exception)
 
 
+@pytest.mark.parametrize("option", ["--save", "--html"])
+def test_where_nothing_can_be_written_is_said_first(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a machine is measured or a layout searched."""
+
+    def long(*_: object) -> None:
+        raise AssertionError("the long work has begun")
+
+    monkeypatch.setattr("fivefold.cli.plan.ensure_measured", long)
+    (tmp_path / "file").write_text("")
+    for path, why in (
+        ("none/plan", "there is no folder"),
+        (".", "it is a folder"),
+        ("file/plan", "no folder"),
+    ):
+        arguments = ["llama-7b", "--cluster", "h100:64", "--search", option, str(tmp_path / path)]
+        with pytest.raises(UserError, match=f"{option} .*: cannot be written: .*{why}"):
+            RUNNER.invoke(app, ["plan", *arguments], catch_exceptions=False)
+
+
+def test_an_uneven_load_of_experts() -> None:
+    options = ["mixtral-8x7b", "--cluster", "h100:8", "--layout", "dp=8,ep=8,zero=3"]
+    even, uneven = (json.loads(command(*options, *more, "--json")) for more in ([], ["--expert-load", "1.3"]))
+    assert (even["expert_load"], uneven["expert_load"]) == (1.0, 1.3)
+    assert uneven["time"]["step_s"] > even["time"]["step_s"]
+    assert uneven["memory"]["peak_bytes"] > even["memory"]["peak_bytes"]
+    assert "get 1 times the even share of rows: assumed" in command(*options, "--explain")
+    assert "get 1.3 times the even share of rows\n" in command(*options, "--explain", "--expert-load", "1.3")
+    assert "expert_load" not in json.loads(
+        command("llama-7b", "--cluster", "h100", "--layout", "dp=8", "--json")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "message"),
+    [
+        ("mixtral-8x7b", "0.9", "must be from 1, the even share, to 8"),
+        ("mixtral-8x7b", "9", "Nearest valid: 8"),
+        ("mixtral-8x7b", "nan", "must be from 1"),
+        ("llama-7b", "1.3", "llama has no experts"),
+    ],
+)
+def test_no_such_load(name: str, load: str, message: str) -> None:
+    result = RUNNER.invoke(
+        app, ["plan", name, "--cluster", "h100:8", "--layout", "dp=8", "--expert-load", load]
+    )
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+
+
 def test_volume_counts_recomputed_messages() -> None:
     base = plan("tp=2", "h100:2", "train.global_batch_size=2").setting
     again = replace(base, layout=replace(base.layout, recompute="full"))

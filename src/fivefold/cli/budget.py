@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fivefold.plan.clusters import Cluster
     from fivefold.plan.predict import Plan
     from fivefold.plan.questions import Questions
+    from fivefold.plan.software import Software
     from fivefold.recipe import Recipe
 
 TokensOption = Annotated[
@@ -46,9 +47,10 @@ def questions(
 
 
 def answers(
-    asked: Questions | None, plan: Plan, recipe: Recipe, machine: Cluster, search: bool
+    asked: Questions | None, plan: Plan, recipe: Recipe, machine: Cluster, search: Software | None = None
 ) -> dict[str, Any]:
-    """{"budget": ...} of a plan; with `search` also the fewest devices whose best layout meets the deadline."""
+    """{"budget": ...} of a plan. search: also the fewest devices whose best layout meets the deadline, for this
+    program."""
     if asked is None:
         return {}
     from fivefold.layout import to_text
@@ -56,7 +58,7 @@ def answers(
 
     found = answer(plan, asked)
     if search and asked.deadline:
-        best = fewest_devices(recipe, machine, asked, found["devices_for_deadline"])
+        best = fewest_devices(recipe, machine, asked, found["devices_for_deadline"], search)
         found["searched_devices"] = best.layout.ranks if best else None
         found["searched"] = "no number of whole nodes that was tried meets the deadline"
         if best:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,6 +67,26 @@ def require_run(folder: Path) -> Path:
     runs = _run_folders()
     near = f"; runs here: {', '.join(runs[-5:])}" if runs else ""
     raise UserError(f"'{folder}' is not a run: {what}{near}")
+
+
+def require_writable(option: str, path: Path | None) -> None:
+    """Before long work: its result can be written there.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if path is None:
+        return
+    try:
+        why = "it is a folder" if path.is_dir() else ""
+        if not why and not path.parent.is_dir():
+            why = f"there is no folder {path.parent}"
+        if not why and not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = "permission denied"
+    except OSError as error:
+        why = error.strerror or "no such path"
+    if why:
+        raise UserError(f"{option} {path}: cannot be written: {why}")
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fivefold.cli import budget
 from fivefold.cli.local import ensure_measured, run_calibration
-from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
-from fivefold.cli.plan_pictures import Wanted, draw_plan, draw_search
+from fivefold.cli.options import (
+    JsonOption,
+    LayoutOption,
+    RecipeArgument,
+    SetOption,
+    print_json,
+    require_writable,
+)
+from fivefold.cli.plan_pictures import Typed, Wanted, draw_plan, draw_search
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
+    from fivefold.plan.clusters import Cluster
     from fivefold.plan.predict import Plan
+    from fivefold.plan.questions import Questions
     from fivefold.plan.search import Found
+    from fivefold.plan.software import Software
     from fivefold.recipe import Recipe
     from fivefold.train.dry_depth import DryRun
 
@@ -26,6 +37,7 @@ EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --search --pictures --html plan.html",
     "fivefold plan llama-7b --cluster h100:64 --search --tokens 1.4e12 --deadline 30d --price 2.5",
     "fivefold plan quickstart --cluster local:2 --search",
+    "fivefold plan mixtral-8x7b --cluster h100:64 --search --expert-load 1.3",
     "fivefold plan --calibrate runs/a runs/b",
     "fivefold plan llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3 --dry-run",
 ]
@@ -74,6 +86,14 @@ def plan(
         typer.Option("--dry-run", help="Run a training step of one rank with tensors that have no memory."),
     ] = False,
     rank: Annotated[int, typer.Option("--rank", help="With --dry-run: of which rank.")] = 0,
+    expert_load: Annotated[
+        float | None,
+        typer.Option(
+            "--expert-load",
+            metavar="X",
+            help="Mixture of experts over ranks: rows of the busiest rank's experts, by the even share (else 1).",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
@@ -81,43 +101,83 @@ def plan(
     With --search the layout of the recipe is left out of account, and the fastest layouts that fit are listed. With one
     of --tokens, --deadline, --price and --noise-scale: days, devices, cost; tokens and batch that suit the model.
     """
-    from fivefold.plan.clusters import parse
-    from fivefold.plan.predict import predict
-    from fivefold.recipe import load
-
-    wanted = Wanted(pictures, html, json)
     if calibrate:
         run_calibration([recipe, *(more or [])], json)
         return
     if more:
         raise UserError(f"plan: one recipe at a time, and then options: '{more[0]}' is one too many")
+    _agree(search, layout, dry_run, rank)
+    wanted = Wanted(pictures, html, json, expert_load)
+    require_writable("--save", save)
+    require_writable("--html", html)
     ensure_measured(cluster)
+    typed = (recipe, set_ or [], cluster)
+    loaded, machine, software = _read(typed, "dp=1" if search else layout, search, params, expert_load)
+    asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
+    job = Job(recipe, loaded, machine, software, asked, explain, save, json)
+    if search:
+        draw_search(_search(job, top), wanted, loaded, typed)
+    else:
+        draw_plan(_predict(job, rank if dry_run else None), wanted, loaded, typed)
+
+
+def _agree(search: bool, layout: str | None, dry_run: bool, rank: int) -> None:
+    """Refuses options that exclude one another."""
     if search and layout is not None:
         raise UserError("--search looks for the layout itself: leave --layout out")
     if search and dry_run:
         raise UserError("--dry-run runs one layout: leave --search out, and name it with --layout")
     if rank and not dry_run:
         raise UserError("--rank says of which rank a dry run is: give --dry-run, too")
+
+
+def _read(
+    typed: Typed, layout: str | None, search: bool, params: float | None, expert_load: float | None
+) -> tuple[Recipe, Cluster, Software]:
+    """What is planned, where, and by which program."""
+    from fivefold.plan.clusters import parse
+    from fivefold.plan.predict import with_load
+    from fivefold.plan.software import FIVEFOLD, of
+    from fivefold.recipe import load
+
+    name, sets, cluster = typed
     free = ["train.microbatch_size=none"] if search else []  # it and the layout are what is searched for
-    loaded, machine = load(recipe, free + (set_ or []), "dp=1" if search else layout), parse(cluster)
+    loaded, machine = load(name, free + sets, layout), parse(cluster)
     loaded = budget.sized(loaded, params)
-    asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
-    if search:
-        found = _search(recipe, loaded, machine, top, explain, save, json, asked)
-        draw_search(found, wanted, loaded, (recipe, set_ or [], cluster))
-        return
-    result = predict(loaded, machine)
-    answers = budget.answers(asked, result, loaded, machine, search)
-    if save is not None:
-        _save(save, loaded, result)
-    traced = _dry_run(loaded, result, rank) if dry_run else None
-    if json:
-        besides = ({"terms": dict(result.step.terms)} if explain else {}) | answers
+    own = FIVEFOLD if search else of(machine)
+    return loaded, machine, with_load(own, loaded.model, expert_load)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked: of which recipe where, by which program; budget questions; and what is to be shown and kept."""
+
+    name: str
+    recipe: Recipe
+    machine: Cluster
+    software: Software
+    asked: Questions | None
+    explain: bool
+    save: Path | None
+    json: bool
+
+
+def _predict(job: Job, rank: int | None) -> Plan:
+    """One layout. rank: of the dry run, if there is one."""
+    from fivefold.plan.predict import predict
+
+    result = predict(job.recipe, job.machine, job.software)
+    answers = budget.answers(job.asked, result, job.recipe, job.machine)
+    if job.save is not None:
+        _save(job.save, job.recipe, result)
+    traced = _dry_run(job.recipe, result, rank) if rank is not None else None
+    if job.json:
+        besides = ({"terms": dict(result.step.terms)} if job.explain else {}) | answers
         print_json(result.as_json() | besides | ({"dry_run": traced.as_json()} if traced else {}))
     else:
-        print("\n".join(_text(recipe, result, explain, traced)))
+        print("\n".join(_text(job.name, result, job.explain, traced)))
         budget.print_answers(answers)
-    draw_plan(result, wanted, loaded, (recipe, set_ or [], cluster))
+    return result
 
 
 def _dry_run(recipe: Recipe, result: Plan, rank: int) -> DryRun:
@@ -129,31 +189,25 @@ def _dry_run(recipe: Recipe, result: Plan, rank: int) -> DryRun:
     return dry_run(resolved(recipe.model_copy(update={"precision": precision})), rank)
 
 
-def _search(
-    name: str,
-    recipe: Recipe,
-    machine: Any,
-    top: int,
-    explain: bool,
-    save: Path | None,
-    json: bool,
-    asked: Any,
-) -> Found:
-    from fivefold.plan.search import search as run
+def _search(job: Job, top: int) -> Found:
+    """The fastest layouts."""
+    from fivefold.plan.search import search
 
-    found = run(recipe, machine, top)
-    if not found.plans and (save is not None or not json):
-        raise UserError(f"{name} on {machine.name}:{machine.devices}: {found.nothing}")
-    if save is not None:
-        _save(save, recipe, found.plans[0])
-    answers = budget.answers(asked, found.plans[0], recipe, machine, True) if found.plans else {}
-    if json:
+    found = search(job.recipe, job.machine, top, job.software)
+    if not found.plans and (job.save is not None or not job.json):
+        raise UserError(f"{job.name} on {job.machine.name}:{job.machine.devices}: {found.nothing}")
+    if job.save is not None:
+        _save(job.save, job.recipe, found.plans[0])
+    answers = {}
+    if found.plans:
+        answers = budget.answers(job.asked, found.plans[0], job.recipe, job.machine, job.software)
+    if job.json:
         print_json(found.as_json() | answers)
         return found
-    print("\n".join(_table(name, found)))
+    print("\n".join(_table(job.name, found)))
     budget.print_answers(answers)
-    if explain:
-        print("\n".join(["", *_text(name, found.plans[0], True)]))
+    if job.explain:
+        print("\n".join(["", *_text(job.name, found.plans[0], True)]))
     return found
 
 

@@ -22,11 +22,12 @@ Typed = tuple[str, list[str], str]
 
 @dataclass(frozen=True)
 class Wanted:
-    """pictures, html, json: the options. On a terminal a short form of the pictures comes without being asked for."""
+    """The options. On a terminal a short form of the pictures comes without being asked for."""
 
     pictures: bool
     html: Path | None
     json: bool
+    expert_load: float | None = None
 
     def __post_init__(self) -> None:
         if self.json and self.pictures:
@@ -42,7 +43,7 @@ def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
     if wanted.printed:
         print_pictures(plan, wanted.pictures)
     if wanted.html is not None:
-        write_page(wanted.html, recipe, _told(recipe, typed))
+        write_page(wanted.html, recipe, _told(recipe, typed), expert_load=wanted.expert_load)
 
 
 def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
@@ -57,7 +58,7 @@ def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> N
         print_pictures(best if wanted.pictures else None, wanted.pictures, plans)
     if wanted.html is not None:
         chosen = apply(recipe, best)
-        write_page(wanted.html, chosen, _told(chosen, typed), plans)
+        write_page(wanted.html, chosen, _told(chosen, typed), plans, expert_load=wanted.expert_load)
 
 
 def _told(recipe: Recipe, typed: Typed) -> Typed:
@@ -94,7 +95,12 @@ def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ())
 
 
 def write_page(
-    path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan] = (), budget: float | None = None
+    path: Path,
+    recipe: Recipe,
+    typed: Typed,
+    frontier: Sequence[Plan] = (),
+    budget: float | None = None,
+    expert_load: float | None = None,
 ) -> None:
     """The page of this recipe, its sliders over a grid around it. budget: of the grid, if not its own.
 
@@ -110,9 +116,9 @@ def write_page(
     from fivefold.schedules.pipeline import to_svg
 
     name, sets, cluster = typed
-    center = grid.base(recipe, cluster)
+    center = grid.base(recipe, cluster, expert_load)
     sliders = grid.axes(center, budget or grid.BUDGET)
-    data = as_data(center, grid.command(name, sets), sliders)
+    data = as_data(center, grid.command(name, sets, expert_load), sliders)
     drawn = pictures(grid.plan_at(center, center.values))
     rows = as_rows(frontier)
     shown = [

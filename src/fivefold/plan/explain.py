@@ -104,6 +104,11 @@ def _operations(plan: Plan) -> Iterator[str]:
                 f"{c.sent * ms:9.3f}  {what}"
             )
 
+    if s.model.arch == "moe":
+        load = s.software.expert_load
+        assumed = ": assumed, nobody knows it before the run (--expert-load)" if load == 1 else ""
+        yield f"  the busiest rank's experts get {load:g} times the even share of rows{assumed}"
+
 
 def _messages(plan: Plan) -> Iterator[str]:
     yield "messages of rank 0, a step (bytes of the larger of input and output)"

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from fivefold.errors import UserError
 from fivefold.layout import Layout, validate
 from fivefold.plan.clusters import Cluster, parse
-from fivefold.plan.predict import Plan, predict, resolved
+from fivefold.plan.predict import Plan, predict, resolved, with_load
+from fivefold.plan.software import Software, of
 from fivefold.recipe import Recipe
 
 BUDGET = 6500
@@ -52,13 +53,14 @@ class Axis:
 @dataclass(frozen=True)
 class Base:
     """What the grid lies around. recipe: as given, its open fields still open; full: resolved; layout: the resolved
-    recipe's; cluster: with its devices; named: as after `--cluster`."""
+    recipe's; cluster: with its devices; named: as after `--cluster`; software: the program's."""
 
     recipe: Recipe
     full: Recipe
     layout: Layout
     cluster: Cluster
     named: str
+    software: Software
 
     @property
     def values(self) -> Values:
@@ -77,8 +79,8 @@ class Base:
         }
 
 
-def base(recipe: Recipe, cluster: str) -> Base:
-    """cluster: as after `--cluster`.
+def base(recipe: Recipe, cluster: str, expert_load: float | None = None) -> Base:
+    """cluster: as after `--cluster`. expert_load: as after `--expert-load`.
 
     Raises:
         UserError: as `parse` and `predict`.
@@ -86,7 +88,8 @@ def base(recipe: Recipe, cluster: str) -> Base:
     full, machine = resolved(recipe), parse(cluster)
     layout = Layout.from_recipe(full.layout)
     validate(layout, machine.devices or layout.ranks)
-    return Base(recipe, full, layout, replace(machine, devices=layout.ranks), cluster)
+    software = with_load(of(machine), full.model, expert_load)
+    return Base(recipe, full, layout, replace(machine, devices=layout.ranks), cluster, software)
 
 
 def axes(center: Base, budget: float = BUDGET) -> list[Axis]:
@@ -127,7 +130,8 @@ def plan_at(center: Base, values: Values) -> Plan:
         "train": recipe.train.model_copy(update={name: values[name] for name in batch}),
         "layout": recipe.layout.model_copy(update=vars(layout_at(center, values))),
     }
-    return predict(recipe.model_copy(update=changed), replace(center.cluster, devices=values["devices"]))
+    cluster = replace(center.cluster, devices=values["devices"])
+    return predict(recipe.model_copy(update=changed), cluster, center.software)
 
 
 def model_at(center: Base, values: Values) -> Values:
@@ -190,9 +194,10 @@ def _cluster(center: Base, devices: int) -> str:
     return f"{name or center.named}:{devices}"
 
 
-def command(recipe: str, sets: Sequence[str]) -> str:
+def command(recipe: str, sets: Sequence[str], expert_load: float | None = None) -> str:
     """How `fivefold plan` is told the recipe; the layout and `options` follow."""
-    return " ".join(["fivefold plan", shlex.quote(recipe), *(f"--set {shlex.quote(text)}" for text in sets)])
+    words = ["fivefold plan", shlex.quote(recipe), *(f"--set {shlex.quote(text)}" for text in sets)]
+    return " ".join(words + ([] if expert_load is None else [f"--expert-load {expert_load:g}"]))
 
 
 def _possible(center: Base, key: str) -> list[int]:

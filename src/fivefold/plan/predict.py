@@ -12,9 +12,9 @@ from fivefold.plan import memory, volume
 from fivefold.plan.clusters import Cluster, for_ranks
 from fivefold.plan.memory import Memory
 from fivefold.plan.operations import Sizes
-from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software
+from fivefold.plan.software import FIVEFOLD, Software, of
 from fivefold.plan.stalls import Stalls, stalls
-from fivefold.plan.time import Setting, Step, step
+from fivefold.plan.time import Parts, Setting, Step, step
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, resolve
 from fivefold.recipe.rules import allows
 from fivefold.recipe.schema import ModelSection
@@ -85,6 +85,9 @@ class Plan:
             "microbatch_size": self.setting.sizes.B,
             "microbatches": self.setting.microbatches,
             "precision": self.setting.dtype,
+            **(
+                {"expert_load": self.setting.software.expert_load} if self.setting.model.arch == "moe" else {}
+            ),
             "fits": self.fits,
             "ranks": self.layout.ranks,
             "memory": {
@@ -125,8 +128,7 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     B = full.train.microbatch_size
     assert B is not None
     count = full.train.global_batch_size // (layout.dp * B)
-    own = FIVEFOLD_CPU if cluster.machine and cluster.machine.on_cpu else FIVEFOLD
-    software = with_reduce(software or own, recipe.precision.reduce)
+    software = with_reduce(software or of(cluster), recipe.precision.reduce)
     plan = price(setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software))
     return replace(plan, stalls=stalls(full, plan.setting, plan.step.seconds))
 
@@ -155,10 +157,14 @@ def setting(
     return Setting(model, layout, for_ranks(cluster, layout.ranks), software, sizes, dtype, microbatches)
 
 
-def price(s: Setting) -> Plan:
-    """Predicts memory, time and bytes sent."""
-    held = memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
-    return Plan(s, held, step(s))
+def price(s: Setting, shared: Parts | None = None) -> Plan:
+    """Predicts memory, time and bytes sent. shared: as in `time.stage_costs`."""
+    return Plan(s, held(s), step(s, shared=shared))
+
+
+def held(s: Setting) -> list[Memory]:
+    """Memory of the ranks of each position in the pipeline."""
+    return memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
 
 
 def resolved(recipe: Recipe) -> Recipe:
@@ -180,6 +186,25 @@ def with_reduce(software: Software, dtype: str) -> Software:
     """The software, sending gradients in this dtype."""
     sent = {name: replace(states, reduce=BYTES[dtype]) for name, states in software.states.items()}
     return replace(software, states=sent)
+
+
+def with_load(software: Software, model: ModelSection, load: float | None) -> Software:
+    """The software, its busiest rank's experts getting so many times the even share of rows; None, the even share.
+
+    Raises:
+        UserError: no load can be so uneven; the model has no experts.
+    """
+    if load is None:
+        return software
+    if model.arch != "moe":
+        raise UserError(f"--expert-load: {model.arch} has no experts: leave it out")
+    most = model.experts or 8
+    if not 1 <= load <= most:
+        raise UserError(
+            f"--expert-load {load:g}: must be from 1, the even share, to {most}, where one of {most} experts gets all "
+            f"rows. Nearest valid: {most if load > most else 1}"
+        )
+    return replace(software, expert_load=load)
 
 
 def dtype_of(recipe: Recipe, cluster: Cluster) -> str:

@@ -12,6 +12,7 @@ from fivefold.plan import budget
 from fivefold.plan.clusters import Cluster
 from fivefold.plan.predict import Plan
 from fivefold.plan.search import search
+from fivefold.plan.software import FIVEFOLD, Software
 from fivefold.recipe import Recipe, active_parameters, count_parameters, flops_per_token
 
 UNITS = {"m": 60.0, "h": 3600.0, "d": budget.DAY, "w": 7 * budget.DAY}
@@ -96,14 +97,16 @@ def _batch(plan: Plan, q: Questions, active: float) -> dict[str, Any]:
     }
 
 
-def fewest_devices(recipe: Recipe, cluster: Cluster, q: Questions, first: int) -> Plan | None:
+def fewest_devices(
+    recipe: Recipe, cluster: Cluster, q: Questions, first: int, software: Software = FIVEFOLD
+) -> Plan | None:
     """The best plan on the fewest devices whose best plan meets the deadline: of one node, two, four and so on, from
     about `first`. None: none of those tried does."""
     assert q.deadline is not None
     devices = cluster.per_node * 2 ** max(0, math.ceil(math.log2(first / cluster.per_node)) - 1)
     for _ in range(MOST_SEARCHES):
         try:
-            found = search(recipe, replace(cluster, devices=devices), 1)
+            found = search(recipe, replace(cluster, devices=devices), 1, software)
         except UserError:  # no layout of so many divides the batch: nor will twice as many
             return None
         if found.plans and q.tokens / found.plans[0].tokens_per_s <= q.deadline:

@@ -4,7 +4,10 @@ fuses, what it overlaps. Ours by default; others' for predicting published runs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from fivefold.plan.clusters import Cluster
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,8 @@ FIVEFOLD = Software()
 """This program on GPUs."""
 FIVEFOLD_CPU = replace(FIVEFOLD, name="fivefold on CPUs", scatter="all_to_all", memory="rehearsal")
 """This program on CPUs: gloo has no reduce-scatter, so each rank sends every other one its part (parallel/zero.py)."""
+
+
+def of(cluster: Cluster) -> Software:
+    """This program on a cluster's devices."""
+    return FIVEFOLD_CPU if cluster.machine and cluster.machine.on_cpu else FIVEFOLD
