@@ -63,7 +63,7 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Number of ranks: the product of the axes."""
-        return math.prod(self.sizes.values())
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def dp(self) -> int:

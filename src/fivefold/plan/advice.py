@@ -10,7 +10,7 @@ from dataclasses import replace
 from fivefold.layout import Layout, divisors, to_text
 from fivefold.plan import memory
 from fivefold.plan.bound import Bounds
-from fivefold.plan.predict import Plan, limit
+from fivefold.plan.predict import Plan, held, limit
 from fivefold.plan.space import Choice, Space
 from fivefold.recipe import count_parameters
 
@@ -80,9 +80,7 @@ def _fitting(space: Space, bounds: Bounds, most: float) -> Layout | None:
         for layout in space.sharings(shape)
         for dtype in space.dtypes
     ]
-    for c in heapq.nsmallest(SMALLEST, choices, key=bounds.bytes):
-        s = bounds.setting(c)
-        held = memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
-        if max(m.total for m in held) <= most:
+    for c in heapq.nsmallest(SMALLEST, choices, key=bounds.bytes.of):
+        if max(m.total for m in held(bounds.setting(c))) <= most:
             return c.layout
     return None

@@ -140,7 +140,9 @@ def for_ranks(cluster: Cluster, ranks: int) -> Cluster:
     """The cluster with as many devices as a layout has ranks; local ranks share the machine."""
     from fivefold.plan.local import shared
 
-    return shared(cluster, ranks) if cluster.machine else replace(cluster, devices=ranks)
+    if cluster.machine:
+        return shared(cluster, ranks)
+    return cluster if cluster.devices == ranks else replace(cluster, devices=ranks)
 
 
 def _preset(name: str, text: str) -> Cluster:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fivefold.layout import AXES, EXPERT_GROUPS, GROUPS, Layout
 from fivefold.plan.clusters import Cluster, Link
@@ -31,15 +32,24 @@ class Group:
 
 def group(layout: Layout, cluster: Cluster, name: str) -> Group:
     """The groups of this name under the order of ranks of `layout.py`."""
+    x = layout
+    return _group(name, (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp), x.ep, cluster.per_node)
+
+
+@lru_cache(maxsize=2**16)
+def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int) -> Group:
+    """axes: sizes, in the order of AXES."""
+    sizes = dict(zip(AXES, axes, strict=True))
+    shard, tp = sizes["dp_shard"] * sizes["cp"], sizes["tp"]
     if name in EXPERT_GROUPS:
-        ranks = {"ep": layout.ep, "edp": layout.dp * layout.cp // layout.ep}
-        size = ranks.get(name, max(1, layout.dp_shard * layout.cp // layout.ep))
-        stride = layout.tp * (1 if name == "ep" else layout.ep)
+        ranks = {"ep": ep, "edp": sizes["dp_replicate"] * shard // ep}
+        size = ranks.get(name, max(1, shard // ep))
+        stride = tp * (1 if name == "ep" else ep)
     else:
-        axes = GROUPS[name]
-        size = math.prod(layout.sizes[axis] for axis in axes)
-        stride = math.prod(layout.sizes[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
-    return Group(size, max(1, min(size, cluster.per_node // stride)))
+        last = AXES.index(GROUPS[name][-1])
+        size = math.prod(sizes[axis] for axis in GROUPS[name])
+        stride = math.prod(axes[last + 1 :])
+    return Group(size, max(1, min(size, per_node // stride)))
 
 
 def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:

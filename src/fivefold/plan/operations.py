@@ -169,6 +169,22 @@ def block(s: Sizes, software: Software, mixed: bool = False) -> list[Operation]:
     return [*attended, *mlp, _add("add2", s, software, mask)]
 
 
+@dataclass(frozen=True)
+class Work:
+    """All operations for a microbatch: of a block by whether it has experts, before the blocks, behind them."""
+
+    block: dict[bool, list[Operation]]
+    begin: list[Operation]
+    end: list[Operation]
+
+
+def work(s: Sizes, software: Software) -> Work:
+    """Of a model's share on one rank."""
+    kinds = {is_mixed(s.model, number) for number in (0, s.model.layers - 1)}
+    blocks = {mixed: block(s, software, mixed) for mixed in kinds}
+    return Work(blocks, begin(s, software), end(s, software))
+
+
 def begin(s: Sizes, software: Software) -> list[Operation]:
     """Before the blocks: rows of the embedding."""
     D, e, n = s.model.dim, s.e, s.n

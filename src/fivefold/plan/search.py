@@ -1,8 +1,8 @@
 """Finds the layouts that train a recipe fastest on a cluster, of all that are valid (`space.py`).
 
 Best first: what a layout takes at least (`bound.py`) is refined step by step, and always that is refined which may
-still be fastest: a shape with its microbatch; with a schedule; with who shares states; all but the simulated pipeline;
-the whole prediction. A prediction that comes out first is faster than anything that is left, for no bound exceeds what
+still be fastest: a shape with its microbatch; with what it sends; with a schedule; with who shares states; the whole
+prediction. A prediction that comes out first is faster than anything that is left, for no bound exceeds what
 it is a bound of. So nothing valid is left out, and few layouts are priced.
 """
 
@@ -12,23 +12,25 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.plan import memory
 from fivefold.plan.advice import nothing_fits, nothing_valid
 from fivefold.plan.binding import limits, reasons
 from fivefold.plan.bound import Bounds
 from fivefold.plan.clusters import Cluster
-from fivefold.plan.predict import Plan, dtype_of, limit, price, resolved, with_reduce
+from fivefold.plan.predict import Plan, dtype_of, held, limit, price, resolved, with_reduce
 from fivefold.plan.software import FIVEFOLD, Software
 from fivefold.plan.space import Choice, Space
+from fivefold.plan.time import step
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import with_layout
 
 GLIMPSE = 32
 PRICED = 4  # levels of refinement before
+Order = tuple[int, ...]
+"""A layout's place in the space: of equal ones the first is better, so that a search always finds the same."""
 SMALLEST = 20  # where nothing fits, of so many that seem smallest the one that is
 
 
@@ -64,8 +66,7 @@ class Search:
     def __init__(self, space: Space, bounds: Bounds, most: float, below: float = math.inf):
         self.space, self.bounds, self.most, self.below = space, bounds, most, below
         self.lost = self.tried = 0
-        self._number = count()
-        self._heap: list[tuple[float, float, int, int, Any]] = []
+        self._heap: list[tuple[float, float, Order, int, Any]] = []
 
     def plans(self) -> Iterator[Plan]:
         """Every plan that fits, the fastest first; of equally fast ones that with more room."""
@@ -84,55 +85,52 @@ class Search:
         return min(plans, key=lambda plan: plan.step.seconds, default=None)
 
     def _start(self) -> None:
-        for seconds, size, choice in self.bounds.starts(self.space):
+        for number, (seconds, size, choice) in enumerate(self.bounds.starts(self.space)):
             if size <= self.most:
-                self._push(seconds, 0, choice)
+                self._push(seconds, 0, (number,), choice)
             else:
                 self.lost += self.space.kinds(choice.layout)
 
     def _refine(self) -> Plan | None:
         """Looks closer at what may still be fastest. Returns it where nothing is left to be looked at."""
-        seconds, _, _, level, what = heapq.heappop(self._heap)
+        seconds, _, order, level, what = heapq.heappop(self._heap)
         if level == PRICED:
             return what
-        (self._schedules, self._sharings, self._layout, self._price)[level](seconds, what)
+        (self._average, self._schedules, self._sharings, self._price)[level](seconds, order, what)
         return None
 
-    def _push(self, seconds: float, level: int, what: Any, peak: float = 0.0) -> None:
+    def _push(self, seconds: float, level: int, order: Order, what: Any, peak: float = 0.0) -> None:
         if seconds < self.below:
-            heapq.heappush(self._heap, (seconds, peak, next(self._number), level, what))
+            heapq.heappush(self._heap, (seconds, peak, order, level, what))
 
-    def _schedules(self, seconds: float, c: Choice) -> None:
+    def _average(self, seconds: float, order: Order, c: Choice) -> None:
+        self._push(max(seconds, self.bounds.average(c, self.space)), 1, order, c)
+
+    def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
         lean = self.space.leanest(c.layout)
-        for name, virtual in self.space.schedules(c.layout.pp):
+        for number, (name, virtual) in enumerate(self.space.schedules(c.layout.pp)):
             smallest = replace(c, layout=replace(lean, schedule=name, virtual_stages=virtual))
-            if self.bounds.bytes(smallest, buffers=False) > self.most:
+            if self.bounds.bytes.of(smallest, buffers=False) > self.most:
                 self.lost += len(self.space.sharings(c.layout))
                 continue
             one = replace(c, layout=replace(c.layout, schedule=name, virtual_stages=virtual))
-            self._push(max(seconds, self.bounds.schedule(one) + self.bounds.software.step), 1, one)
+            self._push(max(seconds, self.bounds.schedule(one, self.space)), 2, (*order, number), one)
 
-    def _sharings(self, seconds: float, c: Choice) -> None:
-        scheduled = self.bounds.schedule(c)
-        for layout in self.space.sharings(c.layout):
+    def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
+        for number, layout in enumerate(self.space.sharings(c.layout)):
             one = replace(c, layout=layout)
-            if self.bounds.bytes(one) <= self.most:
-                self._push(max(seconds, self.bounds.sharing(one, scheduled)), 2, one)
+            if self.bounds.bytes.of(one) <= self.most:
+                self._push(max(seconds, self.bounds.sharing(one)), 3, (*order, number), one)
             else:
                 self.lost += 1
 
-    def _layout(self, seconds: float, c: Choice) -> None:
-        """All but what a pipeline waits besides, and the bytes."""
-        self._push(max(seconds, self.bounds.step(c)), 3, c)
-
-    def _price(self, seconds: float, c: Choice) -> None:
+    def _price(self, seconds: float, order: Order, c: Choice) -> None:
         self.tried += 1
         s = self.bounds.setting(c)
-        held = memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
-        size = max(m.total for m in held)
-        if round(size) <= self.most:
-            plan = price(s)
-            self._push(plan.step.seconds, PRICED, plan, plan.peak_bytes)
+        memory = held(s)
+        if round(max(m.total for m in memory)) <= self.most:
+            plan = Plan(s, memory, step(s, shared=self.bounds.pieces.parts(c)[0]))
+            self._push(plan.step.seconds, PRICED, order, plan, plan.peak_bytes)
         else:
             self.lost += 1
 
@@ -146,7 +144,8 @@ class Search:
             for name, virtual in self.space.schedules(c.layout.pp)
         )
         plans = (
-            price(self.bounds.setting(c)) for c in heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes)
+            price(self.bounds.setting(c))
+            for c in heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
         )
         return min(plans, key=lambda plan: plan.peak_bytes)
 

@@ -139,10 +139,10 @@ class Space:
     def starts(self) -> Iterator[Choice]:
         """What a search begins with: all but schedules and who shares states."""
         for shape in self.shapes:
+            modes = [replace(shape, recompute=recompute) for recompute in RECOMPUTE]
             for B in self.microbatches(shape):
                 count = self.batch // shape.dp_replicate // B
-                for recompute in RECOMPUTE:
-                    changed = replace(shape, recompute=recompute)
+                for changed in modes:
                     yield from (Choice(changed, B, count, dtype) for dtype in self.dtypes)
 
     @cached_property

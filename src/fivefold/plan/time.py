@@ -14,7 +14,7 @@ from fivefold.plan.clusters import Cluster
 from fivefold.plan.communication import exposed, group
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
-from fivefold.plan.operations import Message, Operation, Sizes
+from fivefold.plan.operations import Message, Operation, Sizes, Work
 from fivefold.plan.software import Software
 from fivefold.recipe.schema import ModelSection
 from fivefold.schedules.pipeline import Costs, simulate, simulate_crowded
@@ -33,13 +33,24 @@ class Cost:
     host: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+        return Cost(  # field by field: a search adds millions
+            self.forward + other.forward,
+            self.input + other.input,
+            self.weight + other.weight,
+            self.sent_forward + other.sent_forward,
+            self.sent_backward + other.sent_backward,
+            self.host + other.host,
+        )
 
     def times(self, count: float) -> Cost:
-        return Cost(*(count * value for value in self.values()))
-
-    def values(self) -> tuple[float, ...]:
-        return (self.forward, self.input, self.weight, self.sent_forward, self.sent_backward, self.host)
+        return Cost(
+            count * self.forward,
+            count * self.input,
+            count * self.weight,
+            count * self.sent_forward,
+            count * self.sent_backward,
+            count * self.host,
+        )
 
     @property
     def bound(self) -> Cost:
@@ -149,11 +160,15 @@ def _exposed(messages: Iterable[Message], beside: float, s: Setting) -> float:
 
 def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
     """Seconds of several operations, with what backward computes again."""
-    costs = [operation(op, s) for op in ops]
+    return _together(ops, [operation(op, s) for op in ops], s, recompute)
+
+
+def _together(ops: Sequence[Operation], costs: Sequence[Cost], s: Setting, recompute: str) -> Cost:
     total = sum(costs, Cost())
     again = Cost()
     for op, cost in zip(ops, costs, strict=True):
-        again += cost.times(repeated(op, recompute, s))
+        if times := repeated(op, recompute, s):
+            again += cost.times(times)
     return total + Cost(0, again.forward, 0, 0, again.sent_forward, again.host / 2)
 
 
@@ -169,17 +184,41 @@ def repeated(op: Operation, recompute: str, s: Setting) -> float:
     return 1.0 if op.part == "core" or (op.part == "inner" and software.selective == "sublayer") else 0.0
 
 
-def block_cost(s: Setting, number: int) -> Cost:
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a model's operations for one microbatch. They depend on the tensor, context and expert axes, but not
+    on the pipeline and not on who shares states: many layouts have the same. block: by (with experts, recomputation).
+    begin: before the blocks. end: behind them."""
+
+    block: dict[tuple[bool, str], Cost]
+    begin: Cost
+    end: Cost
+
+
+def parts(s: Setting, work: Work) -> Parts:
+    """Of any layout with these axes. work: its operations."""
+    found = {}
+    for mixed, ops in work.block.items():
+        costs = [operation(op, s) for op in ops]
+        for recompute in operations.KEPT:
+            found[mixed, recompute] = _together(ops, costs, s, recompute)
+    return Parts(found, part(work.begin, s), end_cost(s, work.end))
+
+
+def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
     """Seconds of a block for one microbatch, data parallelism within the step included."""
-    ops = operations.block(s.sizes, s.software, operations.is_mixed(s.model, number))
-    cost = part(ops, s, s.layout.recompute)
-    if s.cluster.machine and s.cluster.machine.on_cpu:
-        cost += _host(s.cluster.machine, s.layout) + _waits(cost, s)
-    else:
-        cost = (cost + Cost(host=s.software.host)).bound
+    cost = computed(s, operations.is_mixed(s.model, number), shared)
     own = memory.elements(s.model, s.layout)[0][number]
     cost += accumulate(own.computes, s)
     return cost + within_step(own, cost, s)
+
+
+def computed(s: Setting, mixed: bool, shared: Parts) -> Cost:
+    """Seconds of a block for one microbatch, with those of the processor that issues its operations."""
+    cost = shared.block[mixed, s.layout.recompute]
+    if s.cluster.machine and s.cluster.machine.on_cpu:
+        return cost + (_host(s.cluster.machine, s.layout) + _waits(cost, s))
+    return (cost + Cost(host=s.software.host)).bound
 
 
 def _host(machine: Measured, layout: Layout) -> Cost:
@@ -208,9 +247,8 @@ def _waits(cost: Cost, s: Setting) -> Cost:
     return Cost(forward, backward, 0.0, forward, backward)
 
 
-def end_cost(s: Setting) -> Cost:
+def end_cost(s: Setting, ops: Sequence[Operation]) -> Cost:
     """The last norm, the output layer and the loss, whose gradients are made in forward where it works by chunks."""
-    ops = operations.end(s.sizes, s.software)
     if s.software.loss != "chunks":
         return part(ops, s)
     loss = part([op for op in ops if op.name != "norm"], s)
@@ -218,27 +256,14 @@ def end_cost(s: Setting) -> Cost:
     return part([op for op in ops if op.name == "norm"], s) + made
 
 
-def stage_costs(s: Setting) -> list[Cost]:
-    """Seconds of each pipeline stage for one microbatch."""
-    by_stage, counted = (
-        memory.stages(s.model, s.layout, s.software.partition),
-        memory.elements(s.model, s.layout),
-    )
-    kinds: dict[bool, Cost] = {}
-    costs = []
-    for stage, numbers in enumerate(by_stage):
-        total = Cost()
-        for number in numbers:
-            mixed = operations.is_mixed(s.model, number)
-            if mixed not in kinds:
-                kinds[mixed] = block_cost(s, number)
-            total += kinds[mixed]
-        if stage == 0:
-            total += part(operations.begin(s.sizes, s.software), s)
-        if stage == len(by_stage) - 1:
-            total += end_cost(s)
-            total += accumulate(counted[2].computes + counted[3].computes, s)
-        costs.append(total)
+def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
+    """Seconds of each pipeline stage for one microbatch. shared: its `parts`, where they are known already."""
+    shared = shared or parts(s, operations.work(s.sizes, s.software))
+    counted = memory.elements(s.model, s.layout)
+    costs = _blocks(s, shared)
+    costs[0] += shared.begin
+    costs[-1] += shared.end
+    costs[-1] += accumulate(counted[2].computes + counted[3].computes, s)
     if s.cluster.machine and s.cluster.machine.on_cpu:
         costs = [cost + _host_of_stage(s, stage, len(costs)) for stage, cost in enumerate(costs)]
     slower = rates.slowest(s.layout.ranks, s.cluster.device.spread)
@@ -246,6 +271,22 @@ def stage_costs(s: Setting) -> list[Cost]:
     if not s.software.overlap_pipeline and s.layout.pp > 1:
         wait = max(seconds for (a, b), seconds in transfers(s).items() if b == a + 1)
         costs = [cost + Cost(wait, wait, 0, wait, wait) for cost in costs]
+    return costs
+
+
+def _blocks(s: Setting, shared: Parts) -> list[Cost]:
+    """Seconds of the blocks of each stage; stages that are alike are added up once."""
+    kinds: dict[bool, Cost] = {}
+    sums: dict[tuple[bool, ...], Cost] = {}
+    costs = []
+    for numbers in memory.stages(s.model, s.layout, s.software.partition):
+        mixed = tuple(operations.is_mixed(s.model, number) for number in numbers)
+        if mixed not in sums:
+            for kind, number in zip(mixed, numbers, strict=True):
+                if kind not in kinds:
+                    kinds[kind] = block_cost(s, number, shared)
+            sums[mixed] = sum((kinds[kind] for kind in mixed), Cost())
+        costs.append(sums[mixed])
     return costs
 
 
@@ -417,9 +458,9 @@ def optimizer(s: Setting, own: Elements) -> float:
     return s.software.optimizer_passes * update + 2 * norm
 
 
-def step(s: Setting, run: Run = pipeline) -> Step:
-    """Seconds of an optimizer step. run: what says how long the schedule takes."""
-    costs = stage_costs(s)
+def step(s: Setting, run: Run = pipeline, shared: Parts | None = None) -> Step:
+    """Seconds of an optimizer step. run: what says how long the schedule takes. shared: as in `stage_costs`."""
+    costs = stage_costs(s, shared)
     makespan, ends, busy = run(s, costs)
     p, m = s.layout.pp, s.microbatches
     rank_of = memory.schedule(s.layout.schedule, p, 2, s.layout.virtual_stages).rank_of if p > 1 else (0,)
@@ -437,10 +478,10 @@ def step(s: Setting, run: Run = pipeline) -> Step:
             extra, reduced, gathered, updated = late, r, g, u
     tied = _tied(s)
     worst = max(range(p), key=lambda position: busy[position])
-    fixed = _fixed(s)
-    seconds = makespan + max(0.0, extra) + tied + fixed
+    besides = fixed(s)
+    seconds = makespan + max(0.0, extra) + tied + besides
     exposed = {"model": waits[worst], "data": max(0.0, min(extra, reduced + gathered)) + tied}
-    compute = busy[worst] - waits[worst] + updated + fixed
+    compute = busy[worst] - waits[worst] + updated + besides
     bubble = seconds - compute - sum(exposed.values())
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
@@ -454,12 +495,12 @@ def step(s: Setting, run: Run = pipeline) -> Step:
         ("weights gathered, not hidden", gathered),
         ("optimizer", updated),
         ("tied embedding summed", tied),
-        ("other, a step", fixed),
+        ("other, a step", besides),
     ]
     return Step(seconds, compute, exposed, max(0.0, bubble), terms)
 
 
-def _fixed(s: Setting) -> float:
+def fixed(s: Setting) -> float:
     """Seconds of a step that depend on no sizes: Python between its parts."""
     machine, layout = s.cluster.machine, s.layout
     if machine is None:

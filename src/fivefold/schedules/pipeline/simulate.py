@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from fivefold.schedules.pipeline.action import Action
-from fivefold.schedules.pipeline.dependencies import Result, makes, needs, walk
+from fivefold.schedules.pipeline.action import Action, Kind
+from fivefold.schedules.pipeline.dependencies import Result, makes, needs
 from fivefold.schedules.pipeline.schedule import Schedule
 from fivefold.schedules.pipeline.timeline import Event, Timeline
 
 PerStage = float | Sequence[float]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,60 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     The schedule must be one that `check` accepts. Without `costs`, F, I and W take 1 s, B 2 s, transfers 0 s.
     """
-    costs = costs or Costs()
-    ends: dict[Result, float] = {}
-    rows: list[list[Event]] = [[] for _ in schedule.rows]
+    run = _Run(schedule, costs or Costs())
+    ready = list(range(schedule.ranks))[::-1]
+    while ready:
+        run.advance(ready.pop(), ready)
+    done = tuple(map(tuple, run.rows))
+    assert list(map(len, done)) == list(map(len, schedule.rows)), "the schedule does not pass check"
+    return Timeline(done)
 
-    def run(rank: int, action: Action) -> None:
-        arrivals = (
-            ends[result] + costs.latency(schedule.rank_of[result.stage], rank)
-            for result in needs(action, schedule.stages)
-        )
-        start = max(rows[rank][-1].end if rows[rank] else 0.0, *arrivals, 0.0)
-        rows[rank].append(Event(action, start, start + costs.seconds(action)))
-        if result := makes(action):
-            ends[result] = rows[rank][-1].end
 
-    waiting = walk(schedule, run)
-    assert not waiting, f"the schedule does not pass check: {waiting}"
-    return Timeline(tuple(map(tuple, rows)))
+class _Run:
+    """Ranks that go through a schedule, each until it waits for another. A result is known by a number: the output of
+    stage s for microbatch m by 2 m S + s, where there are S stages, and the gradient of its input by S more."""
+
+    def __init__(self, schedule: Schedule, costs: Costs):
+        self.schedule, self.stages = schedule, schedule.stages
+        self.rows: list[list[Event]] = [[] for _ in schedule.rows]
+        self.seconds = {
+            kind: [costs.seconds(Action(stage, kind, 0)) for stage in range(self.stages)] for kind in KINDS
+        }
+        rank_of = schedule.rank_of
+        hops = list(pairwise(rank_of))
+        self.from_before = [0.0, *(costs.latency(a, b) for a, b in hops)]
+        self.from_behind = [*(costs.latency(b, a) for a, b in hops), 0.0]
+        self.ends: dict[int, float] = {}
+        self.waiting: dict[int, int] = {}
+
+    def advance(self, rank: int, ready: list[int]) -> None:
+        """Until the rank's end, or until a result is missing; ranks that waited for its results become ready."""
+        row, full, stages = self.rows[rank], self.schedule.rows[rank], self.stages
+        now = row[-1].end if row else 0.0
+        for action in full[len(row) :]:
+            stage, kind = action.stage, action.kind
+            output = 2 * stages * action.microbatch + stage
+            start = now
+            for result, way in self._needs(kind, stage, output):
+                end = self.ends.get(result)
+                if end is None:
+                    self.waiting[result] = rank
+                    return
+                start = max(start, end + way)
+            now = start + self.seconds[kind][stage]
+            row.append(Event(action, start, now))
+            if kind != "W":
+                made = output if kind == "F" else output + stages
+                self.ends[made] = now
+                if made in self.waiting:
+                    ready.append(self.waiting.pop(made))
+
+    def _needs(self, kind: str, stage: int, output: int) -> tuple[tuple[int, float], ...]:
+        """Results that a computation needs (`dependencies.needs`), and how long each is on its way."""
+        if kind == "F":
+            return ((output - 1, self.from_before[stage]),) if stage else ()
+        if kind == "W":
+            return ((output + self.stages, 0.0),)
+        if stage == self.stages - 1:
+            return ((output, 0.0),)
+        return (output, 0.0), (output + self.stages + 1, self.from_behind[stage])
