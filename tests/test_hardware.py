@@ -112,13 +112,13 @@ def test_predicted_beside_measured(tmp_path: Path) -> None:
     predicted = {
         "time": {"step_s": 1.1},
         "memory": {"per_stage": [{"total": 2**30}]},
-        "communication": {"bytes_per_rank": {"dp": 1000}},
+        "sent_as_counted": {"dp": 1000},
     }
     came = {"step_s": 1.0, "memory_bytes": 2**31, "sent_bytes": {"dp": 1000, "tp": 4}}
     (tmp_path / "plan.json").write_text(json.dumps({"predicted": predicted, "measured": came}))
     found = {row.name: row.error for row in rows(read(tmp_path))}
     assert found == pytest.approx(
-        {"step time": 0.1, "memory of rank 0": -0.5, "sent a step, dp": 0.0, "sent a step, tp": -1.0}
+        {"step time": 0.1, "tensors of rank 0": -0.5, "sent a step, dp": 0.0, "sent a step, tp": -1.0}
     )
     assert "+10.0%" in section(read(tmp_path))
     assert "because &lt;" in section({"predicted": None, "why": "because <x>"})
@@ -153,7 +153,10 @@ def test_bench_hardware_then_a_run_that_was_predicted(
     subprocess.run([*command, "train", "quickstart", *options, "--nproc", "2", "--out", str(run)], check=True)
     plan = json.loads((run / "plan.json").read_text())
     assert plan["predicted"]["cluster"] == "local:2"
-    assert plan["measured"]["sent_bytes"]["dp"] > 0
+    assert plan["measured"]["sent_bytes"] == plan["predicted"]["sent_as_counted"]
+    assert plan["predicted"]["memory"]["per_stage"][0]["total"] == pytest.approx(
+        plan["measured"]["memory_bytes"], rel=0.01
+    )
     assert 0.2 < plan["predicted"]["time"]["step_s"] / plan["measured"]["step_s"] < 5
     assert "Predicted and measured" in (run / "report.html").read_text()
     subprocess.run([*command, "plan", "--calibrate", str(run)], check=True)

@@ -109,7 +109,8 @@ class Console:
             self._print("")
             self._print(table)
         else:
-            self._print("\n" + "\n".join(f"{name:<16} {value}" for name, value in rows))
+            width = max((len(name) for name, _ in rows), default=0)
+            self._print("\n" + "\n".join(f"{name:<{width}} {value}" for name, value in rows))
         if commands:
             self._say("\nNext, try", "bold")
             self._say("\n".join(f"  {printable(command)}" for command in commands))

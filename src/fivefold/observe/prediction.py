@@ -53,10 +53,10 @@ def rows(plan: Mapping[str, Any]) -> list[Row]:
             found.append(Row(name, show(said), show(came), said / came - 1))
 
     add("step time", predicted["time"]["step_s"], measured.get("step_s"), lambda s: f"{s:.4g} s")
-    add("memory of rank 0", predicted["memory"]["per_stage"][0]["total"], measured.get("memory_bytes"), size)
+    add("tensors of rank 0", predicted["memory"]["per_stage"][0]["total"], measured.get("memory_bytes"), size)
     sent = measured.get("sent_bytes")
     if sent is not None:
-        said = predicted["communication"]["bytes_per_rank"]
+        said = predicted["sent_as_counted"]
         for axis in sorted({*said, *sent}):
             add(f"sent a step, {axis}", said.get(axis, 0), sent.get(axis, 0), size)
     return found

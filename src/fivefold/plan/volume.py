@@ -25,6 +25,8 @@ NAMES = ("pp", "tp", "cp", "shard", "replicate", "dp", "batch", "all", "ep", "ed
 """Groups that have the same ranks go by the first of these names, as where they are counted."""
 DATA = ("shard", "replicate", "batch", "edp", "eshard")
 """Groups over which states are gathered and gradients are summed: one axis, "dp", in what a plan reports."""
+AXES = ("tp", "cp", "pp", "ep", "dp")
+"""What a plan reports bytes of."""
 SENT = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -46,6 +48,10 @@ class Tally:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
+    @property
+    def found(self) -> Counted:
+        return {key: (self.calls[key], size) for key, size in self.bytes.items()}
+
     def add(self, what: str, axis: str, size: float, times: int = 1, calls: int = 1) -> None:
         """`times` collectives, each of `size` bytes in `calls` pieces."""
         if times and size:
@@ -56,34 +62,47 @@ class Tally:
 def counted(s: Setting, rank: int = 0) -> Counted:
     """What a counter on this rank sees in a step: forward and backward of all microbatches, sums of gradients, norm,
     update, and the loss on which all agree. Groups that have the same ranks are one."""
-    names, tally = _first_names(s.layout), _tally(s, rank)
-    found: Counter[tuple[str, str]] = Counter()
-    calls: Counter[tuple[str, str]] = Counter()
+    names, merged = _first_names(s.layout), Tally()
+    tally = _tally(s, rank)
     for (what, axis), size in tally.bytes.items():
-        found[what, names[axis]] += size
-        calls[what, names[axis]] += tally.calls[what, axis]
-    return {key: (calls[key], size) for key, size in found.items()}
+        merged.bytes[what, names[axis]] += size
+        merged.calls[what, names[axis]] += tally.calls[what, axis]
+    return merged.found
 
 
-def sent(s: Setting) -> dict[str, int]:
-    """Bytes that leave a rank, by axis; of the rank that sends most on each. Without the few numbers on which all ranks
-    agree."""
+def sent(s: Setting, as_counted: bool = False) -> dict[str, int]:
+    """Bytes that leave a rank, by axis; of the rank that sends most on each. as_counted: groups that have the same
+    ranks are one, as where messages are counted."""
     most: Counter[str] = Counter()
     for position in range(s.layout.pp):
         for index in range(min(2, s.layout.cp)):  # the first has most rows, the second sends most keys
-            total: Counter[str] = Counter()
-            for (what, name), size in _tally(s, s.layout.rank({"pp": position, "cp": index})).bytes.items():
-                axis, n = "dp" if name in DATA else name, group(s.layout, s.cluster, name).ranks
-                total[axis] += int(SENT[what](n) * size)
-            for axis, size in total.items():
+            rank = s.layout.rank({"pp": position, "cp": index})
+            found = counted(s, rank) if as_counted else _tally(s, rank).found
+            for axis, size in leaving(found, s.layout).items():
                 most[axis] = max(most[axis], size)
-    return {axis: most[axis] for axis in ("tp", "cp", "pp", "ep", "dp") if most[axis]}
+    return {axis: most[axis] for axis in AXES if most[axis]}
+
+
+def leaving(found: Counted, layout: Layout) -> dict[str, int]:
+    """Bytes that leave a rank, by axis, of those counted. Without what all ranks of several axes agree on: a few
+    numbers."""
+    groups, total = _groups(layout), Counter[str]()
+    for (what, name), (_, size) in found.items():
+        if name != "all":
+            total["dp" if name in DATA else name] += int(SENT[what](groups[name][0]) * size)
+    return dict(total)
 
 
 def _first_names(layout: Layout) -> dict[str, str]:
-    """The name by which each group goes: a group is so many ranks, so far apart."""
+    """The name by which each group goes."""
+    found, first = _groups(layout), dict[tuple[int, int], str]()
+    return {name: first.setdefault(found[name], name) for name in NAMES}
+
+
+def _groups(layout: Layout) -> dict[str, tuple[int, int]]:
+    """Of each group by its name: so many ranks, so far apart."""
     inner, shard, batch = layout.tp, layout.dp_shard * layout.cp, layout.dp * layout.cp
-    progression = {
+    return {
         "pp": (layout.pp, layout.ranks // layout.pp),
         "tp": (layout.tp, 1),
         "cp": (layout.cp, inner),
@@ -96,8 +115,6 @@ def _first_names(layout: Layout) -> dict[str, str]:
         "edp": (batch // layout.ep, layout.ep * inner),
         "eshard": (max(1, shard // layout.ep), layout.ep * inner),
     }
-    first: dict[tuple[int, int], str] = {}
-    return {name: first.setdefault(progression[name], name) for name in NAMES}
 
 
 def _tally(s: Setting, rank: int) -> Tally:

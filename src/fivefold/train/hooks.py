@@ -43,7 +43,7 @@ class RunHooks:
     metrics: MetricsWriter | None
     next_batch: Callable[[], tuple[list[Microbatch], float]]
     stop_wanted: Callable[[], bool]
-    counting: ExitStack = field(default_factory=ExitStack)
+    watching: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         recipe = self.job.recipe
@@ -53,7 +53,7 @@ class RunHooks:
         self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
 
     def record(self, line: dict[str, Any]) -> None:
-        self.counting.close()  # what the first step sends is counted
+        self.watching.close()  # the first steps are watched, until here
         speed = self.tokens / line["step_s"]
         line |= {"tokens": line["step"] * self.tokens, "tokens_per_s": speed}
         line |= {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}

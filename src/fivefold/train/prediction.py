@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,20 +14,21 @@ import torch.distributed as dist
 from fivefold.errors import UserError
 from fivefold.observe import prediction
 from fivefold.observe.collectives import Collectives
-from fivefold.observe.cpu import resident_bytes
+from fivefold.observe.format import size
+from fivefold.observe.machine import peak_memory_bytes
 from fivefold.observe.metrics import read_metrics
+from fivefold.observe.tracking import Tracker, states_of
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.ranks import Ranks
 from fivefold.plan.clusters import PRESETS, Cluster
 from fivefold.plan.local import of
 from fivefold.plan.measured import load
 from fivefold.plan.predict import predict
+from fivefold.plan.volume import AXES, leaving, sent
 from fivefold.train.job import Job
 from fivefold.train.share import Microbatch
+from fivefold.train.state import State
 
-AXES = {"shard": "dp", "replicate": "dp", "dp": "dp", "batch": "dp", "edp": "dp", "eshard": "dp"}
-"""The planner's name of an axis, of groups that have another. "all" is none: a few numbers travel on it."""
-NAMES = ("tp", "cp", "pp", "ep", "dp")
 NextBatch = Callable[[], tuple[list[Microbatch], float]]
 
 
@@ -37,15 +37,16 @@ class Prediction:
 
     def __init__(self, job: Job, ranks: Ranks):
         self.job, self.ranks = job, ranks
-        self.before = resident_bytes()[0] if ranks.device.type == "cpu" else 0
-        self.counting = ExitStack()
+        self.watching = ExitStack()
         self.counter: Collectives | None = None
+        self.tracker: Tracker | None = None
 
     def write(self) -> str:
         """Predicts, in milliseconds: nothing is measured for it."""
         try:
             found = self._predicted()
-            said = f"predicted: {found['time']['step_s']:.3g} s a step, {found['memory']['peak_bytes'] / 2**30:.2g} GiB"
+            peak = size(found["memory"]["peak_bytes"])
+            said = f"predicted: {found['time']['step_s']:.3g} s a step, {peak} of tensors a rank"
             self._save({"predicted": found})
         except UserError as error:
             said = f"no prediction: {error}"
@@ -55,58 +56,65 @@ class Prediction:
     def _predicted(self) -> dict[str, Any]:
         if self.job.module is not None:
             raise UserError("the planner does not know a module of your own")
-        return predict(self.job.recipe, _cluster(self.ranks)).as_json()
+        found = predict(self.job.recipe, _cluster(self.ranks))
+        return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True)}
 
-    def counted(self, next_batch: NextBatch, mesh: Mesh) -> NextBatch:
-        """The same, counting from the first batch on what this rank sends, until `counting` is closed. Not on
-        accelerators, whose compiled code is not to be watched; nor with a module of the user's own, which may talk over
-        groups that the mesh does not know."""
+    def watched(self, next_batch: NextBatch, state: State) -> NextBatch:
+        """The same, watching two steps from their batch on until `watching` is closed. In the first it counts what this
+        rank sends; in the second, when the optimizer has its states, it follows all tensors. Not on accelerators, whose
+        compiled code is not to be watched; nor with a module of the user's own, which the planner does not know, and
+        which may talk over groups that the mesh does not know."""
+        if state.mesh.device.type != "cpu" or self.job.module is not None:
+            return next_batch
+        steps = iter((self._count, self._track))
 
         def fetch() -> tuple[list[Microbatch], float]:
-            found = next_batch()
-            if self.counter is None:
-                self.counter = self.counting.enter_context(Collectives(mesh))
+            found, watch = next_batch(), next(steps, None)
+            if watch is not None:
+                watch(state)
             return found
 
-        watched = self.ranks.world > 1 and mesh.device.type == "cpu" and self.job.module is None
-        return fetch if watched else next_batch
+        return fetch
+
+    def _count(self, state: State) -> None:
+        if self.ranks.world > 1:
+            self.counter = self.watching.enter_context(Collectives(state.mesh))
+
+    def _track(self, state: State) -> None:
+        self.tracker = self.watching.enter_context(Tracker(states_of(state)))
 
     def conclude(self, mesh: Mesh) -> None:
         """Adds what was measured. All ranks call it; the first writes."""
-        self.counting.close()
-        sent = self._most_sent(mesh)
+        self.watching.close()
+        sent_bytes = self._most_sent(mesh)
         if not self.ranks.first:
             return
         lines = read_metrics(self.job.out / "metrics.jsonl")
-        peak = max((line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line), default=0)
         measured = {
             "step_s": prediction.step_seconds(lines),
-            "memory_bytes": peak - self.before,
-            "sent_bytes": sent,
+            "memory_bytes": self._peak(mesh),
+            "sent_bytes": sent_bytes,
         }
         self._save(prediction.read(self.job.out) | {"measured": measured})
+
+    def _peak(self, mesh: Mesh) -> int | None:
+        """Most bytes of tensors at once, in a step; None where they were not followed."""
+        if mesh.device.type != "cpu":
+            return peak_memory_bytes(str(mesh.device))
+        return None if self.tracker is None else self.tracker.peak().total
 
     def _most_sent(self, mesh: Mesh) -> dict[str, int] | None:
         """Bytes by axis, of the rank that sends most; None where they were not counted."""
         if self.counter is None:
             return None
-        mine = Counter[str]()
-        for (what, axis), (_, size) in self.counter.found.items():
-            if axis != "all":
-                mine[AXES.get(axis, axis)] += _sent(what, size, mesh.size(axis))
-        sizes = torch.tensor([mine[axis] for axis in NAMES])
+        found = {key: (calls, size) for key, (calls, size) in self.counter.found.items()}
+        mine = leaving(found, mesh.layout)
+        sizes = torch.tensor([mine.get(axis, 0) for axis in AXES])
         dist.all_reduce(sizes, dist.ReduceOp.MAX)
-        return {axis: int(size) for axis, size in zip(NAMES, sizes, strict=True) if size}
+        return {axis: int(most) for axis, most in zip(AXES, sizes, strict=True) if most}
 
     def _save(self, plan: dict[str, Any]) -> None:
         (self.job.out / "plan.json").write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
-
-
-def _sent(what: str, size: int, ranks: int) -> int:
-    """Bytes that a rank sends of a collective, as rings do it (plan/communication.py)."""
-    if what in ("send", "receive"):
-        return size * (what == "send")
-    return size * (ranks - 1) // ranks * (2 if what == "all_reduce" else 1)
 
 
 def _cluster(ranks: Ranks) -> Cluster:

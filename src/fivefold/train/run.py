@@ -36,7 +36,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         message = "stopping: finishing this step, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
         predicted = Prediction(job, ranks)
-        stack.enter_context(predicted.counting)
+        stack.enter_context(predicted.watching)
         state = build_state(recipe, ranks, job.module)
         for replica in state.parallel.replicas:
             stack.callback(replica.close)
@@ -63,8 +63,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
             )
         batches = stack.enter_context(reader(job, state.mesh, state.step))
-        batches = predicted.counted(batches, state.mesh)
-        hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted.counting)
+        batches = predicted.watched(batches, state)
+        hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted.watching)
         complete = train_loop(state, recipe, hooks)
         predicted.conclude(state.mesh)
         if ranks.first:

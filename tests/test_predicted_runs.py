@@ -1,0 +1,55 @@
+"""A run shows what was predicted beside what came: of the same quantities."""
+
+import json
+from pathlib import Path
+
+import pytest
+from measured import table
+from ranks import run_ranks
+from runs import lines, train_rank
+
+from fivefold.observe.prediction import rows
+from fivefold.recipe import Recipe, load
+from fivefold.train import prediction
+
+TINY = [
+    "model.layers=4", "model.dim=96", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=256", "model.seq_len=64",
+    "data.tokenizer=bytes", "train.global_batch_size=8", "train.microbatch_size=1", "train.steps=4",
+    "train.sample_every=2", "train.val_every=2", "optim.warmup_steps=0", "observe.tensorboard=false",
+]  # fmt: skip
+
+
+def recipe_of(folder: Path, layout: str, *overrides: str) -> Recipe:
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
+    sets = [*TINY, f"data.source={text}", f"data.cache={folder / 'cache'}", *overrides]
+    return load("quickstart", sets, layout)
+
+
+def on_a_known_machine(rank: int, world: int, recipe: Recipe, out: Path) -> int | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prediction, "load", table)
+        return train_rank(rank, world, recipe, out)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=3", "pp=2", "tp=2,sp=true"])
+def test_memory_and_bytes_are_those_predicted(tmp_path: Path, layout: str, mode: str) -> None:
+    recipe, out = recipe_of(tmp_path, layout, f"precision.mode={mode}"), tmp_path / "run"
+    ranks = 1 if layout == "dp=1" else 2
+    assert run_ranks(ranks, on_a_known_machine, recipe, out, timeout_s=60) == [None] * ranks
+    found = {row.name: row.error for row in rows(json.loads((out / "plan.json").read_text()))}
+    assert abs(found.pop("tensors of rank 0")) < 0.01
+    assert found.pop("step time") > -1
+    assert all(error == 0 for error in found.values()), found
+    assert len(found) == (ranks > 1)
+
+
+def test_a_run_of_one_step_knows_no_peak(tmp_path: Path) -> None:
+    """The optimizer has no states in the first step."""
+    recipe, out = recipe_of(tmp_path, "dp=1", "train.steps=1"), tmp_path / "run"
+    run_ranks(1, on_a_known_machine, recipe, out)
+    plan = json.loads((out / "plan.json").read_text())
+    assert plan["measured"]["memory_bytes"] is None
+    assert rows(plan) == [], "nor a time"
+    assert len(lines(out, "loss")) == 1
