@@ -51,6 +51,57 @@ def test_slurm(clean):
     assert ranks.found() is None, "an interactive shell of one task is no launcher"
 
 
+def test_variables_of_a_launcher_that_make_no_sense(clean):
+    clean.setenv("RANK", "one")
+    clean.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="RANK = 'one' in the environment is no number"):
+        ranks.found()
+    clean.delenv("RANK")
+    for name, value in {"PROCID": "0", "NTASKS": "2", "STEP_ID": "0"}.items():
+        clean.setenv(f"SLURM_{name}", value)
+    with pytest.raises(UserError, match="SLURM_LOCALID = '' in the environment is no number"):
+        ranks.found()
+
+
+def test_first_host_of_a_slurm_job(clean, tmp_path):
+    clean.setenv("SLURM_JOB_NODELIST", "n[3-4]")
+    clean.setenv("SLURM_JOB_ID", "20007")
+    clean.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"scontrol show hostnames n\[3-4\]` does not name .*: set MASTER_ADDR"
+    ):
+        ranks._master()
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho n3; echo n4\n")
+    scontrol.chmod(0o755)
+    assert ranks._master() == ("n3", 20007)
+    scontrol.write_text("#!/bin/sh\necho invalid node name >&2; exit 1\n")
+    with pytest.raises(UserError, match=r"first host \(invalid node name\)"):
+        ranks._master()
+
+
+def test_threads_of_a_rank(clean):
+    clean.setattr(ranks, "cores", lambda: 8)
+    for said, threads in (("3", 3), ("", 4), ("0", 4), ("2,1", 4)):
+        clean.setenv("OMP_NUM_THREADS", said)
+        assert ranks.threads_of(2) == threads, said
+
+
+def test_groups_are_freed_once_at_the_end(clean, tmp_path):
+    """However often a process joins."""
+    registered = []
+    clean.setattr(ranks.atexit, "register", registered.append)
+    clean.setattr(ranks.atexit, "unregister", lambda hook: hook in registered and registered.remove(hook))
+    clean.setattr(ranks.dist, "init_process_group", lambda *a, **k: None)
+    clean.setattr(ranks.dist, "destroy_process_group", lambda: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", ranks.STORE_FILE: str(tmp_path / "store")}.items():
+        clean.setenv(name, value)
+    for _ in range(3):
+        with ranks.join():
+            pass
+    assert registered == [ranks._free_groups]
+
+
 # The layout for the ranks that there are
 
 SMALL = ["train.global_batch_size=16", "train.microbatch_size=4", "model.heads=4", "model.kv_heads=4"]

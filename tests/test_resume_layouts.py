@@ -3,6 +3,7 @@ the same layout with the same bits."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -249,3 +250,32 @@ def test_ranks_that_see_different_checkpoints_stop(base: Recipe, tmp_path: Path)
 
 def error_at(rank: int, world: int, recipe: Recipe, folders: list[Path]) -> str:
     return error_of(rank, world, recipe, folders[rank])
+
+
+def test_what_one_rank_cannot_read_stops_every_rank(base: Recipe, tmp_path: Path) -> None:
+    """Each with the same message, at once: the manifest on one rank's disk; a tensor that only the last stage has."""
+    train(base, "pp=2", tmp_path, 1)
+    recipe = change(base, ["train.steps=2"], "pp=2")
+    said = run_ranks(2, error_with_another_manifest, recipe, tmp_path)
+    assert (
+        said
+        == [
+            f"{store.latest(tmp_path) / store.MANIFEST}: not a manifest of format 3, the one that this version reads"
+        ]
+        * 2
+    )
+    manifest = store.latest(tmp_path) / store.MANIFEST
+    found = json.loads(manifest.read_text())
+    found["tensors"]["model"]["norm.weight"]["shape"] = [33]
+    manifest.write_text(json.dumps(found))
+    said = run_ranks(2, error_of, recipe, tmp_path)
+    assert (
+        said
+        == [f"{manifest.parent} does not fit the recipe: these weights do not fit the model: norm.weight"] * 2
+    )
+
+
+def error_with_another_manifest(rank: int, world: int, recipe: Recipe, out: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "FORMAT", 2 if rank == 0 else 3)
+        return error_of(rank, world, recipe, out)

@@ -101,6 +101,17 @@ def test_a_manifest_cannot_name_files_elsewhere(saved):
         store.load(folder)
 
 
+def test_a_manifest_that_does_not_list_a_file(saved):
+    folder, *_ = saved
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["model-00000-00001.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        UserError, match=r"manifest\.json: .*'model-00000-00001\.safetensors'.* not among its files"
+    ):
+        store.load(folder)
+
+
 def test_latest_and_prune(tmp_path):
     with pytest.raises(UserError, match="no checkpoint yet"):
         store.latest(tmp_path)

@@ -93,8 +93,12 @@ class Reader:
         """Compares a file with the manifest, once.
 
         Raises:
-            UserError: it is missing, truncated or changed.
+            UserError: it is missing, truncated or changed, or the manifest has no hash of it.
         """
+        if file not in self.manifest["files"]:
+            raise UserError(
+                f"{self.folder / MANIFEST}: tensors lie in '{file}', which is not among its files"
+            )
         if file not in self._checked:
             _verify(self.folder / file, self.manifest["files"][file])
             self._checked.add(file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -60,6 +59,7 @@ def train(
         # the saved microbatch fitted the share of a rank in the layout before
         loaded = load(recipe, ["train.microbatch_size=none", *(set_ or [])], layout)
     # Imported once the recipe is known to be good: torch takes more than a second
+    from fivefold.parallel import ranks
     from fivefold.train.launch import run_command
 
     if not json:
@@ -67,7 +67,8 @@ def train(
         return
     with contextlib.redirect_stdout(sys.stderr):  # the forked ranks inherit it
         folder = run_command(loaded, nproc, out, resume, name=path.stem)
-    if int(os.environ.get("RANK", 0)) == 0:  # under torchrun every rank comes here
+    launched = ranks.found()
+    if launched is None or launched[0] == 0:  # under torchrun and Slurm every rank comes here
         from fivefold.observe.metrics import read_metrics
         from fivefold.observe.summary import summarize
 

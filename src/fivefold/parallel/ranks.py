@@ -38,16 +38,30 @@ class Ranks:
 
 
 def found() -> tuple[int, int, int, int] | None:
-    """(rank, world, local rank, local world) of the launcher we run under; None when there is none."""
+    """(rank, world, local rank, local world) of the launcher we run under; None when there is none.
+
+    Raises:
+        UserError: a variable of the launcher is missing or no number.
+    """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        world = int(env["WORLD_SIZE"])
-        return int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", world))
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
-        local = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "1"))
-        local_world = int(local.split("(")[0].split(",")[0])
-        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"]), local_world
+        rank, world = _number("RANK"), _number("WORLD_SIZE")
+        return rank, world, _number("LOCAL_RANK", "0"), _number("LOCAL_WORLD_SIZE", str(world))
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number("SLURM_NTASKS", "1") > 1:
+        tasks = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_NTASKS_PER_NODE"
+        return _number("SLURM_PROCID"), _number("SLURM_NTASKS"), _number("SLURM_LOCALID"), _number(tasks, "1")
     return None
+
+
+def _number(name: str, default: str = "") -> int:
+    """What a launcher says in the environment; of Slurm's lists, as "4(x2),3", the first."""
+    said = os.environ.get(name, default)
+    first = said.split("(")[0].split(",")[0]
+    if not first.isdigit():
+        raise UserError(
+            f"{name} = {said!r} in the environment is no number, though a launcher seems to start us"
+        )
+    return int(first)
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -67,7 +81,7 @@ def device_for(local_rank: int) -> torch.device:
 def threads_of(local_world: int) -> int:
     """Threads of each of so many ranks on this machine: the user's or the launcher's word counts."""
     said = os.environ.get("OMP_NUM_THREADS", "")
-    return int(said) if said.isdigit() else max(1, cores() // local_world)
+    return int(said) if said.isdigit() and int(said) else max(1, cores() // local_world)
 
 
 @contextlib.contextmanager
@@ -83,9 +97,8 @@ def join(timeout_s: float = 600) -> Iterator[Ranks]:
     else:
         torch.set_num_threads(threads_of(local_world))
     if world > 1:
-        # Gloo's threads need the interpreter to let go of the tensors of their last operation, and die with the
-        # process if it is already ending. Freeing the groups waits for the threads; gc, as cycles may hold groups.
-        atexit.register(gc.collect)
+        atexit.unregister(_free_groups)  # of a join before
+        atexit.register(_free_groups)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
@@ -99,6 +112,12 @@ def join(timeout_s: float = 600) -> Iterator[Ranks]:
     finally:
         if world > 1:
             dist.destroy_process_group()
+
+
+def _free_groups() -> None:
+    """Gloo's threads need the interpreter to let go of the tensors of their last operation, and die with the process if
+    it is already ending. Freeing the groups waits for the threads; gc, as cycles may hold groups."""
+    gc.collect()
 
 
 def _store(rank: int, world: int, timeout_s: float) -> dist.Store:
@@ -119,11 +138,23 @@ def _master() -> tuple[str, int]:
     """Address of rank 0: torchrun says it; under Slurm the first host of the job."""
     env = os.environ
     if "MASTER_ADDR" in env:
-        return env["MASTER_ADDR"], int(env.get("MASTER_PORT", "29500"))
+        return env["MASTER_ADDR"], _number("MASTER_PORT", "29500")
     if "SLURM_JOB_NODELIST" in env:
-        command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
-        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        return hosts[0], 20000 + int(env["SLURM_JOB_ID"]) % 20000
+        return _first_host(env["SLURM_JOB_NODELIST"]), 20000 + _number("SLURM_JOB_ID") % 20000
     raise UserError(
         "RANK is set but MASTER_ADDR is not: start the ranks with torchrun, or set MASTER_ADDR and MASTER_PORT"
     )
+
+
+def _first_host(nodes: str) -> str:
+    """Of a list as Slurm writes it: "node[3-5],other"."""
+    try:
+        found = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        )
+        return found.stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip()
+        raise UserError(
+            f"`scontrol show hostnames {nodes}` does not name the job's first host ({said}): set MASTER_ADDR to it"
+        ) from None

@@ -8,6 +8,9 @@ Another machine may see other bytes, of a disk or a cache of its own: it checks 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,39 @@ from fivefold.checkpoint import store
 from fivefold.errors import UserError
 from fivefold.host import machine_id
 from fivefold.parallel.mesh import Mesh
+
+
+@contextmanager
+def together(mesh: Mesh) -> Iterator[None]:
+    """What one rank cannot do, none goes on with: an error inside is one on every rank. Else the others would wait for
+    it in their next collective until that fails, where nobody stops them (as under Slurm). Nothing inside may need all
+    ranks. All ranks call it.
+
+    Raises:
+        UserError: an error of this or another rank.
+    """
+    error = None
+    try:
+        yield
+    except UserError as found:
+        error = found
+    if mesh.size("all") > 1:
+        failed = torch.tensor(-1 if error is None else mesh.rank, device=mesh.device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed.item() >= 0:
+            raise UserError(_told(str(error), int(failed), mesh))
+    if error is not None:
+        raise error
+
+
+def _told(text: str, rank: int, mesh: Mesh) -> str:
+    """The text of one rank, on all."""
+    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(mesh.device)
+    length = torch.tensor(len(mine), device=mesh.device)
+    dist.broadcast(length, rank)
+    content = mine if mesh.rank == rank else torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
+    dist.broadcast(content, rank)
+    return bytes(content.tolist()).decode()
 
 
 def assert_same(checkpoint: store.Reader | None, mesh: Mesh) -> None:
@@ -39,40 +75,37 @@ def assert_same(checkpoint: store.Reader | None, mesh: Mesh) -> None:
         raise UserError(f"ranks see different checkpoints of step {step}. Is the disk shared?")
 
 
-def check_files(checkpoint: store.Reader, needed: set[str], mesh: Mesh) -> None:
-    """Checks the files that this rank needs, together with the other ranks of its machine. All ranks call it.
+@dataclass(frozen=True)
+class Machine:
+    """The ranks of one machine: their group, this one's index in it, their number."""
+
+    group: dist.ProcessGroup | None = None
+    index: int = 0
+    count: int = 1
+
+
+def check_files(checkpoint: store.Reader, needed: set[str], here: Machine, device: torch.device) -> None:
+    """Checks this rank's share of the files that any rank of its machine needs. All of these call it, and read only if
+    no other has found damage (`together`).
 
     Raises:
-        UserError: a file is missing, truncated or changed. Every rank of the machine raises it.
+        UserError: a file is missing, truncated or changed.
     """
-    group, index, count = _machine(mesh)
-    if count == 1:
+    if here.count == 1:
         return  # the reader checks each file when it opens it
     files = sorted(checkpoint.files)
-    wanted = torch.tensor([file in needed for file in files], dtype=torch.int32, device=mesh.device)
-    dist.all_reduce(wanted, dist.ReduceOp.MAX, group=group)
-    together = [number for number, anybody in enumerate(wanted.tolist()) if anybody]
-    damaged, error = -1, None
-    for number in together[index::count]:
-        try:
-            checkpoint.check(files[number])
-        except UserError as found:
-            damaged, error = number, found
-            break
-    worst = torch.tensor(damaged, device=mesh.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-    if error is not None:
-        raise error
-    if worst.item() >= 0:
-        checkpoint.check(files[int(worst)])  # says what is wrong with it
-        raise UserError(f"{checkpoint.folder / files[int(worst)]} is damaged: another rank read other bytes")
-    checkpoint.trust(files[number] for number in together)
+    wanted = torch.tensor([file in needed for file in files], dtype=torch.int32, device=device)
+    dist.all_reduce(wanted, dist.ReduceOp.MAX, group=here.group)
+    shared = [number for number, anybody in enumerate(wanted.tolist()) if anybody]
+    for number in shared[here.index :: here.count]:
+        checkpoint.check(files[number])
+    checkpoint.trust(files[number] for number in shared)
 
 
-def _machine(mesh: Mesh) -> tuple[dist.ProcessGroup | None, int, int]:
-    """The ranks of this machine: their group, this one's index in it, their number."""
+def machine(mesh: Mesh) -> Machine:
+    """This rank's. All ranks call it."""
     if mesh.size("all") == 1:
-        return None, 0, 1
+        return Machine()
     mine = torch.tensor(_number(machine_id()), device=mesh.device)
     every: list[Tensor] = [torch.empty_like(mine) for _ in range(mesh.size("all"))]
     dist.all_gather(every, mine)
@@ -81,7 +114,7 @@ def _machine(mesh: Mesh) -> tuple[dist.ProcessGroup | None, int, int]:
     if 1 < len(here) < len(every):
         group = dist.new_group(here, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-    return group, here.index(mesh.rank), len(here)
+    return Machine(group, here.index(mesh.rank), len(here))
 
 
 def _number(content: bytes) -> int:

@@ -16,7 +16,7 @@ from fivefold.errors import UserError
 from fivefold.optim import MOMENTS, load_state, state_tensors
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding import Part, boxes, local_shape
-from fivefold.train.checked import assert_same, check_files
+from fivefold.train.checked import assert_same, check_files, machine, together
 from fivefold.train.job import Job
 from fivefold.train.state import State
 
@@ -73,7 +73,10 @@ def buffer_pieces(state: State) -> list[write.Piece]:
 
 def resume(state: State, job: Job) -> bool:
     """Loads the latest checkpoint; False where there is none yet. All ranks call it."""
-    checkpoint = store.Reader(store.latest(job.out)) if store.checkpoints(job.out) else None
+    checkpoint = None
+    with together(state.mesh):
+        if store.checkpoints(job.out):
+            checkpoint = store.Reader(store.latest(job.out))
     assert_same(checkpoint, state.mesh)
     if checkpoint is None:
         return False
@@ -84,12 +87,7 @@ def resume(state: State, job: Job) -> bool:
                 f"{folder} was trained with {key} = {meta[key]}, and now it is {now}: the run would not go on where it "
                 "stopped. Undo the change, or start a new run"
             )
-    try:
-        load_checkpoint(state, checkpoint)
-    except UserError:  # says itself what is wrong
-        raise
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{folder} does not fit the recipe: {error}") from None
+    load_checkpoint(state, checkpoint)
     if state.step > steps:
         raise UserError(f"train.steps = {steps}, but {folder} is further: set at least {state.step}")
     return True
@@ -113,10 +111,28 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     call it.
 
     Raises:
-        ValueError: a name is missing, unknown, or has another shape.
+        UserError: a name is missing, unknown, or has another shape; a file is damaged. On all ranks.
     """
     parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
+    masters, meta = state.masters(), checkpoint.meta
+    with together(state.mesh):
+        try:
+            _fits(state, checkpoint, parts, buffers)
+            moments = MOMENTS if int(meta.get("updates", meta["step"])) else ()
+            needed = _files(checkpoint, {name: parts[name] for name in masters}, moments)
+            needed.update(*(checkpoint.files_of("model", name) for name in buffers))
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{checkpoint.folder} does not fit the recipe: {error}") from None
+    here = machine(state.mesh)
+    with together(state.mesh):
+        check_files(checkpoint, needed, here, state.mesh.device)
+    with together(state.mesh):
+        _load(state, checkpoint, parts, buffers, moments)
+
+
+def _fits(state: State, checkpoint: store.Reader, parts: dict[str, Part], buffers: dict[str, Tensor]) -> None:
+    """Raises ValueError where names or shapes are not the model's."""
     shapes = {name: part.shape for name, part in parts.items()} | {
         n: tuple(b.shape) for n, b in buffers.items()
     }
@@ -126,15 +142,20 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     wrong += [name for name in shapes if name in saved and checkpoint.shape("model", name) != shapes[name]]
     if wrong:
         raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
+
+
+def _load(
+    state: State,
+    checkpoint: store.Reader,
+    parts: dict[str, Part],
+    buffers: dict[str, Tensor],
+    moments: Iterable[str],
+) -> None:
     masters, meta = state.masters(), checkpoint.meta
     state.step, state.updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
     state.skipped = int(meta.get("skipped", 0))
     gradient, trace = meta.get("noise", (0.0, 0.0))  # older checkpoints have none
     state.noise = float(gradient), float(trace)
-    moments = MOMENTS if state.updates else ()
-    needed = _files(checkpoint, {name: parts[name] for name in masters}, moments)
-    needed.update(*(checkpoint.files_of("model", name) for name in buffers))
-    check_files(checkpoint, needed, state.mesh)
     for name, weight in masters.items():
         weight.copy_(_read(checkpoint, "model", name, parts[name]))
     for name, buffer in buffers.items():
