@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.layout import to_text as layout_text
 from fivefold.observe import plan_svg, plan_text
+from fivefold.observe.format import memory_text
 from fivefold.plan.clusters import parse
 from fivefold.plan.frontier import as_rows, frontier
 from fivefold.plan.pictures import Pictures, pictures
@@ -109,7 +110,7 @@ def test_memory_bars() -> None:
     assert len(bars) == 4
     room = 80 - 21
     for bar, held in zip(bars, found.plan.memory, strict=True):
-        assert bar.endswith(f"{held.total / 2**30:.1f} GiB")
+        assert bar.endswith(memory_text(held.total))
         for name, (fill, _) in plan_text.KINDS.items():
             assert abs(bar.count(fill) - room * getattr(held, name) / found.plan.limit) <= 1.5
         assert bar[11:].index("┃") == room - 1, "the limit is the bar's end"

@@ -237,7 +237,7 @@ def _table(name: str, found: Found) -> list[str]:
         s = plan.setting
         lines.append(
             f"  {plan.step.seconds:9.4g} {100 * plan.mfu:6.1f} {plan.tokens_per_s:11,.0f} "
-            f"{plan.peak_bytes / 2**30:6.1f}  {s.microbatches:4} x {s.sizes.B:<3} {s.dtype}  {to_text(plan.layout)}"
+            f"{plan.peak_bytes / 2**30:6.3g}  {s.microbatches:4} x {s.sizes.B:<3} {s.dtype}  {to_text(plan.layout)}"
             + (f"  ({why})" if why else "")
         )
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.rejected.items())

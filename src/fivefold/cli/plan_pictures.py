@@ -108,6 +108,7 @@ def write_page(
         UserError: as `predict`; the file cannot be written.
     """
     from fivefold.observe import plan_page, plan_svg
+    from fivefold.observe.format import short_number
     from fivefold.plan import grid
     from fivefold.plan.frontier import as_rows
     from fivefold.plan.grid_data import as_data
@@ -129,7 +130,7 @@ def write_page(
     ]
     model = center.full.model
     words = (
-        f"A {model.arch} model of {count_parameters(model) / 1e9:.3g} billion parameters on {cluster}, in "
+        f"A {model.arch} model of {short_number(count_parameters(model))} parameters on {cluster}, in "
         f"{drawn.plan.setting.dtype}: memory, time and throughput, predicted before it runs."
     )
     data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None

@@ -25,6 +25,11 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def memory_text(value: float) -> str:
+    """Bytes of a device's memory, one decimal: `75.4 GiB`, and below one `84.6 MiB`."""
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+
+
 def duration(seconds: float) -> str:
     """The two largest units: `0.4s`, `42s`, `3m05s`, `2h07m`, `4d03h`; `?` if it is not known."""
     if not math.isfinite(seconds) or seconds < 0:

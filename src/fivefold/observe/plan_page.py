@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from fivefold.observe.document import document, piece
-from fivefold.observe.format import printable
+from fivefold.observe.format import memory_text, printable
 
 FIGURES = (("step", "Step"), ("speed", "Tokens a second"), ("mfu", "MFU"), ("peak", "Memory a device"))
 
@@ -103,7 +103,8 @@ def _sections(data: Mapping[str, Any]) -> str:
 
 _ROOFLINE = (
     "Each circle is an operation of the model, as large as its share of the step. Left of the bend the memory's "
-    "bandwidth sets the pace, right of it the products. Both limits are the data sheet's."
+    "bandwidth sets the pace, right of it the products. Both limits are those of the data sheet; of the machine at "
+    "hand the measured ones."
 )
 _FRONTIER = (
     "Each dot is a layout with a microbatch. The line joins the fastest for each memory, the ring is where the sliders "
@@ -156,7 +157,7 @@ def _frontier() -> str:
 def _search(data: Mapping[str, Any]) -> str:
     rows = "".join(
         f'<tr><td class="words">{escape(row["words"]).replace(",", ",<wbr>")}</td><td>{row["tokens_per_s"]:,.0f}</td>'
-        f"<td>{row['peak'] / 2**30:.1f} GiB</td></tr>\n"
+        f"<td>{memory_text(row['peak'])}</td></tr>\n"
         for row in reversed(data["search"]["rows"])
     )
     table = _table(("Layout", "Tokens/s", "Memory"), "found").replace("</tbody>", f"{rows}</tbody>")

@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from fivefold.observe.axis import linear_axis, tick_labels
+from fivefold.observe.format import memory_text
 
 if TYPE_CHECKING:
     from fivefold.plan.pictures import Point, Roofline
@@ -44,16 +45,16 @@ def memory(plan: Plan, title: str) -> str:
         parts.append(_text(LEFT - 10, top + 16, f"stage {position}", "soft end"))
         for name in KINDS:
             size = getattr(held, name)
-            words = f"<title>{name} {size / GIB:.2f} GiB</title>"
+            words = f"<title>{name} {memory_text(size)}</title>"
             wide = max(0.0, size * scale - 0.8)
             parts.append(
                 f'<rect class="{name}" x="{left:.2f}" y="{top}" width="{wide:.2f}" height="22">{words}</rect>'
             )
             left += size * scale
-        parts.append(_text(left + 8, top + 16, f"{held.total / GIB:.1f} GiB"))
+        parts.append(_text(left + 8, top + 16, memory_text(held.total)))
     bottom, limit = TOP + 30 * len(plan.memory), LEFT + plan.limit * scale
     parts.append(f'<path class="limit" d="M{limit:.2f} {TOP - 6}V{bottom}"/>')
-    parts.append(_text(limit, bottom + 16, f"limit {plan.limit / GIB:.1f} GiB", "soft middle"))
+    parts.append(_text(limit, bottom + 16, f"limit {memory_text(plan.limit)}", "soft middle"))
     return _document(title, "".join(parts), bottom + 28)
 
 
@@ -149,7 +150,7 @@ def frontier(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str
     parts.append(f'<path class="best" d="{path}"/>')
     for number, row in enumerate(rows, 1):
         place = (x(row["peak"]), y(row["tokens_per_s"]))
-        words = f"{row['peak'] / GIB:.1f} GiB, {row['tokens_per_s']:,.0f}/s: {row['words']}"
+        words = f"{memory_text(row['peak'])}, {row['tokens_per_s']:,.0f}/s: {row['words']}"
         parts.append(f'<circle class="dot" cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="4.5"/>')
         parts.append(_text(place[0], place[1] - 9, str(number), "middle"))
         parts.append(_text(30, floor + 44 + 17 * number, str(number), "soft end"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from fivefold.layout import to_text as layout_text
-from fivefold.observe.format import duration
+from fivefold.observe.format import duration, memory_text
 from fivefold.schedules.pipeline import to_text as timeline_text
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
         bar.append(" " * (room - len(bar)))
         at = min(room - 1, round(room * limit / most))
         bar = bar[:at] + Text("┃", "bold red") + bar[at + 1 :]
-        yield Text(f"  stage {position:<3}") + bar + Text(f" {m.total / GIB:.1f} GiB")
-    at, words = min(room - 1, round(room * limit / most)), f"limit {limit / GIB:.1f} GiB"
+        yield Text(f"  stage {position:<3}") + bar + Text(f" {memory_text(m.total)}")
+    at, words = min(room - 1, round(room * limit / most)), f"limit {memory_text(limit)}"
     before = f"{words} ┘".rjust(at + 1)
     yield Text(" " * 11 + (before if len(before) == at + 1 else f"{'└':>{at + 1}} {words}"), "dim")
     yield from _left_out(len(stages), full)
@@ -175,7 +175,7 @@ def frontier(plans: Sequence[Plan], width: int) -> Iterator[Text]:
     for plan in plans:
         bar = "█" * max(1, round(room * plan.tokens_per_s / most))
         words = f"{layout_text(plan.layout)}, microbatch {plan.setting.sizes.B}"
-        line = Text(f"  {plan.peak_bytes / GIB:6.1f} {plan.tokens_per_s:12,.0f} ") + Text(
+        line = Text(f"  {plan.peak_bytes / GIB:6.3g} {plan.tokens_per_s:12,.0f} ") + Text(
             f"{bar:{room}}", "blue"
         )
         if left + room + 1 + len(words) <= width:

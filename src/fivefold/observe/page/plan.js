@@ -67,7 +67,7 @@ const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const shown = (value, digits = 4) => value.toLocaleString("en", value >= 10 ** digits
   ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: digits });
 const percent = (share) => (100 * share).toFixed(1) + "%";
-const gib = (size) => (size / GIB).toFixed(1) + " GiB";
+const gib = (size) => size < GIB ? (1024 * size / GIB).toFixed(1) + " MiB" : (size / GIB).toFixed(1) + " GiB";
 const time = (s) => s >= 1 ? shown(s) + " s" : s >= 1e-3 ? shown(s * 1e3) + " ms" : shown(s * 1e6) + " µs";
 function unit(value, name) {
   const [factor, letter] = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"]].find(([f]) => value >= f) ?? [1, ""];
@@ -310,7 +310,7 @@ function show() {
   document.getElementById("room").textContent = fits ? `of ${gib(found.limit)}: fits` : `of ${gib(found.limit)}: does not fit`;
   document.getElementById("peak").closest("div").classList.toggle("over", !fits);
   document.getElementById("layout").replaceChildren(...breakable(found.layout),
-    `; ${shown(found.microbatches)} microbatches of ${key(found.values, ["microbatch_size"])} in a step`);
+    `; ${shown(found.microbatches)} ${found.microbatches === 1 ? "microbatch" : "microbatches"} of ${key(found.values, ["microbatch_size"])} in a step`);
   drawMemory(found);
   drawShares(found);
   drawTimeline(found);
