@@ -92,10 +92,9 @@ def measure(work: str, layout: str, steps: int) -> dict[str, float]:
     import torch
 
     from fivefold.parallel import ranks as ranks_
-    from fivefold.parallel.replica import clip_
     from fivefold.recipe import load, resolve
     from fivefold.train.allocator import keep_freed_memory
-    from fivefold.train.loop import agree, forward_backward, update
+    from fivefold.train.loop import take_step
     from fivefold.train.share import share_of
     from fivefold.train.state import build_state
 
@@ -117,11 +116,7 @@ def measure(work: str, layout: str, steps: int) -> dict[str, float]:
         before, seconds, processor = peak_mib(), [], []
         for _ in range(WARM_UP + steps):
             began, used = time.perf_counter(), time.process_time()
-            loss = forward_backward(state, batch, 0)
-            norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
-            update(state, recipe.optim, norm, 1000)
-            agree(loss, False, state.mesh)
-            state.step += 1
+            take_step(state, recipe, batch)
             seconds.append(time.perf_counter() - began)
             processor.append(time.process_time() - used)
         fastest = {"step_s": min(seconds[WARM_UP:]), "processor_s": min(processor[WARM_UP:])}

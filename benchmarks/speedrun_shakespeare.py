@@ -154,10 +154,9 @@ def baseline(data: dict) -> dict:
 def fivefold(data: dict, ours: dict) -> dict:
     """The trainer's own step, on a recipe that a user could write."""
     from fivefold.parallel.ranks import Ranks
-    from fivefold.parallel.replica import clip_
     from fivefold.recipe import load, resolve
     from fivefold.train.allocator import keep_freed_memory
-    from fivefold.train.loop import forward_backward, update
+    from fivefold.train.loop import take_step
     from fivefold.train.state import build_state
 
     keep_freed_memory()
@@ -173,10 +172,7 @@ def fivefold(data: dict, ours: dict) -> dict:
     generator = torch.Generator().manual_seed(ours["seed"])
 
     def step(index: int) -> None:
-        forward_backward(state, [draw(data, ours["batch"], generator)], ours["seed"])
-        norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
-        update(state, recipe.optim, norm, ours["steps"])
-        state.step += 1
+        take_step(state, recipe, [draw(data, ours["batch"], generator)])
 
     return race(step, state.module, data, ours["steps"], ours["steps"] // 2)
 

@@ -156,10 +156,9 @@ class RandomBatches:
 def fivefold_step(name: str, microbatch: int):
     """The trainer's own step: forward, backward, gradient sum, clipping, update."""
     from fivefold.parallel import ranks as ranks_
-    from fivefold.parallel.replica import clip_
     from fivefold.recipe import load, resolve
     from fivefold.train.allocator import keep_freed_memory
-    from fivefold.train.loop import agree, forward_backward, update
+    from fivefold.train.loop import take_step
     from fivefold.train.share import share_of
     from fivefold.train.state import build_state
 
@@ -181,11 +180,7 @@ def fivefold_step(name: str, microbatch: int):
     microbatches = share_of(RandomBatches(), 0, B, microbatch, state.mesh)
 
     def step(index: int) -> None:
-        loss = forward_backward(state, microbatches, 0)
-        norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
-        update(state, recipe.optim, norm, 1000)
-        agree(loss, False, state.mesh)
-        state.step += 1
+        take_step(state, recipe, microbatches)
 
     step.leave = lambda: joined.__exit__(None, None, None)  # type: ignore[attr-defined]
     return step

@@ -94,9 +94,8 @@ def work(mode: str, zero: int) -> dict[str, Any]:
     import torch
 
     from fivefold.parallel import ranks as ranks_
-    from fivefold.parallel.replica import clip_
     from fivefold.recipe import count_parameters, load, resolve
-    from fivefold.train.loop import forward_backward, update
+    from fivefold.train.loop import take_step
     from fivefold.train.state import build_state
 
     with ranks_.join() as ranks:
@@ -114,18 +113,14 @@ def work(mode: str, zero: int) -> dict[str, Any]:
         tokens = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0))
         microbatches = [(tokens, tokens)] * ROWS
 
-        def step() -> None:
-            forward_backward(state, microbatches, 0)
-            update(state, recipe.optim, clip_(state.parallel.replicas, 1.0, state.mesh), 10)
-
-        step()
+        take_step(state, recipe, microbatches)
         (replica,) = state.parallel.replicas
         replica.start_step()
         state.module(tokens, tokens).backward()
         states = sum(storage.nbytes() for storage in memories()) - tokens.nbytes
         state.module(tokens, tokens).backward()  # what has begun is done, before the next step
         with Peak() as peak:
-            step()
+            take_step(state, recipe, microbatches)
         return {
             "parameters": count_parameters(recipe.model),
             "state_bytes": states,

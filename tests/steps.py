@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.data import prepare
+from fivefold.data.batches import NOT_COUNTED
 from fivefold.layout import Layout
 from fivefold.observe.collectives import Collectives
 from fivefold.observe.tracking import Tracker, states_of
@@ -17,6 +18,7 @@ from fivefold.plan.rehearsal import Job
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.plan.time import Setting
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.recipe.count import MASKED_SHARE
 from fivefold.train.loop import take_step
 from fivefold.train.share import batches_of, share_of
 from fivefold.train.state import State, build_state
@@ -117,8 +119,8 @@ class Numbers:
         block = np.random.default_rng((i, rows.start)).integers(0, V, (len(rows), T + 1))
         inputs, targets = np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
         if self.model.arch == "bert":
-            hidden = np.full_like(targets, -100)
-            every = np.linspace(0, T, max(1, round(0.15 * T)), endpoint=False).astype(int)
+            hidden = np.full_like(targets, NOT_COUNTED)
+            every = np.linspace(0, T, max(1, round(MASKED_SHARE * T)), endpoint=False).astype(int)
             hidden[:, every] = targets[:, every]
             targets = hidden
         return inputs, targets

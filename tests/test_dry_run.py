@@ -2,15 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
+from steps import Evenly, Numbers
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
-from fivefold.data.batches import MASK_SHARE, NOT_COUNTED
 from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.observe.collectives import Collectives
@@ -45,41 +43,18 @@ def recipe_of(layout: str, mode: str = "fp32", *overrides: str) -> Recipe:
     return resolve(load("quickstart", base, layout), vocab_size=V)
 
 
-class Numbers:
-    """Batches of tokens, as data gives them; masked: of each sequence as many count as BERT's batches mask."""
-
-    def __init__(self, masked: bool) -> None:
-        self.masked = masked
-
-    def batch(self, i: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        block = np.random.default_rng((i, rows.start)).integers(0, V, (len(rows), T + 1))
-        inputs, targets = np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
-        if self.masked:
-            targets[:, round(MASK_SHARE * T) :] = NOT_COUNTED
-        return inputs, targets
-
-
-class Evenly(TorchDispatchMode):
-    """Every expert is chosen equally often: what the dry run assumes. In place, so that nothing is allocated."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.topk.default:
-            indices, experts = out[1], args[0].shape[-1]
-            indices.copy_((torch.arange(indices.numel()) % experts).view(indices.shape))
-        return out
-
-
 def measured(rank: int, world: int, recipe: Recipe) -> Traced:
     """The second step of training, on a rank that is there."""
     state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
 
     def batch(step: int):
-        train, numbers = recipe.train, Numbers(recipe.model.arch == "bert")
-        return share_of(numbers, step, train.global_batch_size, train.microbatch_size or 1, state.mesh)
+        train = recipe.train
+        return share_of(
+            Numbers(recipe), step, train.global_batch_size, train.microbatch_size or 1, state.mesh
+        )
 
     try:
-        with Evenly():
+        with Evenly(state.mesh.index("ep")):
             take_step(state, recipe, batch(0))
             share = batch(1)
             with Tracker(states_of(state)) as memory, Collectives(state.mesh) as sent, Flops() as flops:

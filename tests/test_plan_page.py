@@ -12,11 +12,13 @@ from typing import Any
 
 import observe_browser
 import pytest
+from observe_page import check_contrast, check_drawn, check_policy, check_structure
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.cli.plan_pictures import write_page
 from fivefold.errors import UserError
+from fivefold.observe.format import memory_text
 from fivefold.plan import grid
 from fivefold.plan.clusters import parse
 from fivefold.plan.pictures import pictures
@@ -31,7 +33,6 @@ SETS = ["train.global_batch_size=256"]
 LAYOUT = "pp=2,tp=4,dp=8,zero=1,sp=true"
 RECIPE = load("llama-7b", SETS, LAYOUT)
 BUDGET = 400
-GIB = 2**30
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +74,9 @@ def check_against(browser: observe_browser.Browser, plan: Plan) -> None:
     assert value(browser, "mfu") == pytest.approx(plan.mfu, rel=1e-6)
     assert value(browser, "peak") == pytest.approx(plan.peak_bytes, rel=1e-6)
     assert text(browser, "#mfu") == f"{100 * plan.mfu:.1f}%"
-    assert text(browser, "#peak") == f"{plan.peak_bytes / GIB:.1f} GiB"
+    assert text(browser, "#peak") == memory_text(plan.peak_bytes)
     assert ("does not fit" in text(browser, "#room")) != plan.fits
-    assert column(browser, "#memory .end") == [f"{held.total / GIB:.1f} GiB" for held in plan.memory]
+    assert column(browser, "#memory .end") == [memory_text(held.total) for held in plan.memory]
     shares = [f"{s / step:.1%}" for s in found.shares.values() if s >= 0.0005 * step]
     assert column(browser, "#shares .end") == shares
     points = sorted(found.roofline.points, key=lambda p: -p.seconds)
@@ -185,13 +186,7 @@ def test_frontier_is_of_what_the_sliders_reach(browser: observe_browser.Browser,
 def test_page_is_drawn_without_network_errors_or_overflow(
     browser: observe_browser.Browser, page: Path, width: int, dark: bool
 ) -> None:
-    browser.open(page, width, dark=dark)
-    assert browser.requests == [page.as_uri()], "the page asks for nothing but itself"
-    assert browser.errors == []
-    assert browser.evaluate("document.documentElement.scrollWidth") == width
-    wider = "e => e.getBoundingClientRect().right > innerWidth + 1"
-    found = f"[...document.querySelectorAll('body *')].filter({wider}).map(e => e.outerHTML.slice(0, 80))"
-    assert browser.evaluate(found) == []
+    check_drawn(browser, page, width, dark)
     small = "parseFloat(getComputedStyle(e).fontSize) < 10.5 && e.getClientRects().length"
     assert (
         browser.evaluate(
@@ -199,18 +194,11 @@ def test_page_is_drawn_without_network_errors_or_overflow(
         )
         == 0
     )
-    background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, background[4:-1].split(","))) < 200) == dark
 
 
 @needs_browser
 def test_text_and_colours_have_contrast(browser: observe_browser.Browser, page: Path) -> None:
     """WCAG 2 AA: 4.5 to 1 for text, 3 to 1 for shapes; in light and dark."""
-    luminance = (
-        "(c => { const [r, g, b] = c.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255)"
-        ".map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);"
-        "return 0.2126 * r + 0.7152 * g + 0.0722 * b; })"
-    )
     shapes = [f"#memory i.{kind}" for kind in ("params", "gradients", "optimizer", "activations", "buffers")]
     parts = [(s, "backgroundColor", 3.0) for s in [*shapes, "#memory .limit"]]
     parts += [
@@ -219,26 +207,15 @@ def test_text_and_colours_have_contrast(browser: observe_browser.Browser, page: 
     ]
     parts += [(s, "fill", 4.5) for s in (".picture text", ".picture text.name")]
     parts += [(s, "fill", 3.0) for s in (".picture .F", ".picture .B")]
-    for dark in (False, True):
-        browser.open(page, dark=dark)
-        paper = browser.evaluate(f"{luminance}(getComputedStyle(document.body).backgroundColor)")
-        for selector, style, least in parts:
-            ink = browser.evaluate(
-                f"{luminance}(getComputedStyle(document.querySelector({selector!r})).{style})"
-            )
-            assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= least, (selector, dark)
+    check_contrast(browser, page, parts)
 
 
 @needs_browser
 def test_structure_for_screen_readers(browser: observe_browser.Browser, page: Path) -> None:
     browser.open(page)
     assert browser.evaluate("document.title") == "llama-7b: plan"
-    assert browser.evaluate("document.documentElement.lang") == "en"
-    ids = "[...document.querySelectorAll('[id]')].map(e => e.id)"
-    assert browser.evaluate(f"{ids}.length === new Set({ids}).size")
+    check_structure(browser)
     assert browser.evaluate("[...document.querySelectorAll('input')].every(e => e.labels.length === 1)")
-    named = "[...document.querySelectorAll('[aria-labelledby]')].map(e => e.getAttribute('aria-labelledby'))"
-    assert browser.evaluate(f"{named}.every(id => document.getElementById(id))")
     assert browser.evaluate("[...document.querySelectorAll('svg')].every(e => e.ariaLabel.length > 20)")
 
 
@@ -256,12 +233,7 @@ def test_a_recipes_name_cannot_run_scripts(browser: observe_browser.Browser, tmp
     words = shlex.split(text(browser, "#command"))
     assert words[2] == image + ".toml"
     assert words[4] == f"model.layers={script}"
-    # And if escaping ever failed, the policy of the page would hold.
-    whole = path.read_text("utf-8").replace("</main>", f"{image}{script}</main>")
-    (broken := tmp_path / "broken.html").write_text(whole)
-    browser.open(broken)
-    assert browser.evaluate("window.hacked === undefined")
-    assert any("Content Security Policy" in error for error in browser.errors)
+    check_policy(browser, path, image + script)
 
 
 def test_page_by_the_command(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import numpy as np
 
 from fivefold.data.order import hash_keys, permute
 from fivefold.data.tokens import Tokens
+from fivefold.recipe.count import MASKED_SHARE
 
 NOT_COUNTED = -100  # a target that the loss leaves out (the convention of torch's cross entropy)
-MASK_SHARE = 0.15  # BERT (arXiv 1810.04805): 15% of the positions are predicted; of these
-MASK_TO_MASK, MASK_TO_RANDOM = 0.8, 0.1  # 80% become the mask token, 10% a random one, 10% stay
+# Of the positions that BERT predicts (MASKED_SHARE of all) 80% become the mask token, 10% a random one, 10% stay.
+MASK_TO_MASK, MASK_TO_RANDOM = 0.8, 0.1
 
 
 def count_sequences(tokens: int, seq_len: int, objective: str) -> int:
@@ -78,7 +79,7 @@ class Batches:
         """Hides exactly round(0.15 T) positions of each sequence, so that every microbatch counts as many."""
         assert self.mask_id is not None
         assert self.vocab_size is not None
-        hidden = max(1, round(MASK_SHARE * self.seq_len))  # M positions a sequence
+        hidden = max(1, round(MASKED_SHARE * self.seq_len))  # M positions a sequence
         columns_T = np.arange(self.seq_len)
         scores_RT = hash_keys(self.seed, 1, counters_R[:, None], columns_T)
         at_RM = np.sort(np.argpartition(scores_RT, hidden - 1, axis=1)[:, :hidden], axis=1)

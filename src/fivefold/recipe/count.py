@@ -5,7 +5,7 @@ from __future__ import annotations
 from fivefold.recipe.resolve import resolve_model
 from fivefold.recipe.schema import ModelSection
 
-MASKED_SHARE = 0.15  # of bert's tokens are masked, and so have a target
+MASKED_SHARE = 0.15  # of bert's tokens are predicted (arXiv 1810.04805)
 
 
 def active_parameters(model: ModelSection) -> int:

@@ -21,7 +21,6 @@ from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.data.batches import MASK_SHARE
 from fivefold.layout import Layout
 from fivefold.observe.collectives import Collectives
 from fivefold.observe.flops import Flops
@@ -31,6 +30,7 @@ from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.ranks import Ranks, threads_of
 from fivefold.recipe import Recipe
+from fivefold.recipe.count import MASKED_SHARE
 from fivefold.recipe.schema import ModelSection
 from fivefold.train.loop import take_step
 from fivefold.train.share import Microbatch
@@ -139,7 +139,7 @@ class Assumed(TorchDispatchMode):
         """Elements that a mask lets through: masked tokens (B, T), or slots (M) that their experts have room for."""
         model = self.model
         if model.arch == "bert":
-            return mask.shape[0] * max(1, round(MASK_SHARE * mask.shape[1]))
+            return mask.shape[0] * max(1, round(MASKED_SHARE * mask.shape[1]))
         assert model.experts, "nothing else is chosen by its values"
         room = math.ceil(model.capacity_factor * mask.numel() / model.experts)
         return min(mask.numel(), model.experts * room)
