@@ -94,6 +94,7 @@ def test_groups_are_freed_once_at_the_end(clean, tmp_path):
     clean.setattr(ranks.atexit, "unregister", lambda hook: hook in registered and registered.remove(hook))
     clean.setattr(ranks.dist, "init_process_group", lambda *a, **k: None)
     clean.setattr(ranks.dist, "destroy_process_group", lambda: None)
+    clean.setattr(ranks.torch, "set_num_threads", lambda count: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", ranks.STORE_FILE: str(tmp_path / "store")}.items():
         clean.setenv(name, value)
     for _ in range(3):

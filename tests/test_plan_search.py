@@ -130,6 +130,32 @@ def test_every_valid_layout_is_considered_once(case: str) -> None:
     assert len(found) == len(wanted) == space.size
 
 
+def test_the_bound_of_a_first_rank_that_ends_early_but_has_most_to_sum() -> None:
+    """In zero bubble any rank may be the last; a large vocabulary gives the first one more to sum and update."""
+    sets = [
+        "model.layers=32",
+        "model.dim=4096",
+        "model.heads=32",
+        "model.vocab_size=128000",
+        "model.seq_len=256",
+    ]
+    sets += ["model.tie_embeddings=false", "train.global_batch_size=64", "precision.mode=bf16"]
+    space = space_of(load("quickstart", sets, "dp=1"), parse("h100:32"))
+    bounds, seen = Bounds(space.recipe.model, space.cluster, FIVEFOLD), 0
+    for shape in (one for one in space.shapes if one.tp * one.cp == 1 and one.pp == 8):
+        for schedule in ("zb_h1", "zbv", "1f1b"):
+            virtual = 2 if schedule == "zbv" else 1
+            for zero in (0, 1):
+                layout = replace(shape, schedule=schedule, virtual_stages=virtual, zero=zero)
+                if zero:
+                    layout = replace(layout, dp_shard=layout.dp, dp_replicate=1)
+                for B in space.microbatches(shape)[:2]:
+                    c = Choice(layout, B, space.batch // layout.dp // B, "bf16")
+                    assert bounds.sharing(c) <= price(bounds.setting(c)).step.seconds, c
+                    seen += 1
+    assert seen >= 12
+
+
 @every_case
 def test_no_bound_exceeds_what_it_is_a_bound_of(case: str) -> None:
     space, bounds, all_of_them = priced(case)

@@ -16,6 +16,8 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.observe.console import Console
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.train import checked, hooks
 from fivefold.train.saved import load_checkpoint
@@ -257,25 +259,33 @@ def test_what_one_rank_cannot_read_stops_every_rank(base: Recipe, tmp_path: Path
     train(base, "pp=2", tmp_path, 1)
     recipe = change(base, ["train.steps=2"], "pp=2")
     said = run_ranks(2, error_with_another_manifest, recipe, tmp_path)
-    assert (
-        said
-        == [
-            f"{store.latest(tmp_path) / store.MANIFEST}: not a manifest of format 3, the one that this version reads"
-        ]
-        * 2
-    )
+    why = "not a manifest of format 3, the one that this version reads"
+    assert said == [f"{store.latest(tmp_path) / store.MANIFEST}: {why}"] * 2
     manifest = store.latest(tmp_path) / store.MANIFEST
     found = json.loads(manifest.read_text())
     found["tensors"]["model"]["norm.weight"]["shape"] = [33]
     manifest.write_text(json.dumps(found))
     said = run_ranks(2, error_of, recipe, tmp_path)
-    assert (
-        said
-        == [f"{manifest.parent} does not fit the recipe: these weights do not fit the model: norm.weight"] * 2
-    )
+    why = "these weights do not fit the model: norm.weight"
+    assert said == [f"{manifest.parent} does not fit the recipe: {why}"] * 2
 
 
 def error_with_another_manifest(rank: int, world: int, recipe: Recipe, out: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "FORMAT", 2 if rank == 0 else 3)
         return error_of(rank, world, recipe, out)
+
+
+def test_what_nobody_expected_on_one_rank_stops_the_others_too(tmp_path: Path) -> None:
+    assert run_ranks(2, unexpected_error) == ["UserError: rank 1: KeyError('lost')", "KeyError: 'lost'"]
+
+
+def unexpected_error(rank: int, world: int) -> str:
+    mesh = Mesh(Layout(dp_replicate=world), Ranks(rank, world, rank, world, torch.device("cpu")))
+    try:
+        with checked.together(mesh):
+            if rank == 1:
+                raise KeyError("lost")
+    except (UserError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -79,6 +79,7 @@ def main() -> None:
     if args.out:
         from fivefold.observe.machine import describe
 
+        result["runs"] = [{key: value for key, value in row.items() if key != "run"} for row in found]
         args.out.write_text(json.dumps(result | {"machine": describe(), "table": table}, indent=1) + "\n")
 
 

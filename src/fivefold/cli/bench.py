@@ -103,7 +103,7 @@ def _host(table: Measured) -> list[str]:
     ]
     return [
         "Python and dispatch, ms: " + ", ".join(cells),
-        "waiting for one another in a block, ms, small / large: " + ", ".join(waits),
+        *(["waiting for one another in a block, ms, small / large: " + ", ".join(waits)] if waits else []),
         f"memory {table.memory / 2**30:.1f} GiB; disk {table.disk / 1e9:.2f} GB/s written; "
         + ", ".join(f"{dtype} peak {rate / 1e9:.0f} GFLOP/s" for dtype, rate in table.peak.items()),
     ]

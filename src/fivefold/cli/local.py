@@ -23,8 +23,8 @@ def ensure_measured(cluster: str) -> None:
     if cluster.lower().partition(":")[0] != "local" or measured.load() is not None:
         return
     print(
-        "note: this machine is not measured yet: that takes about a minute, once (`fivefold bench hardware` does it "
-        "again)",
+        "note: this machine is not measured yet: that takes about two minutes, once (`fivefold bench hardware` does "
+        "it again)",
         file=sys.stderr,
     )
     command = [sys.executable, "-m", "fivefold.cli.main", "bench", "hardware", "--json"]

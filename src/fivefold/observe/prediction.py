@@ -54,9 +54,8 @@ def rows(plan: Mapping[str, Any]) -> list[Row]:
 
     add("step time", predicted["time"]["step_s"], measured.get("step_s"), lambda s: f"{s:.4g} s")
     add("tensors of rank 0", predicted["memory"]["per_stage"][0]["total"], measured.get("memory_bytes"), size)
-    sent = measured.get("sent_bytes")
-    if sent is not None:
-        said = predicted["sent_as_counted"]
+    said, sent = predicted.get("sent_as_counted"), measured.get("sent_bytes")
+    if said is not None and sent is not None:
         for axis in sorted({*said, *sent}):
             add(f"sent a step, {axis}", said.get(axis, 0), sent.get(axis, 0), size)
     return found

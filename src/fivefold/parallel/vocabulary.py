@@ -117,10 +117,8 @@ class _Loss(Function):
             )
         factor, (dweight, dbias) = grads[0], ctx.saved_tensors
         found = [None if ctx.dx is None else ctx.dx(), dweight, dbias]
-        ctx.dx, ctx.gone = (
-            None,
-            True,
-        )  # the loss keeps this context, and with it the gradient, until the next one
+        ctx.dx = None  # the loss keeps this context, and with it the gradient, until the next one
+        ctx.gone = True
         dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
         return dx, dweight, None, dbias, None, None
 

@@ -128,7 +128,8 @@ class Bounds:
         self, c: Choice, plain: Cost, mixed: Cost
     ) -> tuple[list[tuple[float, Position, float, float]], float]:
         """When positions have computed all their microbatches, at the earliest; with the position, and its forward and
-        backward of one microbatch. And when the first one ends, behind the backward of all others."""
+        backward of one microbatch. And when the first one ends, behind the backward of all others: 0 where the schedule
+        does not have it end last."""
         piece, (there, back) = self.pieces.piece(c), self.pieces.hops(c)
         ends, turned, combined = [], 0.0, c.layout.schedule in COMBINED
         for at in self.pieces.groups(c.layout):
@@ -138,7 +139,8 @@ class Bounds:
             ahead, behind = _beside(*at.before, not at.first, False, plain, mixed, piece.begin, piece.end)
             end = ahead + there[at.number] + c.count * (forward + backward)
             ends.append((end, at, forward, backward))
-            turned = max(turned, end + (behind + back[at.number] if combined else 0.0))
+            if combined:
+                turned = max(turned, end + behind + back[at.number])
         return ends, turned
 
     def _least_sent(

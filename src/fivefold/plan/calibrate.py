@@ -1,6 +1,6 @@
 """Refits a machine's table to finished runs: three factors, of computing, of messages and of Python.
 
-The table is measured in a minute, one operation at a time; training has other company in the caches. The factors
+The table is measured in two minutes, one operation at a time; training has other company in the caches. The factors
 minimise the squared logarithms of predicted over measured step times, with a pull towards 1 that a few runs outweigh.
 """
 

@@ -88,7 +88,7 @@ def leaving(found: Counted, layout: Layout) -> dict[str, int]:
     numbers."""
     groups, total = _groups(layout), Counter[str]()
     for (what, name), (_, size) in found.items():
-        if name != "all":
+        if name != "all" and what in SENT:  # others, as a barrier, send nothing
             total["dp" if name in DATA else name] += int(SENT[what](groups[name][0]) * size)
     return dict(total)
 

@@ -29,18 +29,20 @@ def together(mesh: Mesh) -> Iterator[None]:
     ranks. All ranks call it.
 
     Raises:
-        UserError: an error of this or another rank.
+        UserError: an error of this or another rank; of what this one did not expect, its own.
     """
     error = None
     try:
         yield
-    except UserError as found:
+    except Exception as found:  # also what nobody thought of: the others wait
         error = found
     if mesh.size("all") > 1:
         failed = torch.tensor(-1 if error is None else mesh.rank, device=mesh.device)
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed.item() >= 0:
-            raise UserError(_told(str(error), int(failed), mesh))
+            text = str(error) if isinstance(error, UserError) else f"rank {mesh.rank}: {error!r}"
+            told = UserError(_told(text, int(failed), mesh))
+            raise error if error is not None and not isinstance(error, UserError) else told
     if error is not None:
         raise error
 

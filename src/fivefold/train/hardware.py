@@ -104,7 +104,8 @@ def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) 
         found["plain"] = overhead.plain(ranks)
     else:
         found["links"], found["free"] = links.links(ranks.device)
-        found["blocks"] = overhead.blocks(ranks, dtypes[-1])
+        if ranks.device.type == "cpu":  # elsewhere processors do not wait for what devices compute
+            found["blocks"] = overhead.blocks(ranks, dtypes[-1])
     if ranks.world == 2:
         at_once = links.links(ranks.device, {4 << 10: 40}, after_computing=False)[0]
         found["added"] = overhead.added(ranks, at_once)

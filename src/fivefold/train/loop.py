@@ -28,7 +28,7 @@ MAX_SKIPPED = 5  # steps in a row whose gradient is not finite, before the run i
 
 
 class Hooks(Protocol):
-    """What the loop calls around its steps; none of them changes the state."""
+    """What the loop calls around its steps. None of them changes what is trained; `record` may average figures."""
 
     next_batch: Callable[[], tuple[list[Microbatch], float]]  # this rank's microbatches, seconds waited
     stop_wanted: Callable[[], bool]  # was this rank asked to stop?

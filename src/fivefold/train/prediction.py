@@ -40,6 +40,7 @@ class Prediction:
         self.watching = ExitStack()
         self.counter: Collectives | None = None
         self.tracker: Tracker | None = None
+        self.start = 0
 
     def write(self) -> str:
         """Predicts, in milliseconds: nothing is measured for it."""
@@ -63,13 +64,16 @@ class Prediction:
         """The same, watching two steps from their batch on until `watching` is closed. In the first it counts what this
         rank sends; in the second, when the optimizer has its states, it follows all tensors. Not on accelerators, whose
         compiled code is not to be watched; nor with a module of the user's own, which the planner does not know, and
-        which may talk over groups that the mesh does not know."""
+        which may talk over groups that the mesh does not know; nor in a step whose timeline is drawn."""
+        self.start = state.step
         if state.mesh.device.type != "cpu" or self.job.module is not None:
             return next_batch
         steps = iter((self._count, self._track))
 
         def fetch() -> tuple[list[Microbatch], float]:
-            found, watch = next_batch(), next(steps, None)
+            found = next_batch()
+            traced = state.step + 1 == self.job.recipe.observe.trace_step
+            watch = None if traced else next(steps, None)
             if watch is not None:
                 watch(state)
             return found
@@ -89,7 +93,7 @@ class Prediction:
         sent_bytes = self._most_sent(mesh)
         if not self.ranks.first:
             return
-        lines = read_metrics(self.job.out / "metrics.jsonl")
+        lines = [line for line in read_metrics(self.job.out / "metrics.jsonl") if line["step"] > self.start]
         measured = {
             "step_s": prediction.step_seconds(lines),
             "memory_bytes": self._peak(mesh),
@@ -131,5 +135,5 @@ def _cluster(ranks: Ranks) -> Cluster:
         raise UserError("the network between machines without GPUs is not measured")
     table = load()
     if table is None:
-        raise UserError("this machine is not measured yet; `fivefold bench hardware` does it, in a minute")
+        raise UserError("this machine is not measured yet; `fivefold bench hardware` does it, in two minutes")
     return of(table)

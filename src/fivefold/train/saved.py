@@ -81,12 +81,13 @@ def resume(state: State, job: Job) -> bool:
     if checkpoint is None:
         return False
     folder, meta, steps = checkpoint.folder, checkpoint.meta, job.recipe.train.steps or 0
-    for key, now in identity(job).items():
-        if key in meta and meta[key] != now:
-            raise UserError(
-                f"{folder} was trained with {key} = {meta[key]}, and now it is {now}: the run would not go on where it "
-                "stopped. Undo the change, or start a new run"
-            )
+    with together(state.mesh):  # each machine prepares its own data
+        for key, now in identity(job).items():
+            if key in meta and meta[key] != now:
+                raise UserError(
+                    f"{folder} was trained with {key} = {meta[key]}, and now it is {now}: the run would not go on "
+                    "where it stopped. Undo the change, or start a new run"
+                )
     load_checkpoint(state, checkpoint)
     if state.step > steps:
         raise UserError(f"train.steps = {steps}, but {folder} is further: set at least {state.step}")
