@@ -13,10 +13,10 @@ from fivefold.observe.collectives import Collectives
 from fivefold.observe.tracking import Tracker, states_of
 from fivefold.parallel.ranks import Ranks
 from fivefold.plan.clusters import parse
+from fivefold.plan.cost import Setting
 from fivefold.plan.predict import setting, with_reduce
 from fivefold.plan.rehearsal import Job
 from fivefold.plan.software import FIVEFOLD_CPU
-from fivefold.plan.time import Setting
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.recipe.count import MASKED_SHARE
 from fivefold.train.loop import take_step

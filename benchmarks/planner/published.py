@@ -21,8 +21,9 @@ from statistics import fmean
 from typing import Any
 
 from fivefold.layout import Layout
-from fivefold.plan import time
+from fivefold.plan import operations, time
 from fivefold.plan.clusters import GIB, Cluster, parse
+from fivefold.plan.cost import Setting, part
 from fivefold.plan.predict import price, setting
 from fivefold.plan.software import PAPER, Software, States
 from fivefold.recipe import resolve_model
@@ -115,7 +116,7 @@ def layer_times(folder: Path) -> Result:
         how = "full" if "with recompute" in name else "selective" if "Selective" in name else "none"
         layout = Layout(tp=8, sp="Sequence" in name or "Selective + Sequence" in name, recompute=how)
         s = setting(model, layout, parse("a100"), 4, 1, "fp16", MEGATRON_2021)
-        cost = time.part(time.operations.block(s.sizes, s.software), s, how)
+        cost = part(operations.block(s.sizes, s.software), s, how)
         for key, seconds in (
             ("fwd", cost.forward),
             ("bwd", cost.input + cost.weight),
@@ -205,7 +206,7 @@ FITTED = {
 }
 
 
-def nanotron_setting(row: Row, model: ModelSection, cluster: Cluster) -> time.Setting:
+def nanotron_setting(row: Row, model: ModelSection, cluster: Cluster) -> Setting:
     tp, pp, dp, zero, nodes, count = (
         int(row[name]) for name in ("tp", "pp", "dp", "zero_stage", "nodes", "grad_acc")
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fivefold.layout import to_text
 from fivefold.plan import time
 from fivefold.plan.clusters import Cluster, Device, Link
+from fivefold.plan.cost import Setting
 from fivefold.plan.predict import Plan, price
 from fivefold.sharding import stages_of
 
@@ -48,7 +49,7 @@ def _parts(plan: Plan) -> dict[str, float]:
     }
 
 
-def _computing(s: time.Setting) -> tuple[float, float]:
+def _computing(s: Setting) -> tuple[float, float]:
     """Seconds that the busiest position and that all on average compute in a step."""
     costs = time.stage_costs(s)
     sums = [

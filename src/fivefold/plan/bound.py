@@ -8,10 +8,10 @@ from dataclasses import replace
 from fivefold.plan import time
 from fivefold.plan.bound_bytes import ROUNDING, LeastBytes
 from fivefold.plan.clusters import Cluster
+from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.pieces import Pieces, Position
 from fivefold.plan.software import Software
 from fivefold.plan.space import Choice, Space
-from fivefold.plan.time import Cost, Setting
 from fivefold.recipe.schema import ModelSection
 
 COMBINED = ("1f1b", "gpipe", "interleaved", "looped_bfs")

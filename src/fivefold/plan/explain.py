@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.layout import describe
-from fivefold.plan import memory, operations, time, volume
+from fivefold.plan import memory, operations, volume
+from fivefold.plan.cost import operation
 from fivefold.plan.operations import Operation
 from fivefold.plan.predict import Plan
 
@@ -92,7 +93,7 @@ def _operations(plan: Plan) -> Iterator[str]:
     }
     for where, ops in groups.items():
         for op in ops:
-            c = time.operation(op, s)
+            c = operation(op, s)
             p = op.matmul
             what = f"{p.count:g} x ({p.m:g}, {p.k:g}) ({p.k:g}, {p.n:g})" if p else ""
             if op.attention:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fivefold.plan import memory, operations, rates, time
+from fivefold.plan.cost import Cost, Setting, operation, repeated
 from fivefold.plan.operations import Matmul, Operation
 from fivefold.plan.predict import Plan
-from fivefold.plan.time import Cost, Setting
 from fivefold.schedules.pipeline import Costs, Timeline, simulate
 from fivefold.sharding import stages_of
 
@@ -147,7 +147,7 @@ def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], s
 
 def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     """An operation that is met `count` times."""
-    cost, forward = time.operation(op, s), 1 + time.repeated(op, recompute, s)
+    cost, forward = operation(op, s), 1 + repeated(op, recompute, s)
     flops, moved = _work(op, s)
     seconds = _alone(cost, forward)
     back = (2.5 if op.attention else 2.0) * flops

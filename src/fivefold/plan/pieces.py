@@ -10,12 +10,13 @@ from itertools import accumulate
 from fivefold.layout import Layout
 from fivefold.plan import memory, operations, rates, time
 from fivefold.plan.clusters import Cluster
+from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.memory import Elements
 from fivefold.plan.operations import Work
 from fivefold.plan.predict import setting
 from fivefold.plan.software import Software
 from fivefold.plan.space import Choice
-from fivefold.plan.time import Cost, Parts, Setting
+from fivefold.plan.time import Parts
 from fivefold.recipe.schema import ModelSection
 from fivefold.sharding import stages_of
 

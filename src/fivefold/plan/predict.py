@@ -10,11 +10,12 @@ from fivefold.errors import UserError
 from fivefold.layout import Layout, to_text, validate
 from fivefold.plan import memory, volume
 from fivefold.plan.clusters import Cluster, for_ranks
+from fivefold.plan.cost import Setting
 from fivefold.plan.memory import Memory
 from fivefold.plan.operations import Sizes
 from fivefold.plan.software import FIVEFOLD, Software, of
 from fivefold.plan.stalls import Stalls, stalls
-from fivefold.plan.time import Parts, Setting, Step, step
+from fivefold.plan.time import Parts, Step, step
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, resolve
 from fivefold.recipe.rules import allows
 from fivefold.recipe.schema import ModelSection

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.plan import rates
-from fivefold.plan.time import Setting
+from fivefold.plan.cost import Setting
 from fivefold.recipe import Recipe, count_parameters
 
 SAVED = 4 + 8  # bytes a parameter: fp32 weights and two moments

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from fivefold.layout import Layout, index_in
 from fivefold.plan import memory, operations, units
 from fivefold.plan.communication import group
+from fivefold.plan.cost import Setting
 from fivefold.plan.operations import Message, Operation
 from fivefold.plan.software import Software
-from fivefold.plan.time import Setting
 from fivefold.sharding import TIED, stages_of
 
 NAMES = ("pp", "tp", "cp", "shard", "replicate", "dp", "batch", "all", "ep", "edp", "eshard")
