@@ -52,7 +52,7 @@ def main() -> None:
                 f" ({figures['work']:4.2f} x its work)  {figures['memory_mib']:6,.0f} MiB a rank"
             )
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         args.out.write_text(
             json.dumps({"machine": describe(), "summary": summary, "rounds": rounds}, indent=1) + "\n"
@@ -91,12 +91,12 @@ def measure(work: str, layout: str, steps: int) -> dict[str, float]:
     """A rank's part: its fastest step, in seconds, and the growth of its peak memory, in MiB."""
     import torch
 
-    from fivefold.parallel import ranks as ranks_
+    from fivefold.launch import ranks as ranks_
+    from fivefold.launch.allocator import keep_freed_memory
     from fivefold.recipe import load, resolve
-    from fivefold.train.allocator import keep_freed_memory
-    from fivefold.train.loop import take_step
+    from fivefold.step.state import build_state
+    from fivefold.step.step import take_step
     from fivefold.train.share import share_of
-    from fivefold.train.state import build_state
 
     class Random:
         def batch(self, i: int, rows: range):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from fivefold import kernels
 from fivefold.kernels import native
-from fivefold.train.allocator import keep_freed_memory
+from fivefold.launch.allocator import keep_freed_memory
 
 B, T, H, d, D, FFN, V = 4, 256, 6, 64, 384, 1024, 4096
 
@@ -45,7 +45,7 @@ def main() -> None:
                 f"{key:36} fused {ours * 1e3:7.2f} ms   plain {theirs * 1e3:7.2f} ms   {theirs / ours:5.2f} x"
             )
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         args.out.write_text(json.dumps({"results": results, "machine": describe()}, indent=1) + "\n")
 

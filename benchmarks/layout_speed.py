@@ -1,4 +1,4 @@
-"""Training speed of every parallelism on the common work, beside plain PyTorch in one process.
+"""Training speed of every form of parallelism on the common work, beside plain PyTorch in one process.
 
     python benchmarks/layout_speed.py [--rounds 2] [--steps 10] [--modes bf16 fp32] [--out FILE.json]
 
@@ -65,7 +65,7 @@ def main() -> None:
     summary = [summarize(rounds, mode, *row) for mode in args.modes for row in chosen]
     print(table(summary, rounds))
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         result = {"machine": describe(), "summary": summary, "rounds": rounds}
         args.out.write_text(json.dumps(result, indent=1) + "\n")

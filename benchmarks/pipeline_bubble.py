@@ -26,16 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fivefold.layout import Layout
-from fivefold.models import LanguageModel
-from fivefold.models.model import block_dict
-from fivefold.observe.machine import describe
-from fivefold.parallel.later import Later
+from fivefold.host.machine import describe
+from fivefold.launch.local import start_ranks
+from fivefold.launch.ranks import Ranks
+from fivefold.models.base import LanguageModel, block_dict
+from fivefold.parallel.deferred import Deferred
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.parallel.ranks import Ranks
 from fivefold.schedules.pipeline import Costs, Timeline, build, simulate, stages_a_rank, to_svg
-from fivefold.train.launch import start_ranks
+from fivefold.spread.layout import Layout
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
 ROWS, LENGTH, DIM = 2, 256, 384
@@ -72,16 +71,16 @@ class SleepingBlock(nn.Module):
 
     def __init__(self, seconds: float):
         super().__init__()
-        self.seconds, self.later = seconds, Later()  # the pipeline puts its own there
+        self.seconds, self.deferred = seconds, Deferred()  # the pipeline puts its own there
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return Sleep.apply(x_BTD, self.seconds, self.later)
+        return Sleep.apply(x_BTD, self.seconds, self.deferred)
 
 
 class Sleep(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, seconds: float, later: Later) -> Tensor:
-        ctx.seconds, ctx.later = seconds, later
+    def forward(ctx, x: Tensor, seconds: float, deferred: Deferred) -> Tensor:
+        ctx.seconds, ctx.deferred = seconds, deferred
         time.sleep(seconds)
         return x.clone()
 
@@ -89,10 +88,10 @@ class Sleep(Function):
     def backward(ctx, *grads: Tensor):
         time.sleep(ctx.seconds)
         weights: Callable[[], None] = partial(time.sleep, ctx.seconds)
-        if ctx.later.queue is None:
+        if ctx.deferred.queue is None:
             weights()
         else:
-            ctx.later.queue.append(weights)
+            ctx.deferred.queue.append(weights)
         return grads[0], None, None
 
 
@@ -133,7 +132,7 @@ def measure(cases: list[Case], folder: Path, ranks: Ranks) -> None:
 
 
 def time_transfer(ranks: Ranks, repeats: int = 20) -> float:
-    """Seconds for activations to get from one rank to another: half of a way there and back, the median."""
+    """Seconds to send activations from one rank to another: the median of half a round trip."""
     tensor, times = torch.zeros(ROWS, LENGTH, DIM), []
     for _ in range(repeats):
         dist.barrier()

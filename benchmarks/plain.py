@@ -1,4 +1,4 @@
-"""The yardstick: the common work in plain PyTorch, as a careful user would write it without a framework.
+"""The baseline: the common work in plain PyTorch, as a careful user would write it without a framework.
 
 A Llama of modules from torch.nn, scaled_dot_product_attention, full logits, autocast, fused AdamW, accumulation.
 """

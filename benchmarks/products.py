@@ -1,10 +1,10 @@
-"""Products with weights in fp32 on the CPU: oneDNN beside MKL, which PyTorch takes by itself.
+"""Matmuls with weights in fp32 on the CPU: oneDNN beside MKL, PyTorch's default.
 
     python benchmarks/products.py [--threads 1 2] [--out benchmarks/results/products.json]
 
 Shapes of the common work (2,048 tokens, D 384, ffn 1024, V 4096): forward x W^T, gradient of the input dy W, gradient
 of the weight dy^T x. The two take turns, product by product; the ratio is that of the medians. This is why
-`kernels/product.py` takes oneDNN for the first two, and MKL for the third.
+`kernels/matmul.py` takes oneDNN for the first two, and MKL for the third.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
         speeds = f"{r['mkl'] / 1e9:5.0f} {r['onednn'] / 1e9:7.0f} {r['ratio']:14.2f}"
         print(f"{r['shape']:10} {r['product']:16} {r['threads']:7} {speeds}")
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         args.out.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What three minutes buy: quickstart's validation bits per byte beside a plain character-level model's.
+"""Validation bits per byte of the quickstart, beside a plain character-level model trained for the same minutes.
 
     python benchmarks/quickstart_quality.py [--out benchmarks/results/quickstart_quality.json]
 
@@ -45,7 +45,7 @@ def main() -> None:
     result = {"command_seconds": whole, "training_seconds": seconds, "fivefold_bits_per_byte": ours, **plain}
     print(json.dumps(result, indent=1))
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         args.out.write_text(json.dumps(result | {"machine": describe()}, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""Recompute: memory saved and time lost, on the common work.
+"""Memory that recomputation saves, and time that it costs, on the common work.
 
     python benchmarks/recompute_memory.py [--microbatch 8] [--steps 6] [--out benchmarks/results/recompute_memory.json]
 
@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from fivefold.models import LanguageModel, build
-from fivefold.observe.machine import current_memory_bytes, peak_memory_bytes
-from fivefold.observe.tracking import Tracker
+from fivefold.host.machine import current_memory_bytes, peak_memory_bytes
+from fivefold.launch.allocator import keep_freed_memory
+from fivefold.models.base import LanguageModel
+from fivefold.models.build import build
 from fivefold.parallel import recompute
 from fivefold.recipe import load, resolve
-from fivefold.train.allocator import keep_freed_memory
+from fivefold.trace.memory import Tracker
 
 VARIANTS = ("none", "selective", "full")
 WARM_UP = 2

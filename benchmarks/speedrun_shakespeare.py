@@ -72,7 +72,7 @@ def main() -> None:
         raise SystemExit(f"Fivefold did not reach {TARGET} in every round: no ratio")
     print(f"ratio, median of {args.rounds} rounds: {median(r['ratio'] for r in rounds):.2f}")
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         result = {"target": TARGET, "ours": OURS, "machine": describe(), "rounds": rounds}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -153,11 +153,11 @@ def baseline(data: dict) -> dict:
 
 def fivefold(data: dict, ours: dict) -> dict:
     """The trainer's own step, on a recipe that a user could write."""
-    from fivefold.parallel.ranks import Ranks
+    from fivefold.launch.allocator import keep_freed_memory
+    from fivefold.launch.ranks import Ranks
     from fivefold.recipe import load, resolve
-    from fivefold.train.allocator import keep_freed_memory
-    from fivefold.train.loop import take_step
-    from fivefold.train.state import build_state
+    from fivefold.step.state import build_state
+    from fivefold.step.step import take_step
 
     keep_freed_memory()
     extra = [f"{k}={v}" for k, v in ours.items() if "." in k]

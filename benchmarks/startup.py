@@ -1,4 +1,4 @@
-"""How long a user waits: `--help`, `check`, and from the command to the first training step of quickstart.
+"""Seconds that a user waits: for `--help`, for `check`, and from the command to quickstart's first training step.
 
     python benchmarks/startup.py [--repeat 5] [--out benchmarks/results/startup.json]
 
@@ -38,7 +38,7 @@ def main() -> None:
         found[name] = median(measure() for _ in range(args.repeat))
         print(f"{name:42} {found[name]:6.2f} s")
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         args.out.write_text(json.dumps({"seconds": found, "machine": describe()}, indent=1) + "\n")
 

@@ -2,10 +2,10 @@
 
     python benchmarks/train_speed.py [--rounds 3] [--steps 20] [--compiled] [--out benchmarks/results/train_speed.json]
 
-The common work: Llama of 13.8M parameters (V 4096, D 384, 6 layers, 6 heads, ffn 1024, T 256), 16 sequences a step,
-AdamW, random tokens. Each variant runs in a process of its own; the variants take turns, round by round, and ratios
-are taken within a round, so that a machine whose speed drifts does not decide. The limit is the rate of square matrix
-products in the same round. Compile time and the first steps do not count.
+The common work is a Llama with 13.8M parameters (V 4096, D 384, 6 layers, 6 heads, ffn 1024, T 256), trained by AdamW
+on 16 sequences of random tokens per step. Each variant runs in a process of its own. The variants take turns, and
+ratios are taken within a round, so that drifting machine speed cancels out. The limit is the rate of square matmuls in
+the same round. Compile time and the first steps do not count.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     summary = summarize(rounds, variants)
     print(table(summary))
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         result = {
             "work": {"V": V, "D": D, "L": L, "H": H, "F": F, "T": T, "B": B, "microbatch": args.microbatch}
@@ -75,17 +75,20 @@ def main() -> None:
 
 
 def matmul(dtype: str) -> float:
-    """FLOP/s of square products on all cores, measured now."""
-    from fivefold.observe.peak import _measure_apart
+    """FLOP/s of square matmuls on all cores, measured now."""
+    from fivefold.host.peak import _measure_apart
 
     return _measure_apart(dtype, len(os.sched_getaffinity(0)))["rate"]
 
 
-def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
-    """Runs a variant in processes of its own: ranks that meet in a file, else one."""
+def apart(name: str, steps: int, microbatch: int, checkout: Path | None = None) -> dict[str, Any]:
+    """Runs a variant in processes of its own: ranks that meet in a file, else one.
+
+    checkout: another checkout of this repository, whose program runs; None: this one.
+    """
     command = [
         sys.executable,
-        __file__,
+        str(checkout / "benchmarks" / Path(__file__).name) if checkout else __file__,
         "--worker",
         name,
         "--steps",
@@ -96,11 +99,13 @@ def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     world = ranks_of(name)
     from fivefold.host import HUGE_PAGES  # as `fivefold train` sets them; for tuned plain PyTorch, too
-    from fivefold.parallel.ranks import STORE_FILE
+    from fivefold.launch.ranks import STORE_FILE
 
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // world)), "GLOO_SOCKET_IFNAME": "lo"}
     if DEFAULTS not in name:
         environment |= HUGE_PAGES
+    if checkout:
+        environment["PYTHONPATH"] = str(checkout / "src")
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(world):
@@ -119,7 +124,7 @@ def apart(name: str, steps: int, microbatch: int) -> dict[str, Any]:
 
 def ranks_of(name: str) -> int:
     """Ranks of a variant: "fivefold bf16 tp=2" has its layout behind the dtype."""
-    from fivefold.layout import Layout, parse
+    from fivefold.spread.layout import Layout, parse
 
     layout = name.split()[2:] if name.startswith("fivefold") else []
     return Layout(**parse(layout[0])).ranks if layout else 1  # type: ignore[arg-type]
@@ -155,12 +160,12 @@ class RandomBatches:
 
 def fivefold_step(name: str, microbatch: int):
     """The trainer's own step: forward, backward, gradient sum, clipping, update."""
-    from fivefold.parallel import ranks as ranks_
+    from fivefold.launch import ranks as ranks_
+    from fivefold.launch.allocator import keep_freed_memory
     from fivefold.recipe import load, resolve
-    from fivefold.train.allocator import keep_freed_memory
-    from fivefold.train.loop import take_step
+    from fivefold.step.state import build_state
+    from fivefold.step.step import take_step
     from fivefold.train.share import share_of
-    from fivefold.train.state import build_state
 
     keep_freed_memory()
     sets = [
@@ -190,7 +195,7 @@ def plain_step(name: str, microbatch: int):
     import torch
     from plain import PlainLlama
 
-    from fivefold.train.allocator import keep_freed_memory
+    from fivefold.launch.allocator import keep_freed_memory
 
     if DEFAULTS not in name:
         keep_freed_memory()

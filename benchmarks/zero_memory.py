@@ -1,11 +1,11 @@
-"""Memory of the states of a rank under ZeRO, measured from the tensors that are alive, beside the paper's formula.
+"""Bytes of state per rank under ZeRO, measured on live tensors, beside the paper's formula.
 
     python benchmarks/zero_memory.py [--ranks 1 2 4] [--modes bf16 fp32] [--out benchmarks/results/zero_memory.json]
 
 The model is the common work's (13.8M parameters, see train_speed.py). A rank is stopped where its states are
 largest: behind the first of two microbatches, when weights are gathered and gradients wait to be summed further.
 Then every tensor that exists is looked up, and the bytes of their memory are added, each memory once; activations are
-gone by then. The formula is that of ZeRO (arXiv 1910.02054, figure 1) with Fivefold's dtypes, in bytes a parameter:
+gone by then. The formula is that of ZeRO (arXiv 1910.02054, figure 1) with Fivefold's dtypes, in bytes per parameter:
 
     states that are shared from stage    working weights 3, gradients 2, master weights and moments 1
     bf16: working 2 (gathered from the masters: stage 3 keeps none), gradients 4, master and moments 12
@@ -58,14 +58,14 @@ def main() -> None:
     text = table(rows)
     print(text)
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         args.out.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
         args.out.with_suffix(".md").write_text(text + "\n")
 
 
 def formula(mode: str, ranks: int, zero: int) -> float:
-    """Bytes a parameter on one rank."""
+    """Bytes per parameter on one rank."""
     working = 2 if mode == "bf16" else 4
     if zero == 0:
         return (working if mode == "bf16" else 0) + 4 + 12
@@ -93,10 +93,10 @@ def work(mode: str, zero: int) -> dict[str, Any]:
     """One rank: a step for the moments to exist, then the two measurements."""
     import torch
 
-    from fivefold.parallel import ranks as ranks_
+    from fivefold.launch import ranks as ranks_
     from fivefold.recipe import count_parameters, load, resolve
-    from fivefold.train.loop import take_step
-    from fivefold.train.state import build_state
+    from fivefold.step.state import build_state
+    from fivefold.step.step import take_step
 
     with ranks_.join() as ranks:
         sizes = [

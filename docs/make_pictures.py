@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fivefold.layout import Layout
-from fivefold.observe import layout_picture, plan_svg
+from fivefold.observe import layout_picture
 from fivefold.plan.clusters import parse
 from fivefold.plan.frontier import as_rows, frontier
+from fivefold.plan.pages import svg as plan_svg
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
 from fivefold.recipe import load, resolve
-from fivefold.schedules.pipeline import Costs, build, simulate, to_svg
-from fivefold.sharding import token_spans
+from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_svg
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import token_spans
 
 FOLDER = Path(__file__).with_name("parallelism") / "pictures"
 PLAN_FOLDER = Path(__file__).with_name("pictures")
@@ -27,7 +28,7 @@ LAYOUTS = {
     "expert": ("moe-tiny", "dp=4,ep=2"),
     "combined": ("quickstart", "pp=2,cp=2,tp=2"),
 }
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
+STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # per rank
 COLORS = ("#1f5a9e", "#2c7a5a", "#b5651d", "#7b4fa3")
 
 
@@ -65,7 +66,7 @@ def schedules(ranks: int, microbatches: int) -> str:
     """All schedules one under the other, on one scale. A rank's stages together take the same time in each: F 1,
     B 2 (I 1 and W 1)."""
     timelines = []
-    for name, stages in SCHEDULES.items():
+    for name, stages in STAGES.items():
         part = 1 / stages
         timelines.append((name, simulate(build(name, ranks, microbatches, stages), costs(part))))
     longest = max(timeline.makespan for _, timeline in timelines)

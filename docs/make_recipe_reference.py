@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fivefold.recipe import explain, load
-from fivefold.recipe.write import toml_value
+from fivefold.recipe.words import toml_value
 
 PAGE = Path(__file__).with_name("recipes.md")
 BEGIN = "<!-- What follows is written by docs/make_recipe_reference.py, from recipe/schema.py -->\n"

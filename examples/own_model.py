@@ -13,7 +13,7 @@ V, T = 16, 24  # vocabulary, length of a sequence
 
 
 class Recall(nn.Module):
-    """Says at each position which number it saw three positions ago."""
+    """Predicts at each position the number seen three positions ago."""
 
     def __init__(self, dim: int = 64) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Recall(nn.Module):
 
 class Numbers:
     def batch(self, i: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of batch i. It follows from i alone, so a resumed run and every rank see the same batch."""
+        """Rows of batch i. It depends on i alone, so a resumed run and every rank see the same batch."""
         x = np.random.default_rng(i).integers(0, V, (32, T + 3))[rows.start : rows.stop]
         return x[:, 3:], x[:, :-3]
 

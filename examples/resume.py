@@ -1,4 +1,4 @@
-"""A run that stops and goes on computes what an uninterrupted run computes, bit for bit.
+"""A resumed run gives the same bits as an uninterrupted one.
 
 python examples/resume.py
 """

@@ -1,4 +1,4 @@
-"""The ranks are torchrun's: a plain script, the same on one machine and on many.
+"""Train on torchrun's ranks, with the same plain script on one machine and on many.
 
 torchrun --nproc-per-node 2 examples/torchrun_script.py [RUN_FOLDER]
 """

@@ -1,4 +1,4 @@
-"""Train a small model on text, let it write, read its metrics.
+"""Train a small model on text, sample from it, read its metrics.
 
 python examples/train_and_sample.py [FILE_OR_FOLDER]
 """
@@ -18,7 +18,7 @@ def main(source: str) -> None:
     run = fivefold.train(recipe, nproc=1)  # so small a model gains nothing from a second rank
 
     losses = [line["val_bits_per_byte"] for line in run.metrics() if "val_bits_per_byte" in line]
-    print(f"validation: {losses[0]:.2f} -> {losses[-1]:.2f} bits a byte")
+    print(f"validation: {losses[0]:.2f} -> {losses[-1]:.2f} bits per byte")
     print("def " + run.generate("def ", max_tokens=60, temperature=0.5))
     print(f"open {run.report()}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fivefold.recipe.schema import DataSection, ModelSection, Recipe, TrainSection
+from fivefold.recipe import DataSection, ModelSection, Recipe, TrainSection
 
 
 def recipe_of(

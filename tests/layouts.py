@@ -8,8 +8,8 @@ from ranks import run_ranks
 from runs import ranks_of
 
 from fivefold.data import prepare
-from fivefold.layout import Layout
 from fivefold.recipe import Recipe, load, resolve
+from fivefold.spread.layout import Layout
 from fivefold.train.verify import Report, Side, alone, compare_with_one_process, compute, prepared
 
 TINY = [

@@ -10,13 +10,13 @@ import torch
 from runs import assert_close_tensors, ranks_of
 from torch import Tensor
 
-from fivefold.parallel.replica import clip_
+from fivefold.parallel.pipeline import Microbatch
 from fivefold.recipe import Recipe
+from fivefold.step.state import State, build_state
+from fivefold.step.step import evaluate, take_step
 from fivefold.train.job import BatchSource
-from fivefold.train.loop import agree, evaluate, forward_backward, update
 from fivefold.train.saved import owned_pieces
-from fivefold.train.share import Microbatch, share_of
-from fivefold.train.state import State, build_state
+from fivefold.train.share import share_of
 
 
 def state_of(rank: int, world: int, recipe: Recipe) -> State:
@@ -34,13 +34,15 @@ def steps(rank: int, world: int, recipe: Recipe, source: BatchSource, count: int
     pieces that this rank owns."""
     state = state_of(rank, world, recipe)
     found: dict[str, Any] = {"loss": [], "norm": []}
-    for step in range(count):
-        loss = forward_backward(state, share(state, recipe, source, step), seed=0)
-        if step == 0:
+
+    def keep_first_gradient() -> None:
+        if state.step == 0:
             found["gradients"] = pieces(state, state.gradients())
-        found["norm"].append(clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh))
-        found["loss"].append(agree(loss, False, state.mesh)[0])
-        update(state, recipe.optim, found["norm"][-1], recipe.train.steps or 0)
+
+    for step in range(count):
+        done = take_step(state, recipe, share(state, recipe, source, step), inspect=keep_first_gradient)
+        found["norm"].append(done.norm)
+        found["loss"].append(done.loss)
     found["weights"] = pieces(state, state.masters())
     token_bytes = torch.arange(recipe.model.vocab_size or 0)
     found["validation"] = evaluate(state, share(state, recipe, source, count), token_bytes)

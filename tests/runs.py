@@ -1,4 +1,4 @@
-"""Whole runs on the rank pool, as `train/launch.py` starts them, and what they leave behind."""
+"""Whole runs on the rank pool, as `train/start.py` starts them, and what they leave behind."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fivefold.data import DataSet, prepare
-from fivefold.parallel.ranks import Ranks
+from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, resolve
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank

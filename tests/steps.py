@@ -8,20 +8,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.data import prepare
 from fivefold.data.batches import NOT_COUNTED
-from fivefold.layout import Layout
-from fivefold.observe.collectives import Collectives
-from fivefold.observe.tracking import Tracker, states_of
-from fivefold.parallel.ranks import Ranks
+from fivefold.launch.ranks import Ranks
+from fivefold.models.objective import predicted
 from fivefold.plan.clusters import parse
 from fivefold.plan.cost import Setting
-from fivefold.plan.predict import setting, with_reduce
-from fivefold.plan.rehearsal import Job
+from fivefold.plan.predict import for_recipe, setting
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.recipe.count import MASKED_SHARE
-from fivefold.train.loop import take_step
+from fivefold.spread.layout import Layout
+from fivefold.step.state import State, build_state
+from fivefold.step.step import take_step
+from fivefold.trace.memory import Tracker, states_of
+from fivefold.trace.traffic import Collectives
 from fivefold.train.share import batches_of, share_of
-from fivefold.train.state import State, build_state
 
 V = 2048
 MODEL = [
@@ -92,6 +91,7 @@ def counted(rank: int, world: int, recipe: Recipe, evenly: bool = True) -> Step:
     step(None)
     with Collectives(state.mesh) as sent:
         step(None)
+    assert not sent.other, f"sent past an axis: {sent.other}"
     found.sent = {key: (calls, size) for key, (calls, size) in sent.found.items()}
     return found
 
@@ -120,7 +120,7 @@ class Numbers:
         inputs, targets = np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
         if self.model.arch == "bert":
             hidden = np.full_like(targets, NOT_COUNTED)
-            every = np.linspace(0, T, max(1, round(MASKED_SHARE * T)), endpoint=False).astype(int)
+            every = np.linspace(0, T, predicted("mlm", T), endpoint=False).astype(int)
             hidden[:, every] = targets[:, every]
             targets = hidden
         return inputs, targets
@@ -164,10 +164,5 @@ def planned(recipe: Recipe) -> Setting:
         recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
     layout, B = Layout.from_recipe(recipe.layout), recipe.train.microbatch_size or 1
     count = recipe.train.global_batch_size // (layout.dp * B)
-    software = with_reduce(FIVEFOLD_CPU, recipe.precision.reduce)
+    software = for_recipe(FIVEFOLD_CPU, recipe)
     return setting(recipe.model, layout, parse("h100"), B, count, recipe.precision.mode, software)
-
-
-def job(s: Setting) -> Job:
-    """The same for a rehearsal."""
-    return Job(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)

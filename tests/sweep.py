@@ -22,8 +22,8 @@ from layouts import compared, tiny
 from ranks import RankFailed
 
 from fivefold.errors import UserError
-from fivefold.layout import AXES, Layout, problems, stages_of_a_rank, to_text
 from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.spread.layout import AXES, Layout, problems, stages_of_a_rank, to_text
 from fivefold.train.verify import Report
 
 RANKS = 8
@@ -119,11 +119,11 @@ def main() -> None:
 
 INTRODUCTION = f"""# Layouts that are verified
 
-What `python tests/sweep.py --out docs/layouts_verified.md` printed (`make test-all` runs it): every way to divide
-{RANKS} ranks among the axes, each compared with one process as `fivefold verify` does, in fp32, over {STEPS} steps
-of a tiny model (2, 4 or 8 blocks; with `ep`, 8 experts a block). The largest relative differences: of a loss (allowed:
-1e-6), of a gradient (1e-5), of the gradient's norm, of a weight after the last step. Schedule, `cp_method` and
-`recompute` take turns.
+`python tests/sweep.py --out docs/layouts_verified.md` wrote this table (`make test-all` runs it). It takes every way to
+divide {RANKS} ranks among the axes and compares it with one process, as `fivefold verify` does, in fp32, over {STEPS}
+steps of a tiny model (2, 4 or 8 blocks; with `ep`, 8 experts per block). The columns are the largest relative
+differences of the loss (allowed: 1e-6), of a gradient (1e-5), of the gradient norm, and of a weight after the last
+step. Schedule, `cp_method` and `recompute` take turns.
 """
 HEAD = "| layout | loss | gradients | gradient norm | weights | |\n|---|---|---|---|---|---|"
 

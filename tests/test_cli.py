@@ -171,7 +171,7 @@ def test_check(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", str(text_recipe)) == 0
     out = capsys.readouterr().out
     assert "the recipe is valid" in out
-    assert "5 steps of 64 tokens = 320 tokens" in out
+    assert "5 steps x 64 tokens = 320 tokens" in out
     assert "data     1 file(s)" in out
 
 
@@ -207,7 +207,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "quickstart", "--no-data", "--explain", "--set", "optim.eps=1e-6") == 0
     out = capsys.readouterr().out
     assert all(f"\n[{section}]\n" in out for section in Recipe.model_fields)
-    assert "\n* eps = 1e-06   (a number > 0; default 1e-08)\n" in out
+    assert "\n* eps = 1e-06   (a number > 0, or unset; default unset)\n" in out
     assert "\n  grad_clip = 1.0   (a number >= 0)\n      Largest norm of the whole gradient." in out
     assert run("check", "quickstart", "--no-data", "--explain", "--json") == 0
     fields = json.loads(capsys.readouterr().out)["fields"]

@@ -12,14 +12,15 @@ from ranks import run_ranks
 from torch import Tensor
 
 from fivefold import kernels
+from fivefold.comm import Axis
 from fivefold.errors import UserError
 from fivefold.kernels import native, partial_attention
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
-from fivefold.layout import Layout
 from fivefold.parallel import context
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.sharding import token_spans
-from fivefold.train.loop import forward_backward, positions
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import token_spans
+from fivefold.step.step import forward_backward, positions
 from fivefold.train.share import share_of
 
 ROWS, MICROBATCH, T, V = 8, 4, 32, 96
@@ -191,7 +192,7 @@ def test_every_position_is_right_at_the_seams(layout, model):
 def count_work(rank: int, world: int, recipe: Recipe) -> tuple[int, int, int]:
     """(query-key pairs of one head in one forward, in one backward, bytes sent in both) on this rank."""
     state = state_of(rank, world, recipe)
-    pairs, sent, exchange = {"forward": 0, "backward": 0}, [], context.ContextAxis.exchange
+    pairs, sent, exchange = {"forward": 0, "backward": 0}, [], Axis.start_exchange
 
     def counted(name, function):
         def call(rows, k, v, causal):
@@ -208,11 +209,11 @@ def count_work(rank: int, world: int, recipe: Recipe) -> tuple[int, int, int]:
     try:
         context.attend = counted("forward", attend)
         context.attend_backward = counted("backward", attend_backward)
-        context.ContextAxis.exchange = spy  # type: ignore[method-assign]
+        Axis.start_exchange = spy  # type: ignore[method-assign]
         forward_backward(state, share_of(Source(), 0, 1, 1, state.mesh), seed=0)
     finally:
         context.attend, context.attend_backward = attend, attend_backward
-        context.ContextAxis.exchange = exchange  # type: ignore[method-assign]
+        Axis.start_exchange = exchange  # type: ignore[method-assign]
     return pairs["forward"], pairs["backward"], sum(sent)
 
 
@@ -351,7 +352,7 @@ def exchange_there_and_back(rank: int, world: int) -> bool:
     """Ulysses alone against attention of one process over the same sequence, fp64."""
     torch.manual_seed(0)
     assert dist.group.WORLD is not None
-    axis = context.ContextAxis(dist.group.WORLD, world, rank)
+    axis = Axis("cp", range(world), rank, torch.device("cpu"), dist.group.WORLD)
     x = torch.randn(2, 8 * world, 3 * 4 * 6, dtype=torch.float64)
     core = SimpleNamespace(heads=4, kv_heads=4, causal=True)
     mine = x[:, 8 * rank : 8 * (rank + 1)].clone().requires_grad_()

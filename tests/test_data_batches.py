@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.data import NOT_COUNTED, Batches, Prefetch, Tokens
-from fivefold.data.order import permute
+from fivefold.data.batches import permute
 from fivefold.data.tokens import Shard
 
 

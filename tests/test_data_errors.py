@@ -10,7 +10,7 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import check, prepare
-from fivefold.data.pool import run
+from fivefold.data.encode import run
 from fivefold.errors import UserError
 
 GOOD = json.dumps({"text": "a good document"})
@@ -35,7 +35,7 @@ def test_a_text_that_is_not_utf8(tmp_path: Path):
 def test_the_offset_in_a_later_piece_of_a_large_file(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("fivefold.data.build.WORKTHY", 0)
+    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
     good = "línea\n".encode() * 300_000
     path = write(tmp_path / "a.txt", good + b"\xc3(" + good)
     with pytest.raises(UserError, match=f"a.txt: byte {len(good)}: not UTF-8: byte 0xc3"):
@@ -48,10 +48,10 @@ def test_the_offset_in_a_later_piece_of_a_large_file(
     [
         (b'{"text": "cut', "not JSON: Unterminated string starting at (character 9)"),
         (b'{"text": "\xff"}', "not UTF-8: byte 0xff at 10 in the line"),
-        (b'{"content": "x", "id": 1}', "no field 'text' (there are: content, id); set data.text_key"),
+        (b'{"content": "x", "id": 1}', "no field 'text' (fields: content, id); set data.text_key"),
         (b'{"text": 5}', "the field 'text' holds int, not text"),
         (b'{"text": null}', "the field 'text' holds NoneType, not text"),
-        (b'["text"]', "a JSON list where an object with the field 'text' is expected"),
+        (b'["text"]', "a JSON list; expected an object with the field 'text'"),
         (b'{"text": "\\ud800"}', "a lone surrogate at character 0"),
         (b"[" * 100_000, "not JSON: nested too deeply"),
     ],
@@ -79,7 +79,7 @@ def test_parquet_faults(tmp_path: Path):
 
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["x"], "id": [1]}), path)
-    assert f"{path}: row 0: no column 'text' (there are: content, id)" in error_of(
+    assert f"{path}: row 0: no column 'text' (columns: content, id)" in error_of(
         recipe_of(path, tmp_path / "cache")
     )
     pq.write_table(pa.table({"text": ["x", None]}), path)
@@ -168,9 +168,9 @@ def test_sources_that_do_not_exist(tmp_path: Path, look):
         "stdlbi": ["no such file", "known words: stdlib"],
         tmp_path / "corpus" / "*.md": ["no file matches", f"{tmp_path / 'corpus'} exists"],
         tmp_path / "*": ["only folders match"],
-        tmp_path / "corpus" / "image.png": [".png are not known", ".txt .md .py .jsonl .parquet"],
+        tmp_path / "corpus" / "image.png": ["unknown kind of file .png", ".txt .md .py .jsonl .parquet"],
         tmp_path / "corpus" / "*.png": ["found 1 .png", ".txt .md .py .jsonl .parquet"],
-        tmp_path / "corpus" / "train.bin": [".bin are not known", "write tokens:PATH"],
+        tmp_path / "corpus" / "train.bin": ["unknown kind of file .bin", "write tokens:PATH"],
         "hf:": ["the name is missing"],
     }.items():
         with pytest.raises(UserError) as caught:
@@ -185,7 +185,7 @@ def test_tokenizers_that_do_not_exist(tmp_path: Path, look):
     for tokenizer, part in {
         "bpe:many": "N must be a whole number",
         "bpe:100": "at least 257",
-        "byte": "neither bpe:N, bytes or chars, nor the path",
+        "byte": "must be bpe:N, bytes, chars, or the path",
     }.items():
         with pytest.raises(UserError, match=part):
             look(recipe_of(path, tmp_path / "cache", tokenizer=tokenizer))
@@ -203,7 +203,7 @@ def test_sets_that_are_too_small(tmp_path: Path):
     cache = tmp_path / "cache"
     message = error_of(recipe_of(path, cache, seq_len=9, batch=200, val_fraction=0.0))
     assert "1,000 training tokens, 111 sequences" in message
-    assert "use at most 111 sequences a batch" in message
+    assert "use at most 111 sequences per batch" in message
     message = error_of(recipe_of(path, cache, seq_len=2000, val_fraction=0.0))
     assert "0 sequences of model.seq_len = 2000" in message
     message = error_of(recipe_of(path, cache, seq_len=100, val_fraction=0.05))
@@ -231,8 +231,8 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path):
 
 
 def test_a_worker_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fivefold.data.build.WORKTHY", 0)
-    monkeypatch.setattr("fivefold.data.pool.COMMAND", ["/bin/sh", "-c", "read setup; exit 7"])
+    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
+    monkeypatch.setattr("fivefold.data.encode.COMMAND", ["/bin/sh", "-c", "read setup; exit 7"])
     path = write(tmp_path / "a.txt", "x" * 100)
     with pytest.raises(UserError, match=r"a tokenizing process died at job 1 .*7"):
         prepare(recipe_of(path, tmp_path / "cache"), workers=2)

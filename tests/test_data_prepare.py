@@ -15,9 +15,8 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import Batches, check, prepare
-from fivefold.data.shards import SHARD_TOKENS, ShardWriter
 from fivefold.data.tokenizer import train_bpe
-from fivefold.data.tokens import DataSet
+from fivefold.data.tokens import SHARD_TOKENS, DataSet, ShardWriter
 
 END = 256  # of the tokenizer `bytes`
 SHAKESPEARE = Path(__file__).parents[1] / ".." / "shared" / "data" / "tinyshakespeare.txt"
@@ -169,7 +168,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 def test_shards_do_not_depend_on_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fivefold.data.build.WORKTHY", 0)
+    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
     source = mixed_source(tmp_path / "in")
     train_bpe([(source / "large.txt").read_text()[:100_000]], 400).save(tmp_path / "tokenizer.json")
     folders = []

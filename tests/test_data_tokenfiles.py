@@ -108,16 +108,16 @@ def test_uint32_read_as_uint16_gets_a_hint(tmp_path: Path):
 def test_truncated_and_foreign_files(tmp_path: Path, look):
     path = tmp_path / "a.bin"
     path.write_bytes(b"x" * 2001)
-    assert "a.bin: truncated: 2,001 bytes are no whole number" in refused(path, tmp_path / "c", look)
+    assert "a.bin: truncated: 2,001 bytes are not a whole number" in refused(path, tmp_path / "c", look)
     llmc(path, IDS, count=1500)
     message = refused(path, tmp_path / "c", look)
-    assert "truncated: its header says 1,500 tokens, the file ends after 1,000 (byte 3,024)" in message
+    assert "truncated: its header says 1,500 tokens, but the file ends after 1,000 (byte 3,024)" in message
     llmc(path, IDS, version=3)
-    assert "of version 3, which is not known" in refused(path, tmp_path / "c", look)
+    assert "unknown version 3 of an llm.c file" in refused(path, tmp_path / "c", look)
     npy = tmp_path / "a.npy"
     np.save(npy, IDS.astype(np.uint16))
     npy.write_bytes(npy.read_bytes()[:-100])
-    assert "a.npy: not a whole .npy file" in refused(npy, tmp_path / "c", look)
+    assert "a.npy: not a complete .npy file" in refused(npy, tmp_path / "c", look)
     np.save(npy, IDS.astype(np.float32))
     assert "holds float32 of shape (1000,)" in refused(npy, tmp_path / "c", look)
     np.save(npy, np.array([{"pickled": 1}], dtype=object), allow_pickle=True)
@@ -179,7 +179,7 @@ def test_a_hub_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
     assert prepare(recipe).info["cached"]
     rows[5] = {"content": "x", "meta": {}}
     monkeypatch.setitem(sys.modules, "datasets", stand_in(rows, "b"))
-    with pytest.raises(UserError, match=r"row 5: no field 'text' \(there are: content, meta\)"):
+    with pytest.raises(UserError, match=r"row 5: no field 'text' \(fields: content, meta\)"):
         prepare(recipe, workers=workers)
 
 
@@ -190,5 +190,5 @@ def test_a_hub_set_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     for workers in (1, 2):
         monkeypatch.setitem(sys.modules, "datasets", stand_in(rows(), "a"))
-        with pytest.raises(UserError, match="reading ended after 3 rows: ConnectionError: reset by peer"):
+        with pytest.raises(UserError, match="reading stopped after 3 rows: ConnectionError: reset by peer"):
             prepare(recipe_of("hf:some/set:en", tmp_path / "cache"), workers=workers)

@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from fivefold.cli.main import main
-from fivefold.layout import Layout, equation
 from fivefold.observe.holding import holding
 from fivefold.observe.layout_picture import to_svg, to_text
 from fivefold.recipe import count_parameters, load, resolve
+from fivefold.spread.layout import Layout, equation
 
 SETS = ["model.layers=8", "model.heads=4", "model.tie_embeddings=false", "train.global_batch_size=16"]
 LAYOUTS = [
@@ -72,8 +72,8 @@ def test_experts_are_shown():
 
 def test_large_layouts_are_cut_short():
     recipe, wanted = recipe_of("dp=16,tp=4,cp=4", "train.global_batch_size=16")
-    assert "... and 192 ranks more" in to_text(recipe, wanted)
-    assert "... and 192 ranks more" in to_svg(recipe, wanted)
+    assert "... and 192 more ranks" in to_text(recipe, wanted)
+    assert "... and 192 more ranks" in to_svg(recipe, wanted)
 
 
 def test_command(tmp_path, capsys):

@@ -19,7 +19,7 @@ def column(run_folder: Path, key: str) -> list[float]:
 def check_train_and_sample(folder: Path, printed: str) -> None:
     bits = column(folder / "runs" / "run-1", "val_bits_per_byte")
     assert bits[-1] < bits[0] - 0.3
-    assert f"validation: {bits[0]:.2f} -> {bits[-1]:.2f} bits a byte\ndef " in printed
+    assert f"validation: {bits[0]:.2f} -> {bits[-1]:.2f} bits per byte\ndef " in printed
 
 
 def check_resume(folder: Path, printed: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that end right after their last collective end well: gloo's threads are waited for (`parallel/ranks.py`)."""
+"""Ranks that end right after their last collective end well: gloo's threads are waited for (`launch/ranks.py`)."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.parallel.ranks import STORE_FILE
+from fivefold.launch.ranks import STORE_FILE
 
 # Only the garbage collector frees the group. Nobody waits for the works: gloo's threads are the last to let go of their
 # tensors, and need the interpreter for that.
@@ -15,7 +15,7 @@ RANK = """
 import torch
 import torch.distributed as dist
 
-from fivefold.parallel.ranks import join
+from fivefold.launch.ranks import join
 
 class Holder:
     pass

@@ -11,13 +11,15 @@ from runs import lines, train_rank
 from steps import counted
 
 from fivefold.checkpoint import store
+from fivefold.comm import Axis
 from fivefold.data import prepare
 from fivefold.kernels.mixture import grouped_linear
-from fivefold.layout import Layout
+from fivefold.models.card import card_of
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
 from fivefold.recipe import Recipe, change, resolve
-from fivefold.sharding import cuts, local_shape, parameters, parts
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import local_shape, parts
 from fivefold.train import verify
 
 # Terms that are large enough to be seen in every gradient.
@@ -117,7 +119,7 @@ def test_experts_shared_by_their_rows_equal_one_process(folder, layout, experts)
     """Fewer experts on a rank than ranks that share them, or not a multiple: each is divided."""
     recipe = check(folder, layout, "aux", f"model.experts={experts}")
     model = resolve(recipe, vocab_size=prepare(recipe).vocab_size).model
-    part = parts(model, Layout.from_recipe(recipe.layout), 0)["blocks.0.mlp.experts.down"]
+    part = parts(card_of(model), Layout.from_recipe(recipe.layout), 0)["blocks.0.mlp.experts.down"]
     kept, local = local_shape(part.keeps), local_shape(part.computes)
     assert kept[0] == local[0]
     assert kept[1] < local[1]
@@ -130,12 +132,12 @@ def test_bf16_is_as_close_as_bf16_can_be(folder):
 
 def forgetful(rank: int, world: int, recipe: Recipe, steps: int, where: Path) -> None:
     """Experts' gradients are not summed over the ranks that have the same experts."""
-    group = Mesh.group
-    Mesh.group = lambda mesh, name: None if name == "edp" else group(mesh, name)  # type: ignore[method-assign]
+    axis, alone = Mesh.axis, Axis("edp", [rank], 0, torch.device("cpu"), None)
+    Mesh.axis = lambda mesh, name: alone if name == "edp" else axis(mesh, name)  # type: ignore[method-assign]
     try:
         side(rank, world, recipe, steps, where)
     finally:
-        Mesh.group = group  # type: ignore[method-assign]
+        Mesh.axis = axis  # type: ignore[method-assign]
 
 
 def test_a_forgotten_sum_shows(folder):
@@ -151,7 +153,7 @@ def exchange(rank: int, world: int, counts: list[list[int]]) -> list[torch.Tenso
     own = weights.view(world, -1, 4, 4)[rank].clone().requires_grad_()
     rows = torch.randn(int(mine.sum()), 4, generator=torch.Generator().manual_seed(1 + rank)).requires_grad_()
     assert dist.group.WORLD is not None
-    layer = AllToAll(dist.group.WORLD)
+    layer = AllToAll(Axis("ep", range(world), rank, torch.device("cpu"), dist.group.WORLD))
     out = layer(rows, mine, lambda rows, counts: grouped_linear(rows, own, counts))
     wanted = torch.cat([part @ w.t() for part, w in zip(rows.split(counts[rank]), weights, strict=True)])
     torch.testing.assert_close(out, wanted)
@@ -191,10 +193,10 @@ def test_gradients_of_experts_stay_with_those_who_have_them(folder):
     there are; the all-reduce holds no expert's gradient, for each is on one rank only."""
     recipe = tiny(folder, "dp=2,ep=2", *MODEL, "train.microbatch_size=4", steps=1)
     model = resolve(recipe, vocab_size=prepare(recipe).vocab_size).model
-    E, table = model.experts or 0, cuts(model)
+    E, table = model.experts or 0, card_of(model).cuts
     rest = [
         torch.Size(shape).numel()
-        for name, shape in parameters(model).items()
+        for name, shape in card_of(model).parameters.items()
         if name not in table or table[name].kind != "expert"
     ]
     rows = 4 * (2 * 4 * 16) * model.dim  # 2 experts a token, 4 sequences a rank of 16 tokens

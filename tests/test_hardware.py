@@ -12,15 +12,14 @@ import torch
 from measured import table
 from ranks import run_ranks
 
-from fivefold.observe import hardware, links
+from fivefold.bench import hardware, links, overhead
+from fivefold.bench.machine import _axes
+from fivefold.launch.ranks import Ranks
 from fivefold.observe.prediction import read, rows, section, step_seconds
-from fivefold.parallel.ranks import Ranks
 from fivefold.plan import measured
-from fivefold.plan.local import of
+from fivefold.plan.devices import of_table
 from fivefold.plan.predict import predict
 from fivefold.plan.rates import KINDS
-from fivefold.train import overhead
-from fivefold.train.hardware import _axes
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, 0, 1, CPU)
@@ -89,7 +88,7 @@ def test_what_axes_take_beyond_the_sum_of_a_block_s_parts() -> None:
     }
     machine = table()
     found = replace(machine, axes=_axes(machine, {2: {"blocks": blocks}}, "fp32"))
-    cluster = of(measured.from_json(measured.as_json(found)) or machine)
+    cluster = of_table(measured.from_json(measured.as_json(found)) or machine)
     for name, points in blocks.items():
         for model, (elements, seconds) in zip(overhead.MODELS, points, strict=True):
             few, many = overhead.recipes(name, 2, model, "fp32")
@@ -118,7 +117,7 @@ def test_predicted_beside_measured(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"predicted": predicted, "measured": came}))
     found = {row.name: row.error for row in rows(read(tmp_path))}
     assert found == pytest.approx(
-        {"step time": 0.1, "tensors of rank 0": -0.5, "sent a step, dp": 0.0, "sent a step, tp": -1.0}
+        {"step time": 0.1, "tensors of rank 0": -0.5, "sent per step, dp": 0.0, "sent per step, tp": -1.0}
     )
     assert "+10.0%" in section(read(tmp_path))
     assert "because &lt;" in section({"predicted": None, "why": "because <x>"})
@@ -147,6 +146,7 @@ def test_bench_hardware_then_a_run_that_was_predicted(
         "data.tokenizer=bytes",
         "train.steps=5",
         "train.val_every=0",
+        "observe.memory=true",
     ]
     options = [part for text in sets for part in ("--set", text)]
     run = tmp_path / "run"
@@ -155,7 +155,11 @@ def test_bench_hardware_then_a_run_that_was_predicted(
     assert plan["predicted"]["cluster"] == "local:2"
     assert plan["measured"]["sent_bytes"] == plan["predicted"]["sent_as_counted"]
     assert plan["predicted"]["memory"]["per_stage"][0]["total"] == pytest.approx(
-        plan["measured"]["memory_bytes"], rel=0.01
+        plan["measured"]["memory_bytes"], rel=0.05
+    )
+    assert [found["rank"] for found in plan["exact"]] == [0]
+    assert plan["exact"][0]["memory"]["peak_bytes"] == pytest.approx(
+        plan["measured"]["memory_bytes"], rel=0.001
     )
     assert 0.2 < plan["predicted"]["time"]["step_s"] / plan["measured"]["step_s"] < 5
     assert "Predicted and measured" in (run / "report.html").read_text()

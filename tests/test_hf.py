@@ -13,7 +13,7 @@ from fivefold.checkpoint import store, write
 from fivefold.checkpoint.hf import export_run, import_folder
 from fivefold.data.tokenizer import train_bpe
 from fivefold.errors import UserError
-from fivefold.models import build
+from fivefold.models.build import build
 from fivefold.models.hf import from_hf_config, hf_config
 from fivefold.recipe import ModelSection, Recipe, TrainSection, load, resolve, to_toml
 from fivefold.train.generate import open_run
@@ -178,7 +178,7 @@ def test_first_bert_files_with_gamma_and_pooler_are_imported(tmp_path):
         ("llama", {"hidden_act": "gelu", "mlp_bias": True}, ["hidden_act = gelu", "silu", "mlp_bias = true"]),
         ("llama", {"sliding_window": 4096}, ["sliding_window = 4096", "null"]),
         ("llama", {"head_dim": 64}, ["head_dim = 64", "32 / 4"]),
-        ("llama", {"model_type": "mistral"}, ['"mistral"', "llama, gpt2, bert"]),
+        ("llama", {"model_type": "mistral"}, ['"mistral"', "bert, gpt2, llama"]),
         ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ("llama", {"hidden_size": None}, ["hidden_size"]),
         ("llama", {"num_hidden_layers": 2.5}, ["layers", "integer"]),

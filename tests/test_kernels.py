@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from fivefold import kernels
-from fivefold.kernels import native
-from fivefold.precision.weights import add_gradient
+from fivefold.kernels import native, private, sizes
+from fivefold.kernels.hollow import Hollow, Hollowing
+from fivefold.parallel.flat import add_gradient
 
 # bf16 keeps 8 bits: an operation rounds by up to 2^-9, and the longest chain here (PyTorch's own attention with
 # grouped queries: scores, probabilities, their gradients, a sum over heads) rounds about ten times.
@@ -137,7 +138,7 @@ def test_long_attention_computes_probabilities_again(path, monkeypatch):
         return leaf.grad
 
     kept = run()
-    monkeypatch.setattr("fivefold.kernels.blockwise_attention.KEEP", 256)
+    monkeypatch.setattr(sizes, "KEEP", 256)
     assert torch.equal(kept, run())
 
 
@@ -145,8 +146,8 @@ def test_long_attention_computes_probabilities_again(path, monkeypatch):
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, monkeypatch):
-    monkeypatch.setattr("fivefold.kernels.loss.CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr("fivefold.kernels.loss.MIN_ROWS", 7)
+    monkeypatch.setitem(sizes.LOGITS_BYTES, "cpu", chunk_bytes)
+    monkeypatch.setattr(sizes, "MIN_ROWS", 7)
     N, D, V = 33, 24, 50
     targets = torch.randint(V, (N,))
     targets[::5] = -100
@@ -255,3 +256,34 @@ def test_linear_says_what_does_not_fit():
 def test_linear_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         assert kernels.linear(torch.randn(3, 16), torch.randn(24, 16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("lead", [(130,), (3, 43)])
+def test_gradients_of_a_linear_layer(dtype, lead):
+    """They are what autograd computes, to the bit."""
+    x, weight = torch.randn(*lead, 64).to(dtype), torch.randn(24, 64).to(dtype)
+    dy = torch.randn(*lead, 24).to(dtype)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    wanted = torch.autograd.grad(kernels.linear(*leaves), leaves, dy)
+    with torch.no_grad():
+        assert torch.equal(kernels.input_gradient(dy, weight), wanted[0])
+        assert torch.equal(kernels.weight_gradient(dy, x), wanted[1])
+
+
+def test_what_is_used_of_pytorch_that_is_not_documented():
+    """Raising torch: each of `kernels/private.py` is there, and does what its line says."""
+    x, weight, bias = torch.randn(6, 16), torch.randn(24, 16), torch.randn(24)
+    close(private.onednn_linear(x, weight, bias), F.linear(x, weight, bias).double(), torch.float32)
+    with Hollowing():
+        hollow = torch.empty(3, 4)
+        product = hollow @ hollow.T
+        assert not private.fake_mode_is_on()
+    assert isinstance(product, Hollow)
+    assert (product.shape, product.device.type, product.untyped_storage().nbytes()) == ((3, 3), "cpu", 36)
+    assert private.done_work([x]) is not None
+    q, k = (torch.empty(2, 4, n, 16, dtype=torch.bfloat16, device="meta") for n in (64, 32))
+    out, lse = private.flash_attention(q, k, k, False)  # it has no CPU kernel: shapes only
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    gradients = private.flash_attention_backward(out, q, k, k, out, lse, False)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]

@@ -1,20 +1,22 @@
 """Where ranks come from, which layout they get, and that local runs listen on loopback only."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_train import TINY
 
 from fivefold.cli.train import train
 from fivefold.errors import UserError
-from fivefold.layout import Layout, to_text
-from fivefold.parallel import ranks
+from fivefold.launch import local, ranks
 from fivefold.recipe import Recipe, load, resolve, to_toml
-from fivefold.train import launch
+from fivefold.spread.layout import Layout, to_text
+from fivefold.train import start
 
 
 @pytest.fixture
@@ -113,15 +115,15 @@ def machine(monkeypatch):
     """Sets how many cores and GPUs this machine seems to have."""
 
     def has(cores: int = 2, gpus: int = 0) -> None:
-        monkeypatch.setattr(launch, "cores", lambda: cores)
-        monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(start, "cores", lambda: cores)
+        monkeypatch.setattr(start.torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(start.torch.cuda, "device_count", lambda: gpus)
 
     return has
 
 
 def fit(layout: str, nproc: int | None = None, launched: int | None = None) -> Recipe:
-    return launch._fit_layout(load("quickstart", SMALL, layout), nproc, launched)
+    return start._fit_layout(load("quickstart", SMALL, layout), nproc, launched)
 
 
 def text_of(recipe: Recipe) -> str:
@@ -193,7 +195,7 @@ def test_fewer_gpus_than_ranks_are_refused(machine):
     with pytest.raises(
         UserError, match=r"2 ranks on this machine want 2 GPUs, and it has 1.*CUDA_VISIBLE_DEVICES="
     ):
-        launch.start_ranks(print, 2, fork=True)
+        local.start_ranks(print, 2, fork=True)
 
 
 @pytest.mark.parametrize(("layout", "rows"), [("dp=4", None), ("dp=2", 8), (None, 8)])
@@ -204,7 +206,7 @@ def test_resuming_on_more_ranks_forgets_the_saved_microbatch(tmp_path, monkeypat
     )
     (tmp_path / "recipe.toml").write_text(to_toml(recipe))
     asked = []
-    monkeypatch.setattr(launch, "run_command", lambda recipe, *_, **__: asked.append(recipe))
+    monkeypatch.setattr(start, "run_command", lambda recipe, *_, **__: asked.append(recipe))
     train(str(tmp_path), None, layout, None, None, True, False)
     assert asked[0].train.microbatch_size == rows
     assert asked[0].train.global_batch_size == 16
@@ -282,3 +284,31 @@ def test_local_runs_listen_on_loopback_only_and_leave_no_process(tmp_path):
     assert list((out / "checkpoints").glob("step-*/manifest.json"))
     time.sleep(0.2)
     assert not any(Path(f"/proc/{pid}").exists() for pid in everyone - {process.pid})
+
+
+def test_a_rank_that_lost_another_did_not_fail_first(tmp_path):
+    """Its message is the verdict only where no rank failed by itself. The agent names one rank."""
+
+    def verdict(rank: int, code: int) -> str:
+        ended = {rank: SimpleNamespace(timestamp=1, exitcode=code)}
+        return str(local._verdict(SimpleNamespace(failures=ended), tmp_path, str))
+
+    (tmp_path / "lost-0").write_text("rank 0: all_reduce over axis dp timed out")
+    assert "rank 1 failed first (SIGKILL)" in verdict(1, -9)
+    assert verdict(0, 1) == "rank 0: all_reduce over axis dp timed out"
+    (tmp_path / "failed-1").touch()
+    assert "rank 1 failed first (exit code 1)" in verdict(0, 1)
+
+
+def test_a_rank_that_fails_leaves_its_number(clean, tmp_path, capsys):
+    def work(mine: object) -> None:
+        raise KeyError("lost")
+
+    clean.setattr(local.ranks_, "join", lambda: contextlib.nullcontext())
+    clean.setattr(local.signal, "signal", lambda *_: None)
+    clean.setattr(local.sys, "platform", "other")
+    clean.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        local._rank_main(work, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["failed-3"]
+    assert "KeyError: 'lost'" in capsys.readouterr().err

@@ -8,21 +8,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
-from fivefold.layout import (
+from fivefold.recipe import LayoutSection
+from fivefold.spread.layout import (
     AXES,
-    EXPERT_GROUPS,
-    GROUPS,
+    GROUP_NAMES,
     Layout,
     describe,
+    first_names,
+    group_of,
     index_in,
-    members,
     nearest,
     parse,
     problems,
     to_text,
     validate,
 )
-from fivefold.recipe import LayoutSection
 
 sizes = st.integers(1, 4)
 layouts = st.builds(
@@ -182,12 +182,41 @@ def test_describe() -> None:
 )
 def test_groups_divide_the_ranks(layout):
     layout = Layout(**parse(layout))
-    for group in (*GROUPS, *EXPERT_GROUPS):
+    for group in GROUP_NAMES:
         found = members(layout, group)
         assert sorted(rank for ranks in found for rank in ranks) == list(range(layout.ranks))
         assert len({len(ranks) for ranks in found}) == 1
         for ranks in found:
             assert [index_in(layout, group, rank) for rank in ranks] == list(range(len(ranks)))
+
+
+def members(layout: Layout, group: str) -> list[list[int]]:
+    """All groups of this name."""
+    found = {tuple(group_of(layout, group, rank)): None for rank in range(layout.ranks)}
+    return [list(ranks) for ranks in found]
+
+
+@settings(deadline=None, max_examples=30)
+@given(layouts)
+def test_groups_are_ranks_that_differ_in_some_axes(layout: Layout) -> None:
+    assume(not any(problems(layout)))
+    differ = {
+        "pp": {"pp"}, "tp": {"tp"}, "cp": {"cp"}, "replicate": {"dp_replicate"}, "dp": {"dp_replicate", "dp_shard"},
+        "shard": {"dp_shard", "cp"}, "batch": {"dp_replicate", "dp_shard", "cp"}, "all": set(AXES),
+    }  # fmt: skip
+    places = [layout.coordinates(rank) for rank in range(layout.ranks)]
+    for group, axes in differ.items():
+        for rank in {0, layout.ranks // 2, layout.ranks - 1}:
+            others = [axis for axis in AXES if axis not in axes]
+            same = [all(place[a] == places[rank][a] for a in others) for place in places]
+            assert group_of(layout, group, rank) == [other for other, here in enumerate(same) if here]
+
+
+def test_groups_of_the_same_ranks_go_by_one_name() -> None:
+    names = first_names(Layout(dp_shard=2, zero=1, tp=2))
+    assert names["batch"] == names["dp"] == names["shard"] == "shard"
+    assert names["all"] == "all"
+    assert first_names(Layout(tp=4))["all"] == "tp"
 
 
 def test_experts_divide_data_and_context_again():

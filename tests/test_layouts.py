@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from layouts import compared, tiny
 
-from fivefold.layout import Layout, parse
 from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.spread.layout import Layout, parse
 
 SINGLE = [
     f"{axis}={size}{more}"

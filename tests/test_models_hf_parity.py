@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fivefold.models import build
+from fivefold.models.build import build
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.layers import rope_table
 from fivefold.recipe import ModelSection, count_parameters, resolve_model

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fivefold.models import build, flops_per_token
+from fivefold.models.build import build
+from fivefold.models.count import flops_per_token
 from fivefold.recipe import ModelSection, count_parameters, load, resolve_model, shipped
 
 SMALL = {"layers": 3, "dim": 64, "heads": 4, "vocab_size": 256, "seq_len": 40}
@@ -48,7 +49,7 @@ def test_flops_are_those_that_torch_counts(section):
     targets = tokens.clone()
     if model.arch == "bert":
         targets[:, 6:] = -100
-    # what `kernels/product.py` takes for fp32 on CPUs, which the counter does not know
+    # what `kernels/matmul.py` takes for fp32 on CPUs, which the counter does not know
     onednn = {torch.ops.mkldnn._linear_pointwise: lambda x, w, *_, **__: 2 * math.prod(x) * w[0]}
     with FlopCounterMode(display=False, custom_mapping=onednn) as counter:
         module(tokens, targets).backward()

@@ -12,9 +12,12 @@ from torch.nn import functional as F
 
 from fivefold.errors import UserError
 from fivefold.kernels.mixture import combine, dispatch, grouped_linear, plan
-from fivefold.models import Cache, MoE, build
+from fivefold.models.build import build
+from fivefold.models.cache import Cache
+from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
-from fivefold.models.moe import Mixture, balance_loss
+from fivefold.models.mixture import Mixture, balance_loss
+from fivefold.models.moe.module import Model as MoE
 from fivefold.observe.metrics import read_metrics
 from fivefold.parallel import recompute
 from fivefold.recipe import (
@@ -27,7 +30,6 @@ from fivefold.recipe import (
     load,
     resolve_model,
 )
-from fivefold.sharding import parameters
 
 SMALL = {"arch": "moe", "layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_size": 64, "seq_len": 16}
 EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_ffn_dim": 24}
@@ -230,7 +232,9 @@ def test_the_cache_gives_the_logits_of_the_whole_text():
 def test_parameters_are_those_of_the_tables(dense):
     model = section(dense_layers=dense, shared_experts=2, ffn_dim=40)
     module = build(model)
-    assert [(n, tuple(p.shape)) for n, p in module.named_parameters()] == list(parameters(model).items())
+    assert [(n, tuple(p.shape)) for n, p in module.named_parameters()] == list(
+        card_of(model).parameters.items()
+    )
     assert sum(p.numel() for p in module.parameters()) == count_parameters(model)
     assert count_parameters(model) - active_parameters(model) == (2 - dense) * 4 * 3 * 32 * 24
 

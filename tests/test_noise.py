@@ -10,15 +10,15 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.parallel.ranks import Ranks
-from fivefold.parallel.replica import clip_
+from fivefold.launch.ranks import Ranks
+from fivefold.parallel.replica import gradient_norm
 from fivefold.plan.budget import noise_parts
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.train.launch import run_command
-from fivefold.train.loop import forward_backward
+from fivefold.spread.layout import Layout
+from fivefold.step.state import State, build_state
+from fivefold.step.step import forward_backward
 from fivefold.train.noise import NoiseScale
-from fivefold.train.state import State, build_state
+from fivefold.train.start import run_command
 
 V, T, B = 64, 8, 8
 TINY = [
@@ -62,7 +62,7 @@ def test_the_scale_of_a_known_problem(microbatch: int) -> None:
     for _ in range(1500):
         rows = torch.randint(0, V, (B, T), generator=generator)
         forward_backward(state, [(part, part) for part in rows.split(microbatch)], 0)
-        figures = noise.figures(clip_(state.parallel.replicas, 1.0, state.mesh))
+        figures = noise.figures(gradient_norm(state.parallel.replicas, state.mesh))
     assert figures["noise_scale"] / T == pytest.approx(known, rel=0.1)
 
 
@@ -77,7 +77,7 @@ def measured(rank: int, world: int, recipe: Recipe) -> tuple[float, float]:
     own = tokens().chunk(state.mesh.size("dp"))[state.mesh.index("dp")]
     batch = [(rows[:, :-1], rows[:, 1:]) for rows in own.split(recipe.train.microbatch_size or 1)]
     forward_backward(state, batch, 0)
-    noise.figures(clip_(state.parallel.replicas, 0.0, state.mesh))
+    noise.figures(gradient_norm(state.parallel.replicas, state.mesh))
     for replica in state.parallel.replicas:
         replica.close()
     return state.noise

@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.layout import Layout, nearest, parse, validate
 from fivefold.plan.clusters import parse as parse_cluster
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import allows
+from fivefold.spread.layout import Layout, nearest, parse, validate
 
 RUNNER = CliRunner()
 SETS = ["model.vocab_size=4098", "model.ffn_dim=2304", "train.microbatch_size=none"]

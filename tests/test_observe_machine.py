@@ -14,8 +14,8 @@ import pytest
 
 from fivefold import files, host
 from fivefold.errors import UserError
-from fivefold.observe import peak
-from fivefold.observe.machine import current_memory_bytes, describe, has_fast_bf16, peak_memory_bytes
+from fivefold.host import peak
+from fivefold.host.machine import current_memory_bytes, describe, has_fast_bf16, peak_memory_bytes
 
 
 def test_describe_is_json_and_plausible() -> None:
@@ -84,12 +84,12 @@ def test_cgroup_quotas_bound_cores_and_memory(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_listed_peaks(name: str, dtype: str, teraflops: float | None) -> None:
-    assert peak.listed_peak(name, dtype) == (teraflops and teraflops * 1e12)
+    assert peak.listed_peak(name, dtype) == (teraflops and float(f"{teraflops}e12"))
 
 
 def test_rate_is_measured_once_without_torch_here(tmp_path: Path) -> None:
     program = (
-        "import sys, os; from fivefold.observe.peak import ensure_matmul_rate as rate\n"
+        "import sys, os; from fivefold.host.peak import ensure_matmul_rate as rate\n"
         "first = rate('fp32', 1); assert 'torch' not in sys.modules\n"
         "print(first, rate('fp32', 1))"
     )

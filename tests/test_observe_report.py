@@ -71,7 +71,7 @@ def write_run(folder: Path, *lines: dict) -> Path:
 def test_a_run_has_all_its_parts(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "my run", 200))
     titles = re.findall(
-        r"(?m)^(Loss|Bits per byte|Learning rate|Gradient norm|Tokens a second and MFU)", page.text
+        r"(?m)^(Loss|Bits per byte|Learning rate|Gradient norm|Tokens per second and MFU)", page.text
     )
     assert len(set(titles)) == 5
     assert len(page.with_class("plot")) == 7
@@ -162,7 +162,7 @@ def test_nan_losses_are_told_and_marked(tmp_path: Path) -> None:
 )
 def test_scarce_and_odd_runs(tmp_path: Path, lines: list[dict]) -> None:
     page = page_of(write_run(tmp_path, *lines))
-    for label in ("This run has no recipe.toml", "This run has no machine.json", "This run wrote no samples"):
+    for label in ("This run has no recipe.toml", "This run has no machine.json", "This run has no samples"):
         assert (label in page.text) == ("samples" not in label or not any("sample" in line for line in lines))
     for _, attributes in page.tags:
         for text in (attributes.get("style") or "", attributes.get("d") or ""):

@@ -1,9 +1,13 @@
 """The tracker of memory: storages, not tensors; resized, seen late, and freed ones."""
 
 import numpy as np
+import pytest
 import torch
 
-from fivefold.observe.tracking import CATEGORIES, Tracker
+from fivefold.launch.ranks import Ranks
+from fivefold.recipe import load, resolve
+from fivefold.step.state import assemble
+from fivefold.trace.memory import CATEGORIES, Tracker
 
 
 def test_tracker_follows_views_resizing_and_frees() -> None:
@@ -32,3 +36,16 @@ def test_tracker_counts_what_it_did_not_see_made() -> None:
     assert peak.highest["activations"] == 128 + 4 + 4, "the product, which square needs; the loss and a one"
     assert peak.highest["buffers"] >= 128 + 256, "the input and the gradient, of which nothing was said"
     assert set(peak.highest) == set(CATEGORIES)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_start_up_never_holds_the_weights_twice(mode: str) -> None:
+    sizes = ["model.layers=8", "model.dim=64", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=128"]
+    recipe = resolve(load("quickstart", [*sizes, f"precision.mode={mode}"], "dp=1"), vocab_size=96)
+    tracker = Tracker()
+    state = assemble(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")), memory=tracker)
+    (replica,) = state.parallel.replicas
+    kept = [*replica.masters.values(), *replica.gradients.values()]
+    if mode == "bf16":
+        kept += replica.kept()["params"]
+    assert tracker.peak().total < 1.3 * sum(t.numel() * t.element_size() for t in kept)

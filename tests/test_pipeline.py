@@ -19,12 +19,13 @@ from runs import lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
-from fivefold.layout import Layout
-from fivefold.models import build as build_model
-from fivefold.models import init_weights
+from fivefold.models.build import build as build_model
+from fivefold.models.card import card_of
+from fivefold.models.init import init_weights
+from fivefold.models.section import Arch
 from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.parallel import pipeline as pipeline_
-from fivefold.parallel.later import Later, attach
+from fivefold.parallel.deferred import Deferred, attach
 from fivefold.parallel.stages import split
 from fivefold.recipe import (
     ModelSection,
@@ -35,7 +36,6 @@ from fivefold.recipe import (
     resolve,
     resolve_model,
 )
-from fivefold.recipe.schema import Arch
 from fivefold.schedules.pipeline import (
     SCHEDULES,
     Action,
@@ -49,11 +49,12 @@ from fivefold.schedules.pipeline import (
     simulate,
     with_transfers,
 )
-from fivefold.sharding import held, parameters, size_of, stage_blocks, stage_costs
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import held, size_of, stage_blocks
+from fivefold.step.state import build_state
+from fivefold.step.step import evaluate, forward_backward
 from fivefold.train import verify
-from fivefold.train.loop import evaluate, forward_backward
 from fivefold.train.share import batches_of, share_of
-from fivefold.train.state import build_state
 
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # a rank
 
@@ -94,6 +95,7 @@ def slow_but(quick: Collection, everything: list) -> list:
 QUICK = {
     ("gpipe", 4, "true", 5), ("1f1b", 2, "true", 5), ("interleaved", 4, "true", 5), ("looped_bfs", 2, "false", 8),
     ("zb_h1", 4, "true", 5), ("zbv", 2, "false", 8), ("zbv", 4, "true", 5), ("dualpipev", 2, "true", 5),
+    ("v_half", 2, "true", 5),
 }  # fmt: skip
 
 
@@ -166,7 +168,7 @@ def test_no_cut_is_better(costs, stages, first, last):
 def test_the_head_counts():
     """A large vocabulary costs as much as blocks: the last stage gets fewer of them."""
     model = resolve_model(ModelSection(layers=12, dim=64, heads=4), vocab_size=3000)
-    sizes = [len(part) for part in stage_blocks(model, Layout(pp=4))]
+    sizes = [len(part) for part in stage_blocks(card_of(model), Layout(pp=4))]
     assert sizes[-1] < sizes[0]
     assert sum(sizes) == 12
 
@@ -174,7 +176,7 @@ def test_the_head_counts():
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
 def test_costs_are_the_models_flops(arch):
     model = small(arch)
-    blocks, _, head = stage_costs(model)
+    blocks, _, head = card_of(model).costs
     assert sum(blocks) + head == pytest.approx(flops_per_token(model))
 
 
@@ -195,9 +197,9 @@ def test_every_parameter_is_owned_once(name, tied, pp, dp, zero, tp):
     )
     owned: Counter[str] = Counter()
     for rank in range(layout.ranks):
-        for parameter, part in held(model, layout, rank).items():
+        for parameter, part in held(card_of(model), layout, rank).items():
             owned[parameter] += size_of(part.keeps) * part.owned
-    assert owned == {parameter: prod(shape) for parameter, shape in parameters(model).items()}
+    assert owned == {parameter: prod(shape) for parameter, shape in card_of(model).parameters.items()}
     assert owned.total() == count_parameters(model)
 
 
@@ -299,14 +301,14 @@ def test_weight_gradients_later():
     module(tokens, tokens).backward()
     wanted = {name: p.grad for name, p in module.named_parameters()}
     module.zero_grad()
-    later = Later()
-    attach(module, later)
+    deferred = Deferred()
+    attach(module, deferred)
     module(tokens, tokens).backward()
     for name, p in module.named_parameters():  # B
         assert p.grad is not None
         torch.testing.assert_close(p.grad, wanted[name], rtol=1e-5, atol=1e-7)
     module.zero_grad()
-    queue = later.collect(module(tokens, tokens).backward)
+    queue = deferred.collect(module(tokens, tokens).backward)
     missing = {name for name, p in module.named_parameters() if p.grad is None}
     assert missing == {
         n for n in wanted if n.startswith("blocks.") and n.endswith("weight") and "norm" not in n

@@ -32,8 +32,9 @@ def test_gpt3_within_a_month() -> None:
 def test_end_to_end_examples_of_megatron() -> None:
     """arXiv 2104.04473, section 5.1: 34 days for 175B, 300B tokens, 1024 devices at 140 TFLOP/s; 84 days for 1T, 450B,
     3072 at 163."""
-    assert budget.end_to_end_seconds(175e9, 300e9, 1024, 140e12) / budget.DAY == pytest.approx(34, abs=0.5)
-    assert budget.end_to_end_seconds(1e12, 450e9, 3072, 163e12) / budget.DAY == pytest.approx(84, abs=1)
+    days = 34 * budget.DAY, 84 * budget.DAY
+    assert budget.devices_for(175e9, 300e9, days[0], 140e12, recompute=True) == pytest.approx(1024, rel=0.015)
+    assert budget.devices_for(1e12, 450e9, days[1], 163e12, recompute=True) == pytest.approx(3072, rel=0.012)
 
 
 def test_chinchilla_itself() -> None:
@@ -194,7 +195,7 @@ def test_the_command_searches_for_the_deadline() -> None:
     ]
     found = json.loads(RUNNER.invoke(app, options).stdout)
     assert found["budget"]["searched_devices"] % 8 == 0
-    assert f"searched: {found['budget']['searched_devices']} do it" in found["budget"]["searched"]
+    assert f"searched: {found['budget']['searched_devices']} devices finish" in found["budget"]["searched"]
 
 
 def test_the_command_takes_a_size() -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.layout import Layout
 from fivefold.plan import communication
 from fivefold.plan.clusters import PRESETS, parse
+from fivefold.spread.layout import Layout
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

@@ -8,16 +8,16 @@ import pytest
 from measured import FLOPS, table
 
 from fivefold.errors import UserError
+from fivefold.models.operations import Matmul
 from fivefold.plan import communication, measured, rates
 from fivefold.plan.calibrate import Run, fit
-from fivefold.plan.clusters import for_ranks, parse
+from fivefold.plan.clusters import parse
 from fivefold.plan.communication import Group
-from fivefold.plan.local import of
-from fivefold.plan.operations import Matmul
+from fivefold.plan.devices import of_table
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search import search
 from fivefold.recipe import Recipe, load
-from fivefold.schedules.pipeline import Costs, build, simulate, simulate_crowded
+from fivefold.schedules.pipeline import Costs, build, simulate, simulate_oversubscribed
 
 SETS = [
     "train.sample_every=0",
@@ -33,7 +33,7 @@ def recipe(layout: str, *sets: str) -> Recipe:
 
 
 def plan(layout: str, *sets: str, cores: int = 2) -> Plan:
-    return predict(recipe(layout, *sets), of(table(cores)))
+    return predict(recipe(layout, *sets), of_table(table(cores)))
 
 
 def test_rates_between_and_beyond_what_was_measured() -> None:
@@ -72,38 +72,38 @@ def test_waits_of_an_axis_are_added_to_each_block_and_microbatch() -> None:
     points = [[0.0, 1e-3], [1e9, 1e-3]]
     waiting = replace(machine, axes={2: {"tp": points}, 4: {"tp": [[0.0, -9.0], [1e9, -9.0]]}})
     for layout, more in (("dp=2", 0.0), ("tp=2", 8 * 1e-3), ("tp=2,recompute=full", 8 * 1.4e-3)):
-        plain, found = (predict(recipe(layout), of(m)) for m in (machine, waiting))
+        plain, found = (predict(recipe(layout), of_table(m)) for m in (machine, waiting))
         m = plain.setting.microbatches
         assert found.step.seconds - plain.step.seconds == pytest.approx(m * more, rel=1e-6, abs=1e-9)
-    # crowded ranks may wait for less than their messages take alone, but not for less than nothing
-    plain, found = (predict(recipe("dp=2,tp=2"), of(m)) for m in (machine, waiting))
+    # ranks on oversubscribed cores may wait for less than their messages take alone, but not for less than nothing
+    plain, found = (predict(recipe("dp=2,tp=2"), of_table(m)) for m in (machine, waiting))
     assert 0 <= found.step.exposed["model"] < plain.step.exposed["model"]
 
 
 def test_part_of_a_message_cannot_be_hidden() -> None:
-    cluster = of(table())
+    cluster = of_table(table())
     assert communication.exposed(1.0, 100.0, cluster) == pytest.approx(0.75)
     assert communication.exposed(1.0, 0.0, cluster) == pytest.approx(1.0)
     assert communication.exposed(1.0, 100.0, parse("h100:8")) == 0.0
 
 
 def test_ranks_share_the_machine() -> None:
-    cluster = of(table(4))
+    cluster = of_table(table(4))
     product = Matmul(512, 512, 512)
     for ranks, cores in ((1, 4), (2, 2), (3, 1), (4, 1), (8, 1)):
-        device = for_ranks(cluster, ranks).device
+        device = cluster.for_ranks(ranks).device
         assert device.memory == 16e9 / ranks
         assert device.peak["fp32"] == pytest.approx(4 * FLOPS["fp32"] / ranks)
         seconds = rates.products(product, device, "fp32", 4)[0]
         assert seconds == pytest.approx(2 * 512**3 / (FLOPS["fp32"] * cores))
-    assert table(4).crowd(3) == 1
-    assert table(4).crowd(8) == 2
+    assert table(4).oversubscription(3) == 1
+    assert table(4).oversubscription(8) == 2
 
 
 def test_a_gradient_reduction_of_zero_is_not_gloo_s() -> None:
     machine = table()
     machine.links[2]["scatter_gradients"] = [[4096.0, 5.0], [8192.0, 5.0]]
-    cluster = for_ranks(of(machine), 2)
+    cluster = of_table(machine).for_ranks(2)
     assert communication.scatter_gradients(4096, Group(2, 2), cluster) == 5.0
     assert communication.reduce_scatter(4096, Group(2, 2), cluster) < 1.0
 
@@ -115,7 +115,7 @@ def test_a_step_is_its_flops_where_nothing_else_takes_time() -> None:
             kinds |= {kind: [1e30, 1e30] for kind in kinds}
         for parts in (*share.attention.values(), *share.ring.values()):
             parts |= {name: [1e30, 1e30] for name in parts}
-    found = predict(recipe("dp=1"), of(machine))
+    found = predict(recipe("dp=1"), of_table(machine))
     model = found.setting.model
     products = 8 * (4 * model.dim**2 + 3 * model.dim * (model.ffn_dim or 0)) + 4096 * model.dim
     seconds = 6 * products * found.tokens / (2 * FLOPS["bf16"])
@@ -129,25 +129,27 @@ def test_more_ranks_than_cores_do_no_more_work() -> None:
     assert plan("pp=4", "train.microbatch_size=1").step.seconds > 0.95 * one.step.seconds
 
 
-def test_crowded_pipelines() -> None:
+def test_pipelines_on_oversubscribed_cores() -> None:
     schedule = build("1f1b", 4, 8)
     plain = simulate(schedule, Costs(transfer=0.1)).makespan
-    assert simulate_crowded(schedule, Costs(transfer=0.1), 4).makespan == pytest.approx(plain)
+    assert simulate_oversubscribed(schedule, Costs(transfer=0.1), 4).makespan == pytest.approx(plain)
     work = 4 * 8 * 3.0  # seconds of all ranks
-    crowded = simulate_crowded(schedule, Costs(), 2).makespan
-    assert crowded >= work / 2
-    assert crowded < work / 2 + 4 * 3
-    assert simulate_crowded(schedule, Costs(), 1).makespan == pytest.approx(work)
+    shared = simulate_oversubscribed(schedule, Costs(), 2).makespan
+    assert shared >= work / 2
+    assert shared < work / 2 + 4 * 3
+    assert simulate_oversubscribed(schedule, Costs(), 1).makespan == pytest.approx(work)
 
 
 def test_zero_pipelines_and_recompute_add_their_python() -> None:
     machine = table()
-    base = {layout: predict(recipe(layout), of(machine)).step.seconds for layout in ("dp=2,zero=3", "pp=2")}
+    base = {
+        layout: predict(recipe(layout), of_table(machine)).step.seconds for layout in ("dp=2,zero=3", "pp=2")
+    }
     more = replace(machine, host=machine.host | {"zero3": 1e-3, "stage": 1e-3})
     microbatches, blocks = 4, 8  # quickstart's 16 sequences in microbatches of 2, on 2 ranks
-    zero = predict(recipe("dp=2,zero=3"), of(more)).step.seconds
+    zero = predict(recipe("dp=2,zero=3"), of_table(more)).step.seconds
     assert zero - base["dp=2,zero=3"] == pytest.approx(1e-3 * blocks * microbatches, rel=0.1)
-    piped = predict(recipe("pp=2"), of(more)).step.seconds
+    piped = predict(recipe("pp=2"), of_table(more)).step.seconds
     assert piped - base["pp=2"] == pytest.approx(1e-3 * 8, rel=0.2)
 
 
@@ -202,7 +204,7 @@ def test_calibration_finds_the_factors() -> None:
     machine.host.update(block=2e-3, step=5e-3)
     true = replace(machine, factors={"compute": 1.2, "messages": 0.7, "host": 1.5})
     layouts = ["dp=1", "dp=2", "tp=2", "tp=2,sp=true", "dp=2,zero=3", "cp=2", "pp=2"]
-    runs = [Run(name, recipe(name), predict(recipe(name), of(true)).step.seconds) for name in layouts]
+    runs = [Run(name, recipe(name), predict(recipe(name), of_table(true)).step.seconds) for name in layouts]
     found = fit(machine, runs)
     assert max(map(abs, found.before)) > 0.1
     assert max(map(abs, found.after)) < 0.03
@@ -217,16 +219,18 @@ def test_checkpoints_and_data_hold_up_a_run() -> None:
     found = plan("dp=2", "checkpoint.every=10").stalls
     assert found is not None
     assert found.saving == pytest.approx(found.checkpoint / 1e9)
-    assert found.a_step == pytest.approx(found.saving / 10)
+    assert found.per_step == pytest.approx(found.saving / 10)
     assert found.waiting == 0
     slow = replace(table(), disk=1000.0)
-    waits = predict(recipe("dp=2"), of(slow)).stalls
+    waits = predict(recipe("dp=2"), of_table(slow)).stalls
     assert waits is not None
-    assert waits.waiting == pytest.approx(waits.reading - predict(recipe("dp=2"), of(slow)).step.seconds)
+    assert waits.waiting == pytest.approx(
+        waits.reading - predict(recipe("dp=2"), of_table(slow)).step.seconds
+    )
 
 
 def test_the_search_knows_the_machine() -> None:
-    found = search(recipe("dp=1"), for_ranks(of(table()), 2), top=3)
+    found = search(recipe("dp=1"), of_table(table()).for_ranks(2), top=3)
     best = found.plans[0]
     assert best.layout.ranks == 2
     assert best.setting.cluster.name == "local"

@@ -1,18 +1,35 @@
-"""Memory: the published formulas exactly, and the tables of what the trainer keeps."""
+"""Memory: the published formulas exactly, the tables of what the trainer keeps, and its own steps closely."""
 
 import csv
 import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 
 import pytest
+from measured import table
+from ranks import run_ranks
+from steps import CASES, planned, recipe_of, tracked
 
-from fivefold.layout import Layout
+from fivefold.models.card import card_of
+from fivefold.models.operations import Sizes
+from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS
 from fivefold.plan import memory, operations
-from fivefold.plan.operations import Sizes
-from fivefold.plan.software import BF16, FIVEFOLD, FP32, PAPER, Software
-from fivefold.recipe import resolve_model
-from fivefold.recipe.schema import ModelSection
-from fivefold.sharding import held, size_of
+from fivefold.plan.clusters import parse
+from fivefold.plan.devices import of_table
+from fivefold.plan.predict import held as at_peak
+from fivefold.plan.predict import predict
+from fivefold.plan.search import apply, search
+from fivefold.plan.software import FIVEFOLD, PAPER, Software, own_states
+from fivefold.recipe import Recipe, count_parameters, load, resolve_model
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import held, size_of
+from fivefold.trace.depth import exact
+from fivefold.train import prediction
 
+BF16, FP32 = own_states("bf16"), own_states("fp32")
 # arXiv 1910.02054, table 1: GB of model states by data-parallel size; ZeRO stages 1, 2, 3 of 7.5B, 128B, 1T.
 ZERO = """dp,7.5B 1,7.5B 2,7.5B 3,128B 1,128B 2,128B 3,1T 1,1T 2,1T 3
 1,120,120,120,2048,2048,2048,16000,16000,16000
@@ -57,7 +74,7 @@ def test_activations_of_a_layer_are_those_of_the_formulas(t: int, b: int) -> Non
     s, h, a = model.seq_len, model.dim, model.heads
 
     def layer(recompute: str, sp: bool) -> float:
-        ops = operations.block(Sizes(model, b, tp=t, sp=sp and t > 1), MEGATRON)
+        ops = card_of(model).block_operations(Sizes(model, b, tp=t, sp=sp and t > 1), MEGATRON)
         return operations.kept(ops, recompute, MEGATRON)
 
     assert layer("none", False) == s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
@@ -75,7 +92,10 @@ def test_what_comes_besides_the_layers(p: int, t: int) -> None:
     sizes = Sizes(model, b, tp=t, sp=True)
     extra = sum(
         operations.kept(ops, "none", MEGATRON)
-        for ops in (operations.begin(sizes, MEGATRON), operations.end(sizes, MEGATRON))
+        for ops in (
+            card_of(model).begin_operations(sizes, MEGATRON),
+            card_of(model).end_operations(sizes, MEGATRON),
+        )
     )
     assert extra == s * b * h * L / t * (p / L + (4 / L) * (1 + v / h))
 
@@ -83,9 +103,9 @@ def test_what_comes_besides_the_layers(p: int, t: int) -> None:
 def test_live_microbatches_of_the_first_stage() -> None:
     """1F1B keeps p microbatches of L/p layers: L layers; interleaved 1 + (p-1)/(pm) times as much."""
     model, p = gpt(layers=16), 4
-    per_layer = operations.kept(operations.block(Sizes(model, 1), MEGATRON), "none", MEGATRON)
-    plain = memory.live_schedule(Layout(pp=p), 32)
-    looped = memory.live_schedule(Layout(pp=p, schedule="interleaved", virtual_stages=2), 32)
+    per_layer = operations.kept(card_of(model).block_operations(Sizes(model, 1), MEGATRON), "none", MEGATRON)
+    plain, _ = memory.live_schedule(Layout(pp=p), 32)
+    looped, _ = memory.live_schedule(Layout(pp=p, schedule="interleaved", virtual_stages=2), 32)
     assert plain is not None
     assert looped is not None
     assert memory.peak_live(plain, [per_layer * 4] * 4)[0] == per_layer * 16
@@ -111,7 +131,7 @@ def test_elements_are_those_of_the_sharding_table(layout: Layout, arch: str) -> 
     model = resolve_model(section, vocab_size=256)
     for position, own in enumerate(memory.rank_elements(model, layout)):
         rank = layout.rank({"pp": position})
-        parts = held(model, layout, rank).values()
+        parts = held(card_of(model), layout, rank).values()
         assert own.computes == sum(size_of(part.computes) for part in parts)
         assert own.keeps == sum(size_of(part.keeps) for part in parts)
 
@@ -122,7 +142,7 @@ def test_parts_of_a_prediction_add_up() -> None:
     first, last = memory.predict(model, layout, Sizes(model, 2), FIVEFOLD, "bf16", microbatches=8)
     for found, own in zip((first, last), memory.rank_elements(model, layout), strict=True):
         assert found.params == 2 * own.computes
-        assert found.gradients == 4 * (own.computes + own.keeps)  # whole while microbatches add up
+        assert found.gradients == 4 * own.computes  # whole while microbatches add up
         assert found.optimizer == 12 * own.keeps
         parts = [v for k, v in found.as_json().items() if k != "total"]
         assert found.total == pytest.approx(sum(parts), abs=5)
@@ -144,12 +164,138 @@ def test_states_of_the_trainer() -> None:
     moments and gradients of the own rows, weights whole while they are gathered."""
     psi, n = 1000.0, 4
     assert sum(memory.state_bytes(BF16, 0, psi, psi)) == 18 * psi
-    assert sum(memory.state_bytes(BF16, 1, psi, psi / n)) == (2 + 4) * psi + 16 * psi / n
+    assert sum(memory.state_bytes(BF16, 1, psi, psi / n)) == (2 + 4) * psi + 12 * psi / n
     assert sum(memory.state_bytes(BF16, 1, psi, psi / n, microbatches=1)) == 2 * psi + 16 * psi / n
     assert sum(memory.state_bytes(BF16, 2, psi, psi / n)) == 2 * psi + 16 * psi / n
     assert sum(memory.state_bytes(BF16, 3, psi, psi / n)) == 16 * psi / n
     for zero, weights in ((1, 2), (2, 2), (3, 0)):  # in a pipeline gradients add up whole under every stage
-        whole = sum(memory.state_bytes(BF16, zero, psi, psi / n, pipeline=True))
-        assert whole == (weights + 4) * psi + 16 * psi / n
+        whole = sum(memory.state_bytes(BF16, zero, psi, psi / n, pp=2))
+        assert whole == (weights + 4) * psi + 12 * psi / n
     assert sum(memory.state_bytes(FP32, 0, psi, psi)) == 16 * psi
     assert sum(memory.state_bytes(FP32, 3, psi, psi / n)) == 16 * psi / n
+
+
+TRACKED = Path(__file__).parents[1] / "benchmarks" / "results" / "planner_own_memory.json"
+
+
+def errors(recipe: Recipe, peaks: list[int]) -> list[float]:
+    """Of the formula, by the peak of every rank."""
+    s = planned(recipe)
+    positions = at_peak(s)
+    return [positions[s.layout.coordinates(rank)["pp"]].total / peak - 1 for rank, peak in enumerate(peaks)]
+
+
+def test_the_error_is_the_one_that_plans_state() -> None:
+    """Over the layouts that benchmarks/planner/own_memory.py has tracked."""
+    rows = json.loads(TRACKED.read_text(encoding="utf-8"))["rows"]
+    found = [errors(recipe_of(row["arch"], row["mode"], row["layout"]), row["tracked"]) for row in rows]
+    every = [error for row in found for error in row]
+    assert len(found) == len(CASES)
+    assert fmean(map(abs, every)) <= memory.ERROR
+    assert max(map(abs, every)) <= 0.05
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("llama", "bf16", "dp=1,recompute=selective"),
+        ("llama", "fp32", "dp=2,zero=3,recompute=full"),
+        ("gpt2", "bf16", "pp=2,schedule=zb_h1"),
+        ("moe", "bf16", "dp=2,ep=2,zero=2"),
+        ("moe", "bf16", "dp=2,ep=2,zero=3"),
+        ("moe", "fp32", "dp=2,ep=2,zero=1"),
+        ("llama", "fp32", "dp=1,zero=1"),
+        ("llama", "bf16", "dp=1,zero=3"),
+    ],
+    ids=" ".join,
+)
+def test_the_formula_is_close_to_a_traced_step(case: tuple[str, str, str]) -> None:
+    recipe = recipe_of(*case)
+    traced, found = exact(recipe).step.memory, at_peak(planned(recipe))[0]
+    assert abs(found.total / traced.total - 1) <= 0.05
+    assert found.params == traced.at_peak["params"]
+    assert found.gradients == traced.at_peak["gradients"]
+    assert found.optimizer == pytest.approx(traced.at_peak["optimizer"], rel=1e-4), (
+        "it leaves out the count of steps"
+    )
+
+
+@pytest.mark.parametrize(("name", "layout"), [("sgd", "dp=1"), ("nesterov", "dp=2,zero=3")])
+def test_other_optimizers_are_priced(name: str, layout: str) -> None:
+    """Memory is that of a traced step; checkpoints, memory and time follow the states' bytes."""
+    adamw = recipe_of("llama", "bf16", layout)
+    recipe = recipe_of("llama", "bf16", layout, f"optim.name={name}")
+    assert abs(errors(recipe, [exact(recipe).step.memory.total])[0]) <= 0.05
+    s = planned(recipe)
+    ours, plain = (predict(r, parse("h100")) for r in (recipe, adamw))
+    card, kept = OPTIMIZERS[name], memory.rank_elements(s.model, s.layout)[0].keeps
+    saved = OPTIMIZERS["adamw"].bytes - card.bytes
+    assert plain.memory[0].optimizer - ours.memory[0].optimizer == pytest.approx(saved * kept)
+    assert ours.stalls
+    assert plain.stalls
+    parameters = count_parameters(recipe.model)
+    assert ours.stalls.checkpoint == (4 + card.bytes) * parameters
+    assert plain.stalls.checkpoint - ours.stalls.checkpoint == saved * parameters
+    assert ours.step.seconds < plain.step.seconds
+
+
+@pytest.mark.slow
+def test_the_formula_is_close_to_tracked_steps() -> None:
+    every = []
+    for case in CASES:
+        recipe = recipe_of(*case)
+        ranks = Layout.from_recipe(recipe.layout).ranks
+        found = [tracked(0, 1, recipe)] if ranks == 1 else run_ranks(ranks, tracked, recipe, timeout_s=120)
+        every += errors(recipe, [step.peak for step in found])
+    assert fmean(map(abs, every)) <= memory.ERROR
+
+
+@pytest.mark.parametrize("cluster", ["local:4", "h100:4", "a100:2x2"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("arch", ["llama", "moe"])
+def test_search_plan_and_run_say_the_same(
+    arch: str, dtype: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One formula: `plan --search`, `plan` and plan.json, on this machine and on GPUs."""
+    sets = [f"model.arch={arch}", "model.layers=4", "model.vocab_size=4096", f"precision.mode={dtype}"]
+    recipe = load("quickstart", [*sets, "train.global_batch_size=16", "train.microbatch_size=none"], "dp=1")
+    machine = replace(of_table(table(4)), devices=4) if cluster == "local:4" else parse(cluster)
+    found = search(recipe, machine, 12)
+    assert len({plan.layout for plan in found.plans}) > 4
+    for plan in found.plans:
+        chosen = apply(recipe, plan)
+        assert predict(chosen, machine).memory == plan.memory
+        monkeypatch.setattr(prediction, "_cluster", lambda ranks: machine)
+        written = prediction.Prediction(_Job(chosen), None, 0)._predicted()  # pyright: ignore[reportArgumentType]
+        assert written["memory"]["per_stage"] == [m.as_json() for m in plan.memory]
+
+
+class _Job:
+    """Of a run, what its prediction looks at."""
+
+    module = None
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+
+
+def test_gpipe_keeps_the_gradients_of_every_loss() -> None:
+    """The loss makes its gradients in forward: of all microbatches before the first backward."""
+    model = resolve_model(ModelSection(layers=4, dim=64, heads=4, seq_len=64), vocab_size=50000)
+    few, many = (
+        memory.predict(model, Layout(pp=2, schedule="gpipe"), Sizes(model, 1), FIVEFOLD, "bf16", count)[-1]
+        for count in (2, 4)
+    )
+    assert many.activations - few.activations > 2 * 2 * 64 * 50000
+
+
+def test_deferred_weight_gradients_keep_their_products_factors() -> None:
+    """Under full recomputation a block keeps its input until I, and more until W."""
+    model = resolve_model(ModelSection(layers=8, dim=64, heads=4, seq_len=64), vocab_size=512)
+    split, whole = (
+        memory.predict(
+            model, Layout(pp=4, recompute="full", schedule=name), Sizes(model, 1), FIVEFOLD, "bf16", 8
+        )[0]
+        for name in ("zb_h1", "1f1b")
+    )
+    assert split.activations > 2 * whole.activations

@@ -10,16 +10,17 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
-from fivefold.layout import to_text as layout_text
-from fivefold.observe import plan_svg, plan_text
 from fivefold.observe.format import memory_text
 from fivefold.plan.clusters import parse
 from fivefold.plan.frontier import as_rows, frontier
+from fivefold.plan.pages import svg as plan_svg
+from fivefold.plan.pages import text as plan_text
 from fivefold.plan.pictures import Pictures, pictures
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search import search
 from fivefold.plan.time import stage_costs
 from fivefold.recipe import load
+from fivefold.spread.layout import to_text as layout_text
 
 LAYOUTS = (
     "dp=64,zero=1",
@@ -177,7 +178,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert "\x1b" not in drawn.output
     assert max(map(len, drawn.output[len(plain.output) :].splitlines())) <= 80
     both = CliRunner().invoke(app, [*options, "--pictures", "--json"])
-    assert "leave one of them out" in str(both.exception)
+    assert "leave one out" in str(both.exception)
 
 
 def test_frontier_of_a_search() -> None:
@@ -207,4 +208,4 @@ def test_frontier_by_the_command(tmp_path: Path) -> None:
     options = ["plan", "llama-7b", "--set", "train.global_batch_size=64", "--cluster", "h100:8", "--search"]
     drawn = CliRunner().invoke(app, [*options, "--pictures"])
     assert drawn.exit_code == 0
-    assert drawn.output.index("frontier: ") < drawn.output.index("memory a device")
+    assert drawn.output.index("frontier: ") < drawn.output.index("memory per device")

@@ -152,7 +152,7 @@ def test_command_explains_every_term() -> None:
         "stage 0",
         "MFU",
         "DOES NOT FIT",
-        "gradients summed",
+        "exposed gradient sums",
         "reduce_scatter",
     ):
         assert word in text
@@ -163,10 +163,10 @@ def test_command_explains_every_term() -> None:
     [
         (["--cluster", "h10:8"], "did you mean"),
         (["--cluster", "h100:0"], "0 devices"),
-        (["--cluster", "h100:8", "--search", "--layout", "dp=8"], "leave --layout out"),
+        (["--cluster", "h100:8", "--search", "--layout", "dp=8"], "leave out --layout"),
         (["--cluster", "h100", "--search"], "needs a number of devices"),
         (["--cluster", "h100:1", "--search"], "no layout fits"),
-        (["--cluster", "h100:1", "--search"], "would do"),
+        (["--cluster", "h100:1", "--search"], "would be enough"),
     ],
 )
 def test_command_errors(arguments: list[str], message: str) -> None:
@@ -202,8 +202,8 @@ def test_an_uneven_load_of_experts() -> None:
     assert (even["expert_load"], uneven["expert_load"]) == (1.0, 1.3)
     assert uneven["time"]["step_s"] > even["time"]["step_s"]
     assert uneven["memory"]["peak_bytes"] > even["memory"]["peak_bytes"]
-    assert "get 1 times the even share of rows: assumed" in command(*options, "--explain")
-    assert "get 1.3 times the even share of rows\n" in command(*options, "--explain", "--expert-load", "1.3")
+    assert "relative to an even split: 1 (assumed" in command(*options, "--explain")
+    assert "relative to an even split: 1.3\n" in command(*options, "--explain", "--expert-load", "1.3")
     assert "expert_load" not in json.loads(
         command("llama-7b", "--cluster", "h100", "--layout", "dp=8", "--json")
     )

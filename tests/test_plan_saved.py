@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.data import prepare
-from fivefold.layout import Layout
 from fivefold.observe.metrics import read_metrics
 from fivefold.recipe import load
-from fivefold.train.launch import run_command
+from fivefold.spread.layout import Layout
+from fivefold.train.start import run_command
 from fivefold.train.verify import verify
 
 RECIPE = """

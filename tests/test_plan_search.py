@@ -11,17 +11,17 @@ import pytest
 from measured import table
 
 from fivefold.errors import UserError
-from fivefold.layout import Layout, divisors
+from fivefold.plan import software
 from fivefold.plan.bound import Bounds
-from fivefold.plan.clusters import Cluster, parse
-from fivefold.plan.local import of
-from fivefold.plan.predict import Plan, predict, price
+from fivefold.plan.clusters import parse
+from fivefold.plan.devices import Cluster, of_table
+from fivefold.plan.predict import Plan, held, predict, price
 from fivefold.plan.search import Search, apply, search, space_of
-from fivefold.plan.software import FIVEFOLD
 from fivefold.plan.space import RECOMPUTE, Choice, Space
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.spread.layout import Layout, divisors
 
 LLAMA = load("llama-7b", ["train.global_batch_size=512"])
 SMALL = [
@@ -104,10 +104,12 @@ def priced(case: str) -> tuple[Space, Bounds, list[tuple[Choice, Plan]]]:
     if case not in _priced:
         overrides, cluster = (CASES | SLOW)[case]
         machine = (
-            replace(of(table(4)), devices=int(cluster[6:])) if cluster[:6] == "local:" else parse(cluster)
+            replace(of_table(table(4)), devices=int(cluster[6:]))
+            if cluster[:6] == "local:"
+            else parse(cluster)
         )
         space = space_of(small(overrides), machine)
-        bounds = Bounds(space.recipe.model, space.cluster, FIVEFOLD)
+        bounds = Bounds(space.recipe.model, space.cluster, software.of(space.cluster))
         _priced[case] = space, bounds, [(c, price(bounds.setting(c))) for c in choices(space)]
     return _priced[case]
 
@@ -141,7 +143,7 @@ def test_the_bound_of_a_first_rank_that_ends_early_but_has_most_to_sum() -> None
     ]
     sets += ["model.tie_embeddings=false", "train.global_batch_size=64", "precision.mode=bf16"]
     space = space_of(load("quickstart", sets, "dp=1"), parse("h100:32"))
-    bounds, seen = Bounds(space.recipe.model, space.cluster, FIVEFOLD), 0
+    bounds, seen = Bounds(space.recipe.model, space.cluster, software.FIVEFOLD), 0
     for shape in (one for one in space.shapes if one.tp * one.cp == 1 and one.pp == 8):
         for schedule in ("zb_h1", "zbv", "1f1b"):
             virtual = 2 if schedule == "zbv" else 1
@@ -168,6 +170,24 @@ def test_no_bound_exceeds_what_it_is_a_bound_of(case: str) -> None:
         for bound in (bounds.shape(shape), bounds.average(shape, space), bounds.schedule(c, space)):
             assert bound <= plan.step.seconds, c
         assert bounds.sharing(c) <= plan.step.seconds, c
+
+
+@every_case
+@pytest.mark.parametrize("program", [software.FIVEFOLD, software.FIVEFOLD_CPU], ids=["gpu", "cpu"])
+def test_no_bound_of_bytes_exceeds_the_formula(case: str, program: software.Software) -> None:
+    """Of the program on GPUs and on CPUs, whatever the cluster."""
+    space, _, all_of_them = priced(case)
+    bounds, some = (
+        Bounds(space.recipe.model, space.cluster, program),
+        all_of_them[:: 1 + len(all_of_them) // 2000],
+    )
+    for c, _ in some:
+        peak = max(found.total for found in held(bounds.setting(c))) + 1
+        shape = replace(c, layout=replace(c.layout, dp_replicate=c.layout.dp, dp_shard=1, zero=0))
+        lean = replace(c, layout=space.leanest(shape.layout))
+        assert bounds.bytes.shape(shape, space) <= peak, c
+        assert bounds.bytes.of(lean, buffers=False) <= peak, c
+        assert bounds.bytes.of(c) <= peak, c
 
 
 @every_case
@@ -245,9 +265,9 @@ def test_memory_that_binds_is_named() -> None:
     found = search(recipe, tight, 1)
     assert found.plans[0].step.seconds > best.step.seconds
     most = found.plans[0].step.seconds / search(recipe, _huge(roomy), 1).plans[0].step.seconds - 1
-    text = next(text for text in found.binding if text.startswith("memory: "))
+    text = next(text for text in found.bottlenecks if text.startswith("memory: "))
     assert 0 < float(text.split(" would be ")[1].split("%")[0]) / 100 <= most + 1e-3
-    assert not any(text.startswith("memory: ") for text in search(recipe, _huge(roomy), 1).binding)
+    assert not any(text.startswith("memory: ") for text in search(recipe, _huge(roomy), 1).bottlenecks)
 
 
 def _huge(cluster: Cluster) -> Cluster:
@@ -265,13 +285,13 @@ def test_divisibility_that_binds_is_named() -> None:
         "train.microbatch_size=1",
     ]
     found = search(change(LLAMA, sets, "dp=1"), parse("h100:8"), 1)
-    text = next(text for text in found.binding if text.startswith("divisibility: "))
+    text = next(text for text in found.bottlenecks if text.startswith("divisibility: "))
     assert "does not divide the model" in text
 
 
 def test_small_batches_bind() -> None:
     found = search(change(LLAMA, ["train.global_batch_size=8"], "dp=1"), parse("h100:16"), 1)
-    assert any(text.startswith("batch size: ") for text in found.binding)
+    assert any(text.startswith("batch size: ") for text in found.bottlenecks)
 
 
 def test_within_less_memory() -> None:
@@ -287,7 +307,7 @@ def test_within_less_memory() -> None:
 @pytest.mark.parametrize(
     ("sets", "cluster", "message"),
     [
-        ([], "h100", "a search needs a number of devices, for example h100:64"),
+        ([], "h100", "a search needs a number of devices, such as h100:64"),
         (SEVEN, "h100:5", "Nearest valid: train.global_batch_size = 5, or h100:1"),
         (["precision.mode=bf16"], "nobf16.toml:8", "the planner prices"),
     ],
@@ -322,7 +342,7 @@ def test_a_model_that_fits_nowhere_says_how_many_devices_it_needs() -> None:
     recipe = change(LLAMA, ["train.global_batch_size=64"], "dp=1")
     text = search(recipe, parse("h100:1")).nothing
     assert text.startswith("no layout fits: ")
-    assert "GiB a device" in text
+    assert "GiB per device" in text
     enough = int(text.split("h100:")[1].split()[0])
     assert search(recipe, parse(f"h100:{enough}"), 1).plans
     assert not search(recipe, parse(f"h100:{enough - 1}"), 1).plans
@@ -331,7 +351,7 @@ def test_a_model_that_fits_nowhere_says_how_many_devices_it_needs() -> None:
 def test_a_device_without_memory(tmp_path: Path) -> None:
     file = tmp_path / "tiny.toml"
     file.write_text('base = "h100"\nmemory_gb = 1.0\n')
-    assert "nothing is left to train in" in search(small([]), parse(f"{file}:4")).nothing
+    assert "the runtime takes" in search(small([]), parse(f"{file}:4")).nothing
 
 
 def test_saved_recipes_load(tmp_path: Path) -> None:

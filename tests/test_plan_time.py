@@ -6,14 +6,14 @@ from pathlib import Path
 import published  # benchmarks/planner
 import pytest
 
-from fivefold.layout import Layout
+from fivefold.models.operations import Matmul
+from fivefold.models.section import ModelSection
 from fivefold.plan import rates, time, volume
 from fivefold.plan.clusters import parse
-from fivefold.plan.operations import Matmul
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD, Software
 from fivefold.recipe import load, resolve_model
-from fivefold.recipe.schema import ModelSection
+from fivefold.spread.layout import Layout
 
 TABLES = Path(published.__file__).with_name("tables")
 

@@ -9,10 +9,11 @@ from ranks import run_ranks
 from steps import counted, planned
 from sweep import candidates
 
-from fivefold.layout import Layout, to_text
-from fivefold.observe.collectives import NAMES
-from fivefold.plan import units, volume
+from fivefold.models.card import card_of
+from fivefold.plan import volume
 from fivefold.recipe import Recipe
+from fivefold.spread.layout import Layout, to_text
+from fivefold.spread.units import keepings, local_parameters
 
 TWO = [
     "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "cp=2,cp_method=ulysses", "pp=2", "tp=2,sp=true,recompute=selective",
@@ -91,9 +92,10 @@ def test_of_experts_that_are_shared_by_their_rows(room: Path, layout: str, exper
     equal(recipe)
     s = planned(recipe)
     ranks = s.layout.dp_shard // s.layout.ep
-    shared = [n for u in units.of_rank(s.model, s.layout, [0], s.software.partition).shared for n in u.across]
+    (keeping,) = keepings(card_of(s.model), s.layout, [0])
+    shared = [name for unit in keeping.units for name in unit.across]
     assert len(shared) == 2 * s.model.layers
-    for local in (units.table(s.model, s.layout)[name] for name in shared):
+    for local in (local_parameters(card_of(s.model), s.layout)[name] for name in shared):
         assert local.share(ranks) * ranks == local.size
 
 
@@ -108,10 +110,6 @@ def test_of_experts_as_they_are_chosen(room: Path) -> None:
         assert {k: v for k, v in wanted.items() if k != rows} == {
             k: v for k, v in step.sent.items() if k != rows
         }
-
-
-def test_names_of_groups() -> None:
-    assert volume.NAMES == NAMES
 
 
 def test_what_is_sent_follows_from_what_is_counted(room: Path) -> None:

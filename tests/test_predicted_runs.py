@@ -11,11 +11,13 @@ from runs import lines, train_rank
 from fivefold.observe.prediction import rows
 from fivefold.recipe import Recipe, load
 from fivefold.train import prediction
+from fivefold.train.job import Job
 
 TINY = [
     "model.layers=4", "model.dim=96", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=256", "model.seq_len=64",
     "data.tokenizer=bytes", "train.global_batch_size=8", "train.microbatch_size=1", "train.steps=4",
     "train.sample_every=2", "train.val_every=2", "optim.warmup_steps=0", "observe.tensorboard=false",
+    "observe.memory=true",
 ]  # fmt: skip
 
 
@@ -39,18 +41,61 @@ def test_memory_and_bytes_are_those_predicted(tmp_path: Path, layout: str, mode:
     ranks = 1 if layout == "dp=1" else 2
     assert run_ranks(ranks, on_a_known_machine, recipe, out, timeout_s=60) == [None] * ranks
     found = {row.name: row.error for row in rows(json.loads((out / "plan.json").read_text()))}
-    assert abs(found.pop("tensors of rank 0")) < 0.01
+    assert abs(found.pop("tensors of rank 0")) < 0.05  # the formula's, of a tiny model
     del found["step time"]
     assert all(error == 0 for error in found.values()), found
     assert len(found) == (ranks > 1)
 
 
+def test_bytes_are_counted_where_tensors_are_not_followed(tmp_path: Path) -> None:
+    wanted = ["precision.mode=fp32", "observe.memory=false"]
+    recipe, out = recipe_of(tmp_path, "tp=2,sp=true", *wanted), tmp_path / "run"
+    assert run_ranks(2, on_a_known_machine, recipe, out, timeout_s=60) == [None] * 2
+    plan = json.loads((out / "plan.json").read_text())
+    assert plan["measured"]["memory_bytes"] is None
+    assert [row.error for row in rows(plan) if row.name.startswith("sent")] == [0]
+
+
+def test_exact_figures_are_added_after_a_run(tmp_path: Path) -> None:
+    """They are the measured ones, to the byte; of a large model there is the command that makes them."""
+    recipe, out = recipe_of(tmp_path, "dp=1", "train.microbatch_size=4"), tmp_path / "run"
+    assert run_ranks(1, on_a_known_machine, recipe, out) == [None]
+    prediction.add_exact(Job(load(out / "recipe.toml"), out))
+    plan = json.loads((out / "plan.json").read_text())
+    assert [found["memory"]["peak_bytes"] for found in plan["exact"]] == [plan["measured"]["memory_bytes"]]
+    assert {row.name: row.error for row in rows(plan)}["tensors of rank 0"] == 0
+    large = load(out / "recipe.toml", ["model.layers=24"])
+    prediction.add_exact(Job(large, out))
+    plan = json.loads((out / "plan.json").read_text())
+    assert "exact" not in plan
+    assert f"{out / 'recipe.toml'} --cluster local:1 --exact" in plan["exact_why"]
+    assert rows(json.loads((out / "plan.json").read_text())), "the formula's again"
+
+
+@pytest.mark.parametrize("broken", ["exact", "write_report", "read"])
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_exact_figures_that_fail_do_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, error: BaseException
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    (tmp_path / "plan.json").write_text('{"predicted": {"memory": {"per_stage": [{"total": 1}]}}}')
+    monkeypatch.setattr(prediction.prediction if broken == "read" else prediction, broken, fails)
+    prediction.add_exact(Job(recipe_of(tmp_path, "dp=1", "train.microbatch_size=4"), tmp_path))
+    failed = json.loads((tmp_path / "plan.json").read_text()).get("exact_why")
+    assert broken != "exact" or failed == (
+        None if isinstance(error, KeyboardInterrupt) else "The trace failed: disk full"
+    )
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_step_whose_timeline_is_drawn_is_not_watched(tmp_path: Path, step: int) -> None:
-    recipe, out = recipe_of(tmp_path, "pp=2", f"observe.trace_step={step}"), tmp_path / "run"
+    traced = ["precision.mode=fp32", f"observe.trace_step={step}"]
+    recipe, out = recipe_of(tmp_path, "pp=2", *traced), tmp_path / "run"
     assert run_ranks(2, on_a_known_machine, recipe, out, timeout_s=60) == [None] * 2
     found = {row.name: row.error for row in rows(json.loads((out / "plan.json").read_text()))}
-    assert abs(found.pop("tensors of rank 0")) < 0.01
+    assert abs(found.pop("tensors of rank 0")) < 0.05  # the formula's, of a tiny model
     assert [found[name] for name in found if name.startswith("sent")] == [0]
 
 

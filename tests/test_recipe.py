@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fivefold.errors import UserError
+from fivefold.optim import FIELDS, OPTIMIZERS
 from fivefold.recipe import (
     DataSection,
     ModelSection,
@@ -22,6 +23,7 @@ from fivefold.recipe import (
     explain,
     flops_per_token,
     load,
+    migrate,
     resolve,
     shipped,
     to_toml,
@@ -123,7 +125,7 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[model]\ndim = true", "model.dim = true: must be a whole number >= 1"),
         ("[model]\ndim = 0", "model.dim = 0: must be a whole number >= 1"),
         ("[model]\ndim = 512.0", "model.dim = 512.0: must be a whole number >= 1: write 512"),
-        ('[model]\narch = "lama"', 'must be one of "llama", "gpt2", "bert", "moe"; did you mean \'llama\'?'),
+        ('[model]\narch = "lama"', 'must be one of "bert", "gpt2", "llama", "moe"; did you mean \'llama\'?'),
         ("[optim]\nlr = nan", "optim.lr = nan: must be a number > 0"),
         ("[optim]\nlr = inf", "optim.lr = inf: must be a number > 0"),
         ("[optim]\nbetas = [0.9, 1]", "betas = [0.9, 1]: must be a list of 2, each a number >= 0 and < 1"),
@@ -303,6 +305,7 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     left_open = {row.key for row in explain(resolved) if row.value is None}
     of_experts = {"experts", "experts_per_token", "expert_ffn_dim", "router_normalize"}
     allowed = {f"model.{name}" for name in of_experts} if recipe.model.arch != "moe" else set()
+    allowed |= {f"optim.{name}" for name in FIELDS if name not in OPTIMIZERS[recipe.optim.name].fields}
     assert left_open <= {"train.tokens", "layout.microbatches", "data.cache"} | allowed
 
 
@@ -315,6 +318,8 @@ def test_resolve_values() -> None:
     assert resolved.model.tie_embeddings is False
     assert resolved.optim.warmup_steps == 20
     assert resolved.optim.min_lr == pytest.approx(1e-3)
+    assert (resolved.optim.betas, resolved.optim.eps) == ((0.9, 0.95), 1e-8)
+    assert (resolved.optim.momentum, resolved.optim.dampening) == (None, None)
     assert resolved.train.val_every == 100
     assert resolved.train.microbatch_size == 6  # 12 a rank, at most 8 at once
     gpt2 = resolve(
@@ -322,6 +327,50 @@ def test_resolve_values() -> None:
     )
     assert (gpt2.model.ffn_dim, gpt2.model.tie_embeddings, gpt2.model.vocab_size) == (256, True, 64)
     assert gpt2.optim.warmup_steps == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_gets_its_own_fields(name: str) -> None:
+    resolved = resolve(Recipe(train=TrainSection(steps=1), optim=OptimSection(name=name)), vocab_size=9)
+    found = {field: getattr(resolved.optim, field) for field in FIELDS}
+    assert {field: v for field, v in found.items() if v is not None} == OPTIMIZERS[name].fields
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (
+            ["optim.momentum=0.9"],
+            'optim.momentum = 0.9: the optimizer "adamw" has no such field (its own fields: betas, eps). Nearest '
+            'valid: leave it out (--set optim.momentum=none), or optim.name = "momentum"',
+        ),
+        (
+            ["optim.name=sgd", "optim.betas=[0.9, 0.99]"],
+            'optim.betas = [0.9, 0.99]: the optimizer "sgd" has no such field (it has no field of its own). Nearest '
+            'valid: leave it out (--set optim.betas=none), or optim.name = "adamw"',
+        ),
+        (
+            ["optim.name=nesterov", "optim.dampening=0.1"],
+            "(its own fields: momentum). Nearest valid: leave it out",
+        ),
+        (["optim.name=adam"], 'optim.name = "adam": must be one of "adamw", "sgd"'),
+        (["optim.name=nestrov", "optim.momentum=0.5"], "did you mean 'nesterov'?"),
+        (["optim.name=momentum", "optim.momentum=1"], "optim.momentum = 1: must be a number > 0 and < 1"),
+    ],
+)
+def test_a_field_that_the_optimizer_does_not_have_is_refused(sets: list[str], message: str) -> None:
+    found = errors("quickstart", sets)
+    assert message in found
+    assert "problems" not in found
+
+
+def test_docs_of_optimizer_fields_are_those_of_the_cards() -> None:
+    docs = {row.key: row.doc for row in explain(load("quickstart"))}
+    for field in FIELDS:
+        cards = [card for card in OPTIMIZERS.values() if field in card.fields]
+        assert " and ".join(f"`{card.name}`" for card in cards) + " only." in docs[f"optim.{field}"]
+        (default,) = {card.fields[field] for card in cards}
+        assert docs[f"optim.{field}"].endswith(f"Unset: {default}.".replace("(", "[").replace(")", "]"))
 
 
 def test_resolve_respects_microbatches() -> None:
@@ -364,8 +413,8 @@ def test_parameters_of_published_models() -> None:
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("tied", [None, True, False])
 def test_numbers_are_those_of_the_modules(arch: Any, tied: bool | None) -> None:
-    from fivefold.models import build
-    from fivefold.models import flops_per_token as flops_of_module
+    from fivefold.models.build import build
+    from fivefold.models.count import flops_per_token as flops_of_module
 
     model = ModelSection(arch=arch, layers=3, dim=24, heads=4, vocab_size=70, seq_len=16, tie_embeddings=tied)
     if arch == "llama":
@@ -405,3 +454,17 @@ def test_what_python_cannot_read_is_a_clear_error(tmp_path: Path, value: str) ->
 
 def test_unsetting_the_steps_keeps_the_tokens() -> None:
     assert load("gpt2-124m", ["train.steps=none"]) == load("gpt2-124m")
+
+
+def test_keys_of_older_versions_are_read_by_their_new_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(migrate.RENAMED, "optim.learning_rate", "optim.lr")
+    monkeypatch.setitem(migrate.RENAMED, "data.length", "model.seq_len")
+    old = "[optim]\nlearning_rate = 0.5\n[data]\nlength = 64\n[train]\nsteps = 5\n"
+    recipe = load(write(tmp_path, old))
+    assert (recipe.optim.lr, recipe.model.seq_len, recipe.train.steps) == (0.5, 64, 5)
+    wrong = errors(write(tmp_path, old.replace("0.5", '"much"')))
+    assert 'line 2: optim.lr = "much": must be a number' in wrong
+    both = errors(write(tmp_path, old.replace("0.5", "0.5\nlr = 0.1")))
+    assert "optim.learning_rate = 0.5: [optim] has no such key" in both

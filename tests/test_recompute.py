@@ -6,14 +6,14 @@ from ranks import run_ranks
 from runs import ranks_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.kernels import product
-from fivefold.layout import Layout
-from fivefold.models import build
-from fivefold.observe.tracking import Tracker
+from fivefold.kernels import matmul
+from fivefold.models.build import build
 from fivefold.parallel import recompute
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.train.loop import forward_backward
-from fivefold.train.state import build_state
+from fivefold.spread.layout import Layout
+from fivefold.step.state import build_state
+from fivefold.step.step import forward_backward
+from fivefold.trace.memory import Tracker
 
 TINY = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.seq_len=32", "model.vocab_size=128",
@@ -112,7 +112,7 @@ def test_what_is_computed_again_stops_before_a_product(monkeypatch):
     counts = {}
     for way in ("onednn", "mkl"):
         if way == "mkl":
-            monkeypatch.setattr(product, "_onednn", lambda x, weight: False)
+            monkeypatch.setattr(matmul, "_onednn", lambda x, weight: False)
         for how in ("none", "selective", "full"):
             counts[way, how] = products(how)
     assert counts["onednn", "none"] == counts["mkl", "none"]

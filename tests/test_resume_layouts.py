@@ -12,16 +12,17 @@ from ranks import run_ranks
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
+from fivefold.comm import all_or_none
 from fivefold.data import prepare
 from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.launch.ranks import Ranks
 from fivefold.observe.console import Console
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.spread.layout import Layout
+from fivefold.step.state import build_state
 from fivefold.train import checked, hooks
 from fivefold.train.saved import load_checkpoint
-from fivefold.train.state import build_state
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=48", "model.seq_len=16",
@@ -124,6 +125,33 @@ def test_same_layout_same_bits(base: Recipe, tmp_path: Path, layout: str, mode: 
     assert_same_tensors(a.optimizer, b.optimizer)
     for key in ("loss", "grad_norm", "val_loss"):
         assert lines(tmp_path / "whole", key) == lines(tmp_path / "parts", key), key
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("nesterov", "dp=2,zero=3", "tp=2"),
+        pytest.param("momentum", "tp=2", "dp=2,zero=1", marks=pytest.mark.slow),
+    ],
+)
+def test_other_optimizers_resume_too(
+    base: Recipe, tmp_path: Path, name: str, first: str, second: str
+) -> None:
+    """In the same layout with the same bits, in another one to rounding."""
+    recipe = change(base, [f"optim.name={name}", "optim.eps=none"])
+    train(recipe, first, tmp_path / "whole", 4)
+    for layout in (first, second):
+        out = tmp_path / layout
+        train(recipe, first, out, 2)
+        train(recipe, layout, out, 4, resume=True)
+        a, b = (store.load(store.latest(folder)) for folder in (tmp_path / "whole", out))
+        assert {key.partition(".")[0] for key in a.optimizer} == {"momentum_buffer"}
+        for kind in ("model", "optimizer"):
+            equal = assert_same_tensors if layout == first else assert_close_tensors
+            equal(getattr(b, kind), getattr(a, kind))
+    another = change(recipe, ["optim.name=sgd", "train.steps=5"], first)
+    said = run_ranks(2, error_of, another, tmp_path / first)
+    assert all(f"was trained with optim.name = {name}, and now it is sgd" in text for text in said)
 
 
 def test_a_divided_run_samples_its_last_checkpoint(base: Recipe, tmp_path: Path) -> None:
@@ -283,7 +311,7 @@ def test_what_nobody_expected_on_one_rank_stops_the_others_too(tmp_path: Path) -
 def unexpected_error(rank: int, world: int) -> str:
     mesh = Mesh(Layout(dp_replicate=world), Ranks(rank, world, rank, world, torch.device("cpu")))
     try:
-        with checked.together(mesh):
+        with all_or_none(mesh.axis("all")):
             if rank == 1:
                 raise KeyError("lost")
     except (UserError, KeyError) as error:

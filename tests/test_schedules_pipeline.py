@@ -14,7 +14,10 @@ from fivefold.schedules.pipeline import (
     build,
     check,
     check_transfers,
+    ends_upwards,
     from_csv,
+    holds_all,
+    most_live,
     parse,
     peak_live,
     place,
@@ -24,13 +27,11 @@ from fivefold.schedules.pipeline import (
 
 RANKS = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 4, 6, 7, 8, 13, 16)
-STAGES = {
-    "interleaved": (2, 3),
-    "looped_bfs": (2, 3),
-    "zbv": (2,),
-    "dualpipev": (2,),
-}  # a rank; others have 1
-CASES = [(name, stages) for name in SCHEDULES for stages in STAGES.get(name, (1,))]
+CASES = [
+    (name, stages)
+    for name, made in SCHEDULES.items()
+    for stages in range(made.stages[0], (made.stages[1] or 3) + 1)  # per rank
+]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -66,6 +67,33 @@ def test_live_activations(ranks: int) -> None:
     assert live["zb_h1"] == [ranks] * ranks
     assert live["zbv"] == [2 * ranks] * ranks  # of stages half as large: as rank 0 in 1F1B
     assert live["dualpipev"] == [2 * ranks + 1] * ranks
+    assert (
+        live["v_half"] == [2 * ((ranks + 2) // 2)] * ranks
+    )  # stages of half the size: half of 1F1B's rank 0
+
+
+@given(st.sampled_from(CASES), st.integers(2, 9), st.integers(1, 40), st.data())
+@settings(max_examples=80, deadline=None)
+def test_what_the_search_reads_from_few_microbatches(
+    case: tuple[str, int], ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    """No rank needs less than `most_live` says, whatever a stage keeps; the other facts are those of all rows."""
+    name, chunks = case
+    schedule = build(name, ranks, microbatches, chunks)
+    kept, owed = (data.draw(st.lists(st.floats(0, 9), min_size=n, max_size=n)) for n in [schedule.stages] * 2)
+    live = [most_live(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    for rank, peak in enumerate(peak_live(schedule, kept, owed)):
+        sizes = [size[stage] for size in (kept, owed) for stage in schedule.stages_of(rank)]
+        assert sum(n * size for n, size in zip(sum(live[rank], ()), sizes, strict=True)) <= peak + 1e-9
+    if (
+        microbatches % ranks == 0 and name != "dualpipev"
+    ):  # which holds one stage more from 2p + 1 microbatches on
+        assert [sum(map(sum, counts)) for counts in live] == peak_live(schedule)
+    if microbatches > 2 * ranks:
+        assert holds_all(name, ranks, chunks) == (max(peak_live(schedule)) == microbatches * chunks)
+    last = [row[-1] for row in schedule.rows]
+    upwards = not schedule.splits_backward and all(a.kind == "B" and a.stage < ranks for a in last)
+    assert ends_upwards(name, ranks, microbatches, chunks) == upwards
 
 
 def test_live_bytes_by_stage() -> None:

@@ -75,6 +75,14 @@ def test_idle_time_of_dualpipev(ranks: int, costs: tuple[float, float, float]) -
         assert idle("dualpipev", ranks, microbatches, *costs) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_v_half_idles_little_more_than_half_as_much_as_1f1b(ranks: int) -> None:
+    for microbatches in (ranks, ranks + 1, 5 * ranks):
+        expected = (7 * ranks - 8) // 2 if ranks > 1 else 0  # slots of one stage
+        assert idle("v_half", ranks, microbatches, 1, 1, 1) == expected
+        assert expected <= 7 / 12 * idle("1f1b", ranks, microbatches, 2, 2, 2)
+
+
 # arXiv 2401.10241, tables 3 to 6, 8 ranks: stages a rank of 1F1B-I (one for each layer of a rank), microbatches;
 # milliseconds of F, B (our I), W and transfer; bubble rates of 1F1B, 1F1B-I and ZB-H1.
 ZERO_BUBBLE = [

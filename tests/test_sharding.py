@@ -7,17 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.layout import Layout, to_text
-from fivefold.models import build
+from fivefold.models.build import build
+from fivefold.models.card import card_of
 from fivefold.recipe import ModelSection, resolve_model
-from fivefold.sharding import (
+from fivefold.spread.layout import Layout, to_text
+from fivefold.spread.parts import (
     Cut,
     boxes,
-    cuts,
     divide,
     local_shape,
     narrow,
-    parameters,
     parts,
     shard_dim,
     size_of,
@@ -38,15 +37,17 @@ MODELS = [
 def test_names_and_shapes_are_the_modules(section):
     model = resolve_model(section, vocab_size=64)
     module = build(model)
-    assert [(n, tuple(p.shape)) for n, p in module.named_parameters()] == list(parameters(model).items())
+    assert [(n, tuple(p.shape)) for n, p in module.named_parameters()] == list(
+        card_of(model).parameters.items()
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("section", [MODELS[0], MODELS[2], MODELS[4]], ids=lambda m: m.arch)
 def test_parts_of_all_ranks_are_the_whole(section, ranks):
     model = resolve_model(section, vocab_size=64)
-    for name, cut in cuts(model).items():
-        shape = parameters(model)[name]
+    for name, cut in card_of(model).cuts.items():
+        shape = card_of(model).parameters[name]
         seen = torch.zeros(shape)
         for index in range(ranks):
             part = divide(whole(shape), cut, index, ranks)
@@ -85,9 +86,11 @@ def test_few_experts_are_shared_evenly(layout):
     """Each element of them is owned once, and no rank keeps more than its share."""
     section = ModelSection(arch="moe", experts=2, experts_per_token=1, expert_ffn_dim=16, **SMALL)
     model = resolve_model(section, vocab_size=64)
-    seen = {name: torch.zeros(shape) for name, shape in parameters(model).items() if ".experts." in name}
+    seen = {
+        name: torch.zeros(shape) for name, shape in card_of(model).parameters.items() if ".experts." in name
+    }
     for rank in range(layout.ranks):
-        for name, part in parts(model, layout, rank).items():
+        for name, part in parts(card_of(model), layout, rank).items():
             if name in seen and part.owned:
                 for _, box in boxes(part.keeps):
                     seen[name][tuple(slice(*span) for span in box)] += 1

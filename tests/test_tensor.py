@@ -9,12 +9,13 @@ from ranks import run_ranks
 from runs import assert_close_tensors, lines, train_rank
 
 from fivefold.checkpoint import store
+from fivefold.comm import Axis
 from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.observe.collectives import Collectives
-from fivefold.parallel.replica import clip_
+from fivefold.parallel.replica import gradient_norm
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.train.loop import forward_backward, update
+from fivefold.spread.layout import Layout
+from fivefold.step.step import forward_backward, update
+from fivefold.trace.traffic import Collectives
 
 ROWS, T, V = 8, 16, 128
 MODELS = {
@@ -131,18 +132,20 @@ def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool,
     """Loss and gradients by the vocabulary-parallel layer."""
     import torch.distributed as dist
 
-    from fivefold.kernels import loss, vocabulary
+    from fivefold.kernels import sizes, vocabulary
     from fivefold.parallel.sequence import TensorAxis
     from fivefold.parallel.vocabulary import VocabularyOutput
 
     rows = weight.shape[0] // world
     leaves = [x, weight[rows * rank : rows * (rank + 1)], bias[rows * rank : rows * (rank + 1)]]
     x, weight, bias = (t.clone().requires_grad_() for t in leaves)
-    output = VocabularyOutput(TensorAxis(dist.group.WORLD, world, rank, sp=False))
+    output = VocabularyOutput(
+        TensorAxis(Axis("tp", range(world), rank, torch.device("cpu"), dist.group.WORLD), sp=False)
+    )
     with pytest.MonkeyPatch.context() as patch:
         if chunks:
-            patch.setattr(loss, "MIN_ROWS", 7)
-            patch.setattr(loss, "CHUNK_BYTES", 1)
+            patch.setattr(sizes, "MIN_ROWS", 7)
+            patch.setitem(sizes.LOGITS_BYTES, "cpu", 1)
         if not native:
             patch.setattr(vocabulary.native, "usable", lambda *tensors: False)
         found = output(x, weight, targets, bias)
@@ -239,5 +242,5 @@ def test_dropout_is_the_same_on_whole_activations(tmp_path):
 def whole_weights(rank: int, world: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     state = state_of(rank, world, recipe)
     forward_backward(state, [Source("gpt2").batch(0, range(ROWS))], seed=0)
-    update(state, recipe.optim, clip_(state.parallel.replicas, 1.0, state.mesh), 6)
+    update(state, recipe.optim, gradient_norm(state.parallel.replicas, state.mesh), 6)
     return {n: w.clone() for n, w in state.masters().items() if "norm" in n or n == "embed_positions.weight"}

@@ -13,8 +13,8 @@ from layouts import MOE, TINY, compared, side, tiny
 
 import fivefold
 from fivefold.errors import UserError
-from fivefold.precision import weights
-from fivefold.precision.weights import add_gradient
+from fivefold.parallel import flat
+from fivefold.parallel.flat import add_gradient
 from fivefold.recipe import Recipe
 from fivefold.train.verify import Figure, prepared
 
@@ -30,7 +30,7 @@ def test_one_rank_passes(tmp_path, arch, mode):
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_a_mistake_on_one_rank_shows(tmp_path, monkeypatch, mode):
     """The reference does not go through the trainer's sum of gradients: where that forgets a microbatch, it shows."""
-    monkeypatch.setattr(weights, "add_gradient", lambda total, grad, first: add_gradient(total, grad, True))
+    monkeypatch.setattr(flat, "add_gradient", lambda total, grad, first: add_gradient(total, grad, True))
     report = compared(tiny(tmp_path, "dp=1", mode=mode))
     assert not report.gradients.passed
     assert report.gradients.max_rel > 0.1
@@ -97,7 +97,7 @@ def skips_reductions(rank: int, world: int, recipe: Recipe, steps: int, folder: 
 
 def scales_by_replicas(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
     """Averages over the replicas once more: AdamW's update hardly feels it, the gradients do."""
-    import fivefold.train.verify as module
+    import fivefold.step.step as module
 
     run = module.forward_backward
 
@@ -202,7 +202,7 @@ def test_command_under_torchrun(tmp_path):
     )
     done = run(tmp_path, "--layout", "dp=2", launcher=torchrun)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("dp=2 computes what one process computes") == 1
+    assert done.stdout.count("dp=2 computes the same as one process") == 1
 
 
 def test_a_failed_check_exits_with_1(tmp_path, monkeypatch, capsys):
@@ -217,4 +217,4 @@ def test_a_failed_check_exits_with_1(tmp_path, monkeypatch, capsys):
     assert stop.value.code == 1
     printed = capsys.readouterr()
     assert "WRONG embed.weight" in printed.out
-    assert "does not compute what one process computes: gradients" in printed.err
+    assert "does not compute the same as one process: gradients" in printed.err

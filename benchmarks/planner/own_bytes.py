@@ -4,7 +4,7 @@
         [--out benchmarks/results/planner_own_bytes.json]
 
 Each layout trains a tiny model for two steps on real ranks (gloo; even load of experts); a counter
-(observe/collectives.py) notes every collective of the second step by operation and axis. The prediction
+(trace/traffic.py) notes every collective of the second step by operation and axis. The prediction
 (`plan.volume.counted`, no torch) is made from the recipe alone. Equal means: the same operations on the same axes, the
 same calls and the same bytes, on every rank. Exit code 1 if a layout differs. About a quarter of an hour on two cores.
 """
@@ -25,8 +25,8 @@ from ranks import run_ranks  # pyright: ignore[reportMissingImports]
 from steps import counted, planned  # pyright: ignore[reportMissingImports]
 from sweep import MODEL, candidates, sizes  # pyright: ignore[reportMissingImports]
 
-from fivefold.layout import Layout, to_text
 from fivefold.plan import volume
+from fivefold.spread.layout import Layout, to_text
 
 
 @dataclass
@@ -82,7 +82,7 @@ def main() -> None:
         f"{summary['calls']:,} calls, {summary['bytes']:,} bytes; {minutes:.0f} minutes"
     )
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         result = {"machine": describe(), "summary": summary, "rows": [asdict(row) for row in found]}
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,10 +1,11 @@
-"""Memory of every rank, predicted and tracked, over this program's own runs on CPUs.
+"""Memory of every rank, predicted, traced and tracked, over this program's own runs on CPUs.
 
     python benchmarks/planner/own_memory.py [--only zero=3 ...] [--out benchmarks/results/planner_own_memory.json]
 
 Each layout runs two steps on real ranks (gloo, random tokens, even load of experts). In the second every storage is
-followed from its making to its end (observe/tracking.py): its peak is what is tracked. The prediction
-(`fivefold.plan`, no torch) is made from the recipe alone, for every rank. About four minutes on two cores.
+tracked from its allocation until it is freed (trace/memory.py): "tracked" is the peak of their sum. "traced" is the
+peak of the same step on tensors without memory (trace/depth.py), "predicted" that of the planner's formula
+(plan/memory.py). About five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -20,45 +21,51 @@ from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from steps import CASES, MODEL, job, planned, recipe_of, tracked  # pyright: ignore[reportMissingImports]
+from steps import CASES, MODEL, planned, recipe_of, tracked  # pyright: ignore[reportMissingImports]
 
-from fivefold.layout import Layout
-from fivefold.parallel.ranks import Ranks
-from fivefold.plan.rehearsal import rehearse
+from fivefold.launch.local import start_ranks
+from fivefold.launch.ranks import Ranks
+from fivefold.plan.predict import held
 from fivefold.recipe import Recipe
-from fivefold.train.launch import start_ranks
+from fivefold.spread.layout import Layout
+from fivefold.trace.depth import exact
 from fivefold.train.verify import alone
 
 
 @dataclass
 class Row:
-    """One layout: bytes at the peak of each rank."""
+    """One layout: bytes at the peak of each rank, and what they consist of."""
 
     arch: str
     mode: str
     layout: str
     predicted: list[int]
+    traced: list[int]
     tracked: list[int]
     parts: list[dict[str, dict[str, int]]]
 
-    @property
-    def errors(self) -> list[float]:
-        return [p / t - 1 for p, t in zip(self.predicted, self.tracked, strict=True)]
+    def errors(self, of: str = "predicted") -> list[float]:
+        """Of "predicted" or "traced", by the tracked peak."""
+        return [p / t - 1 for p, t in zip(getattr(self, of), self.tracked, strict=True)]
 
     @property
     def worst(self) -> float:
-        return max(self.errors, key=abs)
+        return max(self.errors(), key=abs)
 
 
 def measure(arch: str, mode: str, layout: str) -> Row:
     recipe = recipe_of(arch, mode, layout)
     s, world = planned(recipe), Layout.from_recipe(recipe.layout).ranks
     found = on_ranks(recipe, world)
-    said = [rehearse(job(s), rank) for rank in range(world)]
+    positions = held(s)
+    said = [positions[s.layout.coordinates(rank)["pp"]].as_json() for rank in range(world)]
+    traced = [exact(recipe, rank, kept=False).step.memory for rank in range(world)]
     parts = [
-        {"predicted": dict(p.at_peak), "tracked": f["at_peak"]} for p, f in zip(said, found, strict=True)
+        {"predicted": p, "traced": dict(t.at_peak), "tracked": f["at_peak"]}
+        for p, t, f in zip(said, traced, found, strict=True)
     ]
-    return Row(arch, mode, layout, [p.peak for p in said], [f["peak"] for f in found], parts)
+    predicted = [p.pop("total") for p in said]
+    return Row(arch, mode, layout, predicted, [t.total for t in traced], [f["peak"] for f in found], parts)
 
 
 def on_ranks(recipe: Recipe, world: int) -> list[dict[str, Any]]:
@@ -80,31 +87,28 @@ def _rank(recipe: Recipe, folder: Path, ranks: Ranks) -> None:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    errors = [error for row in rows for error in row.errors]
-    return {
-        "layouts": len(rows),
-        "ranks": len(errors),
-        "mean": fmean(map(abs, errors)),
-        "worst": max(errors, key=abs),
-        "bias": fmean(errors),
-    }
+    found: dict[str, Any] = {"layouts": len(rows), "ranks": sum(len(row.tracked) for row in rows)}
+    for name in ("predicted", "traced"):
+        errors = [error for row in rows for error in row.errors(name)]
+        worst = max(errors, key=abs)
+        found[name] = {"mean": fmean(map(abs, errors)), "worst": worst, "bias": fmean(errors)}
+    return found
 
 
 def table(rows: list[Row]) -> str:
-    head = (
-        "| model | dtype | layout | tracked, MB | predicted | error, worst rank |\n|---|---|---|---|---|---|"
-    )
+    head = "| model | dtype | layout | tracked, MB | traced | predicted | error, worst rank |"
+    head += "\n|---|---|---|---|---|---|---|"
     lines = [
-        f"| {r.arch} | {r.mode} | `{r.layout}` | {max(r.tracked) / 1e6:.2f} | {max(r.predicted) / 1e6:.2f} | "
-        f"{100 * r.worst:+.2f}% |"
+        f"| {r.arch} | {r.mode} | `{r.layout}` | {max(r.tracked) / 1e6:.2f} | {max(r.traced) / 1e6:.2f} | "
+        f"{max(r.predicted) / 1e6:.2f} | {100 * r.worst:+.1f}% |"
         for r in rows
     ]
     found = summary(rows)
-    words = (
-        f"{found['layouts']} layouts, {found['ranks']} ranks: error {100 * found['mean']:.2f}% in the mean, "
-        f"{100 * found['worst']:+.2f}% at worst"
-    )
-    return "\n".join([head, *lines, "", words])
+    errors = [
+        f"{name}: mean error {100 * found[name]['mean']:.2g}%, worst {100 * found[name]['worst']:+.2g}%"
+        for name in ("predicted", "traced")
+    ]
+    return "\n".join([head, *lines, "", f"{found['layouts']} layouts, {found['ranks']} ranks", *errors])
 
 
 def main() -> None:
@@ -126,7 +130,7 @@ def main() -> None:
         )
     print(table(rows))
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         found = {"machine": describe(), "model": MODEL, "summary": summary(rows)}
         args.out.write_text(json.dumps(found | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Step times of this program's own runs on this machine, predicted and measured.
+"""Step times of Fivefold's own runs on this machine, predicted and measured.
 
     python benchmarks/planner/own_runs.py [--steps 9] [--only bf16] [--out benchmarks/results/planner_own_runs.json]
 
@@ -77,7 +77,7 @@ def main() -> None:
         table = json.loads((folder / "cache" / "hardware.json").read_text())
     print(report(result))
     if args.out:
-        from fivefold.observe.machine import describe
+        from fivefold.host.machine import describe
 
         result["runs"] = [{key: value for key, value in row.items() if key != "run"} for row in found]
         args.out.write_text(json.dumps(result | {"machine": describe(), "table": table}, indent=1) + "\n")
@@ -129,13 +129,13 @@ def trained(folder: Path, mode: str, layout: str, microbatch: int, steps: int) -
 
 
 def ranks(layout: str) -> int:
-    from fivefold.layout import Layout, parse
+    from fivefold.spread.layout import Layout, parse
 
     return Layout(**parse(layout)).ranks  # type: ignore[arg-type]
 
 
 def calibrated(folder: Path, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fits to every second run, and predicts the others anew."""
+    """Fits to every second run, and predicts the others again."""
     from fivefold.plan.clusters import parse
     from fivefold.plan.predict import predict
     from fivefold.recipe import load

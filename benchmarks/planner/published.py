@@ -20,15 +20,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fivefold.layout import Layout
-from fivefold.plan import operations, time
-from fivefold.plan.clusters import GIB, Cluster, parse
+from fivefold.models.card import card_of
+from fivefold.models.section import ModelSection
+from fivefold.plan import time
+from fivefold.plan.clusters import parse
 from fivefold.plan.cost import Setting, part
+from fivefold.plan.devices import GIB, Cluster
 from fivefold.plan.predict import price, setting
 from fivefold.plan.software import PAPER, Software, States
 from fivefold.recipe import resolve_model
-from fivefold.recipe.schema import ModelSection
 from fivefold.schedules.pipeline import Costs, build, simulate
+from fivefold.spread.layout import Layout
 
 Row = dict[str, str]
 Result = dict[str, Any]
@@ -53,7 +55,7 @@ def errors(pairs: Iterable[tuple[float, float]]) -> Result:
 # Megatron-LM of 2021 (arXiv 2104.04473): attention in memory with dropout of its probabilities, fp16 states of the ZeRO
 # paper, nothing overlapped, transfers between stages cut in tensor-parallel parts.
 MEGATRON_2021 = Software(
-    "megatron 2021",
+    name="megatron 2021",
     attention="plain",
     probability_dropout=True,
     selective="core",
@@ -116,7 +118,7 @@ def layer_times(folder: Path) -> Result:
         how = "full" if "with recompute" in name else "selective" if "Selective" in name else "none"
         layout = Layout(tp=8, sp="Sequence" in name or "Selective + Sequence" in name, recompute=how)
         s = setting(model, layout, parse("a100"), 4, 1, "fp16", MEGATRON_2021)
-        cost = part(operations.block(s.sizes, s.software), s, how)
+        cost = part(card_of(s.model).block_operations(s.sizes, s.software), s, how)
         for key, seconds in (
             ("fwd", cost.forward),
             ("bwd", cost.input + cost.weight),
@@ -216,7 +218,7 @@ def nanotron_setting(row: Row, model: ModelSection, cluster: Cluster) -> Setting
     if pp > 1 and nodes >= 64:
         host += FITTED["far"] / 2 / (model.layers / pp) * (count - 1) / count
     software = Software(
-        "nanotron",
+        name="nanotron",
         partition="greedy",
         selective="core",
         fused=False,
@@ -328,7 +330,7 @@ def torchtitan(folder: Path) -> Result:
             recompute="full" if row["ac"] == "full" else "selective",
         )
         software = Software(
-            "torchtitan",
+            name="torchtitan",
             selective="operations",
             fused="compile" in how,
             loss="plain",

@@ -1,4 +1,4 @@
-"""Seconds that a search of all valid layouts takes, on one core, with what holds the best one back.
+"""Seconds to search all valid layouts on one core, with the bottlenecks of the best one.
 
     python benchmarks/planner/search_speed.py [--out benchmarks/results/planner_search.json]
 
@@ -13,10 +13,10 @@ import json
 import time
 from pathlib import Path
 
-from fivefold.layout import to_text
 from fivefold.plan.clusters import parse
 from fivefold.plan.search import search
 from fivefold.recipe import Recipe, change, load
+from fivefold.spread.layout import to_text
 
 LLAMA_405B = [
     "model.dim=16384", "model.layers=126", "model.heads=128", "model.kv_heads=8", "model.ffn_dim=53248",
@@ -56,11 +56,11 @@ def main() -> None:
             f"{name:26} {cluster:12} {result.considered:10,} {seconds:8.2f} {wall:8.2f}  {layout}, "
             f"MFU {100 * best.mfu:.1f}%"
         )
-        print("\n".join(f"  {text}" for text in result.binding))
+        print("\n".join(f"  {text}" for text in result.bottlenecks))
         found.append({
             "model": name, "cluster": cluster, "layouts": result.considered, "seconds": round(seconds, 2),
             "wall_seconds": round(wall, 2),
-            "best": layout, "mfu": round(best.mfu, 4), "binding": result.binding,
+            "best": layout, "mfu": round(best.mfu, 4), "binding": result.bottlenecks,
         })  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Fivefold: write down what to train once, train it on any layout.
+"""Fivefold: describe a training run once, train it in any layout.
 
     import fivefold
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.errors import UserError
-    from fivefold.layout import Layout
     from fivefold.observe.metrics import read_metrics
     from fivefold.recipe import Recipe, change, load, shipped, to_toml
+    from fivefold.spread.layout import Layout
     from fivefold.train.api import Run, resume, train
     from fivefold.train.verify import verify
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Layout": "fivefold.layout",
+    "Layout": "fivefold.spread.layout",
     "Recipe": "fivefold.recipe",
     "Run": "fivefold.train.api",
     "UserError": "fivefold.errors",

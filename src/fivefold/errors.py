@@ -10,11 +10,15 @@ class UserError(ValueError):
 
 
 class CheckFailed(Exception):
-    """A check ran and its answer is no (`fivefold verify` beyond tolerance): exit code 1."""
+    """A check failed, such as `fivefold verify` beyond its tolerance. The exit code is 1."""
+
+
+class CommunicationError(Exception):
+    """A message between ranks timed out or a rank has gone. It names rank, axis, operation and line: exit code 1."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the choice that is spelled most like `word`, or an empty string."""
+    """`; did you mean 'x'?` with the most similar choice, or an empty string."""
     from difflib import get_close_matches
 
     near = get_close_matches(word, list(choices), n=1)

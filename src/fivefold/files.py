@@ -1,4 +1,4 @@
-"""The cache folder, and files that several processes read and write at once. No torch."""
+"""The cache folder, atomic writes and locks, for files that several processes use. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, e
 
 
 def cache_folder(setting: str | None = None) -> Path:
-    """What is kept between runs: `setting` (the recipe's data.cache), else $FIVEFOLD_CACHE, else
-    ~/.cache/fivefold; without a home folder, one of this user's under the temporary folder."""
+    """The folder for data kept between runs: `setting` (the recipe's data.cache), $FIVEFOLD_CACHE or ~/.cache/fivefold.
+
+    Without a home folder it is one of this user's under the temporary folder.
+    """
     path = Path(setting or os.environ.get("FIVEFOLD_CACHE") or "~/.cache/fivefold")
     try:
         return path.expanduser().absolute()
@@ -26,7 +28,7 @@ def cache_folder(setting: str | None = None) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes the whole file or, if interrupted, nothing."""
+    """Writes the whole file, or nothing if interrupted."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -34,7 +36,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Makes the folder; a full disk or missing permission within becomes a UserError that names it."""
+    """Makes the folder. A full disk or a missing permission inside the block becomes a UserError that names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -49,11 +51,10 @@ def writable(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Holds a lock between processes; calls waiting() if another has it. Yields False where the file system
-    has no locks.
+    """Holds a lock between processes, and calls waiting() if another process has it.
 
-    Then callers may do the same work twice, which is wasteful but sound: results are deterministic and
-    take their place by a rename.
+    Yields False if the file system has no locks. Then callers may do the same work twice. That is safe, because results
+    are deterministic and appear by a rename.
     """
     with open(path, "w") as f:
         try:

@@ -1,4 +1,4 @@
-"""Runs as Hugging Face folders, and back: safetensors and JSON only, nothing is ever unpickled."""
+"""Exports runs as Hugging Face folders and imports them. Only safetensors and JSON are read, never pickle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,12 +18,12 @@ from fivefold.checkpoint import store, write
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
+from fivefold.precision import torch_dtype
 from fivefold.recipe import DataSection, Recipe, TrainSection, load, resolve, to_toml
 
 MAX_SHARD_BYTES = 5_000_000_000  # the limit that transformers uses
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def export_run(
@@ -40,7 +39,7 @@ def export_run(
 
     Args:
         checkpoint: folder of the checkpoint; None: the run's latest.
-        dtype: "fp32" or "bf16" to convert; None: as stored.
+        dtype: "fp32" or "bf16" to convert to; None: as stored.
 
     Raises:
         UserError: the run has no checkpoint, or `out` exists and is not empty.
@@ -48,7 +47,7 @@ def export_run(
     recipe = load(run / "recipe.toml")
     state = store.load(checkpoint or store.latest(run), kinds=("model",)).model
     if dtype is not None:
-        state = {name: tensor.to(DTYPES[dtype]) for name, tensor in state.items()}
+        state = {name: tensor.to(torch_dtype(dtype)) for name, tensor in state.items()}
     weights = to_hf(state, recipe.model)
     with _new_folder(out) as folder:
         token_ids = _write_text_files(run, folder, recipe)
@@ -61,12 +60,11 @@ def export_run(
 def import_folder(source: Path, out: Path) -> Path:
     """Makes a run folder (recipe.toml, a checkpoint of step 0, the tokenizer) of a Hugging Face folder.
 
-    The weights keep their dtypes, so that an export of the new run holds the same bytes. What to train it
-    on, and how long, are the defaults of a recipe: change them in recipe.toml or with `--set`.
+    The weights keep their dtypes, so that an export of the new run holds the same bytes. Data and length of the
+    training are a recipe's defaults. Change them in recipe.toml or with `--set`.
 
     Raises:
-        UserError: the folder is not a model that we compute exactly; the message names the keys, weights or
-        files.
+        UserError: Fivefold cannot compute the model exactly. The message names the keys, weights or files.
     """
     config = _read_json(source / "config.json")
     model = from_hf_config(config)
@@ -144,9 +142,9 @@ def _no_weights(source: Path) -> str:
 
 
 def _write_text_files(run: Path, folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """Tokenizer and generation_config.json. Returns the special token ids that config.json repeats.
+    """Writes the tokenizer and generation_config.json. Returns the special token ids for config.json.
 
-    What an imported run brought along is passed on; what is missing is made from the run's tokenizer.
+    Files of an imported run are copied. Missing ones are made from the run's tokenizer.
     """
     for name in TEXT_FILES:
         if (run / name).is_file():
@@ -166,7 +164,7 @@ def _write_text_files(run: Path, folder: Path, recipe: Recipe) -> dict[str, Any]
 
 
 def _special_tokens(path: Path) -> dict[str, tuple[str, int]]:
-    """Role -> text and id, for the end token (documents begin after it, too) and BERT's mask token."""
+    """Role -> (text, id) of the end token (documents also begin after it) and of BERT's mask token."""
     try:
         tokenizer = load_tokenizer(path)
     except UserError:
@@ -179,8 +177,10 @@ def _special_tokens(path: Path) -> dict[str, tuple[str, int]]:
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when all is written (into `out`, where that is an
-    empty folder), and vanishes when something fails."""
+    """A temporary folder beside `out`. It is renamed to `out` at the end, and removed if something fails.
+
+    If `out` is an empty folder, its content moves there instead.
+    """
     out = out.absolute()  # "." has no name
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder; name a new one")

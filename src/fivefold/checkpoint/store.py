@@ -1,10 +1,11 @@
 """A checkpoint on disk: safetensors shards and a JSON manifest with the hash of every file.
 
-Every rank writes the pieces of tensors that it owns; the manifest says which box of the whole tensor each piece is. So
-a checkpoint knows no layout: a reader asks for any box of any tensor.
+Every rank writes the pieces of tensors that it owns. The manifest says where each piece lies in its tensor. So a
+checkpoint knows no layout, and a reader can ask for any box of any tensor.
 
-A folder is written (`write.py`) under a temporary name, flushed to the disk and renamed: a folder called step-... is
-whole. What is read is checked against the manifest first: a truncated or changed file is an error that names it.
+A folder is written (`write.py`) under a temporary name, flushed to disk and renamed, so a folder called step-... is
+complete. Every file is checked against the manifest before it is read. A truncated or changed file is an error that
+names it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Checkpoint:
 
 
 class Reader:
-    """Reads any part of any tensor of a checkpoint; a file is checked against the manifest before its first use."""
+    """Reads any part of any tensor of a checkpoint. Each file is checked against the manifest before its first use."""
 
     def __init__(self, folder: Path):
         self.folder, self.manifest = folder, read_manifest(folder)
@@ -52,7 +53,7 @@ class Reader:
         return list(self.manifest["tensors"][kind])
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
-        """Raises KeyError where the checkpoint has no such tensor."""
+        """The shape of a tensor. Raises KeyError if the checkpoint lacks it."""
         return tuple(self.manifest["tensors"][kind][name]["shape"])
 
     def read(self, kind: str, name: str, box: Box | None = None) -> Tensor:
@@ -81,7 +82,7 @@ class Reader:
 
     @property
     def files(self) -> list[str]:
-        """Names of all files but the manifest."""
+        """Names of all files except the manifest."""
         return list(self.manifest["files"])
 
     def files_of(self, kind: str, name: str, box: Box | None = None) -> set[str]:
@@ -104,11 +105,11 @@ class Reader:
             self._checked.add(file)
 
     def trust(self, files: Iterable[str]) -> None:
-        """These files were checked by another process that reads the same disk."""
+        """Marks files as checked, because another process that reads the same disk has checked them."""
         self._checked.update(files)
 
     def _pieces(self, kind: str, name: str, box: Box) -> Iterator[tuple[dict[str, Any], Box]]:
-        """The pieces that hold elements of a box, and which."""
+        """The pieces that overlap a box, each with its overlap."""
         for piece in self.manifest["tensors"][kind][name]["pieces"]:
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True))
             if all(start < stop for start, stop in common):
@@ -125,7 +126,7 @@ def all_of(shape: Sequence[int]) -> Box:
 
 
 def _within(inner: Sequence[tuple[int, int]], outer: Sequence[Sequence[int]]) -> list[slice]:
-    """Where a box lies in another that holds it."""
+    """The slices of `outer` that `inner` covers."""
     return [slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True)]
 
 
@@ -148,7 +149,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     {name: {"shape", "pieces": [{"file", "key", "box"}]}}}}.
 
     Raises:
-        UserError: it is missing, not JSON, or of a format this version does not know.
+        UserError: it is missing, not JSON, or of an unknown format.
     """
     path = folder / MANIFEST
     try:
@@ -187,7 +188,7 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and what a killed process left half-written."""
+    """Removes all but the newest `keep` checkpoints, and incomplete ones of killed processes."""
     for old in (*checkpoints(run)[:-keep], *(run / "checkpoints").glob(".step-*")):
         shutil.rmtree(old, ignore_errors=True)
 

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.checkpoint.store import FORMAT, KINDS, MANIFEST, Box, all_of, sha256
+from fivefold.comm import ALONE, Axis, all_or_none
 from fivefold.errors import UserError
 
 MAX_SHARD_BYTES = 2 << 30
@@ -23,7 +25,7 @@ MAX_SHARD_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangular part of a tensor: of tensor `name` of that shape, the elements [start, stop) along each dim."""
+    """A rectangular part of tensor `name`: the elements [start, stop) along each dim of its shape."""
 
     name: str
     tensor: Tensor
@@ -36,7 +38,7 @@ class Piece:
 
 
 def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Tensors that are whole, each as one piece."""
+    """Each tensor as one piece."""
     return [Piece(n, t, tuple(t.shape), all_of(t.shape)) for n, t in tensors.items()]
 
 
@@ -46,28 +48,29 @@ def save(
     optimizer: Iterable[Piece],
     meta: Mapping[str, Any],
     *,
-    rank: int = 0,
-    ranks: int = 1,
-    agree: Callable[[bool], bool] = lambda fine: fine,
+    axis: Axis = ALONE,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Writes a checkpoint and returns its folder. An older one of the same name is replaced.
+    """Writes a checkpoint and returns its folder. It replaces an older one of the same name.
 
-    Every rank calls it with its own pieces, which together make up each tensor exactly once; they share the disk.
-    agree: whether all ranks were fine, given whether this one was; it also waits for them.
+    Every rank of the axis calls it with its own pieces, which make up each tensor exactly once. The ranks share the
+    disk.
 
     Raises:
-        UserError: the disk is full or the folder cannot be written; nothing half-written is left.
+        UserError: the disk is full or the folder cannot be written. Nothing incomplete is left.
     """
-    temporary = folder.with_name(f".{folder.name}.writing")
+    temporary, first = folder.with_name(f".{folder.name}.writing"), axis.index == 0
     try:
-        _together(agree, lambda: _clear(temporary) if rank == 0 else None)
-        _together(agree, lambda: _write_part(temporary, rank, (model, optimizer), max_shard_bytes))
-        _together(agree, lambda: _finish(temporary, folder, ranks, meta) if rank == 0 else None)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write the checkpoint {folder}: {error}") from error
+        with all_or_none(axis), _explained(folder):
+            if first:
+                _clear(temporary)
+        with all_or_none(axis), _explained(folder):
+            _write_part(temporary, axis.index, (model, optimizer), max_shard_bytes)
+        with all_or_none(axis), _explained(folder):
+            if first:
+                _finish(temporary, folder, axis.size, meta)
     finally:
-        if rank == 0:
+        if first:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
@@ -84,15 +87,12 @@ def save_whole(
     return save(folder, *pieces, meta, max_shard_bytes=max_shard_bytes)
 
 
-def _together(agree: Callable[[bool], bool], work: Callable[[], None]) -> None:
-    """Does this rank's work and waits for the others'; raises on every rank when it failed on one."""
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
     try:
-        work()
-    except BaseException:
-        agree(False)
-        raise
-    if not agree(True):
-        raise OSError("another rank could not write its part")
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the checkpoint {folder}: {error}") from error
 
 
 def _clear(temporary: Path) -> None:
@@ -103,7 +103,7 @@ def _clear(temporary: Path) -> None:
 def _write_part(
     folder: Path, rank: int, kinds: tuple[Iterable[Piece], Iterable[Piece]], max_bytes: int
 ) -> None:
-    """One rank's files, and a list of what is in them."""
+    """Writes one rank's files and a list of their content."""
     listed: dict[str, Any] = {"files": {}, "tensors": []}
     for kind, pieces in zip(KINDS, kinds, strict=True):
         for index, shard in enumerate(_shards(pieces, max_bytes), 1):
@@ -146,7 +146,7 @@ def _finish(temporary: Path, folder: Path, ranks: int, meta: Mapping[str, Any]) 
 
 
 def _shards(pieces: Iterable[Piece], max_bytes: int) -> list[dict[str, Piece]]:
-    """Pieces by the key they get in their file: the tensor's name where the piece is all of it."""
+    """Pieces by their key in a file. The key is the tensor's name if the piece is the whole tensor."""
     shards: list[dict[str, Piece]] = []
     size = 0
     for number, piece in enumerate(pieces):

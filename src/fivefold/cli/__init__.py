@@ -1,1 +1,1 @@
-"""The command line: one thin file a command. No torch, no pydantic until a command runs."""
+"""The command line: one thin file per command. No torch and no pydantic are imported until a command runs."""

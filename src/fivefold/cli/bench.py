@@ -24,29 +24,29 @@ def _group() -> None:
 
 @bench.command("hardware", epilog="\b\nExamples:" + "".join(f"\n  {example}" for example in EXAMPLES))
 def hardware(json: JsonOption = False) -> None:
-    """Measure matrix products, attention, memory, Python and local messages, for `fivefold plan --cluster local`.
+    """Measure matmuls, attention, memory, Python overhead and local messages for `fivefold plan --cluster local`.
 
-    Takes about two minutes, in which nothing else should run. The table is kept in the cache folder; calibration of an
-    older one is forgotten.
+    This takes about two minutes. Run nothing else meanwhile. The table goes to the cache folder and replaces an older
+    one with its calibration.
     """
+    from fivefold.bench.machine import measure
     from fivefold.plan import measured
-    from fivefold.train.hardware import measure
 
     table = measure(lambda text: print(f"measuring {text}", file=sys.stderr))
     if json:
         print_json(measured.as_json(table) | {"path": str(measured.path())})
         return
     print("\n".join(_text(table)))
-    print(f"\nkept in {measured.path()}, for `fivefold plan RECIPE --cluster local`")
+    print(f"\nsaved to {measured.path()}; used by `fivefold plan RECIPE --cluster local`")
 
 
 def _text(table: Measured) -> list[str]:
-    """The table for people: a few of its figures."""
+    """A few figures of the table, for people."""
     return [table.machine, "", *_products(table), "", *_others(table), "", *_links(table), "", *_host(table)]
 
 
 def _products(table: Measured) -> list[str]:
-    lines = ["products, GFLOP/s a rank (forward, gradient of the input, of the weight)"]
+    lines = ["matmul, GFLOP/s per rank (forward, input gradient, weight gradient)"]
     lines.append(
         f"  {'ranks x threads':16} {'m x n x k':>15}" + "".join(f"{dtype:>27}" for dtype in table.peak)
     )
@@ -64,7 +64,7 @@ def _products(table: Measured) -> list[str]:
 
 
 def _others(table: Measured) -> list[str]:
-    lines = ["attention, GFLOP/s a rank, and element-wise operations, GB/s a rank: forward / backward"]
+    lines = ["attention (GFLOP/s per rank) and element-wise operations (GB/s per rank), forward / backward"]
     for n, share in table.shares.items():
         for dtype in table.peak:
             cells = [
@@ -82,14 +82,14 @@ def _others(table: Measured) -> list[str]:
 
 
 def _links(table: Measured) -> list[str]:
-    lines = ["messages between local ranks: ms of 4 KiB, of 1 MiB, of 8 MiB"]
+    lines = ["messages between local ranks, ms for 4 KiB, 1 MiB and 8 MiB"]
     for n, found in table.links.items():
         for name, points in found.items():
             cells = "".join(f"{1e3 * seconds:9.3f}" for size, seconds in points if size != 64 << 10)
             lines.append(f"  {n} ranks  {name:20}{cells}")
     return [
         *lines,
-        f"  the processor is free to compute in {100 * table.free:.0f}% of a large message's time",
+        f"  the CPU is free to compute during {100 * table.free:.0f}% of a large message",
     ]
 
 
@@ -103,7 +103,7 @@ def _host(table: Measured) -> list[str]:
     ]
     return [
         "Python and dispatch, ms: " + ", ".join(cells),
-        *(["waiting for one another in a block, ms, small / large: " + ", ".join(waits)] if waits else []),
-        f"memory {table.memory / 2**30:.1f} GiB; disk {table.disk / 1e9:.2f} GB/s written; "
+        *(["ranks wait for each other, ms per block, small / large: " + ", ".join(waits)] if waits else []),
+        f"memory {table.memory / 2**30:.1f} GiB, disk writes {table.disk / 1e9:.2f} GB/s, "
         + ", ".join(f"{dtype} peak {rate / 1e9:.0f} GFLOP/s" for dtype, rate in table.peak.items()),
     ]

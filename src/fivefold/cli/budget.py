@@ -1,4 +1,4 @@
-"""The budget questions of `fivefold plan`: options, and what they add to its output."""
+"""Budget questions of `fivefold plan`: their options and their lines of output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from fivefold.plan.clusters import Cluster
+    from fivefold.plan.devices import Cluster
     from fivefold.plan.predict import Plan
     from fivefold.plan.questions import Questions
     from fivefold.plan.software import Software
@@ -15,21 +15,25 @@ if TYPE_CHECKING:
 
 TokensOption = Annotated[
     float | None,
-    typer.Option("--tokens", help="Budget: tokens of the run, such as 1.4e12 (else the recipe's)."),
+    typer.Option("--tokens", help="Budget: tokens to train on, such as 1.4e12. [default: the recipe's]"),
 ]
 DeadlineOption = Annotated[
     str | None,
-    typer.Option("--deadline", metavar="TIME", help="Budget: how many devices for 30d (or m, h, w)?"),
+    typer.Option(
+        "--deadline",
+        metavar="TIME",
+        help="Budget: devices needed to finish within TIME, such as 30d (m, h, d, w).",
+    ),
 ]
-PriceOption = Annotated[float | None, typer.Option("--price", help="Budget: of a device-hour.")]
+PriceOption = Annotated[float | None, typer.Option("--price", help="Budget: price per device-hour.")]
 NoiseOption = Annotated[
     float | None,
-    typer.Option("--noise-scale", help="Budget: the gradient's, in tokens, as a run measured it."),
+    typer.Option("--noise-scale", help="Budget: gradient noise scale in tokens, as a run measured it."),
 ]
 ParamsOption = Annotated[
     float | None,
     typer.Option(
-        "--params", metavar="N", help="A model of about N parameters instead of the recipe's shape."
+        "--params", metavar="N", help="Plan a model with about N parameters instead of the recipe's."
     ),
 ]
 
@@ -37,7 +41,7 @@ ParamsOption = Annotated[
 def questions(
     recipe: Recipe, tokens: float | None, deadline: str | None, price: float | None, noise_scale: float | None
 ) -> Questions | None:
-    """What is asked; None where nothing is."""
+    """The budget questions asked on the command line, or None."""
     if all(value is None for value in (tokens, deadline, price, noise_scale)):
         return None
     from fivefold.plan.questions import ask
@@ -49,22 +53,24 @@ def questions(
 def answers(
     asked: Questions | None, plan: Plan, recipe: Recipe, machine: Cluster, search: Software | None = None
 ) -> dict[str, Any]:
-    """{"budget": ...} of a plan. search: also the fewest devices whose best layout meets the deadline, for this
-    program."""
+    """{"budget": answers} for a plan, or {} without questions.
+
+    With `search`, the answers include the fewest devices whose best layout meets the deadline in that software.
+    """
     if asked is None:
         return {}
-    from fivefold.layout import to_text
     from fivefold.plan.questions import answer, fewest_devices
+    from fivefold.spread.layout import to_text
 
     found = answer(plan, asked)
     if search and asked.deadline:
         best = fewest_devices(recipe, machine, asked, found["devices_for_deadline"], search)
         found["searched_devices"] = best.layout.ranks if best else None
-        found["searched"] = "no number of whole nodes that was tried meets the deadline"
+        found["searched"] = "no number of whole nodes tried meets the deadline"
         if best:
             days = asked.tokens / best.tokens_per_s / 86400
             found["searched"] = (
-                f"searched: {best.layout.ranks} do it in {days:.4g} days, with {to_text(best.layout)}"
+                f"searched: {best.layout.ranks} devices finish in {days:.4g} days with {to_text(best.layout)}"
             )
     return {"budget": found}
 
@@ -77,7 +83,7 @@ def print_answers(found: dict[str, Any]) -> None:
 
 
 def sized(recipe: Recipe, params: float | None) -> Recipe:
-    """The recipe with a model of another size."""
+    """The recipe with its model resized to about `params` parameters (unchanged for None)."""
     if params is None:
         return recipe
     from fivefold.plan.budget import shape

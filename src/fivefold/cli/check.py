@@ -1,4 +1,4 @@
-"""`fivefold check RECIPE`: validates a recipe and its data, and says what training it means."""
+"""`fivefold check RECIPE`: validates a recipe and its data, and summarizes the training run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def check(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    no_data: Annotated[bool, typer.Option("--no-data", help="Do not look at the data.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Print every field and what it means.")] = False,
+    no_data: Annotated[bool, typer.Option("--no-data", help="Skip the data.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print every field and its meaning.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a recipe and its data, and show what training it means."""
+    """Check a recipe and its data, and summarize the training run."""
     from fivefold.recipe import load
 
     loaded = load(recipe, set_ or [], layout)
@@ -40,7 +40,7 @@ def check(
         try:
             result["data"] = check_data(loaded)
         except UserError as error:
-            raise UserError(f"{error}\nThe recipe itself is valid; --no-data leaves its data out.") from None
+            raise UserError(f"{error}\nThe recipe itself is valid; --no-data skips the data.") from None
     if json:
         fields = {"fields": _fields(loaded)} if explain else {}
         print_json({"recipe": recipe, "valid": True, **result, **fields})
@@ -51,8 +51,7 @@ def check(
 
 
 def summary(recipe: Recipe) -> dict[str, Any]:
-    """The numbers of a recipe, as `check --json` prints them; None if that needs an unknown vocabulary."""
-    from fivefold.layout import Layout, to_text
+    """The numbers of a recipe, as `check --json` prints them. Those that need an unknown vocabulary are None."""
     from fivefold.recipe import (
         active_parameters,
         count_parameters,
@@ -61,6 +60,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         tokens_per_step,
         total_steps,
     )
+    from fivefold.spread.layout import Layout, to_text
 
     layout = Layout.from_recipe(recipe.layout)
     steps, step_tokens = total_steps(recipe), tokens_per_step(recipe)
@@ -81,7 +81,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     }
     if result["vocab_size"] is None:
         result["notes"].append(
-            "the size of the model is known only when the vocabulary is: set model.vocab_size"
+            "the model's size depends on the vocabulary, which is not known yet; set model.vocab_size"
         )
     else:
         model = recipe.model.model_copy(update={"vocab_size": result["vocab_size"]})
@@ -95,27 +95,25 @@ def summary(recipe: Recipe) -> dict[str, Any]:
 
 def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     """The summary for people."""
-    from fivefold.layout import Layout, describe
     from fivefold.observe.format import short_number
+    from fivefold.spread.layout import Layout, describe
 
     def short(key: str) -> str:
         return short_number(result[key])
 
     model = recipe.model
     shape = f"{model.arch}, {model.layers} layers, D {model.dim}, {model.heads} heads, T {model.seq_len}"
-    run = (
-        f"{result['steps']:,} steps of {result['tokens_per_step']:,} tokens = {short('total_tokens')} tokens"
-    )
+    run = f"{result['steps']:,} steps x {result['tokens_per_step']:,} tokens = {short('total_tokens')} tokens"
     rows = [("layout", describe(Layout.from_recipe(recipe.layout)))]
     if result["parameters"] is None:
         rows = [("model", shape), ("run", run), *rows]
     else:
         sparse = result["active_parameters"] != result["parameters"]
-        active = f", {short('active_parameters')} compute a token" if sparse else ""
+        active = f", {short('active_parameters')} active per token" if sparse else ""
         rows = [
             ("model", f"{shape}, V {result['vocab_size']}: {short('parameters')} parameters{active}"),
-            ("run", f"{run}, {result['tokens_per_parameter']:,.3g} a parameter"),
-            ("compute", f"{short('flops_per_token')} FLOPs a token, {result['total_flops']:.3g} in all"),
+            ("run", f"{run} ({result['tokens_per_parameter']:,.3g} per parameter)"),
+            ("compute", f"{short('flops_per_token')} FLOPs per token, {result['total_flops']:.3g} in total"),
             *rows,
         ]
     rows += [
@@ -133,12 +131,12 @@ def _fields(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _explain_text(recipe: Recipe) -> list[str]:
-    """Every field, section by section; `*` marks what differs from its default."""
+    """Every field, section by section. `*` marks values that differ from the default."""
     from fivefold.recipe import explain
-    from fivefold.recipe.write import toml_value
+    from fivefold.recipe.words import toml_value
 
     width = min(shutil.get_terminal_size().columns, 110)
-    lines, section = ["Fields; * marks what differs from its default."], ""
+    lines, section = ["Fields (* marks values that differ from the default)"], ""
     for field in explain(recipe):
         if field.key.partition(".")[0] != section:
             section = field.key.partition(".")[0]

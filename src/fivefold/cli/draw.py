@@ -1,4 +1,4 @@
-"""`fivefold draw RECIPE --layout L`: shows which rank holds what, and a pipeline's timeline."""
+"""`fivefold draw RECIPE --layout L`: draws which rank holds what, and the pipeline's timeline."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import typer
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 
 if TYPE_CHECKING:
-    from fivefold.layout import Layout
     from fivefold.recipe import Recipe
     from fivefold.schedules.pipeline import Timeline
+    from fivefold.spread.layout import Layout
 
 EXAMPLES = [
     "fivefold draw quickstart --layout dp=2,tp=2,zero=3",
     "fivefold draw llama-7b --layout pp=4,schedule=zbv,virtual_stages=2,tp=2 --out pictures",
 ]
-VOCABULARY = 32000  # where only the tokenizer's file knows it
+VOCABULARY = 32000  # used for the picture when only the tokenizer's file knows the real size
 
 
 def draw(
@@ -29,15 +29,17 @@ def draw(
     layout: LayoutOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="Write layout.svg and schedule.svg there, too."),
+        typer.Option(
+            metavar="DIR", show_default=False, help="Also write layout.svg and schedule.svg to DIR."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Draw a layout: which rank computes and keeps what, and the timeline of a pipeline's schedule."""
-    from fivefold.layout import Layout
+    """Draw a layout: what each rank computes and stores, and the timeline of the pipeline schedule."""
     from fivefold.observe import layout_picture
     from fivefold.recipe import expected_vocab_size, load, resolve
     from fivefold.schedules.pipeline import to_svg, to_text
+    from fivefold.spread.layout import Layout
 
     loaded = load(recipe, set_ or [], layout)
     loaded = resolve(loaded, vocab_size=expected_vocab_size(loaded) or VOCABULARY)
@@ -66,11 +68,10 @@ def draw(
 
 
 def pipeline(recipe: Recipe, layout: Layout) -> Timeline | None:
-    """The schedule's timeline for a step of this recipe, simulated: forward 1, backward 2, transfers for nothing."""
+    """The simulated timeline of one step. Forward takes 1, backward 2, transfers 0. None without a pipeline."""
+    from fivefold.recipe import microbatches_per_step
     from fivefold.schedules.pipeline import build, simulate
 
     if layout.pp == 1:
         return None
-    train = recipe.train
-    microbatches = train.global_batch_size // (layout.dp * (train.microbatch_size or 1))
-    return simulate(build(layout.schedule, layout.pp, microbatches, layout.virtual_stages))
+    return simulate(build(layout.schedule, layout.pp, microbatches_per_step(recipe), layout.virtual_stages))

@@ -1,4 +1,4 @@
-"""`fivefold export RUN DIR`: a trained model as a Hugging Face folder."""
+"""`fivefold export RUN DIR`: writes a trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ EXAMPLES = ["fivefold export runs/first my-model"]
 
 def export(
     run: RunArgument,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
     json: JsonOption = False,
 ) -> None:
     """Export a model as a Hugging Face folder.
 
-    Weights are safetensors; config.json and the tokenizer lie beside them: transformers loads it as it is.
+    The folder holds safetensors weights, config.json and the tokenizer. transformers loads it as it is.
     """
     require_run(run)
     from fivefold.checkpoint.hf import export_run

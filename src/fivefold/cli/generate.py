@@ -1,4 +1,4 @@
-"""`fivefold generate RUN`: lets a trained model write."""
+"""`fivefold generate RUN`: samples text from a trained model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ EXAMPLES = [
 
 def generate(
     run: RunArgument,
-    prompt: Annotated[
-        str, typer.Option(metavar="TEXT", help="How the text starts.", show_default=False)
-    ] = "",
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to write at most.")] = 200,
-    temperature: Annotated[float, typer.Option(metavar="X", help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Choose among the K likeliest tokens. 0: all.")] = 0,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Prompt.", show_default=False)] = "",
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of new tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy.")] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(metavar="K", help="Sample from the K likeliest tokens; 0: from all.")
+    ] = 0,
     top_p: Annotated[
-        float, typer.Option(metavar="P", help="Choose among the likeliest tokens that together reach P.")
+        float, typer.Option(metavar="P", help="Sample from the likeliest tokens with total probability P.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed writes the same text.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")
+    ] = 0,
     json: JsonOption = False,
 ) -> None:
-    """Write text with a trained model.
+    """Generate text with a trained model.
 
-    The weights are those of the run's last checkpoint.
+    Uses the weights of the run's last checkpoint.
     """
     require_run(run)
     from fivefold.observe.format import printable
@@ -41,12 +43,12 @@ def generate(
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     module, recipe, tokenizer = open_run(run)
     if tokenizer is None:
-        raise UserError(f"'{run}' was trained on token files: it has no tokenizer to read a prompt with")
+        raise UserError(f"'{run}' was trained on token files, so it has no tokenizer to encode a prompt with")
     pieces = generate_text(module, recipe.model, tokenizer, prompt, sampling)
     if json:
         print_json({"prompt": prompt, "text": "".join(pieces)})
         return
-    show = printable if sys.stdout.isatty() else str  # a model may write escape codes: a terminal would obey
+    show = printable if sys.stdout.isatty() else str  # a terminal would obey escape codes that a model writes
     print(show(prompt), end="", flush=True)
     for piece in pieces:
         print(show(piece), end="", flush=True)

@@ -1,4 +1,4 @@
-"""`fivefold import DIR`: a Hugging Face folder as a run."""
+"""`fivefold import DIR`: makes a run of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ EXAMPLES = ["fivefold import my-model --out runs/imported"]
 
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with config.json and safetensors.")],
-    out: Annotated[Path, typer.Option(metavar="RUN", help="The run's folder to write.")],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to write.")],
     json: JsonOption = False,
 ) -> None:
     """Import a Hugging Face folder as a run.
 
-    Llama, GPT-2 and BERT models, to generate from or to go on training.
+    Works for Llama, GPT-2, BERT and Mixtral models. Generate from the run, or train it further.
     """
     if not (folder / "config.json").is_file():
         raise UserError(f"'{folder}' is not a Hugging Face model: it has no config.json")

@@ -1,4 +1,4 @@
-"""`fivefold plan` on the machine at hand: measured on first use, calibrated by finished runs."""
+"""`fivefold plan` for this machine: measures it at first use and calibrates it with finished runs."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ from fivefold.errors import UserError
 
 
 def ensure_measured(cluster: str) -> None:
-    """Measures this machine, in a process of its own, where `cluster` is the local one and nothing was measured yet.
+    """Measures this machine in a separate process, if `cluster` is `local` and there is no table yet.
 
     Raises:
-        UserError: it did not work.
+        UserError: the measurement failed.
     """
     from fivefold.plan import measured
 
     if cluster.lower().partition(":")[0] != "local" or measured.load() is not None:
         return
     print(
-        "note: this machine is not measured yet: that takes about two minutes, once (`fivefold bench hardware` does "
-        "it again)",
+        "note: measuring this machine once takes about two minutes; `fivefold bench hardware` repeats it",
         file=sys.stderr,
     )
     command = [sys.executable, "-m", "fivefold.cli.main", "bench", "hardware", "--json"]
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise UserError("cluster 'local': measuring this machine failed; its message stands above")
+        raise UserError("cluster 'local': measuring this machine failed; see the message above")
 
 
 def run_calibration(names: Sequence[str], json: bool) -> None:
-    """`--calibrate RUN...`, or `--calibrate reset`."""
+    """Runs `--calibrate RUN...` or `--calibrate reset`."""
     from fivefold.plan import measured
     from fivefold.plan.calibrate import describe, fit
 
     table = measured.load()
     if table is None:
-        raise UserError("--calibrate: this machine is not measured yet: run `fivefold bench hardware` first")
+        raise UserError(
+            "--calibrate: this machine has not been measured; run `fivefold bench hardware` first"
+        )
     if list(names) == ["reset"]:
         measured.save(replace(table, factors=dict.fromkeys(measured.FACTORS, 1.0), fitted=[]))
-        print_json({"factors": None}) if json else print("predictions follow the measured table alone again")
+        print_json({"factors": None}) if json else print(
+            "calibration removed; predictions use the measured table alone"
+        )
         return
     found = fit(table, [_run(Path(name)) for name in names])
     measured.save(found.table)
@@ -58,5 +61,5 @@ def _run(folder: Path):
     require_run(folder)
     seconds = step_seconds(read_metrics(folder / "metrics.jsonl"))
     if seconds is None:
-        raise UserError(f"--calibrate: {folder} has too few steps: at least 3")
+        raise UserError(f"--calibrate: {folder} has too few steps; it needs at least 3")
     return Run(folder.name, load(str(folder / "recipe.toml")), seconds)

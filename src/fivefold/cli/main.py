@@ -1,4 +1,4 @@
-"""`fivefold`: the list of commands, and what becomes of their errors.
+"""`fivefold`: the list of commands, and how their errors are reported.
 
 Exit codes: 0 success, 1 a check failed, 2 bad input.
 """
@@ -27,13 +27,13 @@ from fivefold.cli import (
     train,
     verify,
 )
-from fivefold.errors import CheckFailed, UserError
+from fivefold.errors import CheckFailed, CommunicationError, UserError
 from fivefold.host import restart_with_huge_pages
 
 # Plain help texts: rich alone takes 0.1 s to import
 app = typer.Typer(
     name="fivefold",
-    help="Distributed LLM pretraining: write down what to train once, train it on any layout.",
+    help="Distributed LLM pretraining: describe a run once, train it in any layout.",
     epilog="\b\nStart with:\n  fivefold train quickstart",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -77,8 +77,8 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and exits. `arguments` are what follows `fivefold` (default: of the command line)."""
-    for stream in (sys.stdout, sys.stderr):  # what the terminal's encoding lacks is shown as an escape
+    """Runs one command and exits. `arguments` follow the word `fivefold` [default: those of the command line]."""
+    for stream in (sys.stdout, sys.stderr):  # show characters that the terminal's encoding lacks as escapes
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if arguments is None and sys.argv[1:2] in (["train"], ["bench"]) and not {"-h", "--help"} & set(sys.argv):
@@ -88,12 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except OSError as error:  # a folder without permission, a full disk, a name too long: the system's words
+    except OSError as error:  # no permission, full disk, name too long: print the system's message
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         print(f"error: {str(error.filename or 'output')[:200]}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
-    except CheckFailed as error:
+    except (CheckFailed, CommunicationError) as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -27,7 +27,7 @@ RecipeArgument = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
-        help="A shipped recipe's name (see `fivefold recipes`) or the path of a TOML file.",
+        help="Name of a shipped recipe (see `fivefold recipes`) or path of a TOML file.",
         autocompletion=_recipe_names,
     ),
 ]
@@ -36,7 +36,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
-        help="Change a field of the recipe, such as optim.lr=3e-4. Repeatable.",
+        help="Override a field of the recipe, such as optim.lr=3e-4. Repeatable.",
         show_default=False,
     ),
 ]
@@ -45,21 +45,19 @@ LayoutOption = Annotated[
     typer.Option(
         "--layout",
         metavar="LAYOUT",
-        help="Replace the recipe's [layout]: dp=2, or dp=4,tp=2,zero=1 and so on.",
+        help="Replace the recipe's [layout], such as dp=2 or dp=4,tp=2,zero=1.",
         show_default=False,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The folder of a run.", autocompletion=_run_folders)
-]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=_run_folders)]
 
 
 def require_run(folder: Path) -> Path:
-    """The folder itself, if a run lies in it.
+    """Returns `folder` if it holds a run.
 
     Raises:
-        UserError: no run is there; names the runs that are near.
+        UserError: it does not; the message names runs nearby.
     """
     if (folder / "recipe.toml").is_file():
         return folder
@@ -70,10 +68,10 @@ def require_run(folder: Path) -> Path:
 
 
 def require_writable(option: str, path: Path | None) -> None:
-    """Before long work: its result can be written there.
+    """Checks before long work that its result can be written to `path`.
 
     Raises:
-        UserError: it cannot.
+        UserError: the path is not writable.
     """
     if path is None:
         return
@@ -90,6 +88,6 @@ def require_writable(option: str, path: Path | None) -> None:
 
 
 def print_json(result: dict[str, Any]) -> None:
-    """The one object that a command prints with `--json`. NaN and infinity become null: JSON has neither."""
+    """Prints the one object of a command with `--json`. NaN and infinity become null, because JSON has neither."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
     print(json_.dumps(finite, default=str))

@@ -1,4 +1,4 @@
-"""`fivefold plan RECIPE --cluster h100:64`: predicts memory, time and communication, or searches all layouts."""
+"""`fivefold plan RECIPE --cluster h100:64`: predicts memory, time and communication, or searches for layouts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fivefold.cli.plan_pictures import Typed, Wanted, draw_plan, draw_search
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.plan.clusters import Cluster
+    from fivefold.plan.devices import Cluster
     from fivefold.plan.predict import Plan
     from fivefold.plan.questions import Questions
     from fivefold.plan.search import Found
     from fivefold.plan.software import Software
     from fivefold.recipe import Recipe
-    from fivefold.train.dry_depth import DryRun
+    from fivefold.trace.depth import Exact
 
 EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
@@ -39,7 +39,7 @@ EXAMPLES = [
     "fivefold plan quickstart --cluster local:2 --search",
     "fivefold plan mixtral-8x7b --cluster h100:64 --search --expert-load 1.3",
     "fivefold plan --calibrate runs/a runs/b",
-    "fivefold plan llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3 --dry-run",
+    "fivefold plan llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3 --exact",
 ]
 
 
@@ -53,21 +53,22 @@ def plan(
         typer.Option(
             "--cluster",
             metavar="NAME:DEVICES",
-            help="a100, h100, h200, b200, mi300x, local, or a .toml file; h100:64 is 64 devices, h100:8x4 8 nodes of 4",
+            help="a100, h100, h200, b200, mi300x, local or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4.",
         ),
     ] = "h100",
     search: Annotated[bool, typer.Option("--search", help="Find the fastest layouts that fit.")] = False,
-    top: Annotated[int, typer.Option(min=1, max=1000, help="With --search: how many to show.")] = 10,
-    explain: Annotated[bool, typer.Option("--explain", help="Print every term.")] = False,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts that --search lists.")] = 10,
+    explain: Annotated[bool, typer.Option("--explain", help="Print every term of the prediction.")] = False,
     save: Annotated[
-        Path | None, typer.Option("--save", help="Write the recipe with the (best) layout to this file.")
+        Path | None,
+        typer.Option("--save", help="Write the recipe with the planned (best) layout to this file."),
     ] = None,
     pictures: Annotated[
-        bool, typer.Option("--pictures", help="Draw it: all pictures, in a file or pipe, too.")
+        bool, typer.Option("--pictures", help="Draw all pictures, even into a file or a pipe.")
     ] = False,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a page with the pictures, and sliders for the sizes."),
+        typer.Option(metavar="FILE", help="Write a page with the pictures and with sliders for the sizes."),
     ] = None,
     params: budget.ParamsOption = None,
     tokens: budget.TokensOption = None,
@@ -78,35 +79,39 @@ def plan(
         bool,
         typer.Option(
             "--calibrate",
-            help="Fit the table of this machine to finished runs: --calibrate RUN..., or reset.",
+            help="Fit this machine's table to finished runs: --calibrate RUN...; undo: --calibrate reset.",
         ),
     ] = False,
-    dry_run: Annotated[
+    exact: Annotated[
         bool,
-        typer.Option("--dry-run", help="Run a training step of one rank with tensors that have no memory."),
+        typer.Option(
+            "--exact", help="Trace the trainer's own step on one rank: exact bytes, messages and FLOPs."
+        ),
     ] = False,
-    rank: Annotated[int, typer.Option("--rank", help="With --dry-run: of which rank.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", hidden=True)] = False,
+    rank: Annotated[int, typer.Option("--rank", help="The rank that --exact traces.")] = 0,
     expert_load: Annotated[
         float | None,
         typer.Option(
             "--expert-load",
             metavar="X",
-            help="Mixture of experts over ranks: rows of the busiest rank's experts, by the even share (else 1).",
+            help="Load of the busiest expert rank relative to an even split. [default: 1]",
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
 
-    With --search the layout of the recipe is left out of account, and the fastest layouts that fit are listed. With one
-    of --tokens, --deadline, --price and --noise-scale: days, devices, cost; tokens and batch that suit the model.
+    --search ignores the recipe's layout and lists the fastest layouts that fit. --tokens, --deadline, --price and
+    --noise-scale ask for days, devices and cost, and for the tokens and batch size that suit the model.
     """
     if calibrate:
         run_calibration([recipe, *(more or [])], json)
         return
     if more:
-        raise UserError(f"plan: one recipe at a time, and then options: '{more[0]}' is one too many")
-    _agree(search, layout, dry_run, rank)
+        raise UserError(f"plan takes one recipe, followed by options; '{more[0]}' is one too many")
+    exact = exact or dry_run  # its name in earlier versions
+    _agree(search, layout, exact, rank)
     wanted = Wanted(pictures, html, json, expert_load)
     require_writable("--save", save)
     require_writable("--html", html)
@@ -118,39 +123,38 @@ def plan(
     if search:
         draw_search(_search(job, top), wanted, loaded, typed)
     else:
-        draw_plan(_predict(job, rank if dry_run else None), wanted, loaded, typed)
+        draw_plan(_predict(job, rank if exact else None, dry_run), wanted, loaded, typed)
 
 
-def _agree(search: bool, layout: str | None, dry_run: bool, rank: int) -> None:
-    """Refuses options that exclude one another."""
+def _agree(search: bool, layout: str | None, exact: bool, rank: int) -> None:
+    """Refuses options that exclude each other."""
     if search and layout is not None:
-        raise UserError("--search looks for the layout itself: leave --layout out")
-    if search and dry_run:
-        raise UserError("--dry-run runs one layout: leave --search out, and name it with --layout")
-    if rank and not dry_run:
-        raise UserError("--rank says of which rank a dry run is: give --dry-run, too")
+        raise UserError("--search chooses the layout; leave out --layout")
+    if search and exact:
+        raise UserError("--exact traces one layout; leave out --search and name the layout with --layout")
+    if rank and not exact:
+        raise UserError("--rank chooses the rank that --exact traces; add --exact")
 
 
 def _read(
     typed: Typed, layout: str | None, search: bool, params: float | None, expert_load: float | None
 ) -> tuple[Recipe, Cluster, Software]:
-    """What is planned, where, and by which program."""
+    """The recipe, the cluster and the software that the plan is for."""
     from fivefold.plan.clusters import parse
     from fivefold.plan.predict import with_load
-    from fivefold.plan.software import FIVEFOLD, of
+    from fivefold.plan.software import of
     from fivefold.recipe import load
 
     name, sets, cluster = typed
-    free = ["train.microbatch_size=none"] if search else []  # it and the layout are what is searched for
+    free = ["train.microbatch_size=none"] if search else []  # the search chooses it, as it does the layout
     loaded, machine = load(name, free + sets, layout), parse(cluster)
     loaded = budget.sized(loaded, params)
-    own = FIVEFOLD if search else of(machine)
-    return loaded, machine, with_load(own, loaded.model, expert_load)
+    return loaded, machine, with_load(of(machine), loaded.model, expert_load)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked: of which recipe where, by which program; budget questions; and what is to be shown and kept."""
+    """One request: recipe, cluster, software, budget questions, and what to show and save."""
 
     name: str
     recipe: Recipe
@@ -162,35 +166,39 @@ class Job:
     json: bool
 
 
-def _predict(job: Job, rank: int | None) -> Plan:
-    """One layout. rank: of the dry run, if there is one."""
+def _predict(job: Job, rank: int | None, dry_run: bool = False) -> Plan:
+    """Predicts one layout and prints it. rank: the rank to trace, or None for the formula alone. dry_run: the trace
+    was asked for by its earlier name."""
     from fivefold.plan.predict import predict
 
     result = predict(job.recipe, job.machine, job.software)
     answers = budget.answers(job.asked, result, job.recipe, job.machine)
     if job.save is not None:
         _save(job.save, job.recipe, result)
-    traced = _dry_run(job.recipe, result, rank) if rank is not None else None
+    traced = _exact(job.recipe, result, rank) if rank is not None else None
     if job.json:
         besides = ({"terms": dict(result.step.terms)} if job.explain else {}) | answers
-        print_json(result.as_json() | besides | ({"dry_run": traced.as_json()} if traced else {}))
+        names = ("exact", "dry_run") if dry_run else ("exact",)
+        print_json(
+            result.as_json() | besides | ({name: traced.as_json() for name in names} if traced else {})
+        )
     else:
         print("\n".join(_text(job.name, result, job.explain, traced)))
         budget.print_answers(answers)
     return result
 
 
-def _dry_run(recipe: Recipe, result: Plan, rank: int) -> DryRun:
-    """In the dtype that the prediction is for."""
+def _exact(recipe: Recipe, result: Plan, rank: int) -> Exact:
+    """Traces `rank` in the dtype that the prediction assumes."""
     from fivefold.plan.predict import resolved
-    from fivefold.train.dry_depth import dry_run
+    from fivefold.trace.depth import exact
 
     precision = recipe.precision.model_copy(update={"mode": result.setting.dtype})
-    return dry_run(resolved(recipe.model_copy(update={"precision": precision})), rank)
+    return exact(resolved(recipe.model_copy(update={"precision": precision})), rank)
 
 
 def _search(job: Job, top: int) -> Found:
-    """The fastest layouts."""
+    """Searches for the fastest layouts and prints them."""
     from fivefold.plan.search import search
 
     found = search(job.recipe, job.machine, top, job.software)
@@ -211,21 +219,31 @@ def _search(job: Job, top: int) -> Found:
     return found
 
 
-def _text(name: str, result: Plan, explain: bool, traced: DryRun | None = None) -> list[str]:
+def _text(name: str, result: Plan, explain: bool, traced: Exact | None = None) -> list[str]:
     from fivefold.plan.explain import explain as terms
     from fivefold.plan.explain import summary
 
     lines = [f"{name}: predicted", *(f"  {line}" for line in summary(result))]
     if traced:
-        from fivefold.train.dry_text import beside
+        from fivefold.trace.text import beside
 
         lines += ["", *beside(result, traced)]
+    else:
+        lines.append(f"  {_accuracy(result)}; --exact traces the real step")
     return [*lines, "", *terms(result)] if explain else lines
 
 
+def _accuracy(result: Plan) -> str:
+    """What was measured of the memory formula on such devices."""
+    machine, error = result.setting.cluster.machine, f"{100 * result.memory_error:.2g}%"
+    if machine and machine.on_cpu:
+        return f"memory is from a formula, with a mean error of {error} against measured peaks"
+    return f"memory is from a formula, with a mean error of {error} on published peaks of another program"
+
+
 def _table(name: str, found: Found) -> list[str]:
-    """The plans, best first, and why the others lost."""
-    from fivefold.layout import to_text
+    """The plans, best first, with the reason why each is slower."""
+    from fivefold.spread.layout import to_text
 
     first = found.plans[0]
     where = f"{first.setting.cluster.name}:{first.layout.ranks}"
@@ -241,14 +259,17 @@ def _table(name: str, found: Found) -> list[str]:
             + (f"  ({why})" if why else "")
         )
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.rejected.items())
-    lines.append(f"  the others: {reasons or 'none'}; {first.limit / 2**30:.1f} GiB a device may be used")
+    lines.append(
+        f"  other layouts: {reasons or 'none'}; usable memory {first.limit / 2**30:.1f} GiB per device"
+    )
+    lines.append(f"  {_accuracy(first)}")
     if "fp8" in first.setting.cluster.device.peak:
-        lines.append("  not considered: fp8, which the device has and the trainer cannot compute in yet")
-    return [*lines, "  what holds the first back:", *(f"    {text}" for text in found.binding or ["nothing"])]
+        lines.append("  not considered: fp8, which the device supports and the trainer does not yet")
+    return [*lines, "  bottlenecks of the first:", *(f"    {text}" for text in found.bottlenecks or ["none"])]
 
 
 def _save(path: Path, recipe: Recipe, result: Plan) -> None:
-    """The recipe with the planned layout, which `fivefold train` runs."""
+    """Writes the recipe with the planned layout, for `fivefold train`."""
     from fivefold.plan.search import apply
     from fivefold.recipe import to_toml
 

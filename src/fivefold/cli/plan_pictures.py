@@ -1,4 +1,4 @@
-"""`fivefold plan --pictures` and `--html FILE`: what is drawn of a plan, for terminals and as a page."""
+"""`fivefold plan --pictures` and `--html FILE`: draws a plan in the terminal or as a page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from fivefold.recipe import Recipe
 
 Typed = tuple[str, list[str], str]
-"""The recipe, what follows --set, and what follows --cluster, as they were typed."""
+"""(RECIPE, the values of --set, the value of --cluster), as the user typed them."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The options. On a terminal a short form of the pictures comes without being asked for."""
+    """Drawing options. A terminal shows a short form of the pictures even without --pictures."""
 
     pictures: bool
     html: Path | None
@@ -31,7 +31,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if self.json and self.pictures:
-            raise UserError("--pictures draws for people, --json prints one object: leave one of them out")
+            raise UserError("--pictures and --json exclude each other; leave one out")
 
     @property
     def printed(self) -> bool:
@@ -39,7 +39,7 @@ class Wanted:
 
 
 def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
-    """What is wanted of a plan."""
+    """Prints and writes the pictures of a plan."""
     if wanted.printed:
         print_pictures(plan, wanted.pictures)
     if wanted.html is not None:
@@ -47,7 +47,7 @@ def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
 
 
 def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
-    """What is wanted of a search: its frontier, and pictures of the best plan."""
+    """Prints and writes the pictures of a search: its frontier and the best plan."""
     if not found.plans or not (wanted.printed or wanted.html):
         return
     from fivefold.plan.frontier import frontier
@@ -62,7 +62,7 @@ def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> N
 
 
 def _told(recipe: Recipe, typed: Typed) -> Typed:
-    """What was typed, with `--set` for what other options made of the recipe: another model, another precision."""
+    """`typed` with `--set` values added for the model and precision fields that other options changed."""
     from fivefold.recipe import load
 
     name, sets, cluster = typed
@@ -77,10 +77,10 @@ def _told(recipe: Recipe, typed: Typed) -> Typed:
 
 
 def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ()) -> None:
-    """In the terminal's width; colours only where it is a terminal. plan: None where only the frontier is wanted."""
+    """Prints in the terminal's width, with colours only on a terminal. `plan` is None to draw the frontier alone."""
     from rich.console import Console
 
-    from fivefold.observe import plan_text
+    from fivefold.plan.pages import text as plan_text
     from fivefold.plan.pictures import pictures
 
     width = max(plan_text.NARROWEST, shutil.get_terminal_size().columns)
@@ -102,16 +102,20 @@ def write_page(
     budget: float | None = None,
     expert_load: float | None = None,
 ) -> None:
-    """The page of this recipe, its sliders over a grid around it. budget: of the grid, if not its own.
+    """Writes the page of this recipe, with sliders over a grid around it.
+
+    Args:
+        budget: limit on the work of predicting the grid [default: `grid.BUDGET`].
 
     Raises:
-        UserError: as `predict`; the file cannot be written.
+        UserError: as `predict`, or the file cannot be written.
     """
-    from fivefold.observe import plan_page, plan_svg
     from fivefold.observe.format import short_number
     from fivefold.plan import grid
     from fivefold.plan.frontier import as_rows
     from fivefold.plan.grid_data import as_data
+    from fivefold.plan.pages import page as plan_page
+    from fivefold.plan.pages import svg as plan_svg
     from fivefold.plan.pictures import pictures
     from fivefold.recipe import count_parameters
     from fivefold.schedules.pipeline import to_svg
@@ -131,7 +135,7 @@ def write_page(
     model = center.full.model
     words = (
         f"A {model.arch} model of {short_number(count_parameters(model))} parameters on {cluster}, in "
-        f"{drawn.plan.setting.dtype}: memory, time and throughput, predicted before it runs."
+        f"{drawn.plan.setting.dtype}: predicted memory, step time and throughput."
     )
     data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
     text = plan_page.page(Path(name).stem, words, data, shown)

@@ -1,4 +1,4 @@
-"""`fivefold report RUN`: the run's page."""
+"""`fivefold report RUN`: writes the report page of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ EXAMPLES = ["fivefold report runs/first"]
 
 
 def report(run: RunArgument, json: JsonOption = False) -> None:
-    """Write the run's page: one HTML file that opens offline."""
+    """Write the report of a run: one HTML file that opens offline."""
     require_run(run)
     from fivefold.observe.report import write_report
 

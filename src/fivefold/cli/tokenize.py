@@ -33,7 +33,7 @@ def tokenize(
 
 
 def _text(value: Any) -> str:
-    """A fact for people: 1,234; yes; train 1,234, val 56."""
+    """A fact as text: 1,234 or yes or `train 1,234, val 56`."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(each)}" for key, each in value.items() if each != "")
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""`fivefold train RECIPE`: trains."""
+"""`fivefold train RECIPE`: trains a recipe, or resumes a run."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def train(
             min=1,
             metavar="N",
             show_default=False,
-            help="Local ranks to start. Left out: what the layout and the machine want.",
+            help="Number of local ranks to start. [default: as the layout and the machine need]",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="The run's folder. Left out: a new one."),
+        typer.Option(metavar="DIR", show_default=False, help="Run folder. [default: a new one under runs/]"),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Train a recipe.
 
-    Starts its own ranks on this machine, or uses those of torchrun or Slurm when it is started by them. To go
-    on with an interrupted run, give its folder as RECIPE, with --resume.
+    Starts its own ranks on this machine, or uses those of torchrun or Slurm when started by them. To resume an
+    interrupted run, pass its folder as RECIPE with --resume.
     """
     from fivefold.recipe import load
 
@@ -56,11 +56,11 @@ def train(
     except UserError:
         if not resume or layout is None:
             raise
-        # the saved microbatch fitted the share of a rank in the layout before
+        # The saved microbatch size fitted a rank's share in the old layout; let it be chosen again.
         loaded = load(recipe, ["train.microbatch_size=none", *(set_ or [])], layout)
     # Imported once the recipe is known to be good: torch takes more than a second
-    from fivefold.parallel import ranks
-    from fivefold.train.launch import run_command
+    from fivefold.launch import ranks
+    from fivefold.train.start import run_command
 
     if not json:
         run_command(loaded, nproc, out, resume, name=path.stem)
@@ -68,7 +68,7 @@ def train(
     with contextlib.redirect_stdout(sys.stderr):  # the forked ranks inherit it
         folder = run_command(loaded, nproc, out, resume, name=path.stem)
     launched = ranks.found()
-    if launched is None or launched[0] == 0:  # under torchrun and Slurm every rank comes here
+    if launched is None or launched[0] == 0:  # under torchrun and Slurm every rank gets here
         from fivefold.observe.metrics import read_metrics
         from fivefold.observe.summary import summarize
 

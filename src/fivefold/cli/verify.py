@@ -1,4 +1,4 @@
-"""`fivefold verify RECIPE --layout L`: proves that a layout computes what one process computes."""
+"""`fivefold verify RECIPE --layout L`: checks that a layout computes the same as one process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 from fivefold.errors import CheckFailed
+from fivefold.precision import TRAINED
 
 if TYPE_CHECKING:
     from fivefold.train.verify import Report
+
+    Mode = str
+else:
+    Mode = Literal[TRAINED]
 
 EXAMPLES = [
     "fivefold verify quickstart --layout dp=2",
@@ -26,17 +31,17 @@ def verify(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 3,
     mode: Annotated[
-        Literal["fp32", "bf16"],
-        typer.Option(help="fp32: equal to rounding. bf16: as near to fp32 as one process in bf16 is."),
+        Mode,
+        typer.Option(help="fp32: equal up to rounding. bf16: as close to fp32 as one process in bf16."),
     ] = "fp32",
     json: JsonOption = False,
 ) -> None:
-    """Prove that a layout computes what one process computes.
+    """Check that a layout computes the same as one process.
 
-    Both train a few steps on the same batches; losses, every gradient, its norm and every weight are compared. Exit
-    code 1 if any differs by more than rounding.
+    Both train a few steps on the same batches. The losses, every gradient, the gradient norm and every weight are
+    compared. The exit code is 1 if any of them differs by more than rounding.
     """
     from fivefold.recipe import load
 
@@ -54,7 +59,7 @@ def verify(
         print("\n".join(text(recipe, report)))
     if not report.passed:
         wrong = ", ".join(NAMES[name] for name, figure in report.figures.items() if not figure.passed)
-        raise CheckFailed(f"{report.layout} does not compute what one process computes: {wrong}")
+        raise CheckFailed(f"{report.layout} does not compute the same as one process: {wrong}")
 
 
 def text(name: str, report: Report) -> list[str]:
@@ -62,7 +67,7 @@ def text(name: str, report: Report) -> list[str]:
     lines = [
         f"{name}: {report.layout} on {report.ranks} rank(s) against one process, {report.steps} step(s) in "
         f"{report.mode}",
-        f"  {'':14}  {'difference':>10}  {'allowed':>8}        where it is worst",
+        f"  {'':14}  {'difference':>10}  {'allowed':>8}        largest at",
     ]
     for key, figure in report.figures.items():
         verdict = "ok" if figure.passed else "WRONG"
@@ -71,5 +76,5 @@ def text(name: str, report: Report) -> list[str]:
         )
     lines += [f"  note: {note}" for note in report.notes]
     if report.passed:
-        lines.append(f"{report.layout} computes what one process computes")
+        lines.append(f"{report.layout} computes the same as one process")
     return lines

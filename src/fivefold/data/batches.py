@@ -1,36 +1,91 @@
-"""Batch i of a run, as a pure function of (seed, i), whatever the number of ranks.
+"""Batch i of a run is a pure function of (seed, i), for any number of ranks.
 
-Sequence n of a set is tokens[n T : n T + T + 1]; a last partial one is dropped. The run walks through
-positions 0, 1, 2, ... : batch i holds positions i B to (i + 1) B - 1, epoch e holds positions e N to
-(e + 1) N - 1, and within an epoch the N sequences come in the order of a keyed permutation (`order.py`).
+Sequence n of a set is tokens[n T : n T + T + 1]. A partial sequence at the end is dropped. The run walks through
+positions 0, 1, 2, ... Batch i holds positions i B to (i + 1) B - 1, and epoch e holds positions e N to (e + 1) N - 1.
+Within an epoch the N sequences come in the order of a keyed permutation, which needs no index in memory.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from fivefold.data.order import hash_keys, permute
 from fivefold.data.tokens import Tokens
-from fivefold.recipe.count import MASKED_SHARE
+from fivefold.errors import UserError
+from fivefold.models.card import card_of
+from fivefold.models.objective import Objective, predicted
+from fivefold.recipe import Recipe, total_steps
 
-NOT_COUNTED = -100  # a target that the loss leaves out (the convention of torch's cross entropy)
-# Of the positions that BERT predicts (MASKED_SHARE of all) 80% become the mask token, 10% a random one, 10% stay.
+ROUNDS = 6  # 4 are proven enough for random round functions; 2 more because a hash is not random
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """Hash of each uint64 (the finalizer of splitmix64: Steele, Lea and Flood, 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def hash_keys(*parts: int | np.ndarray) -> np.ndarray:
+    """uint64 hash of the parts, broadcast together: hash_keys(seed, rows (R, 1), columns (T,)) is (R, T)."""
+    state = np.zeros(1, np.uint64)
+    for part in parts:
+        if isinstance(part, int):
+            part = np.array([part & 0xFFFF_FFFF_FFFF_FFFF], np.uint64)
+        state = mix64(state ^ part.astype(np.uint64))
+    return state
+
+
+def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Applies the permutation of range(n) for (seed, epoch) to each position.
+
+    A Feistel network (Luby and Rackoff, 1988) permutes the numbers of 2k bits. Cycle walking (Black and Rogaway,
+    2002) applies it again until the result is below n. The domain is smaller than 4 n, so a position takes fewer
+    than 4 rounds on average. Memory is O(1) in n.
+
+    positions: integers in [0, n), any shape. Returns int64 of that shape.
+    """
+    assert n >= 1
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    keys = [hash_keys(seed, epoch, r) for r in range(ROUNDS)]
+
+    def network(x: np.ndarray) -> np.ndarray:
+        left, right = x >> shift, x & mask
+        for key in keys:
+            left, right = right, left ^ (mix64(right ^ key) & mask)
+        return (left << shift) | right
+
+    x = network(np.asarray(positions).astype(np.uint64).reshape(-1))
+    outside = x >= n
+    while outside.any():
+        x[outside] = network(x[outside])
+        outside = x >= n
+    return x.astype(np.int64).reshape(np.shape(positions))
+
+
+NOT_COUNTED = -100  # a target that the loss ignores (the convention of torch's cross entropy)
+# Of the positions that `mlm` predicts 80% become the mask token, 10% a random one, 10% stay.
 MASK_TO_MASK, MASK_TO_RANDOM = 0.8, 0.1
 
 
 def count_sequences(tokens: int, seq_len: int, objective: str) -> int:
-    """Whole sequences in so many tokens: a causal one is T + 1 tokens (overlapping by 1), a masked one T."""
+    """Number of whole sequences in `tokens` tokens. A causal sequence has T + 1 tokens (overlap 1), a masked one T."""
     return max(0, tokens - 1) // seq_len if objective == "causal" else tokens // seq_len
 
 
 class Batches:
     """The batches of a set of tokens.
 
-    objective: `causal` (the target is the next token) or `mlm` (the target is the hidden token; needs mask_id
-    and vocab_size). shuffle=False: the sequences in their own order, for validation.
-    `sequences` is N, the number of sequences in an epoch.
+    objective: `causal` (the target is the next token) or `mlm` (the target is the hidden token; needs mask_id and
+    vocab_size). shuffle=False keeps the sequences in their own order, for validation. `sequences` is N, the number of
+    sequences in an epoch.
     """
 
     def __init__(
@@ -39,7 +94,7 @@ class Batches:
         seq_len: int,
         batch_size: int,
         seed: int,
-        objective: Literal["causal", "mlm"] = "causal",
+        objective: Objective = "causal",
         mask_id: int | None = None,
         vocab_size: int | None = None,
         shuffle: bool = True,
@@ -47,14 +102,14 @@ class Batches:
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
         self.objective, self.mask_id, self.vocab_size, self.shuffle = objective, mask_id, vocab_size, shuffle
         self.sequences = count_sequences(len(tokens), seq_len, objective)
-        assert self.sequences >= 1, "the set is smaller than one sequence: prepare() checks that"
+        assert self.sequences >= 1, "prepare() refuses a set smaller than one sequence"
         assert objective == "causal" or (mask_id is not None and vocab_size is not None)
 
     def batch(self, i: int, rows: range | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of batch i, each (len(rows), T) int64. Target -100: not counted in the loss.
+        """Inputs and targets of batch i, each (len(rows), T) int64. The loss ignores targets of -100.
 
-        rows: which of the B sequences of the global batch (all of them by default), so that ranks and
-        microbatches cut the same batch in any way.
+        rows: the wanted sequences among the B of the global batch [default: all]. Ranks and microbatches can cut the
+        same batch in any way.
         """
         rows = range(self.batch_size) if rows is None else rows
         assert 0 <= rows.start <= rows.stop <= self.batch_size
@@ -70,16 +125,16 @@ class Batches:
         if not self.shuffle:
             return positions_R
         numbers_R = np.empty_like(positions_R)
-        for epoch in np.unique(epochs_R).tolist():  # a batch spans one epoch, or two at a border
+        for epoch in np.unique(epochs_R).tolist():  # two epochs if the batch crosses a border
             here = epochs_R == epoch
             numbers_R[here] = permute(positions_R[here], self.sequences, self.seed, epoch)
         return numbers_R
 
     def _mask(self, tokens_RT: np.ndarray, counters_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Hides exactly round(0.15 T) positions of each sequence, so that every microbatch counts as many."""
+        """Hides exactly round(0.15 T) positions of each sequence, so that every microbatch has equal weight."""
         assert self.mask_id is not None
         assert self.vocab_size is not None
-        hidden = max(1, round(MASKED_SHARE * self.seq_len))  # M positions a sequence
+        hidden = predicted("mlm", self.seq_len)  # M positions per sequence
         columns_T = np.arange(self.seq_len)
         scores_RT = hash_keys(self.seed, 1, counters_R[:, None], columns_T)
         at_RM = np.sort(np.argpartition(scores_RT, hidden - 1, axis=1)[:, :hidden], axis=1)
@@ -96,5 +151,112 @@ class Batches:
 
 
 def mix_again(draw: np.ndarray) -> np.ndarray:
-    """A second number from the same draw, independent of the first for our purposes."""
+    """A second random number from the same draw, independent enough of the first."""
     return hash_keys(3, draw)
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    return card_of(recipe.model).objective
+
+
+def steps_of(recipe: Recipe) -> int | None:
+    """Optimizer steps of the run, or None if the recipe sets none (data can be prepared without training)."""
+    return total_steps(recipe) if recipe.train.steps or recipe.train.tokens else None
+
+
+def epochs(recipe: Recipe, train_tokens: int) -> float:
+    """Passes of the run over its training set."""
+    sequences = count_sequences(train_tokens, recipe.model.seq_len, objective_of(recipe))
+    return (steps_of(recipe) or 0) * recipe.train.global_batch_size / max(1, sequences)
+
+
+def require_enough(recipe: Recipe, train_tokens: int, val_tokens: int | None) -> None:
+    """Checks that the data suffices. val_tokens is None without validation.
+
+    Raises UserError if training has fewer sequences than one global batch, if validation has none, or if the steps
+    need more passes over the set than data.max_epochs allows.
+    """
+    T, B, limit = recipe.model.seq_len, recipe.train.global_batch_size, recipe.data.max_epochs
+    sequences = count_sequences(train_tokens, T, objective_of(recipe))
+    if sequences < B:
+        raise UserError(
+            f"data.source: {recipe.data.source} gives {train_tokens:,} training tokens, "
+            f"{sequences:,} sequences of model.seq_len = {T}: fewer than one batch of "
+            f"train.global_batch_size = {B}; "
+            + (
+                f"use at most {sequences} sequences per batch, "
+                if sequences
+                else "use a shorter model.seq_len "
+            )
+            + "or more text"
+        )
+    steps = steps_of(recipe)
+    if limit and steps and steps * B > limit * sequences:
+        raise UserError(
+            f"data.source: {recipe.data.source} is too small for this run: {steps:,} steps of {B} "
+            f"sequences are {steps * B / sequences:.2f} passes over its {sequences:,} sequences, and "
+            f"data.max_epochs allows {limit}; use train.steps <= {limit * sequences // B:,}"
+        )
+    if val_tokens is not None and count_sequences(val_tokens, T, objective_of(recipe)) < 1:
+        raise UserError(
+            f"data.source: the validation part holds {val_tokens:,} tokens, fewer than one sequence of "
+            f"model.seq_len = {T}; raise data.val_fraction = {recipe.data.val_fraction}, or set it to 0"
+        )
+
+
+T = TypeVar("T")
+
+
+class Prefetch(Generic[T]):
+    """A thread that calls fetch(start), fetch(start + 1), ... up to stop (None: endless), at most `depth` ahead.
+
+    A thread is enough, because a batch takes far less time than a step. Close it (or use `with`) to end the thread:
+
+        with Prefetch(lambda i: batches.batch(i, rows), step) as ready:
+            (inputs, targets), waited = ready.next()
+    """
+
+    def __init__(self, fetch: Callable[[int], T], start: int = 0, stop: int | None = None, depth: int = 2):
+        self._fetch, self._next, self._stop_at = fetch, start, stop
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="fivefold-prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self) -> tuple[T, float]:
+        """The next batch, and the seconds waited for it. Raises what fetch raised, and StopIteration at the end."""
+        assert not self._closed.is_set(), "closed"
+        began = time.perf_counter()
+        batch, error = self._ready.get()
+        if error is not None:
+            self.close()
+            raise error
+        return batch, time.perf_counter() - began  # type: ignore[return-value]
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetch[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            try:
+                if self._next == self._stop_at:
+                    raise StopIteration
+                item = (self._fetch(self._next), None)
+            except BaseException as error:  # raised to the caller of next()
+                item = (None, error)
+            self._next += 1
+            while not self._closed.is_set():
+                try:
+                    self._ready.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if item[1] is not None:
+                return

@@ -1,4 +1,4 @@
-"""Tokenizes a source into shards: learns the vocabulary, encodes on all cores, counts what it met."""
+"""Tokenizes a source into shards: learns the vocabulary, encodes on all cores, counts documents and tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.data import hub
 from fivefold.data.documents import Bad, row_groups
-from fivefold.data.encode import Part, Setup, Summary, Work, training_texts
-from fivefold.data.pool import WORKTHY, run
-from fivefold.data.shards import FORMAT, NAMES, ShardWriter
+from fivefold.data.encode import MIN_PARALLEL, Chunk, Setup, Summary, run, training_texts
+from fivefold.data.jobs import VAL, Job, hub_jobs, jobs, split_files
 from fivefold.data.sources import File, Source
-from fivefold.data.spans import VAL, jobs, plan
 from fivefold.data.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
@@ -25,12 +22,13 @@ from fivefold.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
+from fivefold.data.tokens import FORMAT, NAMES, ShardWriter
 from fivefold.errors import UserError
 from fivefold.recipe.schema import DataSection
 
-Progress = Callable[[str, int, int | None], None]  # (what is being done, bytes done, bytes in all if known)
-BPE_SAMPLE = 16 << 20  # characters of training text that BPE learns from: more hardly changes the merges
-BPE_SAMPLE_A_JOB = 2 << 20  # so that one job with a huge row group does not make up the whole sample
+Progress = Callable[[str, int, int | None], None]  # (stage, bytes done, total bytes if known)
+BPE_SAMPLE = 16 << 20  # characters of training text that BPE learns from; more hardly changes the merges
+BPE_SAMPLE_PER_JOB = 2 << 20  # keeps one job with a huge row group from being the whole sample
 
 
 def build(
@@ -38,13 +36,13 @@ def build(
 ) -> dict[str, Any]:
     """Writes tokenizer.json and the shards into `folder` and returns their manifest.
 
-    Raises UserError for the first bad document if max_bad_fraction is 0, and for a source without any text.
+    Raises UserError for the first bad document if max_bad_fraction is 0, and for a source without text.
     """
     files, work = _work(source, data)
     size = None if source.hub else source.size
-    workers = workers if source.hub or source.size >= WORKTHY else 1
+    workers = workers if source.hub or source.size >= MIN_PARALLEL else 1
     setup = Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64))
-    while True:  # once; again if no document, or every one, fell into validation
+    while True:  # runs once, and again if validation got no document or all of them
         tokenizer = _tokenizer(data, mask, setup, work, workers, size, tell)
         tokenizer.save(folder / "tokenizer.json")
         dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
@@ -75,27 +73,27 @@ def build(
     }
 
 
-def _work(source: Source, data: DataSection) -> tuple[list[File], Callable[[], Iterable[Work]]]:
+def _work(source: Source, data: DataSection) -> tuple[list[File], Callable[[], Iterable[Job]]]:
     """The files of a source, and a function that lists its jobs from the start."""
     if source.hub:
         name = source.hub
-        return [File(source.spec, Path(source.spec), "text", 0)], lambda: hub.jobs(name, data.text_key)
+        return [File(source.spec, Path(source.spec), "text", 0)], lambda: hub_jobs(name, data.text_key)
     groups = {i: row_groups(f) for i, f in enumerate(source.files) if f.kind == "parquet"}
-    split = plan(source.files, data.val_fraction, groups)
+    split = split_files(source.files, data.val_fraction, groups)
     return source.files, lambda: jobs(split)
 
 
 def is_named(tokenizer: str) -> bool:
-    """Whether data.tokenizer is one of ours, not a path."""
+    """True if data.tokenizer is one of Fivefold's own, not a path."""
     return tokenizer in ("bytes", "chars") or tokenizer.startswith("bpe:")
 
 
 def describe_bad(files: list[File], bad: Bad) -> str:
-    """Where and why, for people: 'FILE: line 3 (byte 120): not JSON: ...'."""
+    """Place and reason as text: 'FILE: line 3 (byte 120): not JSON: ...'."""
     file = files[bad.file]
     where = f"byte {bad.place}"
     if file.kind == "jsonl" and not bad.reason.startswith("cannot be read"):
-        with open(file.path, "rb") as f:  # lines are counted only for the one that is shown
+        with open(file.path, "rb") as f:  # count lines only for the document that is shown
             line, left = 1, bad.place
             while left and (chunk := f.read(min(1 << 20, left))):
                 line, left = line + chunk.count(b"\n"), left - len(chunk)
@@ -106,7 +104,7 @@ def describe_bad(files: list[File], bad: Bad) -> str:
 
 
 def require_few_bad(skipped: dict[str, Any], max_bad_fraction: float) -> None:
-    """Raises UserError when more documents are bad than the recipe's budget allows."""
+    """Raises UserError if more documents are bad than the recipe allows."""
     if skipped["bad"] > max_bad_fraction * skipped["pieces"]:
         raise UserError(
             f"data.source: {skipped['bad']} of {skipped['pieces']} documents cannot be read, more than "
@@ -118,7 +116,7 @@ def _tokenizer(
     data: DataSection,
     mask: bool,
     setup: Setup,
-    work: Callable[[], Iterable[Work]],
+    work: Callable[[], Iterable[Job]],
     workers: int,
     size: int | None,
     tell: Progress,
@@ -126,7 +124,7 @@ def _tokenizer(
     if data.tokenizer == "bytes":
         return bytes_tokenizer(mask)
     if data.tokenizer == "chars":
-        # Of all the text, as nanoGPT's: a character that only validation has must have an id too.
+        # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
         found = Summary()
         for result in run(work(), dataclasses.replace(setup, task="characters"), workers):
             if isinstance(result, Summary):
@@ -139,9 +137,11 @@ def _tokenizer(
     return load_tokenizer(Path(data.tokenizer).expanduser(), mask)
 
 
-def _sample(work: Iterable[Work], setup: Setup, size: int | None, tell: Progress) -> Iterator[str]:
-    """About BPE_SAMPLE characters of training text, from jobs spread evenly over the source (of a streamed
-    set, its beginning). The same source gives the same sample."""
+def _sample(work: Iterable[Job], setup: Setup, size: int | None, tell: Progress) -> Iterator[str]:
+    """About BPE_SAMPLE characters of training text, from jobs spread evenly over the source.
+
+    A streamed set gives its beginning. The same source gives the same sample.
+    """
     taken, every = 0, max(1, (size or 0) // BPE_SAMPLE)
     for job in islice(work, 0, None, every):
         here = 0
@@ -149,9 +149,9 @@ def _sample(work: Iterable[Work], setup: Setup, size: int | None, tell: Progress
             for piece in cut_text(text):
                 yield piece
                 here += len(piece)
-                if here >= BPE_SAMPLE_A_JOB:
+                if here >= BPE_SAMPLE_PER_JOB:
                     break
-            if here >= BPE_SAMPLE_A_JOB:
+            if here >= BPE_SAMPLE_PER_JOB:
                 break
         taken += here
         tell("learning the vocabulary", taken, min(size or BPE_SAMPLE, BPE_SAMPLE))
@@ -160,7 +160,7 @@ def _sample(work: Iterable[Work], setup: Setup, size: int | None, tell: Progress
 
 
 def _encode(
-    work: Iterable[Work],
+    work: Iterable[Job],
     setup: Setup,
     folder: Path,
     max_bad_fraction: float,
@@ -172,7 +172,7 @@ def _encode(
     writers = [ShardWriter(folder, name, setup.dtype) for name in NAMES]
     try:
         for result in run(work, setup, workers):
-            if isinstance(result, Part):
+            if isinstance(result, Chunk):
                 writers[result.split].write(np.asarray(result.ids))
                 continue
             total.add(result)
@@ -180,7 +180,7 @@ def _encode(
             if result.bad and max_bad_fraction == 0:
                 raise UserError(
                     f"{describe_bad(setup.files, result.bad[0])} "
-                    "(data.max_bad_fraction lets a share of such documents be skipped)"
+                    "(data.max_bad_fraction allows a share of bad documents, which are skipped)"
                 )
     finally:
         for writer in writers:
@@ -189,7 +189,7 @@ def _encode(
 
 
 def _other_rule(setup: Setup, summary: Summary, val_fraction: float) -> Setup | None:
-    """Another way to split when the hashes of few documents left one side empty; None if all is well."""
+    """Another split rule if the hashes of few documents left one side empty, or None if both have documents."""
     if val_fraction == 0 or setup.cut or summary.low is None or summary.high is None:
         return None
     if sum(summary.documents) == 1:

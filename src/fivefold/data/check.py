@@ -1,4 +1,4 @@
-"""What can be said of a recipe's data in a fraction of a second, before anything is tokenized."""
+"""Checks a recipe's data in a fraction of a second, before anything is tokenized."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import re
 from importlib.util import find_spec
 
 from fivefold.data import tokenfiles
-from fivefold.data.enough import epochs, require_enough, steps_of
+from fivefold.data.batches import epochs, objective_of, require_enough, steps_of
 from fivefold.data.prepare import cache_key, check_tokenizer
-from fivefold.data.shards import read_manifest
 from fivefold.data.sources import find
+from fivefold.data.tokens import read_manifest
 from fivefold.errors import UserError
 from fivefold.files import cache_folder
-from fivefold.recipe.schema import Recipe
+from fivefold.recipe import Recipe
 
-HASHED_AT_ONCE = 256 << 20  # bytes: a larger source is estimated unless the cache is known to be valid
-# Bytes of text a token. For BPE a guess: bpe:4096 measured 3.7 on Python source; larger ones find longer
-BYTES_A_TOKEN = {"bytes": 1.0, "chars": 1.0}
+HASHED_AT_ONCE = 256 << 20  # bytes; the tokens of a larger source are estimated
+BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0}
 
 
 def check(recipe: Recipe) -> list[str]:
-    """Facts about the data, as lines for people: files, size, tokens (exact if tokenized already), passes.
+    """Facts about the data as lines of text: files, size, tokens (exact if already tokenized), passes.
 
-    Raises UserError for what can be seen without reading it all: no such file, unknown kinds, truncated
-    token files, an unknown tokenizer, a set that is certainly too small.
+    Raises UserError for faults that show without reading everything: missing files, unknown kinds, truncated token
+    files, an unknown tokenizer, a set that is certainly too small.
     """
     if recipe.data.source.startswith("tokens:"):
         shards = [
@@ -34,12 +33,12 @@ def check(recipe: Recipe) -> list[str]:
         require_enough(recipe, len(train), None if val is None else len(val))
         facts = [f"data: {len(shards)} token file(s), {sum(s.tokens for s in shards):,} tokens"]
         return [*facts, *_passes(recipe, len(train), exact=True)]
-    mask = recipe.model.arch == "bert"
+    mask = objective_of(recipe) == "mlm"
     check_tokenizer(recipe.data.tokenizer, mask)
     source = find(recipe.data.source)
     if source.hub:
-        missing = "" if find_spec("datasets") else "; the extra `hf` is missing: pip install 'fivefold[hf]'"
-        return [f"data: {recipe.data.source}, streamed from the hub (not looked at before training){missing}"]
+        missing = "" if find_spec("datasets") else "; needs the extra `hf`: pip install 'fivefold[hf]'"
+        return [f"data: {recipe.data.source}, streamed from the hub (not checked before training){missing}"]
     if source.size == 0 and all(f.size == 0 for f in source.files):
         raise UserError(f"data.source: {recipe.data.source} holds no text: {len(source.files)} empty file(s)")
     facts = [f"data: {len(source.files):,} file(s), {source.size / 1e6:,.1f} MB"]
@@ -53,19 +52,19 @@ def check(recipe: Recipe) -> list[str]:
                 f"tokens: {tokens['train']:,} for training, {tokens['val']:,} for validation (in the cache)"
             )
             return [*facts, *_passes(recipe, tokens["train"], exact=True)]
-    most = source.size + len(source.files)  # no tokenizer makes more tokens than bytes (and one end a file)
-    if all(f.kind != "parquet" for f in source.files):  # which is compressed: its text may be larger
+    most = source.size + len(source.files)  # at most one token per byte, and one end token per file
+    if all(f.kind != "parquet" for f in source.files):  # parquet is compressed, so its text may be larger
         lenient = recipe.data.model_copy(update={"max_epochs": 0})  # the passes are only estimated here
         require_enough(recipe.model_copy(update={"data": lenient}), most, None)
-    likely = int(most * (1 - recipe.data.val_fraction) / bytes_a_token(recipe.data.tokenizer))
+    likely = int(most * (1 - recipe.data.val_fraction) / bytes_per_token(recipe.data.tokenizer))
     facts.append(f"tokens: about {likely:,} for training (not tokenized yet)")
     return [*facts, *_passes(recipe, likely, exact=False)]
 
 
-def bytes_a_token(tokenizer: str) -> float:
-    """Roughly how many bytes of text a token stands for."""
-    if tokenizer in BYTES_A_TOKEN:
-        return BYTES_A_TOKEN[tokenizer]
+def bytes_per_token(tokenizer: str) -> float:
+    """Roughly the bytes of text per token. For BPE it is a guess: bpe:4096 measured 3.7 on Python source."""
+    if tokenizer in BYTES_PER_TOKEN:
+        return BYTES_PER_TOKEN[tokenizer]
     size = re.fullmatch(r"bpe:(\d+)", tokenizer)
     return 3.5 if size and int(size[1]) < 16384 else 4.2
 

@@ -1,4 +1,4 @@
-"""Reads the documents of a span. Shared by the worker processes and by the sample that BPE learns from."""
+"""Reads the documents of a span, for worker processes and for the sample that BPE learns from."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from fivefold.data.jobs import BY_RULE, Span
 from fivefold.data.sources import File
-from fivefold.data.spans import BY_RULE, Span
 
-LINE_SEARCH = 1 << 17  # a text without line breaks is cut between characters instead
-LONGEST_LINE = 1 << 28  # of a .jsonl file; held in memory as a whole
+LINE_SEARCH = 1 << 17  # bytes searched for a line break; without one, a text is cut between characters
+LONGEST_LINE = 1 << 28  # bytes of a .jsonl line, which is held in memory as a whole
 SKIP = 1 << 20
 
 
 class Document(NamedTuple):
-    """A piece of text. place: where in the file (text: offset of the piece; jsonl: of the line; parquet and
-    hf: number of the row). begins: it is the first piece of its document; ends: an end token follows it."""
+    """A piece of text.
+
+    place: byte offset in the file (text: of the piece; jsonl: of the line) or row number (parquet, hf). begins: the
+    piece is the first of its document. ends: an end token follows it.
+    """
 
     file: int
     place: int
@@ -28,7 +31,7 @@ class Document(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A document that cannot be used, and why."""
+    """An unusable document, and the reason."""
 
     file: int
     place: int
@@ -36,7 +39,7 @@ class Bad(NamedTuple):
 
 
 def read_span(files: list[File], span: Span, text_key: str) -> Iterator[Document | Bad]:
-    """The documents of a span; what cannot be read comes as Bad and the rest goes on."""
+    """The documents of a span. An unreadable one comes as `Bad`, and reading continues."""
     file = files[span.file]
     try:
         if file.kind == "text":
@@ -50,7 +53,7 @@ def read_span(files: list[File], span: Span, text_key: str) -> Iterator[Document
 
 
 def row_groups(file: File) -> int:
-    """Row groups of a parquet file; 1 if it is broken (its reader will say so)."""
+    """Number of row groups of a parquet file; 1 if it is broken (its reader will report it)."""
     try:
         return _open_parquet(file.path).num_row_groups
     except (OSError, ValueError):
@@ -71,15 +74,15 @@ def _text(path: Path, span: Span) -> Iterator[Document | Bad]:
         yield Bad(span.file, at, f"not UTF-8: byte 0x{raw[error.start]:02x} ({error.reason})")
         if begins and ends:
             return
-        text = ""  # the rest of a long text stays, with its beginning and its end
+        text = ""  # keep the rest of a long text, with its beginning and its end
     yield Document(span.file, start, text, span.split, begins, separated)
 
 
 def _border(f: BinaryIO, position: int, low: int, high: int) -> int:
-    """Where a cut near `position` falls: after the next line break, else at the next character.
+    """Moves a cut near `position` behind the next line break, or else to the next character.
 
-    low and high, the ends of the document, stay; every other border is a function of the content alone, so
-    the span on its left and the one on its right find the same.
+    low and high, the ends of the document, stay. Every other border depends on the content alone, so the spans on its
+    left and right agree.
     """
     if position in (low, high):
         return position
@@ -123,17 +126,15 @@ def _json_document(file: int, at: int, line: bytes, text_key: str) -> Document |
     except RecursionError:
         return Bad(file, at, "not JSON: nested too deeply")
     if not isinstance(value, dict):
-        return Bad(
-            file, at, f"a JSON {type(value).__name__} where an object with the field {text_key!r} is expected"
-        )
+        return Bad(file, at, f"a JSON {type(value).__name__}; expected an object with the field {text_key!r}")
     return document_of(file, at, value, text_key)
 
 
 def document_of(file: int, place: int, row: dict[str, Any], text_key: str) -> Document | Bad:
-    """The text of a row under text_key, as a document."""
+    """The text under text_key of a row, as a document."""
     if text_key not in row:
         fields = ", ".join(sorted(map(str, row))[:10])
-        return Bad(file, place, f"no field {text_key!r} (there are: {fields or 'none'}); set data.text_key")
+        return Bad(file, place, f"no field {text_key!r} (fields: {fields or 'none'}); set data.text_key")
     text = row[text_key]
     if not isinstance(text, str):
         return Bad(file, place, f"the field {text_key!r} holds {type(text).__name__}, not text")
@@ -145,12 +146,12 @@ def document_of(file: int, place: int, row: dict[str, Any], text_key: str) -> Do
 
 
 def _parquet(path: Path, span: Span, text_key: str) -> Iterator[Document | Bad]:
-    """Rows come in batches of 64, so a row group of gigabytes is never in memory decoded."""
+    """Reads rows in batches of 64, so that a row group of gigabytes is never decoded as a whole."""
     try:
         parquet = _open_parquet(path)
         columns = parquet.schema_arrow.names
         if text_key not in columns:
-            reason = f"no column {text_key!r} (there are: {', '.join(columns[:10])}); set data.text_key"
+            reason = f"no column {text_key!r} (columns: {', '.join(columns[:10])}); set data.text_key"
             yield Bad(span.file, span.start, reason)
             return
         row = sum(parquet.metadata.row_group(g).num_rows for g in range(span.start))
@@ -159,11 +160,11 @@ def _parquet(path: Path, span: Span, text_key: str) -> Iterator[Document | Bad]:
             for text in batch.column(0).to_pylist():
                 yield document_of(span.file, row, {text_key: text}, text_key)
                 row += 1
-    except ValueError as error:  # pyarrow's ArrowInvalid is one
+    except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
         yield Bad(span.file, span.start, f"a broken parquet file: {error}")
 
 
 def _open_parquet(path: Path) -> Any:
-    import pyarrow.parquet  # 0.1 s to import, and few sources need it
+    import pyarrow.parquet  # takes 0.1 s to import, and few sources need it
 
     return pyarrow.parquet.ParquetFile(path)

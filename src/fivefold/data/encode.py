@@ -1,13 +1,21 @@
-"""Turns jobs (spans of files, or rows of a streamed set) into token ids: what worker processes run."""
+"""Turns jobs (spans of files, or rows of a streamed set) into token ids, in worker processes on all cores.
+
+Workers are plain child processes behind pipes. Unlike multiprocessing's, they neither fork a process that may hold
+threads nor import the user's main script again. Job j goes to worker j mod N, and results are read in the order of
+jobs, so shards do not depend on timing. A worker that is ahead waits once its own buffer is full, so memory is bounded.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,20 +23,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fivefold.data.documents import Bad, Document, document_of, read_span
+from fivefold.data.jobs import BY_RULE, SPAN, TRAIN, VAL, Job, Span, document_hash
 from fivefold.data.sources import File
-from fivefold.data.spans import BY_RULE, SPAN, TRAIN, VAL, Job, Span, document_hash
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+from fivefold.errors import UserError
 
-FLUSH = 1 << 18  # tokens gathered before they are handed on
-REPORTED_BAD = 20  # bad documents a job describes; more are only counted
+FLUSH = 1 << 18  # tokens gathered before they are passed on
+REPORTED_BAD = 20  # bad documents that a job describes; further ones are only counted
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker needs to know. tokenizer: path of a tokenizer.json; dtype: of the ids.
+    """Settings of a worker. tokenizer: path of a tokenizer.json. dtype: that of the ids.
 
-    Documents marked BY_RULE go to validation when their hash is below `threshold`; if the source is one such
-    document, `cut` is the share of its end that does.
+    Documents marked BY_RULE go to validation if their hash is below `threshold`. If the source is one such document,
+    the share `cut` at its end goes to validation.
     """
 
     files: list[File]
@@ -42,9 +51,12 @@ class Setup:
 
 @dataclass
 class Summary:
-    """What a job found. documents, bytes (of UTF-8 text): train, validation. pieces: documents, with each
-    span of a long text counted as one. low, high: hashes of the documents that were split by rule. read:
-    bytes of the files. characters: the distinct ones, for the task `characters`."""
+    """Counts of a job.
+
+    documents, bytes (of UTF-8 text): for train and validation. pieces: documents, where each span of a long text counts
+    as one. low, high: lowest and highest hash of documents split by rule. read: bytes of the files. characters: the
+    distinct ones, for the task `characters`.
+    """
 
     documents: list[int] = field(default_factory=lambda: [0, 0])
     bytes: list[int] = field(default_factory=lambda: [0, 0])
@@ -71,22 +83,19 @@ class Summary:
             self.characters = "".join(sorted(set(self.characters) | set(other.characters)))
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """Consecutive ids of one split."""
 
     split: int
     ids: np.ndarray
 
 
-Work = Job | list[tuple[int, dict[str, Any]]]  # spans, or (number, row) of a streamed set
-
-
-def run_job(work: Work, setup: Setup, tokenizer: Tokenizer | None) -> Iterator[Part | Summary]:
-    """The ids of a job's documents in order, in parts of bounded size, then its Summary."""
-    summary = Summary(read=sum(_read_size(setup.files, item) for item in work))
+def run_job(job: Job, setup: Setup, tokenizer: Tokenizer | None) -> Iterator[Chunk | Summary]:
+    """The ids of a job's documents in order, in chunks of bounded size, then the job's Summary."""
+    summary = Summary(read=sum(_read_size(setup.files, item) for item in job))
     waiting: list[list[np.ndarray]] = [[], []]
     sizes = [0, 0]
-    for document in _documents(work, setup):
+    for document in _documents(job, setup):
         summary.pieces += 1
         if isinstance(document, Bad):
             summary.bad_count += 1
@@ -100,23 +109,23 @@ def run_job(work: Work, setup: Setup, tokenizer: Tokenizer | None) -> Iterator[P
                     waiting[split].append(ids)
                     sizes[split] += len(ids)
                     if sizes[split] >= FLUSH:
-                        yield Part(split, np.concatenate(waiting[split]))
+                        yield Chunk(split, np.concatenate(waiting[split]))
                         waiting[split], sizes[split] = [], 0
     for split in (TRAIN, VAL):
         if sizes[split]:
-            yield Part(split, np.concatenate(waiting[split]))
+            yield Chunk(split, np.concatenate(waiting[split]))
     yield summary
 
 
-def training_texts(work: Work, setup: Setup) -> Iterator[str]:
-    """The texts of a job's training documents; bad ones are left out."""
-    for document in _documents(work, setup):
+def training_texts(job: Job, setup: Setup) -> Iterator[str]:
+    """The texts of a job's training documents, without bad ones."""
+    for document in _documents(job, setup):
         if isinstance(document, Document):
             yield from (text for split, text, _ in _split(document, setup, Summary()) if split == TRAIN)
 
 
-def _documents(work: Work, setup: Setup) -> Iterator[Document | Bad]:
-    for item in work:
+def _documents(job: Job, setup: Setup) -> Iterator[Document | Bad]:
+    for item in job:
         if isinstance(item, Span):
             yield from read_span(setup.files, item, setup.text_key)
         else:
@@ -132,7 +141,7 @@ def _read_size(files: list[File], item: Any) -> int:
 
 
 def _split(document: Document, setup: Setup, summary: Summary) -> Iterator[tuple[int, str, bool]]:
-    """(split, text, an end token follows) of a document: one, or two where a single document is cut."""
+    """(split, text, whether an end token follows) for a document, or for both parts of one that is cut."""
     _, _, text, split, begins, ends = document
     if split == BY_RULE and not text:
         summary.empty += 1
@@ -153,7 +162,7 @@ def _split(document: Document, setup: Setup, summary: Summary) -> Iterator[tuple
 
 
 def _encode(text: str, end: bool, tokenizer: Tokenizer, dtype: str) -> Iterator[np.ndarray]:
-    for start in range(0, len(text), SPAN):  # only rows of .jsonl and .parquet can be longer than a span
+    for start in range(0, len(text), SPAN):  # rows of .jsonl and .parquet can be longer than a span
         yield tokenizer.encode_array(text[start : start + SPAN]).astype(dtype)
     if end:
         yield np.array([tokenizer.end_id], dtype)
@@ -163,8 +172,8 @@ def open_tokenizer(setup: Setup) -> Tokenizer | None:
     return load_tokenizer(Path(setup.tokenizer)) if setup.tokenizer else None
 
 
-# The worker process. On stdin: a line with the setup, then one line a job; on stdout: for each job its parts
-# (a line [split, count] and the ids), then its summary as a line. JSON and raw arrays: nothing is unpickled.
+# A worker reads a line with the setup and then one line per job from stdin. For each job it writes its chunks to
+# stdout (a line [split, count], then the ids) and its summary as a line. It is JSON and raw arrays; nothing is pickled.
 
 
 def to_line(value: Any) -> bytes:
@@ -184,20 +193,20 @@ def summary_from(value: dict[str, Any]) -> Summary:
 
 
 def worker() -> None:
-    """Entry point of a worker process; ends when stdin does, or when the reader of stdout has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends the workers
+    """Entry point of a worker process. It ends with stdin, or when the reader of stdout is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the workers
     setup = setup_from(json.loads(sys.stdin.buffer.readline()))
     tokenizer = open_tokenizer(setup)
     ready: queue.Queue[bytes | None] = queue.Queue(
         maxsize=32
-    )  # so that work goes on while the parent is busy
+    )  # lets the worker continue while the parent is busy
     writer = threading.Thread(target=_write_all, args=(ready,), daemon=True)
     writer.start()
     for line in sys.stdin.buffer:
         kind, items = json.loads(line)
-        work: Work = [Span(*i) for i in items] if kind == "spans" else [(n, row) for n, row in items]
-        for result in run_job(work, setup, tokenizer):
-            if isinstance(result, Part):
+        job: Job = [Span(*i) for i in items] if kind == "spans" else [(n, row) for n, row in items]
+        for result in run_job(job, setup, tokenizer):
+            if isinstance(result, Chunk):
                 ready.put(to_line([result.split, len(result.ids)]) + result.ids.tobytes())
             else:
                 ready.put(to_line(asdict(result)))
@@ -214,3 +223,113 @@ def _write_all(ready: queue.Queue[bytes | None]) -> None:
         import os
 
         os._exit(0)
+
+
+MIN_PARALLEL = 4 << 20  # bytes of text; for less, starting processes costs more than it saves
+COMMAND = [sys.executable, "-c", "from fivefold.data.encode import worker; worker()"]
+
+
+def run(jobs: Iterable[Job], setup: Setup, workers: int) -> Iterator[Chunk | Summary]:
+    """The results of all jobs in order: each job's chunks, then its summary. One worker runs in this process."""
+    if workers <= 1:
+        tokenizer = open_tokenizer(setup)
+        for job in jobs:
+            yield from run_job(job, setup, tokenizer)
+        return
+    processes = [_start(setup) for _ in range(workers)]
+    feeder = _Feeder(jobs, processes)
+    feeder.start()
+    finished = 0
+    try:
+        while (yield from _results(processes[finished % workers], setup.dtype)):
+            finished += 1
+        _check_end(processes, feeder, finished)
+    finally:
+        _stop(processes, feeder)
+
+
+def _start(setup: Setup) -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).parents[2])  # the worker must find the same package, installed or not
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "TOKENIZERS_PARALLELISM": "false",  # one thread per worker
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(to_line(setup_to(setup)))
+    return process
+
+
+def _stop(processes: list[subprocess.Popen[bytes]], feeder: _Feeder) -> None:
+    for process in processes:
+        process.kill()
+    feeder.join(timeout=10)  # it gets a broken pipe, unless it waits for the network
+    for process in processes:
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+class _Feeder(threading.Thread):
+    """A thread that hands out the jobs, because a pipe to a busy worker blocks.
+
+    It never blocks forever. The worker it waits for has only unread results of jobs already handed out, and these get
+    read.
+    """
+
+    def __init__(self, jobs: Iterable[Job], processes: list[subprocess.Popen[bytes]]):
+        super().__init__(name="fivefold-feeder", daemon=True)
+        self.jobs, self.processes = jobs, processes
+        self.fed = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for job in self.jobs:
+                kind = "spans" if isinstance(job[0], Span) else "rows"
+                stdin = self.processes[self.fed % len(self.processes)].stdin
+                assert stdin is not None
+                stdin.write(to_line([kind, job]))
+                stdin.flush()
+                self.fed += 1
+        except BrokenPipeError:
+            return  # the worker died or was stopped; the main thread sees that
+        except BaseException as error:  # reading a streamed set may fail; the main thread raises this
+            self.error = error
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def _results(process: subprocess.Popen[bytes], dtype: str) -> Iterator[Chunk | Summary]:
+    """Yields the results of one job. Returns (through `yield from`) False if the worker has no more."""
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        head: Any = json.loads(line)
+        if isinstance(head, dict):
+            yield summary_from(head)
+            return True
+        split, length = head
+        raw = process.stdout.read(length * np.dtype(dtype).itemsize)
+        yield Chunk(split, np.frombuffer(raw, dtype))
+    return False
+
+
+def _check_end(processes: list[subprocess.Popen[bytes]], feeder: _Feeder, finished: int) -> None:
+    """Raises an error if the results ended before the jobs."""
+    feeder.join(timeout=10)
+    if feeder.error is not None:
+        raise feeder.error
+    if feeder.is_alive() or finished != feeder.fed or any(p.wait(10) for p in processes):
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # its output ends a moment before it has an exit code
+            processes[finished % len(processes)].wait(10)
+        codes = [p.poll() for p in processes]
+        raise UserError(
+            f"a tokenizing process died at job {finished + 1} (exit codes {codes}; -9 often means out of memory)"
+        )

@@ -1,11 +1,10 @@
-"""A hash of the source's content, so that a changed source is never read stale.
+"""Hashes a source's content, so that stale tokens of a changed source are never used.
 
-The content decides, by SHA-256 (1.7 GB/s a core with the SHA extension, and several files at once). Hashing
-a terabyte at every start would still take minutes, so the hash of a file is remembered under its size,
-modification time, change time and inode. The change time (ctime) is what makes that sound: unlike the
-modification time no program can set it, the kernel moves it at every write and at every attempt to disguise
-one with utime(). As clocks tick coarsely, a file that changed less than two seconds before it was hashed
-is hashed again (git's "racily clean" rule).
+The hash is SHA-256 of the content (1.7 GB/s per core with the SHA extension, several files at once). Hashing a terabyte
+at every start would still take minutes. So the hash of a file is remembered under its size, modification time, change
+time and inode. The change time (ctime) makes this safe. No program can set it, and the kernel updates it at every write
+and at every utime(). Clocks tick coarsely, so a file that changed less than two seconds before it was hashed is hashed
+again (git's "racily clean" rule).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Stat = list[int]  # size, mtime, ctime (ns), inode
 
 
 def stat_of(path: Path) -> Stat | None:
-    """What is remembered of a file with its hash; None if it cannot be read."""
+    """The identity of a file that is stored with its hash, or None if the file cannot be read."""
     try:
         s = path.stat()
     except OSError:
@@ -47,7 +46,7 @@ def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str
 
 
 class Memo:
-    """Remembers a value per file for as long as the file is certainly unchanged. Kept as one JSON file."""
+    """Remembers a value per file while the file is certainly unchanged, in one JSON file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -77,7 +76,7 @@ class Memo:
 def remembered(
     paths: list[Path], memo: Memo, compute: Callable[[Path], Any], unreadable: Callable[[OSError], Any]
 ) -> list[Any]:
-    """compute(path) for each file, in threads, or its value from an earlier time if the file is unchanged."""
+    """compute(path) for each file, in threads. An unchanged file gives its remembered value."""
 
     def one(path: Path) -> Any:
         before, at = stat_of(path), time.time_ns()
@@ -88,7 +87,7 @@ def remembered(
         except OSError as error:
             return unreadable(error)
         if stat_of(path) != before or before is None:
-            raise UserError(f"{path}: changed while it was read; run again when it is complete")
+            raise UserError(f"{path}: changed while being read; run again when it is complete")
         memo.put(path, before, at, value)
         return value
 

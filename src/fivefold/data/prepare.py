@@ -1,35 +1,38 @@
-"""From a recipe to the data set it trains on: found, tokenized once, kept in the cache, memory-mapped."""
+"""Prepares a recipe's data: finds the source, tokenizes it once into the cache, and memory-maps it."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fivefold.data import hub, tokenfiles
+from fivefold.data import tokenfiles
+from fivefold.data.batches import objective_of, require_enough
 from fivefold.data.build import Progress, build, is_named, require_few_bad
-from fivefold.data.enough import require_enough
 from fivefold.data.fingerprint import Memo, remembered, sha256_file
-from fivefold.data.shards import FORMAT, NAMES, open_tokens, read_manifest, write_manifest
+from fivefold.data.jobs import hub_fingerprint
 from fivefold.data.sources import Source, find
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
-from fivefold.data.tokens import DataSet
+from fivefold.data.tokens import FORMAT, NAMES, DataSet, open_tokens, read_manifest, write_manifest
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, writable
 from fivefold.host import cores
-from fivefold.recipe.schema import DataSection, Recipe
+from fivefold.recipe import DataSection, Recipe
 
 
 def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
-    """The data set of a recipe, tokenized first unless the cache has it for just this content and settings.
+    """The data set of a recipe. It is tokenized first, unless the cache has this content with these settings.
 
-    Several processes may call it at once: one works, the others wait and read its result. The result does
-    not depend on `workers` (processes; None: all cores). progress(stage, done, total) is called with bytes.
-    Raises UserError for every fault of the source, naming file and offset.
+    Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
+    `workers` (processes; None: all cores). progress(stage, done, total) is called with bytes. Raises UserError for
+    every fault of the source, with file and offset.
     """
     tell = progress or (lambda stage, done, total: None)
     if recipe.data.source.startswith("tokens:"):
@@ -40,14 +43,14 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
     if limit is not None and data.vocab_size > limit:
         raise UserError(
             f"model.vocab_size = {limit} is smaller than the vocabulary of data.tokenizer = "
-            f"{recipe.data.tokenizer!r}: {data.vocab_size}; leave it out, or set at least that"
+            f"{recipe.data.tokenizer!r}: {data.vocab_size}; leave it unset, or set at least that"
         )
     require_enough(recipe, len(data.train), None if data.val is None else len(data.val))
     return data
 
 
 def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
-    data, mask = recipe.data, recipe.model.arch == "bert"
+    data, mask = recipe.data, objective_of(recipe) == "mlm"
     root, began = cache_folder(data.cache) / "data", time.perf_counter()
     check_tokenizer(data.tokenizer, mask)
     source = find(data.source)
@@ -58,7 +61,7 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
         cached = True
         if manifest is None:
             with locked(root / f"{key}.lock", lambda: tell("waiting for another process", 0, None)) as alone:
-                manifest = read_manifest(folder)  # the other process may just have made it
+                manifest = read_manifest(folder)  # another process may just have made it
                 if manifest is None:
                     manifest = _make(source, data, mask, root, key, alone, workers, tell)
                     cached = False
@@ -82,9 +85,9 @@ def _make(
     workers: int,
     tell: Progress,
 ) -> dict[str, Any]:
-    """Builds in a temporary folder and renames it, so that a folder with the key's name is complete."""
+    """Builds in a temporary folder and renames it, so that a folder with the key's name is always complete."""
     folder, temporary = root / key, root / f"{key}.tmp-{os.getpid()}"
-    if alone:  # what lies here is of a run that was killed, or was damaged since
+    if alone:  # anything here was left by a killed run or has been damaged
         for left in [folder, *root.glob(f"{key}.tmp-*")]:
             shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -96,7 +99,7 @@ def _make(
         try:
             os.rename(temporary, folder)
         except OSError:
-            if read_manifest(folder) is None:  # else another process, without a lock, was first
+            if read_manifest(folder) is None:  # otherwise another process without a lock was first
                 raise
         return manifest
     finally:
@@ -104,9 +107,9 @@ def _make(
 
 
 def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Progress) -> str:
-    """Hash of everything that the shards follow from: format, content of the source, tokenizer, settings."""
+    """Hash of everything that determines the shards: format, content of the source, tokenizer, settings."""
     if source.hub:
-        content: Any = hub.fingerprint(source.hub)
+        content: Any = hub_fingerprint(source.hub)
     else:
         done = 0
 
@@ -141,5 +144,50 @@ def check_tokenizer(spec: str, mask: bool) -> None:
         check_bpe_size(int(spec[4:]), mask)
     elif spec not in ("bytes", "chars") and not (spec and Path(spec).expanduser().exists()):
         raise UserError(
-            f"data.tokenizer = {spec!r}: neither bpe:N, bytes or chars, nor the path of a tokenizer.json"
+            f"data.tokenizer = {spec!r}: must be bpe:N, bytes, chars, or the path of a tokenizer.json"
         )
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
+    """A progress callback for `prepare`: shows a bar on a terminal, and one line per stage elsewhere (on stderr)."""
+    if not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def line(stage: str, done: int, total: int | None) -> None:
+            if stage not in seen:
+                seen.add(stage)
+                print(
+                    f"data: {stage}" + (f" ({total / 1e6:.1f} MB)" if total else ""),
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks = {}
+
+        def show(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield show

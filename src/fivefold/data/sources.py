@@ -1,4 +1,4 @@
-"""Which files a recipe's `data.source` means."""
+"""Finds the files that a recipe's `data.source` names."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
 }
 
-# Left out of `stdlib`: what is not the library itself (installed packages), its tests (which many
-# distributions do not install, so that the set would differ between machines), and tables written by
-# programs rather than people (encodings, documentation topics, build variables). 10 MB in 600 files stay.
+# `stdlib` leaves out installed packages, tests (many distributions do not install them, so the set would differ between
+# machines), and generated tables (encodings, documentation topics, build variables). 10 MB in 600 files remain.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 class File(NamedTuple):
-    """A file of the source. name: its path below the source's root, which decides order and split, so that
-    the same tree gives the same data anywhere. size: bytes, -1 if it cannot be read."""
+    """A file of the source.
+
+    name: path below the source's root. It decides order and split, so the same tree gives the same data anywhere.
+    size: bytes, or -1 if the file cannot be read.
+    """
 
     name: str
     path: Path
@@ -39,7 +41,10 @@ class File(NamedTuple):
 
 
 class Source(NamedTuple):
-    """spec: as the recipe says it. ignored: files of other kinds. hub: (name, config) of a hub's set."""
+    """The files of a source.
+
+    spec: the recipe's text. ignored: number of files of other kinds. hub: (name, config) of a hub data set.
+    """
 
     spec: str
     files: list[File]
@@ -52,9 +57,10 @@ class Source(NamedTuple):
 
 
 def find(spec: str) -> Source:
-    """The files of a source, sorted by name. Raises UserError when there are none, saying what is near.
+    """The files of a source, sorted by name.
 
-    Folders are searched with all their subfolders; hidden ones, and links to folders, are left out.
+    Folders are searched recursively, without hidden folders and links to folders. Raises UserError if there are no
+    files; the message names the nearest path.
     """
     if spec == "stdlib":
         return _stdlib()
@@ -64,14 +70,14 @@ def find(spec: str) -> Source:
             raise UserError("data.source = 'hf:': the name is missing; write hf:NAME or hf:NAME:CONFIG")
         return Source(spec, [], hub=(name, config or None))
     if not spec:
-        raise UserError("data.source is empty: give a file, a folder, a glob, stdlib, tokens:PATH or hf:NAME")
+        raise UserError("data.source is empty; use a file, a folder, a glob, stdlib, tokens:PATH or hf:NAME")
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return _of_kind(spec, path, _walk(path))
     if path.is_file():
         if path.suffix.lower() not in KINDS:
             raise UserError(
-                f"data.source: {spec}: files of kind {path.suffix or '(none)'} are not known; {_known(path)}"
+                f"data.source: {spec}: unknown kind of file {path.suffix or '(none)'}; {_known(path)}"
             )
         return Source(spec, [_file(path, path.parent)])
     if glob.has_magic(str(path)):
@@ -86,7 +92,7 @@ def find(spec: str) -> Source:
 
 
 def nearest(path: Path) -> str:
-    """What exists closest to a path that does not: its nearest parent, and a name like the missing one."""
+    """The nearest existing parent of a missing path, with a similar name in it if there is one."""
     missing = None
     while not path.exists() and path != path.parent:
         missing, path = path.name, path.parent
@@ -108,9 +114,7 @@ def _stdlib() -> Source:
         if p.suffix == ".py" and not p.name.startswith("_sysconfigdata")
     ]
     if not files:
-        raise UserError(
-            f"data.source = stdlib: this Python keeps no .py files in {root}; give a path instead"
-        )
+        raise UserError(f"data.source = stdlib: this Python has no .py files in {root}; use a path instead")
     return Source("stdlib", sorted(files))
 
 
@@ -138,7 +142,7 @@ def _file(path: Path, root: Path) -> File:
     try:
         size = path.stat().st_size
     except OSError:
-        size = -1  # a dangling link: reading it will say so, and the budget for bad documents decides
+        size = -1  # a dangling link; its reader reports it as a bad document
     return File(path.relative_to(root).as_posix(), path.absolute(), KINDS[path.suffix.lower()], size)
 
 

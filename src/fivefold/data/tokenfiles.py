@@ -1,4 +1,4 @@
-"""Token files of others (`tokens:PATH`): nanoGPT's and llm.c's .bin, and .npy, read where they lie."""
+"""Reads token files in place (`tokens:PATH`): nanoGPT's and llm.c's .bin, and .npy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.data.enough import objective_of
+from fivefold.data.batches import objective_of
 from fivefold.data.fingerprint import Memo, remembered
 from fivefold.data.sources import nearest
 from fivefold.data.tokens import DataSet, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, writable
-from fivefold.recipe.schema import Recipe
+from fivefold.recipe import Recipe
 
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.
 LLMC_HEADER = 256 * 4
 LLMC_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 NPY_DTYPES = ("uint16", "uint32", "int32", "int64")
-LARGEST_VOCABULARY = 1 << 31  # beyond it an id is a negative int32, or no token file
+LARGEST_VOCABULARY = 1 << 31  # a larger id is a negative int32, or the file holds no tokens
 CHUNK = 1 << 24  # ids scanned at once
 VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, fineweb_val_000000.bin
 
@@ -33,10 +33,10 @@ VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, finew
 def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> DataSet:
     """The token files of a recipe, memory-mapped in place.
 
-    Files named val (val.bin, x_val_000.bin) are the validation set; without one it is the end of the tokens,
-    by val_fraction. Every id is scanned once, the result is remembered. The vocabulary is model.vocab_size,
-    or what the ids need. For `bert` its last id is the mask, which the files must not hold: it is one more
-    than what the ids need. Raises UserError for truncated files and for ids beyond the vocabulary.
+    Files named val (val.bin, x_val_000.bin) are the validation set. Without one, the end of the tokens is, by
+    val_fraction. Every id is scanned once, and the result is remembered. The vocabulary is model.vocab_size, or one
+    more than the highest id. Training on masked tokens adds a last id for the mask, which the files must not hold.
+    Raises UserError for truncated files and for ids beyond the vocabulary.
     """
     began, spec = time.perf_counter(), recipe.data.source
     shards = [read_header(p, recipe.data.token_dtype) for p in find_files(spec)]
@@ -62,7 +62,7 @@ def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> 
 
 
 def find_files(spec: str) -> list[Path]:
-    """The token files of `tokens:PATH`, sorted: a file, the .bin and .npy files of a folder, or a glob's."""
+    """The token files of `tokens:PATH`, sorted. PATH is a file, a folder with .bin and .npy files, or a glob."""
     given = spec.removeprefix("tokens:")
     if not given:
         raise UserError("data.source = 'tokens:': the path is missing; write tokens:PATH")
@@ -82,7 +82,7 @@ def find_files(spec: str) -> list[Path]:
 
 
 def read_header(path: Path, dtype: str) -> Shard:
-    """Where in a file which ids lie. dtype: of the ids of a .bin without a header."""
+    """Where the ids lie in a file, and their dtype. `dtype` is that of a .bin without a header."""
     try:
         return _npy(path) if path.suffix == ".npy" else _bin(path, dtype)
     except OSError as error:
@@ -98,16 +98,16 @@ def _bin(path: Path, dtype: str) -> Shard:
         count, there = int(head[2]), (size - LLMC_HEADER) // np.dtype(known).itemsize
         if not 0 <= count <= there:
             raise UserError(
-                f"data.source: {path}: truncated: its header says {count:,} tokens, the file ends after "
+                f"data.source: {path}: truncated: its header says {count:,} tokens, but the file ends after "
                 f"{there:,} (byte {size:,})"
             )
         return Shard(path, known, LLMC_HEADER, count)
     if head[0] in {magic for magic, _ in LLMC_DTYPES}:
-        raise UserError(f"data.source: {path}: an llm.c file of version {head[1]}, which is not known")
+        raise UserError(f"data.source: {path}: unknown version {head[1]} of an llm.c file")
     item = np.dtype(dtype).itemsize
     if size % item:
         raise UserError(
-            f"data.source: {path}: truncated: {size:,} bytes are no whole number of {dtype} tokens of {item} "
+            f"data.source: {path}: truncated: {size:,} bytes are not a whole number of {dtype} tokens of {item} "
             f"bytes (the last begins at byte {size - size % item:,})"
         )
     return Shard(path, f"<u{item}", 0, size // item)
@@ -116,14 +116,11 @@ def _bin(path: Path, dtype: str) -> Shard:
 def _npy(path: Path) -> Shard:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (
-        ValueError,
-        EOFError,
-    ) as error:  # numpy's message says what is wrong: the magic, the header, the size
-        raise UserError(f"data.source: {path}: not a whole .npy file: {error}") from None
+    except (ValueError, EOFError) as error:  # numpy's message names the fault: magic, header or size
+        raise UserError(f"data.source: {path}: not a complete .npy file: {error}") from None
     if array.ndim != 1 or array.dtype.name not in NPY_DTYPES:
         raise UserError(
-            f"data.source: {path}: holds {array.dtype} of shape {array.shape}; expected one axis of "
+            f"data.source: {path}: holds {array.dtype} of shape {array.shape}; expected one dim of "
             f"{', '.join(NPY_DTYPES)}"
         )
     assert isinstance(array, np.memmap)
@@ -131,7 +128,7 @@ def _npy(path: Path) -> Shard:
 
 
 def _scan(shards: list[Shard], recipe: Recipe, tell: Callable[..., None]) -> tuple[list[int], list[str]]:
-    """Highest id (unsigned: a negative one counts as huge) and content hash of each file, remembered."""
+    """Highest id and content hash of each file, remembered. Ids count as unsigned, so a negative one is huge."""
     root = cache_folder(recipe.data.cache) / "data"
     total, done = sum(s.path.stat().st_size for s in shards), 0
     by_path = {s.path: s for s in shards}
@@ -168,7 +165,7 @@ def _unsigned(ids: np.ndarray) -> np.ndarray:
 
 
 def _refuse(shard: Shard, vocab_size: int, reserved: int) -> None:
-    """Says where the first id beyond the vocabulary is."""
+    """Raises an error that locates the first id beyond the vocabulary."""
     start = 0
     for chunk in _chunks(shard):
         beyond = np.flatnonzero(_unsigned(chunk) >= vocab_size - reserved)
@@ -178,7 +175,7 @@ def _refuse(shard: Shard, vocab_size: int, reserved: int) -> None:
             hint = ""
             if shard.dtype == "<u2" and len(ids) > 2 and (ids[1::2] < 16).mean() > 0.99:
                 hint = "; every other id is nearly 0, so the file may hold uint32: set data.token_dtype"
-            last = " (its last id is reserved for the mask token)" if reserved else ""
+            last = " (the last id is reserved for the mask token)" if reserved else ""
             raise UserError(
                 f"data.source: {shard.path}: token {at:,} (byte {shard.offset + at * item:,}) has id "
                 f"{int(chunk[beyond[0]]):,}, beyond the vocabulary of {vocab_size:,}{last}; "

@@ -1,8 +1,8 @@
 """Text to token ids and back: byte-level BPE, plain bytes, characters, or the user's tokenizer.json.
 
-All of them are a Hugging Face `tokenizers.Tokenizer` inside, so `transformers` opens a run's tokenizer.json.
-Text never yields a special token: a document that happens to contain "<|end|>" gets the ordinary tokens of
-these characters (otherwise any web page could end a document, or hide a word from the loss).
+Each wraps a Hugging Face `tokenizers.Tokenizer`, so `transformers` can open a run's tokenizer.json. Text never becomes
+a special token. A document that contains "<|end|>" gets the ordinary tokens of these characters. Otherwise any web page
+could end a document, or hide a word from the loss.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ END, MASK = "<|end|>", "<|mask|>"
 KNOWN_ENDS = [END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]"]
 KNOWN_MASKS = [MASK, "[MASK]", "<mask>"]
 
-# What BPE may not merge across: a word with the one sign before it, up to three digits, a run of signs,
-# line breaks together with the indentation that follows (which makes source code 3% shorter than GPT-2's
-# pattern does), other blanks. No run is longer than 64: training takes time quadratic in the length of a word
-# (a page of signs or of text without blanks would take minutes).
+# BPE merges only within one of these: a word with one sign before it, up to three digits, a run of signs, line breaks
+# with the indentation that follows (source code gets 3% shorter than with GPT-2's pattern), other blanks. Runs end
+# after 64 characters, because training time is quadratic in the length of a word: a page without blanks would take
+# minutes.
 WORDS = (
     r"[^\r\n\p{L}\p{N}]?\p{L}{1,64}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,64}"
     r"|[\r\n]{1,64}[ \t]{0,64}|\s{1,64}(?!\S)|\s{1,64}"
 )
-PIECE = 1 << 17  # characters encoded at once: bounds memory (about 100 bytes a character inside the library)
+PIECE = 1 << 17  # characters encoded at once; bounds memory (the library takes about 100 bytes per character)
 
 
 class Tokenizer:
-    """encode, decode and the facts a trainer needs of a vocabulary.
+    """Encodes and decodes text, and describes the vocabulary.
 
-    vocab_size: ids are below it. end_id: the token between documents. mask_id: the token that hides a word
-    from a bert model, or None. token_bytes (V,) int64: UTF-8 bytes of text that each id stands for, 0 for
-    special tokens; exact for byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), for `chars` and
-    for byte-fallback ones, an estimate for vocabularies that change the text (BERT's lower-casing).
+    vocab_size: all ids are below it. end_id: the token between documents. mask_id: the token that hides a word where
+    the objective is `mlm`, or None. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are
+    exact for byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate
+    for vocabularies that change the text (BERT's lower-casing).
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None):
         inner.no_truncation()
         inner.no_padding()
-        inner.encode_special_tokens = True  # special tokens in the text are text; not saved in the file
+        inner.encode_special_tokens = (
+            True  # treats special tokens in the text as text; the file does not save it
+        )
         self._inner = inner
         self._spec: dict[str, Any] = json.loads(inner.to_str())
         self._vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
@@ -59,11 +61,11 @@ class Tokenizer:
         self.token_bytes = self._count_bytes()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text. Raises UserError for a lone surrogate, or a character that `chars` did not see."""
+        """Ids of the text. Raises UserError for a lone surrogate, or a character unknown to `chars`."""
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Ids of the text, as an array (int64, or smaller where the vocabulary is)."""
+        """Ids of the text as an array (int64, or a smaller type for a small vocabulary)."""
         try:
             raw = text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -81,7 +83,7 @@ class Tokenizer:
         return np.concatenate(ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids. Special tokens, and ids beyond the vocabulary (a model may pad), give nothing."""
+        """Text of the ids, without special tokens and without ids beyond the vocabulary (a model may pad)."""
         return self._inner.decode(
             [i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True
         )
@@ -91,7 +93,7 @@ class Tokenizer:
         return self._inner.to_str(pretty=True)
 
     def save(self, path: Path) -> None:
-        """Writes tokenizer.json, and beside it tokenizer_config.json, which names the special tokens."""
+        """Writes tokenizer.json, and tokenizer_config.json, which names the special tokens."""
         path.write_text(self.to_json(), encoding="utf-8")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._names}
         path.with_name("tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -112,7 +114,7 @@ class Tokenizer:
         for token, i in self._vocab.items():
             if i in self._special:
                 continue
-            if byte_level and token not in added:  # each character of such a token stands for one byte
+            if byte_level and token not in added:  # each character stands for one byte
                 counts[i] = len(token)
             elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback
                 counts[i] = 1
@@ -124,9 +126,9 @@ class Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, mask: bool = False) -> Tokenizer:
-    """Byte-level BPE (arXiv 1508.07909 on the bytes of UTF-8, as GPT-2) of at most vocab_size tokens.
+    """Trains a byte-level BPE with at most vocab_size tokens (arXiv 1508.07909 on UTF-8 bytes, as GPT-2).
 
-    The same texts give the same tokenizer: merges are ordered by count, then by ids.
+    The same texts give the same tokenizer, because merges are ordered by count, then by ids.
     """
     special = [END, MASK] if mask else [END]
     check_bpe_size(vocab_size, mask)
@@ -153,12 +155,12 @@ def check_bpe_size(vocab_size: int, mask: bool) -> None:
     least = 256 + (2 if mask else 1)
     if vocab_size < least:
         raise UserError(
-            f"data.tokenizer = bpe:{vocab_size}: needs at least {least} tokens (256 bytes and special ones)"
+            f"data.tokenizer = bpe:{vocab_size}: needs at least {least} tokens (256 bytes and the special tokens)"
         )
 
 
 def bytes_tokenizer(mask: bool = False) -> Tokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8, 256 is the end token (and 257 the mask)."""
+    """A tokenizer of UTF-8 bytes: ids 0 to 255 are the bytes, 256 is the end token, 257 the mask."""
     letters = byte_letters()
     inner = tokenizers.Tokenizer(models.BPE({letters[b]: b for b in range(256)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
@@ -167,7 +169,7 @@ def bytes_tokenizer(mask: bool = False) -> Tokenizer:
 
 
 def chars_tokenizer(characters: Iterable[str], mask: bool = False) -> Tokenizer:
-    """One id a character, in code-point order (as nanoGPT's character data), then the special tokens."""
+    """A tokenizer with one id per character, in code-point order (as nanoGPT's), then the special tokens."""
     vocab = {c: i for i, c in enumerate(sorted(set(characters)))}
     inner = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<|unknown|>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
@@ -176,10 +178,10 @@ def chars_tokenizer(characters: Iterable[str], mask: bool = False) -> Tokenizer:
 
 
 def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
-    """A Hugging Face tokenizer.json (or the folder that holds one).
+    """Loads a Hugging Face tokenizer.json, or the one in a folder.
 
-    Its end and mask tokens are those that tokenizer_config.json beside it names (eos_token, mask_token), else
-    the usual names. mask: a mask token is required. Raises UserError when the file or a token is missing.
+    tokenizer_config.json beside it names the end and mask tokens (eos_token, mask_token). Without it the usual names
+    are tried. mask: a mask token is required. Raises UserError if the file or a token is missing.
     """
     path = path / "tokenizer.json" if path.is_dir() else path
     config_path = path.with_name("tokenizer_config.json")
@@ -189,7 +191,7 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
         vocab = tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
     except OSError as error:
         raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None
-    except Exception as error:  # the library raises bare Exception for a file it does not understand
+    except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
         raise UserError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from None
     end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
     named_mask = config.get("mask_token")
@@ -199,7 +201,7 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """Pieces of at most `size` characters, cut after a line break where there is one."""
+    """Pieces of at most `size` characters, cut after a line break if there is one."""
     start = 0
     while start < len(text):
         stop = start + size
@@ -211,9 +213,9 @@ def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
 
 
 def byte_letters() -> dict[int, str]:
-    """The printable letter that stands for each byte in byte-level vocabularies (GPT-2's convention).
+    """The printable letter for each byte in byte-level vocabularies (GPT-2's convention).
 
-    Bytes that are printable in Latin-1 stand for themselves, the others take the letters from U+0100 on.
+    Bytes that are printable in Latin-1 stand for themselves. The others get the letters from U+0100 on.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in plain]
@@ -232,13 +234,13 @@ def _find_token(path: Path, vocab: dict[str, int], named: Any, usual: list[str],
         if isinstance(token, str) and token in vocab:
             return token
     raise UserError(
-        f"data.tokenizer: {path} has no {role} token; it may be named in tokenizer_config.json beside it, "
-        f"or be one of {', '.join(usual)}"
+        f"data.tokenizer: {path} has no {role} token; name it in tokenizer_config.json beside it, "
+        f"or use one of {', '.join(usual)}"
     )
 
 
 def _mark_special(spec: dict[str, Any], vocab: dict[str, int], tokens: list[str]) -> None:
-    """Makes the tokens special in the file's content, so that text that looks like one is not taken so."""
+    """Marks the tokens as special in the file's content, so that text that looks like one stays text."""
     added = {entry["content"]: entry for entry in spec.setdefault("added_tokens", [])}
     for token in tokens:
         if token in added:
@@ -264,7 +266,7 @@ def _is_plain_bytes(spec: dict[str, Any]) -> bool:
 
 
 def _character_table(spec: dict[str, Any]) -> np.ndarray | None:
-    """Code point -> id (-1: unknown) when every token is one character and every character one token."""
+    """Maps code points to ids (-1: unknown) if every token is one character. Otherwise None."""
     model, split = spec["model"], spec["pre_tokenizer"] or {}
     if model["type"] != "WordLevel" or split.get("pattern") != {"Regex": r"[\s\S]"} or spec["normalizer"]:
         return None

@@ -1,7 +1,11 @@
-"""Tokens on disk, seen as one long array; and the data set that a run trains on."""
+"""Tokens on disk: shards of raw little-endian ids with a manifest, read as one long array.
+
+`DataSet` is what a run trains on.
+"""
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fivefold.data.tokenizer import Tokenizer
+from fivefold.files import write_atomically
 
-OPEN_MAPS = 256  # each mapping holds a file descriptor, and a process has 1024 of them by default
+OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by default
 
 
 class Shard(NamedTuple):
@@ -26,9 +31,9 @@ class Shard(NamedTuple):
 
 
 class Tokens:
-    """Memory-mapped token ids over any number of shards: len() counts tokens, [a:b] reads across borders.
+    """Memory-mapped token ids of any number of shards. len() counts tokens, and [a:b] reads across shards.
 
-    start, stop: the window of the shards' tokens that this object shows (all of them by default).
+    start, stop: the window of the shards' tokens that this object shows [default: all].
     """
 
     def __init__(self, shards: Sequence[Shard], start: int = 0, stop: int | None = None):
@@ -45,7 +50,7 @@ class Tokens:
         return self._stop - self._start
 
     def __getitem__(self, window: slice) -> np.ndarray:
-        """Ids [a:b] as an array of the shards' dtype (a view of the mapping where one shard holds all)."""
+        """Ids [a:b] in the shards' dtype. The array is a view of the mapping if one shard holds all of them."""
         a, b, step = window.indices(len(self))
         assert step == 1, "tokens are read in order"
         pieces = list(self._pieces(a, b))
@@ -84,11 +89,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class DataSet:
-    """What `prepare` returns.
+    """The prepared data of a run.
 
-    train, val: the two splits (val None when nothing is held out). tokenizer: None for `tokens:` sources.
-    vocab_size: ids are below it. mask_id: the id that stands for a hidden token, where arch is `bert`.
-    info: source, fingerprint, folder, cached, documents / tokens / bytes per split, what was skipped.
+    train, val: the two splits (val is None if nothing is held out). tokenizer: None for `tokens:` sources. vocab_size:
+    all ids are below it. mask_id: the id of a hidden token, where the objective is `mlm`. info: source, fingerprint,
+    folder, cached, documents / tokens / bytes per split, skipped documents.
     """
 
     train: Tokens
@@ -97,3 +102,62 @@ class DataSet:
     vocab_size: int
     mask_id: int | None = None
     info: dict[str, Any] = field(default_factory=dict)
+
+
+FORMAT = 1  # raise it when the same source and settings would give other shards
+SHARD_TOKENS = 1 << 27
+NAMES = ("train", "val")
+
+
+class ShardWriter:
+    """Writes one split as train-00000.bin, train-00001.bin, ... with SHARD_TOKENS each (fewer in the last)."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int = SHARD_TOKENS):
+        self.folder, self.name, self.dtype, self.shard_tokens = folder, name, dtype, shard_tokens
+        self.counts: list[int] = []
+        self._file = None
+
+    def write(self, ids: np.ndarray) -> None:
+        while len(ids):
+            if self._file is None or self.counts[-1] == self.shard_tokens:
+                self.close()
+                self._file = open(self.folder / self._name(len(self.counts)), "wb")  # noqa: SIM115
+                self.counts.append(0)
+            taken = ids[: self.shard_tokens - self.counts[-1]]
+            self._file.write(np.ascontiguousarray(taken, self.dtype).data)
+            self.counts[-1] += len(taken)
+            ids = ids[len(taken) :]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def entries(self) -> list[dict[str, Any]]:
+        """File and tokens of each shard, for the manifest."""
+        return [{"file": self._name(i), "tokens": count} for i, count in enumerate(self.counts)]
+
+    def _name(self, index: int) -> str:
+        return f"{self.name}-{index:05d}.bin"
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1))
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a complete folder, or None if it is missing or a shard is missing or has the wrong size."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+        item = np.dtype(manifest["dtype"]).itemsize
+        for entry in manifest["shards"]["train"] + manifest["shards"]["val"]:
+            if (folder / entry["file"]).stat().st_size != entry["tokens"] * item:
+                return None
+    except (OSError, ValueError, KeyError):
+        return None
+    return manifest if manifest["format"] == FORMAT else None
+
+
+def open_tokens(folder: Path, manifest: dict[str, Any], split: str) -> Tokens:
+    entries = manifest["shards"][split]
+    return Tokens([Shard(folder / e["file"], manifest["dtype"], 0, e["tokens"]) for e in entries])

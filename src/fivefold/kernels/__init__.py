@@ -1,17 +1,49 @@
-"""Fused kernels, each with a plain fallback. Functions of tensors; they know nothing of models or ranks."""
+"""Fused kernels, each with a plain fallback. They are functions of tensors, and know nothing of models or ranks.
 
-from fivefold.kernels.blockwise_attention import attention, qkv_attention
-from fivefold.kernels.elementwise import add_rms_norm, rms_norm, rope, swiglu
-from fivefold.kernels.loss import linear_cross_entropy
-from fivefold.kernels.product import linear
+Names are imported at first use: `kernels.sizes` is read where torch is not loaded.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fivefold.kernels.blockwise_attention import attention, qkv_attention
+    from fivefold.kernels.elementwise import add_rms_norm, rms_norm, rope, swiglu
+    from fivefold.kernels.loss import linear_cross_entropy
+    from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 
 __all__ = [
     "add_rms_norm",
     "attention",
+    "input_gradient",
     "linear",
     "linear_cross_entropy",
     "qkv_attention",
     "rms_norm",
     "rope",
     "swiglu",
+    "weight_gradient",
 ]
+
+_HOMES = {
+    "add_rms_norm": "elementwise",
+    "attention": "blockwise_attention",
+    "input_gradient": "matmul",
+    "linear": "matmul",
+    "linear_cross_entropy": "loss",
+    "qkv_attention": "blockwise_attention",
+    "rms_norm": "elementwise",
+    "rope": "elementwise",
+    "swiglu": "elementwise",
+    "weight_gradient": "matmul",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fivefold.kernels' has no attribute '{name}'")
+    value = getattr(import_module(f"fivefold.kernels.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

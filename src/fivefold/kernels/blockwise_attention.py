@@ -1,8 +1,8 @@
 """Attention over the fused projection of queries, keys and values.
 
-On CPUs: matrix products by blocks of queries against the keys they see, with the softmax of native.c between
-them. On the common work (T 256, d 64) this is about twice as fast as PyTorch's flash attention for CPUs in bf16
-(benchmarks/kernels.py). Elsewhere: PyTorch's scaled_dot_product_attention.
+On CPUs: matmuls of blocks of queries with the keys they see, with the softmax of native.c between them. For typical
+sizes (T 256, d 64) this is about twice as fast as PyTorch's flash attention for CPUs in bf16 (benchmarks/kernels.py).
+Elsewhere: PyTorch's scaled_dot_product_attention.
 
 Legend: B batch, T sequence, H query heads, K key-value heads, G = H/K, d head size, Q queries in a block, S keys seen.
 """
@@ -19,12 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope
-
-# queries in a block, in fp32 and in other dtypes: with smaller ones more of what is masked is left out, but small
-# products are slower
-FP32_BLOCK, BLOCK = 64, 128
-MAX_BLOCKS = 16  # longer sequences get larger blocks: few, large products
-KEEP = 1024  # up to this T the probabilities are kept for backward; beyond it they are computed again
+from fivefold.kernels.sizes import keeps_probabilities, query_blocks
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
@@ -46,7 +41,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
 def qkv_attention(
     qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool
 ) -> Tensor:
-    """Attention of one fused projection: rotates queries and keys (where cos is given) and attends.
+    """Attention on one fused projection: rotates queries and keys (if cos is given) and attends.
 
     qkv (B, T, (H + 2K) d): all query heads, then key heads, then value heads. cos, sin (T, d/2) fp32 or None.
     Returns (B, T, H d).
@@ -62,7 +57,7 @@ def qkv_attention(
 
 
 class _QKVAttention(Function):
-    """The CPU path. Backward writes the gradients of q, k and v straight into the gradient of qkv."""
+    """The CPU path. Backward writes the gradients of q, k and v directly into the gradient of qkv."""
 
     @staticmethod
     def forward(
@@ -79,14 +74,14 @@ class _QKVAttention(Function):
         v_BKTd = _heads_first(qkv, heads + kv_heads, kv_heads, d, 0, T)
         out = qkv.new_empty(B, T, heads * d)
         queries, probabilities = [], []
-        for start, end, seen in _blocks(T, causal, qkv.dtype):
+        for start, end, seen in query_blocks(T, causal, qkv.element_size()):
             q = _heads_first(qkv, 0, heads, d, start, end, cos, sin)
             p = _probabilities(q, k_BKTd, start, seen, causal)  # (BK, GQ, S)
             o = torch.bmm(p, _flat(v_BKTd[:, :, :seen]))  # (BK, GQ, d)
             _heads_last(o.view(q.shape), out, 0, start)
             queries.append(q)
             probabilities.append(p)
-        kept = probabilities if T <= KEEP else []
+        kept = probabilities if keeps_probabilities(T) else []
         ctx.save_for_backward(k_BKTd, v_BKTd, cos, sin, *queries, *kept)
         ctx.causal, ctx.heads = causal, heads
         return out
@@ -96,16 +91,18 @@ class _QKVAttention(Function):
     def backward(ctx: Any, *grads: Tensor):
         k, v, cos, sin, *saved = ctx.saved_tensors
         B, K, T, d = k.shape
-        blocks = _blocks(T, ctx.causal, k.dtype)
-        total_dtype = k.dtype if len(blocks) <= 2 else torch.float32  # sums of many blocks are kept in fp32
+        blocks, kept = query_blocks(T, ctx.causal, k.element_size()), keeps_probabilities(T)
+        total_dtype = k.dtype if len(blocks) <= 2 else torch.float32  # sums over many blocks are fp32
         dout, dk, dv = grads[0].contiguous(), None, None  # (B, T, H d)
         dqkv = k.new_empty(B, T, (ctx.heads + 2 * K) * d)
-        for i in reversed(range(len(blocks))):  # the last block sees every key: its products start the sums
+        for i in reversed(range(len(blocks))):  # the last block sees every key, so its matmuls start the sums
             start, end, seen = blocks[i]
             q = saved[i]
-            p = saved[len(blocks) + i] if T <= KEEP else _probabilities(q, k, start, seen, ctx.causal)
+            p = saved[len(blocks) + i] if kept else _probabilities(q, k, start, seen, ctx.causal)
             do = _stack(_heads_first(dout, 0, ctx.heads, d, start, end), K)  # (BK, GQ, d)
-            ds = torch.bmm(do, _flat(v[:, :, :seen]).transpose(1, 2))  # (BK, GQ, S): of p, then of the scores
+            ds = torch.bmm(
+                do, _flat(v[:, :, :seen]).transpose(1, 2)
+            )  # (BK, GQ, S): gradient of p, then of the scores
             _softmax("backward", p, ds, end - start, start, ctx.causal, d)
             _heads_last(torch.bmm(ds, _flat(k[:, :, :seen])).view(q.shape), dqkv, 0, start, cos, sin)
             dv_block = torch.bmm(p.transpose(1, 2), do).view(B, K, seen, d)
@@ -122,34 +119,28 @@ class _QKVAttention(Function):
         return dqkv, None, None, None, None, None
 
 
-def _blocks(T: int, causal: bool, dtype: torch.dtype) -> list[tuple[int, int, int]]:
-    """(start, end, keys seen) of each block of queries."""
-    size = max(FP32_BLOCK if dtype == torch.float32 else BLOCK, -(-T // MAX_BLOCKS))
-    return [(s, min(s + size, T), min(s + size, T) if causal else T) for s in range(0, T, size)]
-
-
 def _probabilities(q_BHQd: Tensor, k_BKTd: Tensor, start: int, seen: int, causal: bool) -> Tensor:
-    """softmax of the scores of a block of queries, the first at `start`, against the keys seen: (B K, G Q, S)."""
+    """Probabilities of a block of queries, the first at position `start`, over the keys seen: (B K, G Q, S)."""
     scores = torch.bmm(_stack(q_BHQd, k_BKTd.shape[1]), _flat(k_BKTd[:, :, :seen]).transpose(1, 2))
     _softmax("forward", scores, None, q_BHQd.shape[2], start, causal, q_BHQd.shape[3])
     return scores
 
 
 def _softmax(way: str, p: Tensor, dp: Tensor | None, queries: int, start: int, causal: bool, d: int) -> None:
-    """The kernel on (B K, G Q, S): forward over scores p in place; backward over dp in place, given p."""
+    """Runs the softmax kernel on (B K, G Q, S): forward over scores p in place; backward over dp in place, given p."""
     matrices = p.shape[0] * p.shape[1] // queries
-    sizes = matrices, queries, p.shape[2]  # forward could give the log-sum-exp where backward has dp
+    sizes = matrices, queries, p.shape[2]  # forward could return the log-sum-exp in dp's place
     native.call(f"softmax_{way}", p.dtype, p, dp, *sizes, start, int(causal), float(d**-0.5))
 
 
 def _stack(x_BHQd: Tensor, kv_heads: int) -> Tensor:
-    """The query heads that share a key-value head, one under the other: (B K, G Q, d)."""
+    """Stacks the query heads that share a key-value head: (B K, G Q, d)."""
     B, H, Q, d = x_BHQd.shape
     return x_BHQd.view(B * kv_heads, H // kv_heads * Q, d)
 
 
 def _flat(x_BKSd: Tensor) -> Tensor:
-    """(B, K, S, d), perhaps cut in S, as (B K, S, d) without a copy."""
+    """Views (B, K, S, d), perhaps cut in S, as (B K, S, d) without a copy."""
     B, K, S, d = x_BKSd.shape
     return x_BKSd.as_strided((B * K, S, d), (x_BKSd.stride(1), d, 1), x_BKSd.storage_offset())
 
@@ -164,7 +155,7 @@ def _heads_first(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> Tensor:
-    """Heads first..first+heads of tokens start..end of x (B, T, all heads x d), rotated where cos is given:
+    """Heads first..first+heads of tokens start..end of x (B, T, all heads x d), rotated if cos is given:
     (B, heads, end-start, d)."""
     B, T, width = x.shape
     out = x.new_empty(B, heads, end - start, d)
@@ -177,8 +168,8 @@ def _heads_first(
 def _heads_last(
     x_BHQd: Tensor, out: Tensor, first: int, start: int, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> None:
-    """The way back: into heads first.. of tokens start.. of out (B, T, all heads x d), rotated by the
-    opposite angles."""
+    """Inverse of `_heads_first`: writes into heads first.. of tokens start.. of out (B, T, all heads x d), rotated by
+    the opposite angles."""
     B, heads, Q, d = x_BHQd.shape
     T, width = out.shape[1:]
     cos, sin = (

@@ -1,8 +1,8 @@
-"""Output projection and cross-entropy in one: full logits never exist.
+"""Output projection and cross-entropy in one; full logits never exist.
 
-The rows are taken in chunks; a chunk's logits are turned into their own gradient in place and multiplied into the
-gradients of input and weight at once, in forward (the idea of Liger Kernel, arXiv 2410.10989). Memory: one chunk's
-logits instead of N x V.
+The loss takes its rows in chunks (kernels/sizes.py). A chunk's logits become their own gradient in place, and forward
+multiplies it into the gradients of input and weight at once (the idea of Liger Kernel, arXiv 2410.10989). Memory: the
+logits of one chunk instead of N x V.
 """
 
 from __future__ import annotations
@@ -14,13 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.kernels import native
-from fivefold.kernels.product import linear
-
-CHUNK_BYTES = (
-    16 << 20
-)  # logits alive at once: 2048 rows at V 4096 in bf16; about what a CPU keeps in its last cache
-MIN_ROWS = 128  # fewer would make the products slow
+from fivefold.kernels import native, sizes
+from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,7 +34,7 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         assert targets.shape == x.shape[:1], "one target a row"
         N, V = x.shape[0], weight.shape[0]
-        rows = rows_at_once(N, V, x.element_size())
+        rows = rows_at_once(x, V)
         scale = 1.0 / max(1, int((targets >= 0).sum()))
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
         needs_x, needs_weight, _, needs_bias, _ = (needed and gradients for needed in ctx.needs_input_grad)
@@ -50,12 +45,12 @@ class _LinearCrossEntropy(Function):
             logits = linear(x[part], weight, bias)
             dlogits = _loss_and_gradient(logits, targets[part], losses[part], scale)
             if dx is not None:
-                dx[part] = linear(dlogits, weight.t())
+                dx[part] = input_gradient(dlogits, weight)
             if needs_weight:
-                dweight = add_chunk(dweight, dlogits.t() @ x[part], rows >= N)
+                dweight = add_chunk(dweight, weight_gradient(dlogits, x[part]), rows >= N)
             if needs_bias:
                 dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
-        if N == 0:  # nothing counts here, but other ranks expect a gradient to sum
+        if N == 0:  # no target counts here, but other ranks expect a gradient to sum
             dweight = torch.zeros_like(weight) if needs_weight else None
             dbias = torch.zeros_like(bias) if needs_bias and bias is not None else None
         ctx.save_for_backward(dx, dweight, dbias)
@@ -66,21 +61,20 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         factor, (dx, dweight, dbias) = grads[0], ctx.saved_tensors
-        for gradient in (dx, dweight, dbias):  # in place: they are needed once
+        for gradient in (dx, dweight, dbias):  # in place: they are used once
             if gradient is not None:
                 gradient.mul_(factor)
         dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
         return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None
 
 
-def rows_at_once(N: int, V: int, element_size: int) -> int:
-    """Rows of a chunk: equally many in each, and their V logits fit CHUNK_BYTES."""
-    rows = max(MIN_ROWS, CHUNK_BYTES // (V * element_size))
-    return -(-N // max(1, -(-N // rows)))
+def rows_at_once(x: Tensor, V: int) -> int:
+    """Rows of x (N, D) whose V logits are computed at once."""
+    return sizes.rows_at_once(x.shape[0], V, x.element_size(), sizes.logits_bytes(x.device.type))
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: float) -> Tensor:
-    """Fills losses (n) and returns scale * (softmax - onehot), over the logits (n, V) where it can."""
+    """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V) if possible."""
     if native.usable(logits):
         assert int(targets.max()) < logits.shape[1], "a target beyond the vocabulary"
         native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, *logits.shape, scale)
@@ -94,7 +88,7 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: f
 
 
 def add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
-    """Sums over chunks in fp32; a single chunk needs no sum."""
+    """Adds up chunks in fp32. A single chunk needs no sum."""
     if only:
         return part
     return part.float() if total is None else total.add_(part)

@@ -1,5 +1,5 @@
-"""What a mixture of experts does besides its router: sorting tokens by expert, one product for all experts, and
-bringing the results back. Functions of tensors.
+"""The computation of a mixture of experts after its router: sorts tokens by expert, computes all experts in one grouped
+matmul, and returns the results to their tokens. Functions of tensors.
 
 Legend: N tokens, K experts of a token, E experts, M rows (a token once for each of its experts, less those dropped),
 D model, F features.
@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 
 class Plan(NamedTuple):
-    """Where tokens go. Slot s of token n is number s N + n, so first choices come before second ones.
+    """The assignment of tokens to rows. Slot s of token n has index s N + n, so first choices come before second ones.
 
-    order_M: the slot of each row; rows are in the order of experts, within an expert in that of slots. place_NK: the
-    row of each slot, M where it is dropped. counts_E: rows of each expert. chosen_E: slots of each, dropped ones too.
+    order_M: the slot of each row; rows are sorted by expert, then by slot. place_NK: the row of each slot, or M if it
+    is dropped. counts_E: rows of each expert. chosen_E: slots of each expert, including dropped ones.
     """
 
     order_M: Tensor
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
 
 def plan(chosen_NK: Tensor, experts: int, capacity: int = 0) -> Plan:
-    """Sorts slots by expert. capacity: rows that an expert takes, the first in the order of slots; 0: all."""
+    """Sorts slots by expert. capacity: most rows per expert; the first slots are kept. 0: no limit."""
     slots = chosen_NK.t().reshape(-1)
     order = slots.argsort(stable=True)
     chosen = counts = torch.bincount(slots, minlength=experts)
@@ -54,12 +54,13 @@ def dispatch(x_ND: Tensor, plan: Plan) -> Tensor:
 
 
 def combine(rows_MD: Tensor, weights_NK: Tensor, plan: Plan) -> Tensor:
-    """The sum of each token's rows by its weights; dropped ones count as zero. (N, D) in the rows' dtype."""
+    """The weighted sum of each token's rows; dropped ones count as zero. (N, D) in the rows' dtype."""
     return _Combine.apply(rows_MD, weights_NK.to(rows_MD.dtype), plan)
 
 
 def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
-    """Rows that are sorted by expert, times each one's own weight: counts_E[0] rows by weight 0, and so on. (M, F)."""
+    """Multiplies rows sorted by expert with their expert's weight: counts_E[0] rows with weight 0, and so on. (M,
+    F)."""
     offsets = counts_E.cumsum(0).to(torch.int32)
     return F.grouped_mm(rows_MD, weight_EFD.transpose(1, 2), offs=offsets)
 
@@ -98,8 +99,8 @@ class _Combine(Function):
 
 
 def _sum_rows(rows_MD: Tensor, place_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
-    """The sum of the rows at `place`, weighted, one bag of K rows a token: an order that does not change from run to
-    run. A place of M is a row of zeros."""
+    """The weighted sum of the rows at `place`, one bag of K rows per token. The order of summation is the same in every
+    run. Place M is a row of zeros."""
     if len(rows_MD) < place_NK.numel():
         rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
     return F.embedding_bag(place_NK, rows_MD, mode="sum", per_sample_weights=weights_NK)

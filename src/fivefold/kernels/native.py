@@ -1,9 +1,9 @@
 """Compiles and loads native.c: the element-wise kernels for CPUs.
 
-The machine's own C compiler builds it at first use (about a second) for the machine's own vector units; the
-library is kept in the cache folder under a name that holds the hash of the source, the flags and the processor.
-Without a compiler, or with FIVEFOLD_NATIVE=0, everything runs on PyTorch's own operations: same results to
-rounding, slower. `why_not()` says which of the two holds, and the training log prints it.
+The machine's C compiler builds it at first use (about a second) for the machine's vector units. The library is kept in
+the cache folder; its name contains a hash of the source, the flags and the processor. Without a compiler, or with
+FIVEFOLD_NATIVE=0, PyTorch's own operations are used: slower, with the same results up to rounding. `why_not()` gives
+the reason, and the training log prints it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fivefold.files import cache_folder
 
@@ -63,7 +62,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             _require_ours(path)
         try:
             return ctypes.CDLL(str(library)), ""
-        except OSError:  # cut short by a full disk, say
+        except OSError:  # e.g. truncated by a full disk
             _compile(compiler, library)
             return ctypes.CDLL(str(library)), ""
     except (OSError, subprocess.SubprocessError) as error:
@@ -71,7 +70,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _require_ours(path: Path) -> None:
-    """Code is loaded only from where nobody else can have put it."""
+    """Refuses to load code that another user could have written."""
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise OSError(f"{path} belongs to another user or can be written by others; not loaded")
@@ -90,12 +89,12 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 def why_not() -> str:
-    """Why the native kernels are not used; empty when they are."""
+    """The reason why the native kernels are not used; empty if they are."""
     return _load()[1]
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Whether the native kernels can take these tensors: on the CPU, fp32 or bf16, all of one dtype."""
+    """True if the native kernels can take these tensors: on the CPU, fp32 or bf16, all of one dtype."""
     return (
         all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
         and tensors[0].dtype in (torch.float32, torch.bfloat16)
@@ -105,8 +104,8 @@ def usable(*tensors: torch.Tensor) -> bool:
 
 def call(name: str, dtype: torch.dtype, *arguments: torch.Tensor | int | float | None) -> None:
     """Runs kernel `name` of native.c for `dtype`. Tensors go as pointers (None: null), int as int64, float as float.
-    Fake tensors have no memory, and nothing is done with them: a dry run takes the same way, with the same shapes."""
-    if any(isinstance(argument, FakeTensor) for argument in arguments):
+    Hollow tensors have no memory, so the call does nothing: a trace takes the same path with the same shapes."""
+    if getattr(arguments[0], "hollow", False):  # not every argument: this is per call of every kernel
         return
     library = _load()[0]
     assert library is not None

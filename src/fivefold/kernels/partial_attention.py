@@ -1,10 +1,9 @@
-"""Attention of queries to some of their keys, in a form from which the whole can be put together.
+"""Attention over one block of keys. It also returns the log-sum-exp of the scores (lse), so that blocks can be merged.
 
-Besides its output each query gets the logarithm of the sum of exponents of its scores (lse). Two results over
-different keys are merged by weighing them with their shares of the sum (`merge`). Backward works key block by key
-block, too: from the lse over all keys it computes the probabilities again (FlashAttention, arXiv 2205.14135).
+`merge` weighs two results over different keys by their shares of the sum. Backward also goes block by block. It
+recomputes the probabilities from the lse over all keys (FlashAttention, arXiv 2205.14135).
 
-On NVIDIA GPUs in bf16 and fp16: PyTorch's flash kernels. Elsewhere: matrix products by blocks of queries, as in
+On NVIDIA GPUs in bf16 and fp16: PyTorch's flash kernels. Elsewhere: matmuls by blocks of queries, as in
 `blockwise_attention.py`.
 
 Legend: B batch, H query heads, K key-value heads, G = H/K, d head size, T tokens of qkv, Q queries, q of them in a
@@ -19,15 +18,15 @@ import torch
 from torch import Tensor
 
 from fivefold.kernels import native
-from fivefold.kernels.blockwise_attention import _blocks, _flat, _heads_first, _heads_last
+from fivefold.kernels.blockwise_attention import _flat, _heads_first, _heads_last
 from fivefold.kernels.elementwise import rope
-
-aten = torch.ops.aten
+from fivefold.kernels.private import flash_attention, flash_attention_backward
+from fivefold.kernels.sizes import query_blocks
 
 
 class Queries(NamedTuple):
-    """What backward needs of queries, whichever keys it looks at: themselves, the gradient of their output, their
-    output over all keys, (B, H, Q, d); lse over all keys and delta = sum(dout * out), (B, H, Q) fp32."""
+    """Tensors of queries for backward over any keys. q, dout, out: the queries, the gradient of their output, and their
+    output over all keys, each (B, H, Q, d). lse: over all keys. delta: sum(dout * out). Both (B, H, Q) in fp32."""
 
     q: Tensor
     dout: Tensor
@@ -36,15 +35,15 @@ class Queries(NamedTuple):
     delta: Tensor
 
     def late(self, count: int) -> Queries:
-        """The last `count` of them."""
+        """The last `count` queries."""
         return Queries(*(x[:, :, -count:].contiguous() for x in self))
 
 
 def split_heads(
     qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """qkv (B, T, (H + 2K) d) as queries (B, H, T, d) and keys and values (2, B, K, T, d), both contiguous; queries and
-    keys rotated where cos, sin (T, d/2) are given."""
+    """Splits qkv (B, T, (H + 2K) d) into queries (B, H, T, d) and keys and values (2, B, K, T, d), both contiguous.
+    Queries and keys are rotated if cos, sin (T, d/2) are given."""
     B, T, width = qkv.shape
     d = width // (heads + 2 * kv_heads)
     if native.usable(qkv):
@@ -61,7 +60,7 @@ def split_heads(
 def split_heads_backward(
     dq: Tensor, dkv: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> Tensor:
-    """The gradient of qkv (B, T, (H + 2K) d) from those of queries and of keys and values."""
+    """The gradient of qkv (B, T, (H + 2K) d) from the gradients of queries and of keys and values."""
     B, H, T, d = dq.shape
     K = dkv.shape[2]
     if native.usable(dq, dkv):
@@ -71,13 +70,13 @@ def split_heads_backward(
         _heads_last(dkv[1], dqkv, H + K, 0)
         return dqkv
     parts = [x.transpose(1, 2) for x in (dq, dkv[0], dkv[1])]
-    if cos is not None and sin is not None:  # back: by the opposite angles
+    if cos is not None and sin is not None:  # rotated back by the opposite angles
         parts[:2] = [rope(x, cos, -sin) for x in parts[:2]]
     return torch.cat(parts, dim=2).flatten(2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """q (B, H, Q, d) against k, v (B, K, S, d): output (B, H, Q, d) in q's dtype, lse (B, H, Q) fp32.
+    """Attention of q (B, H, Q, d) to k, v (B, K, S, d). Returns output (B, H, Q, d) in q's dtype, lse (B, H, Q) fp32.
 
     Causal: query i sees keys 0..i, and Q = S. q is contiguous; k and v may be cut in S from longer ones.
     """
@@ -85,7 +84,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
     if _has_flash(q):
         return _flash(q, k, v, causal)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    for start, end, seen in _ranges(q.shape[2], k.shape[2], causal, q.dtype):
+    for start, end, seen in _ranges(q.shape[2], k.shape[2], causal, q.element_size()):
         block, keys, values = slice(start, end), _flat(k[:, :, :seen]), _flat(v[:, :, :seen])
         p = torch.bmm(_rows(q[:, :, block], k.shape[1]), keys.transpose(1, 2))  # (B K, G q, S)
         lse[:, :, block] = _softmax(p, end - start, start, causal, q.shape[3]).view(lse[:, :, block].shape)
@@ -94,26 +93,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds to out (B, H, Q, d) and lse (B, H, Q), both fp32, what the same queries found among other keys."""
+    """Merges another result, of the same queries over other keys, into out (B, H, Q, d) and lse (B, H, Q), both
+    fp32."""
     share = torch.sigmoid(part_lse - lse)  # of the sum over both
     out.lerp_(part.to(out.dtype), share[..., None])
     torch.logaddexp(lse, part_lse, out=lse)
 
 
 def queries(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Queries:
-    """All of them; out in the dtype in which it was returned."""
+    """The `Queries` of a backward pass. out: in the dtype that forward returned."""
     return Queries(q, dout, out, lse, (dout.float() * out).sum(-1))
 
 
 def attend_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, over these keys, (B, H, Q, d), and of k and v, (B, K, S, d), in fp32 where they are sums
-    of many blocks, else in their dtype."""
+    """Gradients over these keys: of q (B, H, Q, d), and of k and v (B, K, S, d). The last two are fp32 if they are sums
+    of many blocks."""
     if _has_flash(rows.q):
         return _flash_backward(rows, k, v, causal)
     (B, K, S, d), dq = k.shape, torch.empty_like(rows.q)
-    blocks = _ranges(rows.q.shape[2], S, causal, k.dtype)
+    blocks = _ranges(rows.q.shape[2], S, causal, k.element_size())
     dk = dv = None
-    for start, end, seen in reversed(blocks):  # the last block sees every key: its products start the sums
+    for start, end, seen in reversed(blocks):  # the last block sees every key, so its matmuls start the sums
         part, keys = Queries(*(x[:, :, start:end] for x in rows)), _flat(k[:, :, :seen])
         q_rows, do_rows = _rows(part.q, K), _rows(part.dout, K)  # (B K, G q, d)
         p = torch.bmm(q_rows, keys.transpose(1, 2))
@@ -133,20 +133,20 @@ def attend_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[
     return dq, dk, dv
 
 
-def _ranges(Q: int, S: int, causal: bool, dtype: torch.dtype) -> list[tuple[int, int, int]]:
+def _ranges(Q: int, S: int, causal: bool, element_size: int) -> list[tuple[int, int, int]]:
     """(start, end, keys seen) of each block of queries."""
-    return [(start, end, seen if causal else S) for start, end, seen in _blocks(Q, causal, dtype)]
+    return [(start, end, seen if causal else S) for start, end, seen in query_blocks(Q, causal, element_size)]
 
 
 def _rows(x_BHqd: Tensor, kv_heads: int) -> Tensor:
-    """The query heads that share a key-value head, one under the other: (B K, G q, d)."""
+    """Stacks the query heads that share a key-value head: (B K, G q, d)."""
     B, H, q, d = x_BHqd.shape
     return x_BHqd.reshape(B * kv_heads, H // kv_heads * q, d)
 
 
 def _softmax(scores: Tensor, queries: int, start: int, causal: bool, d: int) -> Tensor:
-    """Scores (B K, G q, S) of a block of queries, the first at `start`, become probabilities; returns lse
-    (B K, G q)."""
+    """Turns scores (B K, G q, S) of a block of queries, the first at position `start`, into probabilities in place.
+    Returns lse (B K, G q)."""
     if native.usable(scores):
         lse = torch.empty(scores.shape[:2])
         sizes = (lse.numel() // queries, queries, scores.shape[2])
@@ -159,7 +159,7 @@ def _softmax(scores: Tensor, queries: int, start: int, causal: bool, d: int) -> 
 
 
 def _softmax_backward(scores: Tensor, dp: Tensor, rows: Queries, start: int, causal: bool) -> None:
-    """Scores (B K, G q, S) become probabilities, and their gradient dp that of the scores."""
+    """Turns scores (B K, G q, S) into probabilities, and their gradient dp into that of the scores, in place."""
     count, d = rows.q.shape[2:]
     lse, delta = rows.lse.contiguous(), rows.delta.contiguous()
     if native.usable(scores, dp):
@@ -175,7 +175,7 @@ def _softmax_backward(scores: Tensor, dp: Tensor, rows: Queries, start: int, cau
 
 
 def _masked(scores: Tensor, queries: int, start: int, causal: bool) -> Tensor:
-    """-inf where a query does not see a key."""
+    """Sets scores to -inf where a query does not see a key."""
     if not causal:
         return scores
     seen = torch.ones(queries, scores.shape[2], dtype=torch.bool, device=scores.device).tril(start)
@@ -184,27 +184,22 @@ def _masked(scores: Tensor, queries: int, start: int, causal: bool) -> Tensor:
 
 
 def _has_flash(q: Tensor) -> bool:
-    """Meta stands for a GPU: tests call the kernels there, for shapes."""
+    """True if flash kernels take q. "meta" stands for a GPU: tests call the kernels there, for shapes."""
     return q.device.type in ("cuda", "meta") and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     k, v = (_repeated(x, q.shape[1]) for x in (k, v))
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-    return out, lse
+    return flash_attention(q, k, v, causal)
 
 
 def _flash_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     (B, K, S, d), H = k.shape, rows.q.shape[1]
     k, v = (_repeated(x, H) for x in (k, v))
-    no_dropout = torch.zeros((), dtype=torch.int64, device=k.device)  # its random state, which is not used
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        rows.dout, rows.q, k, v, rows.out, rows.lse, None, None, rows.q.shape[2], S, 0.0, causal,
-        no_dropout, no_dropout,
-    )  # fmt: skip
+    dq, dk, dv = flash_attention_backward(rows.dout, rows.q, k, v, rows.out, rows.lse, causal)
     return dq, dk.view(B, K, -1, S, d).sum(2), dv.view(B, K, -1, S, d).sum(2)
 
 
 def _repeated(x_BKSd: Tensor, heads: int) -> Tensor:
-    """One key-value head for each query head: (B, H, S, d)."""
+    """Repeats key-value heads, one for each query head: (B, H, S, d)."""
     return x_BKSd.repeat_interleave(heads // x_BKSd.shape[1], dim=1)

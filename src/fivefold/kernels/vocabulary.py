@@ -1,7 +1,7 @@
-"""Cross-entropy of logits of which only a part of the vocabulary is here: what others must know of it, and its
-gradient once the log-sum-exp over the whole vocabulary is known.
+"""Cross-entropy if this rank has some columns of the logits: the statistics that other ranks need, and the gradient
+once the log-sum-exp over the whole vocabulary is known.
 
-Legend: n rows (tokens), V columns here, `first` the number of the first of them in the whole vocabulary.
+Legend: n rows (tokens), V columns on this rank, `first` the index of its first column in the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from fivefold.kernels import native
 
 
 def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """(3, n) fp32: the largest logit here, the sum of exp(logit - largest), the target's logit or 0 where it is not
-    here. logits (n, V), targets (n) int64 in the whole vocabulary, negative for "not counted"."""
+    """Statistics of this rank's columns, (3, n) fp32: the largest logit, the sum of exp(logit - largest), and the
+    target's logit, or 0 if another rank has it. logits (n, V), targets (n) int64 in the whole vocabulary, negative for
+    "not counted"."""
     if native.usable(logits):
         out = torch.empty(3, len(logits), dtype=torch.float32)
         native.call("vocabulary_statistics", logits.dtype, logits, targets, out, *logits.shape, first)
@@ -27,7 +28,7 @@ def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor
 
 
 def vocabulary_loss(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """The statistics of all parts, (parts, 3, n) -> log-sum-exp (n) and cross-entropy (n) of each row."""
+    """Statistics of all ranks (parts, 3, n) -> log-sum-exp (n) and cross-entropy (n) of each row."""
     top, total, at_target = statistics.unbind(1)
     largest = top.amax(0)
     lse = (total * (top - largest).exp()).sum(0).log() + largest
@@ -35,8 +36,8 @@ def vocabulary_loss(statistics: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: float) -> Tensor:
-    """scale * (softmax - onehot) of the columns here, over the logits where it can; zeros where the target is
-    negative."""
+    """scale * (softmax - onehot) of this rank's columns, zero where the target is negative. The native kernel
+    overwrites the logits with it."""
     if native.usable(logits):
         native.call(
             "vocabulary_gradient", logits.dtype, logits, targets, lse.contiguous(), *logits.shape, first, scale
@@ -49,6 +50,6 @@ def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int
 
 
 def _local(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Which targets are here, and their columns (0 for the others)."""
+    """(True where a target is on this rank, its column or 0)."""
     here = (targets >= first) & (targets < first + columns)
     return here, (targets - first) * here

@@ -1,4 +1,4 @@
-"""The key-value cache: what attention has computed for earlier tokens, kept for the tokens to come."""
+"""The key-value cache: keys and values of earlier tokens, kept for later ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from fivefold import kernels
-from fivefold.recipe.schema import ModelSection
+from fivefold.models.section import ModelSection
 
 
 def cached_attention(
     qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, cache: LayerCache
 ) -> Tensor:
-    """Attention of T new tokens, which follow those that the cache holds and are added to it.
+    """Attention of T new tokens, which follow those in the cache and are added to it.
 
     qkv (B, T, (H + 2K) d); cos, sin (T, d/2) of the new positions, or None. Returns (B, T, H d).
     """
@@ -22,12 +22,12 @@ def cached_attention(
     if cos is not None and sin is not None:
         q_BTHd, k_BTKd = kernels.rope(q_BTHd, cos, sin), kernels.rope(k_BTKd, cos, sin)
     k_BSKd, v_BSKd = cache.append(k_BTKd, v_BTKd)
-    # A single new token sees every token so far: nothing to mask.
+    # A single new token sees all earlier ones, so there is nothing to mask.
     return kernels.attention(q_BTHd, k_BSKd, v_BSKd, causal=T > 1).flatten(2)
 
 
 class LayerCache:
-    """Keys and values of one block, in buffers (B, capacity, K, d) of which the first `length` rows count."""
+    """Keys and values of one block, in buffers (B, capacity, K, d). The first `length` rows are valid."""
 
     def __init__(
         self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
@@ -47,7 +47,7 @@ class LayerCache:
 
 
 class Cache:
-    """One `LayerCache` a block, given to a model with each piece of text: the prompt, then token by token."""
+    """One `LayerCache` per block, passed to a model with each piece of text: the prompt, then token by token."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """Number of tokens held."""
         return self.layers[0].length
 
     def clear(self) -> None:

@@ -1,8 +1,7 @@
-"""Exchange with Hugging Face `transformers`: names and shapes of weights and config.json, both ways.
+"""Exchange with Hugging Face `transformers`, both ways: names and shapes of weights, and config.json.
 
-Each model states its weights as a list of `Entry` (hf_llama.py, hf_gpt2.py, hf_bert.py, hf_moe.py). The same list is
-read forwards and backwards, so the way out and the way in cannot drift apart. `transformers` itself is not
-needed.
+Each architecture states its weights as a list of `Entry` (`hf.py` in its folder). Export and import read the same list,
+so they cannot drift apart. `transformers` itself is not needed.
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.models import build, hf_bert, hf_gpt2, hf_llama, hf_moe
-from fivefold.recipe import ModelSection, Recipe, TrainSection
+from fivefold.models.card import card_of
+from fivefold.models.registry import ARCHITECTURES, file_of
+from fivefold.models.rules import model_rules
+from fivefold.models.section import ModelSection
 
-EXCHANGES: dict[str, ModuleType] = {"llama": hf_llama, "gpt2": hf_gpt2, "bert": hf_bert, "moe": hf_moe}
-TYPES = {"mixtral" if arch == "moe" else arch: exchange for arch, exchange in EXCHANGES.items()}
+WRONG = "config.json has a wrong value (fields named as in our recipes)"
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
-    """Our weights by name -> theirs, in the same dtypes. Fused matrices come apart as views.
+    """Our weights by name -> theirs, in the same dtypes. Fused matrices are split into views.
 
     Raises:
         UserError: the names are not those of the model that `model` describes.
     """
-    entries = EXCHANGES[model.arch].entries(model)
+    entries = file_of(model.arch, "hf").entries(model)
     if state.keys() != {entry.ours for entry in entries}:
         raise UserError(f"the weights are of a model of your own, not of the recipe's {model.arch}")
     theirs: dict[str, Tensor] = {}
@@ -52,7 +52,7 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
         UserError: weights are missing, unknown, of another shape or dtype than `model` says, or stored twice
             with different values; all of it in one message.
     """
-    exchange = EXCHANGES[model.arch]
+    exchange = file_of(model.arch, "hf")
     given = {new: tensor for name, tensor in state.items() if (new := exchange.rename(name)) is not None}
     entries = exchange.entries(model)
     wanted = {name for entry in entries for name in entry.theirs}
@@ -67,7 +67,7 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
             )
     _raise_all("the weights do not fit config.json", problems)
 
-    shapes = {name: parameter.shape for name, parameter in build(model).named_parameters()}
+    shapes = card_of(model).parameters
     ours: dict[str, Tensor] = {}
     for entry in entries:
         parts = [given[name] for name in entry.theirs]
@@ -91,7 +91,7 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
 
 def hf_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Content of config.json for a resolved `[model]` section, except for the ids of special tokens."""
-    exchange = EXCHANGES[model.arch]
+    exchange = file_of(model.arch, "hf")
     return {
         "architectures": [exchange.ARCHITECTURE],
         **exchange.to_config(model),
@@ -106,9 +106,14 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
         UserError: keys are missing, or ask for something that our models do not compute; names every one.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in TYPES:
-        raise UserError(f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(TYPES)}')
-    exchange = TYPES[kind]
+    exchanges: dict[str, ModuleType] = {}
+    for exchange in (file_of(arch, "hf") for arch in ARCHITECTURES):
+        exchanges[exchange.MODEL_TYPE] = exchange
+    if not isinstance(kind, str) or kind not in exchanges:
+        raise UserError(
+            f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(exchanges)}'
+        )
+    exchange = exchanges[kind]
     try:
         fields = exchange.from_config(config)
         problems = exchange.problems(config)
@@ -125,11 +130,10 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
     _raise_all("config.json asks for what our model does not compute", problems)
     try:
         model = ModelSection(**fields)
-        Recipe(model=model, train=TrainSection(steps=1))  # checks what the fields must agree on
     except pydantic.ValidationError as error:
-        found = [f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors()]
-        _raise_all("config.json has a wrong value (fields named as in our recipes)", found)
+        _raise_all(WRONG, [f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors()])
         raise
+    _raise_all(WRONG, [message for _, message in model_rules(model)])
     return model
 
 

@@ -1,4 +1,4 @@
-"""The unit of a weight map between us and Hugging Face `transformers`."""
+"""An entry of a weight map between us and Hugging Face `transformers`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """One weight of ours and what it is there: one tensor, or several that ours stacks along dim 0."""
+    """One weight of ours and its counterpart there: one tensor, or several that ours stacks along dim 0."""
 
     ours: str
     theirs: tuple[str, ...]
     rows: tuple[int, ...] = ()
-    """Rows of ours that each of several tensors there has."""
+    """Rows of our weight for each of several tensors there."""
     transpose: bool = False
-    """Stored transposed there (the `Conv1D` of GPT-2)."""
+    """True if it is stored transposed there (the `Conv1D` of GPT-2)."""
 
 
 def same(ours: str, theirs: str, *kinds: str) -> list[Entry]:

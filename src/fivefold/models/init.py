@@ -1,14 +1,13 @@
-"""Initial weights: each element is a function of (seed, parameter name, element index) and of nothing else.
+"""Initial weights: each element depends only on (seed, parameter name, element index).
 
-So the same recipe starts from the same weights on every layout, device and shard, and a rank can make its
-own part of a tensor without the rest. Element i of parameter `name` is a standard normal number made from a
-64-bit hash of i under keys that follow from (seed, name): the mixing function of SplitMix64 (Steele, Lea,
-Flood 2014, "Fast splittable pseudorandom number generators"; constants of Stafford's mix 13), then
-Box-Muller (1958).
+So a recipe starts from the same weights on every layout, device and shard, and a rank can make its own part of a
+tensor without the rest. Element i of parameter `name` is a standard normal number. It comes from a 64-bit hash of i
+under keys derived from (seed, name): the mixing function of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable
+pseudorandom number generators"; constants of Stafford's mix 13), then Box-Muller (1958).
 
-Only integer operations and the floating-point operations that IEEE 754 rounds exactly (+ - * / sqrt) are
-used; logarithm and sine are polynomials of them. A library's logarithm differs in the last bit between a
-CPU and a GPU and between versions; these do not.
+Only integer operations and the floating-point operations that IEEE 754 rounds exactly (+ - * / sqrt) are used;
+logarithm and sine are polynomials of them. A library's logarithm differs in the last bit between CPU and GPU and
+between versions; these do not.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from fivefold.recipe.schema import ModelSection
-from fivefold.sharding import Part, boxes, local_shape
+from fivefold.kernels.hollow import Hollow
+from fivefold.models.section import ModelSection
+from fivefold.spread.parts import Part, boxes, local_shape
 
 CHUNK = 1 << 17  # elements made at once on a CPU: their scratch memory (4 MB) stays in its cache
 
@@ -30,8 +29,8 @@ CHUNK = 1 << 17  # elements made at once on a CPU: their scratch memory (4 MB) s
 def init_weights(module: nn.Module, seed: int, model: ModelSection) -> None:
     """Fills every parameter of a module in place; buffers get zeros.
 
-    Matrices: normal with standard deviation `init_std`; the projections back into the residual stream get it
-    divided by sqrt(2 L) (GPT-2). Scales of norms: ones. Biases: zeros.
+    Matrices: normal with standard deviation `init_std`, divided by sqrt(2 L) for the projections back into the residual
+    stream (GPT-2). Scales of norms: ones. Biases: zeros.
     """
     with torch.no_grad():
         for buffer in module.buffers():
@@ -48,9 +47,9 @@ def init_weights(module: nn.Module, seed: int, model: ModelSection) -> None:
 def init_part(
     seed: int, name: str, model: ModelSection, part: Part, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Initial values of what a rank keeps of parameter `name`: fp32, in the shape of `part.keeps`."""
+    """Initial values of a rank's part of parameter `name`: fp32, in the shape of `part.keeps`."""
     out = torch.empty(local_shape(part.keeps), dtype=torch.float32, device=device)
-    if isinstance(out, FakeTensor):  # of a dry run: it has a shape, and no values
+    if isinstance(out, Hollow):  # it has a shape but no values
         return out
     for where, box in boxes(part.keeps):
         if name.endswith("bias"):
@@ -69,7 +68,7 @@ def std_of(name: str, model: ModelSection) -> float:
 
 
 def fill_normal_(tensor: Tensor, seed: int, name: str, std: float) -> None:
-    """Fills a contiguous tensor with the elements of parameter `name`, by chunks."""
+    """Fills a contiguous tensor with the elements of parameter `name`, in chunks."""
     flat = tensor.view(-1)
     chunk = CHUNK if flat.device.type == "cpu" else 64 * CHUNK
     for offset in range(0, flat.numel(), chunk):
@@ -86,7 +85,7 @@ def init_box(
     box: Sequence[tuple[int, int]],
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The part [box[0][0]:box[0][1], box[1][0]:box[1][1], ...] of parameter `name` of that shape, in fp32."""
+    """The box [box[0][0]:box[0][1], box[1][0]:box[1][1], ...] of parameter `name` with this shape, in fp32."""
     assert all(0 <= a <= b <= n for n, (a, b) in zip(shape, box, strict=True)), (shape, box)
     out = torch.empty([b - a for a, b in box], dtype=torch.float32, device=device)
     keys = _keys(seed, name)
@@ -112,19 +111,19 @@ def _keys(seed: int, name: str) -> tuple[int, int]:
 
 
 def _standard_normal(index: Tensor, key_a: int, key_b: int) -> Tensor:
-    """Hash int64 indices (which are overwritten) and turn each into one standard normal number, fp32."""
+    """Hashes int64 indices (which are overwritten) and turns each into one standard normal number, fp32."""
     bits = _hash(index, key_a, key_b)
     # Two uniform numbers from the two halves. Conversion to fp32 rounds exactly, on every device.
     radius_uniform = (bits >> 32).bitwise_and_(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32)  # (0, 1]
     angle_uniform = bits.bitwise_and_(0xFFFFFFFF).sub_(1 << 31).float().mul_(2.0**-32)  # [-1/2, 1/2]
     radius = _minus_log(radius_uniform).mul_(2.0).sqrt_()
-    # sin of an angle in [-pi/2, pi/2] is distributed as sin of one on the whole circle.
+    # sin of a uniform angle in [-pi/2, pi/2] has the same distribution as on the whole circle.
     return _sine(angle_uniform.mul_(math.pi)).mul_(radius)
 
 
 def _hash(x: Tensor, key_a: int, key_b: int) -> Tensor:
-    """SplitMix64 in place; the second key goes in between the rounds, so that no two parameters' sequences
-    are shifts of each other. Products wrap around; `& mask` makes the arithmetic shift a logical one."""
+    """SplitMix64 in place. The second key is added between the rounds, so that no two parameters' sequences are shifts
+    of each other. Products wrap around; `& mask` makes the arithmetic shift a logical one."""
     shifted = torch.empty_like(x)
     x.mul_(_signed(0x9E3779B97F4A7C15)).add_(key_a)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
@@ -142,8 +141,8 @@ def _signed(value: int) -> int:
 
 
 def _minus_log(x: Tensor) -> Tensor:
-    """-log(x) of fp32 in (0, 1], error < 1.1e-6 and never below 0: exponent * log 2 + log of the mantissa m
-    in [1, 2), as 2 (z + z^3/3 + z^5/5 + ...) with z = (m - 1) / (m + 1) <= 1/3."""
+    """-log(x) for fp32 x in (0, 1], error < 1.1e-6 and never below 0: exponent * log 2 + log of the mantissa m in [1,
+    2), as 2 (z + z^3/3 + z^5/5 + ...) with z = (m - 1) / (m + 1) <= 1/3."""
     bits = x.view(torch.int32)
     exponent = (bits >> 23).sub_(127).float()
     mantissa = bits.bitwise_and(0x7FFFFF).bitwise_or_(0x3F800000).view(torch.float32)
@@ -153,7 +152,7 @@ def _minus_log(x: Tensor) -> Tensor:
 
 
 def _sine(x: Tensor) -> Tensor:
-    """sin(x) of fp32 in [-pi/2, pi/2], error < 3e-7: its Taylor series up to x^11."""
+    """sin(x) for fp32 x in [-pi/2, pi/2], error < 3e-7: its Taylor series up to x^11."""
     return _horner(x * x, [(-1) ** (n // 2) / math.factorial(n) for n in (11, 9, 7, 5, 3, 1)]).mul_(x)
 
 

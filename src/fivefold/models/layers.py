@@ -1,6 +1,6 @@
-"""Small parts that the models share: linear layer, RMSNorm, rotary table, logits or loss.
+"""Layers that the models share: linear layer, RMSNorm, rotary table, logits or loss.
 
-Every module runs in whatever dtype its parameters have. Norms, rotary tables and losses compute in fp32.
+Every module runs in the dtype of its parameters. Norms, rotary tables and losses compute in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Linear(nn.Linear):
     """`torch.nn.Linear` (same parameters, same names) through the project's own kernel."""
 
     def reset_parameters(self) -> None:
-        """Nothing: `init_weights` sets the values (and torch's way, on "meta", imports its compiler: 1 s)."""
+        """Does nothing: `init_weights` sets the values (on "meta", torch's own method imports its compiler: 1 s)."""
 
     def forward(self, input: Tensor) -> Tensor:
         return kernels.linear(input, self.weight, self.bias)
@@ -27,7 +27,7 @@ class Embedding(nn.Embedding):
     """`torch.nn.Embedding`, whose values `init_weights` sets."""
 
     def reset_parameters(self) -> None:
-        """Nothing, as in `Linear`."""
+        """Does nothing, as in `Linear`."""
 
 
 class RMSNorm(nn.Module):
@@ -46,23 +46,23 @@ class AddRMSNorm(RMSNorm):
     """Adds a branch to the residual stream and normalises the sum in the same pass over memory."""
 
     def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(x + branch, RMSNorm of it)."""
+        """Returns (x + branch, RMSNorm(x + branch))."""
         return kernels.add_rms_norm(x, branch, self.weight, self.eps)
 
 
 class Sublayer(nn.Module, ABC):
-    """Attention or feed-forward, in two halves: a first matrix product, and `finish`, all that follows it up to the
-    sublayer's output. `parallel/recompute.py` keeps the product's result and computes the second half again."""
+    """Attention or feed-forward, in two halves: a first matmul, and `finish`, which computes the rest up to the
+    sublayer's output. `parallel/recompute.py` keeps the first matmul's result and recomputes the second half."""
 
     @abstractmethod
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
-        """The first product's result, and what every block gets besides x -> the sublayer's output (B, T, D)."""
+        """The first matmul's result, and every block's arguments besides x -> the sublayer's output (B, T, D)."""
 
 
 class AttentionCore(nn.Module):
     """Attention between projections: (B, T, (H + 2K) d) -> (B, T, H d). No parameters.
 
-    Context parallelism puts another module in its place; tensor parallelism lowers its counts of heads.
+    Context parallelism replaces it by another module; tensor parallelism lowers its head counts.
     """
 
     def __init__(self, heads: int, kv_heads: int, causal: bool = True) -> None:
@@ -76,7 +76,7 @@ class AttentionCore(nn.Module):
 class Output(nn.Module):
     """Hidden states and the output layer's weight -> logits or loss (see `logits_or_loss`). No parameters.
 
-    Tensor parallelism puts a module in its place that works on a part of the vocabulary.
+    Tensor parallelism replaces it by a module that works on a part of the vocabulary.
     """
 
     def forward(
@@ -86,11 +86,11 @@ class Output(nn.Module):
 
 
 def rope_table(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles of these positions: two (T, head_dim/2), fp32.
+    """Cosine and sine of the rotary angles at these positions: two (T, head_dim/2), fp32.
 
-    Angle of position t and pair i: t * theta ** (-2 i / head_dim) (arXiv 2104.09864). Computed anew in every
-    forward pass, which costs microseconds: a stored table would be rounded by `module.to(bfloat16)` and would
-    have to follow every change of device.
+    Angle of position t and pair i: t * theta ** (-2 i / head_dim) (arXiv 2104.09864). It is computed in every forward,
+    which costs microseconds. `module.to(bfloat16)` would round a stored table, which would also have to follow every
+    change of device.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
     angles = torch.outer(positions_T.float(), 1.0 / theta**exponents)
@@ -100,8 +100,8 @@ def rope_table(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor
 def logits_or_loss(
     x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None
 ) -> Tensor:
-    """Without targets: logits (B, T, V) in fp32. With: the mean cross-entropy over targets other than -100,
-    computed by chunks, so that the logits never exist as a whole."""
+    """Without targets: logits (B, T, V) in fp32. With targets: the mean cross-entropy over targets other than -100,
+    computed in chunks, so that the logits never exist as a whole."""
     if targets_BT is None:
         return kernels.linear(x_BTD, weight_VD, bias_V).float()
     return kernels.linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V)

@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics files, console lines, the report page, facts about the machine."""
+"""Metrics files, console lines, and the pages of runs and plans."""

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Axis:
-    """A vertical scale: what lies at the bottom and top, and where its ticks are."""
+    """A vertical scale: its lowest and highest value, and its ticks."""
 
     low: float
     high: float
@@ -24,7 +24,7 @@ class Axis:
 
 
 def linear_axis(low: float, high: float, zero: bool) -> Axis:
-    """From a round number below to a round number above; from 0 if `zero` and nothing is negative."""
+    """A linear scale between round numbers. It starts at 0 if `zero` is set and no value is negative."""
     if zero and low >= 0:
         low = 0.0
     if high - low <= 1e-12 * max(abs(high), abs(low)):
@@ -37,7 +37,7 @@ def linear_axis(low: float, high: float, zero: bool) -> Axis:
 
 
 def log_axis(low: float, high: float) -> Axis:
-    """Ticks at powers of ten, with 2 and 5 between them when few, at round numbers when fewer still."""
+    """A logarithmic scale with ticks at powers of ten, also at 2 and 5 if they are few, or at round numbers."""
     decades = math.log10(high / low)
     if decades < 1:
         marks = ticks(low, high, count=6)
@@ -63,8 +63,10 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def tick_labels(values: Sequence[float], unit: str = "") -> list[str]:
-    """Numbers with as many decimals as tell them apart, all in the same form: 0.5, 1,500, 20k, 3e-4. The unit
-    follows only if it is %."""
+    """Labels with enough decimals to tell the values apart, all in one form: 0.5, 1,500, 20k, 3e-4.
+
+    The unit is added only if it is %.
+    """
     suffix = "%" if unit == "%" else ""
     largest = max(map(abs, values), default=0.0)
     gap = min((b - a for a, b in pairwise(values) if b > a), default=largest)

@@ -1,9 +1,9 @@
-"""Line charts as HTML: drawn here, complete without a script, sharp at any width, in light and dark.
+"""Line charts as HTML, which work without a script, at any width, in light and dark mode.
 
-The picture is an SVG that stretches with its box (strokes keep their width); tick labels are HTML, so that
-their size stays readable on a phone. Where both a linear and a logarithmic scale make sense, both are drawn
-and the style sheet shows one. The numbers under the cursor are the only thing a script adds (page/report.js).
-A plotting library would put 4.5 MB into every page.
+The picture is an SVG that stretches with its box while strokes keep their width. Tick labels are HTML, so that they
+stay readable on a phone. If a linear and a logarithmic scale both make sense, both are drawn and the style sheet shows
+one. A script adds only the numbers under the cursor (page/report.js). A plotting library would add 4.5 MB to every
+page.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 from fivefold.observe.axis import Axis, linear_axis, log_axis, tick_labels, ticks
 from fivefold.observe.format import short_number
 
-# A line keeps at most four points (first, lowest, highest, last) of each of this many stretches of the x
-# axis: it looks the same as with all points, spikes included (M4, VLDB 2014, doi 10.14778/2732951.2732953).
+# The x axis is divided into this many stretches. A line keeps at most four points of each (first, lowest, highest,
+# last). It looks the same as with all points, with its spikes (M4, VLDB 2014, doi 10.14778/2732951.2732953).
 STRETCHES = 500
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: `values[i]` at `steps[i]`, steps ascending; NaN leaves a gap. `style`: of the style sheet."""
+    """One line: `values[i]` at ascending `steps[i]`. NaN leaves a gap. `style`: a class of the style sheet."""
 
     name: str
     steps: Sequence[int]
@@ -38,7 +38,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows.
+    """The content of a chart.
 
     id: unique in the page; unit: follows the numbers; zero: the linear axis starts at 0; log: offer the
     logarithmic scale; span: first and last step of the x axis; right: (factor, unit) of a second axis, whose
@@ -88,7 +88,7 @@ def draw(chart: Chart) -> str:
 
 
 def describe(chart: Chart, drawn: Sequence[Series]) -> str:
-    """The chart in words, for those who do not see it: where each line starts and ends, and its extremes."""
+    """The chart in words, for screen readers: start, end and extremes of each line."""
     parts = []
     for series in drawn:
         points = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
@@ -102,7 +102,7 @@ def describe(chart: Chart, drawn: Sequence[Series]) -> str:
 
 
 def thin(series: Series, span: tuple[int, int], stretches: int = STRETCHES) -> Series:
-    """`series` with at most four points of each stretch of the x axis, and one NaN where there was any."""
+    """`series` thinned to at most four points per stretch of the x axis, and one NaN if the stretch had any."""
     steps, values = np.asarray(series.steps, float), np.asarray(series.values, float)
     values = np.where(np.isfinite(values), values, np.nan)
     if len(steps) > 4 * stretches:
@@ -125,10 +125,9 @@ def _extremes(indices: np.ndarray, values: np.ndarray) -> tuple[int, int]:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the finite values among the `window` around each; NaN where the value itself is not finite.
+    """Moving mean of the finite values in a window around each value. Values that are not finite give NaN.
 
-    Near the ends the window shrinks on both sides (to a tenth), so that it stays centred: a falling curve
-    keeps its start.
+    Near the ends the window shrinks on both sides (to a tenth) and stays centred, so a falling curve keeps its start.
     """
     array = np.asarray(values, float)
     finite, index = np.isfinite(array), np.arange(len(array))
@@ -141,7 +140,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def _scale(chart: Chart, drawn: Sequence[Series], axis: Axis, name: str) -> str:
-    """Grid, labels and lines of one vertical scale. x and y in thousandths of the box."""
+    """Grid, labels and lines of one vertical scale, with x and y in thousandths of the box."""
     grid = "".join(f"M0 {1000 - 1000 * axis.height(tick):.1f}h1000" for tick in axis.ticks)
     labels = _labels("left", axis.ticks, axis, 1.0, chart.unit)
     if chart.right:  # round numbers of its own, beside the grid lines
@@ -160,7 +159,7 @@ def _scale(chart: Chart, drawn: Sequence[Series], axis: Axis, name: str) -> str:
 
 
 def _labels(side: str, values: Sequence[float], axis: Axis, factor: float, unit: str) -> str:
-    """The texts of `values`, at the heights of `values` / factor."""
+    """Labels of `values` at the heights of `values` / factor."""
     return "".join(
         f'<span class="{side}" style="top:{100 - 100 * axis.height(value / factor):.2f}%">{text}</span>'
         for value, text in zip(values, tick_labels(values, unit), strict=True)
@@ -168,7 +167,7 @@ def _labels(side: str, values: Sequence[float], axis: Axis, factor: float, unit:
 
 
 def _line(series: Series, span: tuple[int, int], axis: Axis) -> str:
-    """The path of one series; a point alone is a dot (a line of no length with round ends)."""
+    """The path of one series. A single point becomes a dot (a line of length 0 with round ends)."""
     path, dots, pen = [], [], False
     for index, (step, value) in enumerate(zip(series.steps, series.values, strict=True)):
         if not math.isfinite(value) or (axis.log and value <= 0):
@@ -193,7 +192,7 @@ def _legend(drawn: Sequence[Series]) -> str:
 
 
 def _toggle(chart: Chart) -> str:
-    """Linear or logarithmic: two radio buttons, which the style sheet reads."""
+    """Two radio buttons, linear and logarithmic, which the style sheet reads."""
     options = "".join(
         f'<label><input type="radio" name="{chart.id}-scale" class="{name}"{" checked" * (name == "linear")}>'
         f"<span>{name}</span></label>"
@@ -203,7 +202,7 @@ def _toggle(chart: Chart) -> str:
 
 
 def _data(chart: Chart, drawn: Sequence[Series]) -> str:
-    """What the script needs to show numbers under the cursor, as an attribute's text."""
+    """The data with which the script shows numbers under the cursor, as an attribute's text."""
     lines = [
         {"name": s.name, "x": s.steps, "y": [_digits(v) if math.isfinite(v) else None for v in s.values]}
         for s in drawn
@@ -227,7 +226,7 @@ def _spread(steps: Sequence[int], most: int = 400) -> Sequence[int]:
 
 
 def _wide(span: tuple[int, int]) -> tuple[float, float]:
-    """The ends of the x axis; a run of one step stands in the middle."""
+    """The ends of the x axis. A run of one step is in the middle."""
     return (float(span[0]), float(span[1])) if span[1] > span[0] else (span[0] - 1.0, span[0] + 1.0)
 
 

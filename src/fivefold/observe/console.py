@@ -1,8 +1,8 @@
-"""What a training run prints: one line a step, validation, samples, notes, and the summary at its end.
+"""Prints a training run: one line per step, validation, samples, notes, and the summary at the end.
 
-On a terminal: coloured lines above a progress bar, cut to its width. Elsewhere (file, pipe, CI): plain
-aligned lines without escape codes. Rank 0 prints, the other ranks are silent. Nothing here can stop a
-training run: a terminal that hangs up or a closed pipe only ends the printing.
+A terminal gets coloured lines, cut to its width, above a progress bar. Files, pipes and CI get plain aligned lines
+without escape codes. Only rank 0 prints. Nothing here can stop a training run: a terminal that hangs up or a closed
+pipe only ends the printing.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rich.text import Text
 
 from fivefold.observe.format import duration, printable, short_number, size
 
-# Seconds between redraws of the bar: a redraw takes about a millisecond, steps may take less.
+# Seconds between redraws of the bar. A redraw takes about a millisecond, and steps may take less.
 _REDRAW_S = 0.25
 
-# What leaves the line first on a narrow terminal.
+# The fields that a narrow terminal drops first.
 _LEAST_IMPORTANT = ("wait", "mem", "norm", "lr", "mfu", "eta", "speed")
 
 
 class Console:
     """Prints the run's progress.
 
-    total_steps: the step the run ends at; start_step: the one it (re)starts from; rank: only 0 prints;
-    log_every: steps between lines (the last step always gets one); file: where to (default: stdout);
-    terminal: None asks the file; clock: seconds, for the ETA.
+    total_steps: last step of the run. start_step: the step from which it starts or resumes. rank: only 0 prints.
+    log_every: steps between lines (the last step always gets one). file: output file [default: stdout]. terminal: None
+    asks the file. clock: seconds, for the ETA.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Console:
         self._bar: Progress | None = None
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """One optimizer step is done: `metrics` is its line of metrics.jsonl; missing fields are left out."""
+        """Prints a finished optimizer step. `metrics` is its line of metrics.jsonl. Missing fields are left out."""
         if self.silent:
             return
         step = metrics["step"]
@@ -70,19 +70,19 @@ class Console:
             self._pace_from = (step, self._clock())
 
     def validation(self, metrics: Mapping[str, Any]) -> None:
-        """A validation is done: `step`, `val_loss` and, if known, `val_bits_per_byte`."""
+        """Prints a finished validation: `step`, `val_loss` and, if known, `val_bits_per_byte`."""
         text = f"validation  step {metrics['step']}  loss {metrics['val_loss']:.4f}"
         if metrics.get("val_bits_per_byte") is not None:
             text += f"  bits/byte {metrics['val_bits_per_byte']:.4f}"
         self._say(text, "bold green")
 
     def sample(self, text: str, step: int | None = None) -> None:
-        """Generated text, indented; control characters are shown as escapes: none reaches the terminal."""
+        """Prints generated text, indented. Control characters are shown as escapes, so none reaches the terminal."""
         self._say("sample" + (f"  step {step}" if step is not None else ""), "bold magenta")
         self._say("".join(f"    | {line}\n" for line in printable(text).split("\n")).rstrip("\n"))
 
     def note(self, text: str) -> None:
-        """A line of prose: where the run is saved, that it was interrupted, how to resume."""
+        """Prints a line of prose, such as how to resume."""
         self._say(printable(text), "cyan")
 
     def summary(
@@ -92,9 +92,9 @@ class Console:
         commands: Sequence[str],
         predicted: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """The end of the run.
+        """Prints the end of the run.
 
-        figures: of `summarize`; paths: name -> file or folder the run made; commands: what to try next; predicted:
+        figures: from `summarize`. paths: name -> file or folder of the run. commands: commands to try next. predicted:
         names and values of `prediction.rows`.
         """
         rows = [*summary_rows(figures), *predicted]
@@ -116,7 +116,7 @@ class Console:
             self._say("\n".join(f"  {printable(command)}" for command in commands))
 
     def close(self) -> None:
-        """Take the progress bar away and leave the terminal as it was; more calls do nothing."""
+        """Removes the progress bar and restores the terminal. Further calls do nothing."""
         bar, self._bar = self._bar, None
         if bar:
             self._guard(bar.stop)
@@ -133,7 +133,7 @@ class Console:
         return (self._clock() - since) / (step - first) * (self.total - step) if step > first else math.nan
 
     def _fields(self, metrics: Mapping[str, Any]) -> dict[str, str]:
-        """The parts of a step's line, in order, each of constant width."""
+        """The fields of a step's line, in order, each with constant width."""
         digits, step = len(str(self.total)), metrics["step"]
         fields = {"step": f"step {step:>{digits}}/{self.total}"}
         for key, name, shown in (
@@ -153,7 +153,7 @@ class Console:
         return fields
 
     def _coloured(self, fields: dict[str, str], metrics: Mapping[str, Any]) -> Text:
-        """The line for a terminal: without the least important parts that do not fit its width."""
+        """The line for a terminal, without the least important fields that do not fit its width."""
         assert self._rich
         for name in _LEAST_IMPORTANT:
             if sum(map(len, fields.values())) + 2 * (len(fields) - 1) <= self._rich.width:
@@ -189,7 +189,7 @@ class Console:
             self._print(Text(text, style) if self._rich else text)
 
     def _encodable(self, text: str) -> str:
-        """`text` with what the output's encoding lacks as escapes: a C locale must not end a run."""
+        """`text` with escapes for characters that the output's encoding lacks. A C locale must not end a run."""
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -200,7 +200,7 @@ class Console:
             self._guard(lambda: print(line, file=self._file, flush=True))
 
     def _guard(self, write: Callable[[], object]) -> None:
-        """Run `write`; if the other end is gone (closed pipe, hung-up terminal), be silent from now on."""
+        """Runs `write`. If the other end is gone (closed pipe, hung-up terminal), the console stays silent."""
         if self.silent:
             return
         try:
@@ -212,7 +212,7 @@ class Console:
 
 
 def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """`summarize`'s figures as (name, value) for people; a figure that is missing has no row."""
+    """The figures of `summarize` as (name, value) texts, without missing ones."""
     shown: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         ("steps", "steps", lambda v: f"{v:,}"),
         ("tokens", "tokens", lambda v: f"{short_number(v)} ({v:,})" if v >= 10_000 else str(v)),
@@ -224,7 +224,7 @@ def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("mfu", "MFU", lambda v: f"{100 * v:.1f}%"),
         ("data_wait", "data wait", lambda v: f"{100 * v:.2f}% of the time"),
         ("peak_memory_bytes", "peak memory", size),
-        ("noise_scale", "noise scale", lambda v: f"{short_number(v)} tokens: about the critical batch size"),
+        ("noise_scale", "noise scale", lambda v: f"{short_number(v)} tokens (about the critical batch size)"),
         ("nonfinite", "NaN or inf loss", lambda v: f"{v} steps, first at step {figures['nonfinite_step']}"),
     )
 

@@ -1,4 +1,4 @@
-"""The frame of a page: one HTML file that needs no network and may run no script but its own."""
+"""The frame of a page: one HTML file that needs no network and runs no script but its own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from importlib import metadata, resources
 
 
 def piece(name: str) -> str:
-    """A style sheet or script that comes with the program."""
+    """A style sheet or script of the package."""
     return resources.files("fivefold.observe").joinpath("page", name).read_text("utf-8")
 
 
 def document(title: str, body: str, style: str, script: str) -> str:
-    """The page. title: text; body: HTML, in which everything foreign is escaped.
+    """The page. title: text. body: HTML, in which everything foreign is escaped.
 
-    A content security policy forbids the page to load anything, and to run any script but this one.
+    A content security policy forbids the page to load anything and to run any script but this one.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"""<!DOCTYPE html>

@@ -1,4 +1,4 @@
-"""Numbers and text as people read them; shared by the console and the report page."""
+"""Formats numbers and text for people, on the console and on pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def memory_text(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: `0.4s`, `42s`, `3m05s`, `2h07m`, `4d03h`; `?` if it is not known."""
+    """A time in its two largest units: `0.4s`, `42s`, `3m05s`, `2h07m`, `4d03h`; `?` if unknown."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     if seconds < 9.95:
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with everything that could steer a terminal written as an escape (`\\x1b`).
+    """`text` with escapes (`\\x1b`) for everything that could control a terminal.
 
     Kept: printable characters, newlines, tabs. Escaped: C0 and C1 controls (a terminal obeys escape
     sequences), format characters (they reverse or hide text: "Trojan Source", arXiv 2111.00169), lone

@@ -1,22 +1,23 @@
-"""Which rank holds what, as data: for the pictures of a layout. No torch."""
+"""Which rank holds what, as data for the pictures of a layout. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fivefold.layout import Layout, index_in
+from fivefold.models.card import card_of
 from fivefold.recipe import Recipe
-from fivefold.sharding import Span, held, joined, size_of, stage_blocks, stages_of, token_spans
+from fivefold.spread.layout import Layout, index_in
+from fivefold.spread.parts import Span, held, joined, size_of, stage_blocks, stages_of, token_spans
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank computes and keeps.
+    """The parts of model and batch that one rank computes and stores.
 
-    stages: numbers of its pipeline stages, and blocks of each. first, last: whether the model's beginning and end are
-    among them. tensor: its part of every matrix that is cut, (index, of how many). shard: its part of the states that
-    ranks share. rows: sequences of the global batch [start, stop). tokens: spans of each sequence. experts: their
-    numbers, None without experts. computes, keeps: numbers of parameters.
+    stages: its pipeline stages and the blocks of each. first, last: it has the beginning or the end of the model.
+    tensor: its part of every cut matrix, (index, number of parts). shard: its part of sharded states. rows: sequences
+    [start, stop) of the global batch. tokens: spans of each sequence. experts: their numbers, None without experts.
+    computes, keeps: numbers of parameters.
     """
 
     rank: int
@@ -34,13 +35,13 @@ class Holding:
 
 
 def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
-    """What a rank of a resolved recipe holds."""
+    """The holding of a rank, for a resolved recipe."""
     model, T = recipe.model, recipe.model.seq_len
-    blocks = stage_blocks(model, layout) if layout.pp > 1 else (range(model.layers),)
+    blocks = stage_blocks(card_of(model), layout) if layout.pp > 1 else (range(model.layers),)
     mine = stages_of(layout, index_in(layout, "pp", rank))
-    parts = held(model, layout, rank)
+    parts = held(card_of(model), layout, rank)
     sequences, dp = recipe.train.global_batch_size, index_in(layout, "dp", rank)
-    experts = getattr(model, "experts", None) if model.arch == "moe" else None
+    experts = model.experts
     ep = index_in(layout, "ep", rank)
     return Holding(
         rank=rank,
@@ -49,7 +50,7 @@ def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
         first=0 in mine,
         last=len(blocks) - 1 in mine,
         tensor=(index_in(layout, "tp", rank), layout.tp),
-        shard=(index_in(layout, "shard", rank), layout.dp_shard * layout.cp) if layout.zero else (0, 1),
+        shard=(index_in(layout, "shard", rank), layout.shards) if layout.zero else (0, 1),
         rows=(sequences * dp // layout.dp, sequences * (dp + 1) // layout.dp),
         tokens=joined(token_spans(layout, T, index_in(layout, "cp", rank))) if layout.cp > 1 else ((0, T),),
         experts=range(experts * ep // layout.ep, experts * (ep + 1) // layout.ep) if experts else None,

@@ -1,17 +1,17 @@
-"""A layout as a picture: each rank, what it computes with, what it keeps and which tokens it sees. Text and SVG."""
+"""Draws a layout as text and SVG: what each rank computes with, what it stores, and which tokens it sees."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from fivefold.layout import Layout, describe, equation
 from fivefold.observe.format import short_number
 from fivefold.observe.holding import Holding, holding, span_words, stage_words
 from fivefold.recipe import Recipe
+from fivefold.spread.layout import Layout, describe, equation
 
-MOST = 64  # ranks drawn; of larger layouts the first ones
-COLUMNS = 6  # ranks side by side, where groups can be broken
+MOST = 64  # ranks drawn; the first ones of larger layouts
+COLUMNS = 6  # ranks side by side, if groups can be broken
 WIDE, HIGH, GAP = 184, 180, 10  # pixels: a rank's box, space between boxes
 ICON = 74  # pixels: height of the two small pictures in it
 STYLE = """
@@ -29,7 +29,7 @@ STYLE = """
 
 
 def to_text(recipe: Recipe, layout: Layout) -> str:
-    """A table of the ranks, for terminals. The recipe is resolved."""
+    """A table of the ranks, for terminals. recipe: resolved."""
     ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, MOST))]
     rows = [["rank", "place", "layers", "of each matrix", "states kept", "sequences", "tokens", "experts"]]
     for found in ranks:
@@ -50,11 +50,11 @@ def to_text(recipe: Recipe, layout: Layout) -> str:
 
 
 def _rest(layout: Layout) -> list[str]:
-    return [f"... and {layout.ranks - MOST} ranks more"] if layout.ranks > MOST else []
+    return [f"... and {layout.ranks - MOST} more ranks"] if layout.ranks > MOST else []
 
 
 def _place(found: Holding, layout: Layout) -> str:
-    """`pp 1, tp 0`: the indices on the axes that are used."""
+    """The rank's indices on the axes that are used, such as `pp 1, tp 0`."""
     return ", ".join(f"{axis} {index}" for axis, index in found.coordinates.items() if layout.sizes[axis] > 1)
 
 
@@ -68,8 +68,10 @@ def _tokens(found: Holding) -> str:
 
 
 def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
-    """The ranks as an SVG document: a panel for each index on the pipeline axis, in it a box for each rank, tensor
-    ranks side by side. The recipe is resolved."""
+    """The ranks as an SVG document. recipe: resolved.
+
+    Each index on the pipeline axis has a panel with a box for each rank. Tensor ranks are side by side.
+    """
     ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, MOST))]
     panels = [[r for r in ranks if r.coordinates["pp"] == pp] for pp in range(layout.pp)]
     columns = _columns(layout, max(map(len, panels)))
@@ -94,7 +96,7 @@ def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
 
 
 def _columns(layout: Layout, ranks: int) -> int:
-    """Boxes side by side in a panel: the tensor ranks; where there are none, a square of boxes."""
+    """Number of boxes side by side in a panel: the tensor ranks, or a square of boxes without them."""
     if layout.tp > 1:
         return min(layout.tp, COLUMNS)
     return max(1, min(ranks, 4 if layout.pp == 1 else 2))
@@ -130,7 +132,7 @@ def _panel(
 
 
 def _box(found: Holding, layout: Layout, recipe: Recipe, left: float, top: float) -> str:
-    """A rank: its name and place, the model and the batch with its parts of them filled, and numbers."""
+    """The box of a rank: its name and place, its parts of the model and the batch, and numbers."""
     model, batch = left + 10, left + 10 + ICON + 14
     place = ", ".join(f"{a} {i}" for a, i in found.coordinates.items() if a != "pp" and layout.sizes[a] > 1)
     experts = f"experts {span_words((found.experts.start, found.experts.stop))}" if found.experts else ""
@@ -151,8 +153,10 @@ def _box(found: Holding, layout: Layout, recipe: Recipe, left: float, top: float
 
 
 def _model(found: Holding, recipe: Recipe, left: float, top: float) -> str:
-    """The model from embedding (top) to head, as wide as its matrices: this rank's layers, its slice of them, and of
-    that the part that it keeps."""
+    """The model from embedding (top) to head, as wide as its matrices.
+
+    It shows this rank's layers, its slice of them, and the part of the slice that it stores.
+    """
     layers = recipe.model.layers + 2  # the embedding, the blocks, the head
     spans = [(b.start + 1, b.stop + 1) for b in found.stages.values()]
     spans += [(0, 1)] * found.first + [(layers - 1, layers)] * found.last
@@ -167,7 +171,7 @@ def _model(found: Holding, recipe: Recipe, left: float, top: float) -> str:
 
 
 def _batch(found: Holding, recipe: Recipe, left: float, top: float) -> str:
-    """The global batch, a sequence a line: this rank's sequences, and its tokens of them."""
+    """The global batch with one line per sequence: this rank's sequences, and its tokens in them."""
     sequences, T = recipe.train.global_batch_size, recipe.model.seq_len
     start, stop = found.rows
     y, high = top + ICON * start / sequences, ICON * (stop - start) / sequences

@@ -1,8 +1,8 @@
-"""A run's numbers on disk: RUN/metrics.jsonl (one JSON object a line) and TensorBoard event files.
+"""Writes a run's numbers: RUN/metrics.jsonl (one JSON object per line) and TensorBoard event files.
 
-Strict JSON has no NaN and no infinity. A value that is not finite is written as `null` and read back as NaN;
-a value that was not measured (`None`) is left out of its line. So every JSON reader takes the file, and "the
-loss was NaN" stays different from "no loss here".
+Strict JSON has no NaN and no infinity. A value that is not finite is written as `null` and read back as NaN. A value
+that was not measured (`None`) is left out of its line. So every JSON reader accepts the file, and "the loss was NaN"
+differs from "no loss here".
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _TAGS = {
 class MetricsWriter:
     """Appends lines to `folder`/metrics.jsonl and, if asked, to `folder`/tensorboard. One process writes.
 
-    step: the step this run starts from (0: the beginning). Lines of later steps were left by a run that was
-    interrupted after its last checkpoint; they are dropped, since these steps are done again.
+    step: the step from which this run starts (0: the beginning). Lines of later steps are dropped, because these steps
+    run again. An interrupted run leaves such lines after its last checkpoint.
     """
 
     def __init__(self, folder: Path | str, tensorboard: bool = True, *, step: int = 0) -> None:
@@ -51,7 +51,7 @@ class MetricsWriter:
         path = folder / FILE
         if path.exists():
             _drop_after(path, step)
-        # Line-buffered: a killed run loses at most the line it was writing.
+        # Line-buffered, so a killed run loses at most the line that it was writing.
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._events = _Events(folder / "tensorboard", step) if tensorboard else None
 
@@ -65,7 +65,7 @@ class MetricsWriter:
             self._events.write(line)
 
     def close(self) -> None:
-        """Flush and close the files; more calls do nothing."""
+        """Flushes and closes the files. Further calls do nothing."""
         self._file.close()
         if self._events:
             self._events.close()
@@ -81,18 +81,18 @@ class MetricsWriter:
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The lines of a metrics file, in order; `path` is the file or its run folder. Null becomes NaN.
 
-    A last line without its end (the run was killed while writing, or writes just now) is left out.
+    An incomplete last line is left out (the run was killed while writing, or is still writing).
     Raises: UserError if there is no such file, or if another line is not a JSON object with a step.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
-        raise UserError(f"{path}: no metrics here; a run folder made by `fivefold train` has them")
+        raise UserError(f"{path}: no metrics here; pass a run folder made by `fivefold train`")
     return list(_lines(path))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Each complete line of `path` as a dict; read as bytes, so that a cut UTF-8 character is harmless."""
+    """Each complete line of `path` as a dict. It reads bytes, so that a cut UTF-8 character is harmless."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n"):
@@ -109,7 +109,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Rewrite `path` without the lines after `step` and a truncated tail; a crash here loses nothing."""
+    """Rewrites `path` without the lines after `step` and without a truncated tail. A crash here loses nothing."""
     kept = [line for line in _lines(path) if line["step"] <= step] if step > 0 else []
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -121,7 +121,7 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor's or array's value as a Python number; lone surrogates as escapes (UTF-8 has none)."""
+    """A tensor's or array's value as a Python number. Lone surrogates become escapes, because UTF-8 has none."""
     if hasattr(value, "item"):
         value = value.item()
     return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
@@ -132,11 +132,14 @@ def _no_nan(line: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Events:
-    """One TensorBoard event file, written with TensorBoard's own record writer (imported here: 0.2 s; the
-    writer in torch.utils.tensorboard starts a thread and takes ten times as long)."""
+    """One TensorBoard event file, written with TensorBoard's own record writer.
+
+    It is imported here, which takes 0.2 s. The writer in torch.utils.tensorboard starts a thread and takes ten times as
+    long.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
-        # Any: the generated protobuf modules define their classes at run time.
+        # Any, because the generated protobuf modules define their classes at run time.
         event_pb2: Any = import_module("tensorboard.compat.proto.event_pb2")
         summary_pb2: Any = import_module("tensorboard.compat.proto.summary_pb2")
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -144,7 +147,7 @@ class _Events:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder.mkdir(parents=True, exist_ok=True)
         earlier = any(folder.iterdir())
-        # TensorBoard sorts a folder's files by name: time first, then host and process.
+        # TensorBoard sorts a folder's files by name, so the time comes first, then host and process.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self._file = (folder / name).open("wb")
         self._records = RecordWriter(self._file)
@@ -154,7 +157,7 @@ class _Events:
             self._put(self._event(wall_time=time.time(), step=step + 1 if step else 0, session_log=start))
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Write every number of `line` as a scalar, and a `sample` as text."""
+        """Writes every number of `line` as a scalar, and a `sample` as text."""
         summary = self._summary()
         for key, value in line.items():
             if key != "step" and isinstance(value, (int, float)):
@@ -164,7 +167,7 @@ class _Events:
                 entry.metadata.plugin_data.plugin_name = "text"
                 entry.tensor.dtype = 7  # DT_STRING
                 entry.tensor.tensor_shape.dim.add(size=1)
-                # The text plugin renders Markdown: an indented block shows the sample as it is.
+                # The text plugin renders Markdown, and an indented block shows the sample as it is.
                 entry.tensor.string_val.append(
                     "".join(f"    {row}\n" for row in str(value).splitlines()).encode()
                 )

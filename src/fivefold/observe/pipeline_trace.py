@@ -1,4 +1,4 @@
-"""What a pipeline did in one step, beside what was planned: both timelines in one picture."""
+"""Draws one step of a pipeline, measured and planned, in one picture."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate, to_
 
 
 def write_pipeline_trace(folder: Path, step: int, schedule: Schedule, measured: Timeline) -> Path:
-    """Writes pipeline-step-N.svg, and as .json what it shows: seconds since the step began. Returns the picture's path.
+    """Writes pipeline-step-N.svg, and its times as .json (seconds since the step began). Returns the picture's path.
 
-    Planned is what the simulator gives for the schedule, with the median duration of each kind of action at each stage
-    and no time for transfers; what the measured timeline takes more is waiting.
+    The simulator gives the plan, with the median duration of each kind of action at each stage and no time for
+    transfers. The measured timeline takes longer where ranks wait.
     """
     folder.mkdir(parents=True, exist_ok=True)
     planned = simulate(schedule, costs(schedule, measured))
@@ -29,7 +29,7 @@ def write_pipeline_trace(folder: Path, step: int, schedule: Schedule, measured: 
 
 
 def costs(schedule: Schedule, measured: Timeline) -> Costs:
-    """The median duration of each kind of action at each stage, in seconds; 0 for those that are not there."""
+    """The median duration in seconds of each kind of action at each stage, 0 for missing kinds."""
     durations: dict[tuple[str, int], list[float]] = defaultdict(list)
     for action, start, end in measured.events():
         durations[action.kind, action.stage].append(end - start)
@@ -41,7 +41,7 @@ def costs(schedule: Schedule, measured: Timeline) -> Costs:
 
 
 def _beside(planned: Timeline, measured: Timeline, title: str) -> str:
-    """Both, one under the other, to one scale."""
+    """Both timelines, one below the other, with the same scale."""
     seconds, width = max(planned.makespan, measured.makespan), 960
     above = to_svg(planned, f"{title}: planned", width, seconds)
     below = to_svg(measured, f"{title}: measured", width, seconds)

@@ -42,7 +42,7 @@ def step_seconds(lines: Sequence[dict[str, Any]]) -> float | None:
 
 
 def rows(plan: Mapping[str, Any]) -> list[Row]:
-    """What plan.json has of both."""
+    """The figures of plan.json that are both predicted and measured."""
     predicted, measured = plan.get("predicted"), plan.get("measured")
     if not isinstance(predicted, dict) or not isinstance(measured, dict):
         return []
@@ -53,12 +53,20 @@ def rows(plan: Mapping[str, Any]) -> list[Row]:
             found.append(Row(name, show(said), show(came), said / came - 1))
 
     add("step time", predicted["time"]["step_s"], measured.get("step_s"), lambda s: f"{s:.4g} s")
-    add("tensors of rank 0", predicted["memory"]["per_stage"][0]["total"], measured.get("memory_bytes"), size)
+    add("tensors of rank 0", _tensors(plan), measured.get("memory_bytes"), size)
     said, sent = predicted.get("sent_as_counted"), measured.get("sent_bytes")
     if said is not None and sent is not None:
         for axis in sorted({*said, *sent}):
-            add(f"sent a step, {axis}", said.get(axis, 0), sent.get(axis, 0), size)
+            add(f"sent per step, {axis}", said.get(axis, 0), sent.get(axis, 0), size)
     return found
+
+
+def _tensors(plan: Mapping[str, Any]) -> float:
+    """Peak bytes of rank 0: exact where they were traced, else by the formula."""
+    exact = plan.get("exact")
+    if isinstance(exact, list):  # earlier versions put a sentence there
+        return exact[0]["memory"]["peak_bytes"]
+    return plan["predicted"]["memory"]["per_stage"][0]["total"]
 
 
 def section(plan: Mapping[str, Any]) -> str:
@@ -73,4 +81,16 @@ def section(plan: Mapping[str, Any]) -> str:
         for row in found
     )
     head = "".join(f'<th scope="col">{name}</th>' for name in ("Figure", "Predicted", "Measured", "Error"))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+    return table + _tracked(plan)
+
+
+def _tracked(plan: Mapping[str, Any]) -> str:
+    """What is said of memory where no tensors were followed."""
+    if plan["measured"].get("memory_bytes") is not None:
+        return ""
+    return (
+        f"<p>Tensors of rank 0: {size(_tensors(plan))}, predicted. They were not measured: peak memory elsewhere is "
+        "the process&#x27;s, with Python and its libraries. <code>observe.memory = true</code> follows every tensor in "
+        "the second step.</p>"
+    )

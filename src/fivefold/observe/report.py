@@ -1,7 +1,7 @@
-"""The page of a run: RUN/report.html, one file that opens offline, on a phone or a screen, in light or dark.
+"""Writes the report of a run: RUN/report.html, one file that opens offline, on a phone or a screen, in light or dark.
 
-Everything that comes from the run (samples, recipe, names) is escaped, and a content security policy forbids
-the page to load anything and to run any script but its own.
+Everything from the run (samples, recipe, names) is escaped. A content security policy forbids the page to load anything
+and to run any script but its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fivefold.recipe import Recipe, count_parameters, load
 
 
 def write_report(run: Path | str) -> Path:
-    """Write `run`/report.html from the run's metrics.jsonl, recipe.toml and machine.json, and give its path.
+    """Writes `run`/report.html from the run's metrics.jsonl, recipe.toml and machine.json, and returns its path.
 
     Raises: UserError if `run` has no readable metrics. The other files may be missing.
     """
@@ -43,10 +43,10 @@ def page(run: Path) -> str:
     sections = [
         _section("Curves", run_charts(lines) + _table(lines)) if lines else "",
         _section("Predicted and measured", prediction.section(prediction.read(run))),
-        _section("What it writes", samples(lines)),
+        _section("Samples", samples(lines)),
         _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
         _section("Machine", machine(run / "machine.json")),
-        _section("Do it again", commands(run, recipe)),
+        _section("Next steps", commands(run, recipe)),
     ]
     body = f"""<header>
 <p class="kicker">Training report</p>
@@ -66,7 +66,7 @@ def _section(title: str, body: str) -> str:
 
 
 def _recipe(path: Path) -> Recipe | None:
-    """The run's recipe; None if it is missing or from a version that wrote other fields."""
+    """The run's recipe, or None if it is missing or from a version with other fields."""
     try:
         return load(str(path)) if path.is_file() else None
     except UserError:
@@ -74,7 +74,7 @@ def _recipe(path: Path) -> Recipe | None:
 
 
 def _in_words(recipe: Recipe | None, figures: Mapping[str, Any]) -> str:
-    """One sentence that says what was trained."""
+    """The training run in one sentence."""
     steps = f"{figures.get('steps', 0):,} steps"
     if recipe is None:
         return f"{steps}."
@@ -97,7 +97,7 @@ def _alarm(figures: Mapping[str, Any]) -> str:
 
 
 def _headline(figures: Mapping[str, Any]) -> str:
-    """The figures at the top; each is left out if the run does not give it."""
+    """The figures at the top, without those that the run lacks."""
     best, at = figures.get("best_val_loss"), figures.get("best_val_step")
     lowest = f"lowest: {best:.3f}, step {at:,}" if best is not None and best != figures["val_loss"] else ""
     cards = (
@@ -106,10 +106,10 @@ def _headline(figures: Mapping[str, Any]) -> str:
         ("loss", "Train loss", lambda v: f"{v:.3f}", "mean of the last steps"),
         ("tokens", "Tokens", short_number, f"in {figures.get('steps', 0):,} steps"),
         ("train_s", "Time in steps", duration, ""),
-        ("tokens_per_s", "Tokens a second", short_number, "median"),
+        ("tokens_per_s", "Tokens per second", short_number, "median"),
         ("mfu", "MFU", lambda v: f"{100 * v:.1f}%", "of the dense peak"),
         ("peak_memory_bytes", "Peak memory", size, ""),
-        ("noise_scale", "Noise scale", short_number, "tokens: about the critical batch size"),
+        ("noise_scale", "Noise scale", short_number, "tokens, about the critical batch size"),
         ("data_wait", "Waiting for data", lambda v: f"{100 * v:.2f}%", "of the time"),
     )
     shown = "".join(
@@ -118,11 +118,11 @@ def _headline(figures: Mapping[str, Any]) -> str:
         for key, label, show, note in cards
         if key in figures
     )
-    return f'<dl class="figures">\n{shown}</dl>' if shown else '<p class="none">No step is done yet.</p>'
+    return f'<dl class="figures">\n{shown}</dl>' if shown else '<p class="none">No step is finished yet.</p>'
 
 
 def _table(lines: Sequence[dict[str, Any]], rows: int = 12) -> str:
-    """Losses at a few steps, evenly spread: the charts' content for those who do not see them."""
+    """Losses at a few steps, evenly spread: the charts' content for screen readers."""
     keys = {"loss": "Train loss", "val_loss": "Validation", "val_bits_per_byte": "Bits/byte"}
     columns = [dict(zip(*column(lines, key), strict=True)) for key in keys]
     train, validation = list(columns[0]), list(columns[1])

@@ -1,4 +1,4 @@
-"""Which charts a run's page shows, and from which metrics."""
+"""The charts of a run's page and their metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Span = tuple[int, int]
 
 
 def run_charts(lines: Lines) -> str:
-    """All charts of a run as HTML, in the order of interest; a last line names those without a number."""
+    """All charts of a run as HTML, most important first. A last line names those without data."""
     steps = [line["step"] for line in lines]
     span = (min(steps), max(steps))
     memory_steps, memory = column(lines, "peak_memory_bytes")
@@ -39,7 +39,7 @@ def run_charts(lines: Lines) -> str:
 
 
 def loss_chart(lines: Lines, span: Span) -> Chart:
-    """Train loss of each step, faint, under its moving mean; validation loss as points."""
+    """Train loss per step (faint) under its moving mean, and validation loss as points."""
     steps, losses = column(lines, "loss")
     bad = [step for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
     validation = Series("validation", *column(lines, "val_loss"), style="second", dots=True)
@@ -49,17 +49,17 @@ def loss_chart(lines: Lines, span: Span) -> Chart:
 
 
 def throughput_chart(lines: Lines, span: Span) -> Chart:
-    """Tokens a second, with MFU on the right: it is proportional to them."""
+    """Tokens per second, with MFU on the right axis, which is proportional to them."""
     pairs = [(line.get("mfu"), line.get("tokens_per_s")) for line in lines]
     ratios = finite([mfu / speed for mfu, speed in pairs if mfu and speed])
-    title = "Tokens a second" + (" and MFU" if ratios else "")
+    title = "Tokens per second" + (" and MFU" if ratios else "")
     right = (100 * median(ratios), "%") if ratios else None
     series = _with_mean("tokens/s", *column(lines, "tokens_per_s"))
     return Chart("speed", title, series, span, zero=True, right=right)
 
 
 def wait_chart(lines: Lines, span: Span) -> Chart:
-    """Share of each step's time that was spent waiting for its batch."""
+    """Share of each step's time spent waiting for its batch."""
     found = [line for line in lines if line.get("step_s") and line.get("data_wait_s") is not None]
     shares = [100 * line["data_wait_s"] / line["step_s"] for line in found]
     series = _with_mean("waiting", [line["step"] for line in found], shares)
@@ -67,7 +67,7 @@ def wait_chart(lines: Lines, span: Span) -> Chart:
 
 
 def _with_mean(name: str, steps: Sequence[int], values: Sequence[float]) -> list[Series]:
-    """A noisy line: each step faint, above it a moving mean over a fiftieth of the run; short: as it is."""
+    """A noisy line (faint) and its moving mean over 1/50 of the run. A short run has the line alone."""
     window = len(steps) // 50 | 1
     if window == 1:
         return [Series(name, steps, values)]

@@ -1,4 +1,4 @@
-"""The parts of a run's page that are text: samples, recipe, machine, commands. All of it escaped."""
+"""The text sections of a run's page: samples, recipe, machine, commands. Everything is escaped."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fivefold.models.card import card_of
 from fivefold.observe.format import printable, size
 from fivefold.recipe import Recipe, explain
 
@@ -24,10 +25,10 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def samples(lines: Sequence[dict[str, Any]]) -> str:
-    """What the model wrote, from early to late."""
+    """The model's samples, from early to late."""
     found = [(line["step"], line["sample"]) for line in lines if isinstance(line.get("sample"), str)]
     if not found:
-        return '<p class="none">This run wrote no samples.</p>'
+        return '<p class="none">This run has no samples.</p>'
     shown = ""
     for step, text in spread(found, _MOST_SAMPLES):
         text = text if len(text) <= _LONGEST_SAMPLE else text[:_LONGEST_SAMPLE] + " [...]"
@@ -41,7 +42,7 @@ def samples(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def recipe_text(path: Path, recipe: Recipe | None) -> str:
-    """recipe.toml, fields that differ from their defaults marked; a field's meaning is its tooltip."""
+    """recipe.toml with marks on fields that differ from their defaults. A field's meaning is its tooltip."""
     if not path.is_file():
         return '<p class="none">This run has no recipe.toml.</p>'
     known = {field.key: field for field in explain(recipe)} if recipe else {}
@@ -53,7 +54,7 @@ def recipe_text(path: Path, recipe: Recipe | None) -> str:
             blocks.append(f'<span class="section">{text}</span>\n')
         elif text:
             field = known.get(f"{section}.{line.split('=')[0].strip()}")
-            # A default of None is worked out from other fields: such a value is not a change.
+            # A default of None is derived from other fields, so such a value is not a change.
             changed = field is not None and field.default is not None and not field.is_default
             doc = f' title="{escape(field.doc)}"' if field else ""
             blocks[-1] += f"<span{' class=changed' * changed}{doc}>{text}</span>\n"
@@ -107,19 +108,19 @@ def _fact(key: str, value: Any) -> str:
 def commands(run: Path, recipe: Recipe | None) -> str:
     """Commands that start from this run, with its folder as seen from the working directory."""
     folder, here = run.resolve(), Path.cwd()
-    # A folder elsewhere is named by its last part: the page may be passed on, the path is nobody's business.
+    # A folder elsewhere is named by its last part, because the page may be shared and the path is private.
     near = folder.relative_to(here) if folder.is_relative_to(here) else Path(folder.name)
     where, toml = shlex.quote(str(near)), shlex.quote(str(near / "recipe.toml"))
     prompt = shlex.quote(recipe.train.sample_prompt) if recipe and recipe.train.sample_prompt else "'The '"
     possible = {
-        "The same run again": f"fivefold train {toml}",
-        "Go on from its last checkpoint": f"fivefold train {where} --resume",
-        "Let it write": f"fivefold generate {where} --prompt {prompt}",
-        "Make it a Hugging Face folder": f"fivefold export {where} exported-model",
+        "Repeat the run": f"fivefold train {toml}",
+        "Resume from its last checkpoint": f"fivefold train {where} --resume",
+        "Generate text": f"fivefold generate {where} --prompt {prompt}",
+        "Export to a Hugging Face folder": f"fivefold export {where} exported-model",
         "All curves in TensorBoard": f"tensorboard --logdir {shlex.quote(str(near / 'tensorboard'))}",
     }
-    if recipe and recipe.model.arch == "bert":  # an encoder does not write
-        del possible["Let it write"]
+    if recipe and not card_of(recipe.model).causal:  # it generates no text
+        del possible["Generate text"]
     if not (run / "tensorboard").is_dir():
         del possible["All curves in TensorBoard"]
     rows = [f"<li><p>{title}</p><pre>{_unbroken(line)}</pre></li>\n" for title, line in possible.items()]
@@ -127,5 +128,5 @@ def commands(run: Path, recipe: Recipe | None) -> str:
 
 
 def _unbroken(command: str) -> str:
-    """A command that wraps between its words, not at hyphens, where a word fits a line."""
+    """A command that wraps between words, not at hyphens, if a word fits a line."""
     return " ".join(f'<span class="word">{escape(printable(word))}</span>' for word in command.split(" "))

@@ -1,4 +1,4 @@
-"""The headline figures of a run, from its metrics lines: for the console's end and the report's head."""
+"""The headline figures of a run from its metrics, for the end of the console and the head of the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def finite(values: Sequence[float]) -> list[float]:
 
 
 def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Headline figures; a figure that the lines do not give is absent.
+    """Headline figures, without those that the lines do not give.
 
     steps, tokens; train_s (time in steps); loss (mean over the last 5% of the steps, 1 to 100 of them),
     val_loss (last), best_val_loss, best_val_step, val_bits_per_byte (last), best_val_bits_per_byte,

@@ -1,6 +1,7 @@
-"""Optimizers and learning-rate schedules."""
+"""Optimizers, learning-rate schedules, clipping. This file and the cards import no torch."""
 
-from fivefold.optim.adamw import MOMENTS, build_adamw, load_state, state_tensors
+from fivefold.optim.card import OptimizerCard, update_traffic
+from fivefold.optim.registry import DEFAULT, FIELDS, OPTIMIZERS
 from fivefold.optim.schedules import learning_rate
 
-__all__ = ["MOMENTS", "build_adamw", "learning_rate", "load_state", "state_tensors"]
+__all__ = ["DEFAULT", "FIELDS", "OPTIMIZERS", "OptimizerCard", "learning_rate", "update_traffic"]

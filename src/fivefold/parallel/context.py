@@ -1,30 +1,29 @@
 """Context parallelism: each rank has a part of every sequence, and only attention looks beyond it.
 
-Two ways to let the queries of a rank see the keys of the others (`cp_method`):
+The queries of a rank see the keys of the others in one of two ways (`cp_method`):
 
-- *ring* (arXiv 2310.01889): keys and values travel round the ranks, and each adds what its queries find among them,
-  while the next ones are on their way. A rank has one chunk from the front of the sequence and its mirror image from
-  the back (as Llama 3 divides, arXiv 2407.21783): under a causal mask early tokens see little and late ones much, and
-  so every rank computes equally many query-key pairs. (The imbalance: Striped Attention, arXiv 2311.09431.)
+- *ring* (arXiv 2310.01889): keys and values travel round the ranks. Each rank attends to the ones it has while the next
+  ones arrive. A rank has one chunk from the front of the sequence and its mirror image from the back (as in Llama 3,
+  arXiv 2407.21783): under a causal mask early tokens see few keys and late ones many, so every rank computes equally
+  many query-key pairs. (The imbalance: Striped Attention, arXiv 2311.09431.)
 - *ulysses* (arXiv 2309.14509): an all-to-all turns a part of the sequence with all heads into the whole sequence with
-  a part of the heads, and another one turns the output back. The heads must divide.
+  a part of the heads, and another one turns the output back. The ranks must divide the heads.
 
-Legend: B batch, T sequence, t = T/c tokens of a rank, c ranks, H heads, K key-value heads, d head size, S keys at hand.
+Legend: B batch, T sequence, t = T/c tokens of a rank, c ranks, H heads, K key-value heads, d head size, S keys present.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold import kernels
+from fivefold.comm import Axis, Started
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,
@@ -34,14 +33,15 @@ from fivefold.kernels.partial_attention import (
     split_heads,
     split_heads_backward,
 )
+from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
-from fivefold.models.model import LanguageModel
 from fivefold.parallel.mesh import Mesh
-from fivefold.sharding import token_spans
+from fivefold.schedules.ring_attention import Turn, turns
+from fivefold.spread.parts import token_spans
 
 
 def positions(T: int, mesh: Mesh) -> Tensor:
-    """Positions of this rank's tokens in a sequence of T: (t)."""
+    """Positions of this rank's tokens in a sequence of T tokens: (t)."""
     mine = token_spans(mesh.layout, T, mesh.index("cp"))
     return torch.cat([torch.arange(start, stop, device=mesh.device) for start, stop in mine])
 
@@ -55,25 +55,29 @@ def take(tokens_BT: Tensor, mesh: Mesh) -> Tensor:
 
 
 def apply(stage: LanguageModel, mesh: Mesh) -> None:
-    """Lets attention look beyond this rank's part of the sequence, and weighs the loss. In place.
+    """Makes attention see the whole sequence, and weighs the loss by the number of targets. In place.
 
-    After `tensor.apply`, which needs the modules that are replaced here.
+    Call it after `tensor.apply`, which needs the modules that are replaced here.
     """
-    group = mesh.group("cp")
-    assert group is not None, "one rank needs no context parallelism"
-    axis = ContextAxis(group, mesh.size("cp"), mesh.index("cp"))
+    axis = mesh.axis("cp")
+    assert axis.size > 1, "one rank needs no context parallelism"
     method = Ulysses if mesh.layout.cp_method == "ulysses" else RingAttention
     for name, core in list(stage.named_modules()):
         if isinstance(core, AttentionCore):
-            stage.set_submodule(name, method(core, axis))
+            attention = method(core, axis)
+            if mesh.device.type == "cuda":  # not on CPUs: nothing is compiled, and the import takes seconds
+                as_it_is: Any = torch.compiler.disable(attention.forward)
+                attention.forward = as_it_is
+            stage.set_submodule(name, attention)
     stage.output = CountedLoss(stage.output, axis)
 
 
 class CountedLoss(Output):
-    """In training: the mean loss of this rank's targets times their share of all that count, times c. Its mean over
-    the ranks is the mean over all targets, however the ignored ones lie. In evaluation the caller counts."""
+    """Weighs the loss by targets. In training it is this rank's mean loss times its share of all targets, times c. The
+    mean over ranks is then the mean over all targets, even if the ranks ignore different numbers of them. In evaluation
+    the caller counts."""
 
-    def __init__(self, output: Output, axis: ContextAxis) -> None:
+    def __init__(self, output: Output, axis: Axis) -> None:
         super().__init__()
         self.output, self.axis = output, axis
 
@@ -85,57 +89,39 @@ class CountedLoss(Output):
             return found
         count = (targets_BT >= 0).sum()
         total = count.clone()
-        dist.all_reduce(total, group=self.axis.group)
+        self.axis.all_reduce(total)
         return found * (count * self.axis.size / total.clamp(min=1))
 
 
-@dataclass(frozen=True)
-class ContextAxis:
-    """The context axis as one rank sees it, and what travels on it.
+def ring_turns(axis: Axis, kv: Tensor, causal: bool) -> Iterator[tuple[Turn, Tensor]]:
+    """Yields each turn of this rank with the keys and values present: (2, B, K, S, d). The next ones arrive while the
+    caller computes. All ranks of the ring must iterate to the end."""
+    parts, t, d = kv.shape[:3], kv.shape[3], kv.shape[4]
+    for turn in turns(axis.size, axis.index, causal):
+        arriving, started = kv, None
+        if turn.sends:
+            leaving = kv[:, :, :, : int(t * turn.sends)].contiguous()
+            arriving = kv.new_empty(*parts, int(t * turn.receives), d)
+            before, behind = (axis.index - 1) % axis.size, (axis.index + 1) % axis.size
+            started = axis.start_exchange(leaving, before, arriving, behind)
+        yield turn, kv
+        if started is not None:
+            started()
+        kv = arriving
 
-    In the ring messages go from each rank to the one before it. So the keys of rank j meet first the ranks j-1 .. 0,
-    whose late queries see all of them, and then the ranks c-1 .. j+1, whose queries all see their early half: from
-    rank 0 on only that half travels.
-    """
 
-    group: dist.ProcessGroup
-    size: int
-    index: int
-
-    def turns(self, kv: Tensor, causal: bool) -> Iterator[tuple[int, Tensor]]:
-        """Yields (owner, its keys and values (2, B, K, S, d)), this rank's own first. The next ones arrive while the
-        caller computes. All ranks of the ring must iterate to the end."""
-        own = kv.shape
-        for turn in range(self.size):
-            arriving, works = kv, []
-            if turn + 1 < self.size:
-                leaving = kv[:, :, :, : self.length(self.index - 1, turn + 1, own[3], causal)].contiguous()
-                arriving = kv.new_empty(*own[:3], self.length(self.index, turn + 1, own[3], causal), own[4])
-                works = self.exchange(leaving, self.index - 1, arriving, self.index + 1)
-            yield (self.index + turn) % self.size, kv
-            for work in works:
-                work.wait()
-            kv = arriving
-
-    def length(self, index: int, turn: int, t: int, causal: bool) -> int:
-        """Keys that rank `index` has in a turn: all of their owner's, or their early half."""
-        return t if not causal or index % self.size + turn < self.size else t // 2
-
-    def exchange(self, leaving: Tensor, to: int, arriving: Tensor, source: int) -> list[dist.Work]:
-        """Starts to send to one rank of the axis and to receive from another; both are contiguous."""
-        send = dist.P2POp(dist.isend, leaving, group=self.group, group_peer=to % self.size)
-        receive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=source % self.size)
-        return dist.batch_isend_irecv([send, receive])
+def _some_late(axis: Axis, causal: bool) -> bool:
+    """True if, in some turn of this rank, only the late half of its queries attends."""
+    return any(turn.late for turn in turns(axis.size, axis.index, causal))
 
 
 class RingAttention(AttentionCore):
     """(B, t, (H + 2K) d) -> (B, t, H d), attending to the keys of all ranks of the axis."""
 
-    def __init__(self, core: AttentionCore, axis: ContextAxis) -> None:
+    def __init__(self, core: AttentionCore, axis: Axis) -> None:
         super().__init__(core.heads, core.kv_heads, core.causal)
         self.axis = axis
 
-    @torch.compiler.disable
     def forward(self, qkv: Tensor, cos_Td: Tensor | None = None, sin_Td: Tensor | None = None) -> Tensor:
         return _Ring.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.causal, self.axis)
 
@@ -144,21 +130,21 @@ class _Ring(Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor | None, sin: Tensor | None,
-        heads: int, kv_heads: int, causal: bool, axis: ContextAxis,
+        heads: int, kv_heads: int, causal: bool, axis: Axis,
     ):  # fmt: skip
         q, kv = split_heads(qkv, heads, kv_heads, cos, sin)
         half = q.shape[2] // 2
-        late = q[:, :, half:].contiguous() if causal and axis.index + 1 < axis.size else q
-        out = lse = q  # until the first turn has set them
-        for owner, (k, v) in axis.turns(kv, causal):
-            if owner == axis.index:
+        late = q[:, :, half:].contiguous() if _some_late(axis, causal) else q
+        out = lse = q  # placeholders until the first turn sets them
+        for turn, (k, v) in ring_turns(axis, kv, causal):
+            if turn.owner == axis.index:
                 out, lse = attend(q, k, v, causal)
                 out = out.float()
-            elif causal and owner > axis.index:
+            elif turn.late:
                 merge(out[:, :, half:], lse[:, :, half:], *attend(late, k, v, causal=False))
             else:
                 merge(out, lse, *attend(q, k, v, causal=False))
-        out = out.to(q.dtype).transpose(1, 2).flatten(2)  # (B, t, H d): the next layer keeps it anyway
+        out = out.to(q.dtype).transpose(1, 2).flatten(2)  # (B, t, H d), which the next layer keeps anyway
         ctx.save_for_backward(q, kv, out, lse, cos, sin)
         ctx.causal, ctx.axis = causal, axis
         return out
@@ -172,51 +158,48 @@ class _Ring(Function):
         return split_heads_backward(dq.to(q.dtype), dkv.to(q.dtype), cos, sin), *[None] * 6
 
 
-def _ring_gradients(rows: Queries, kv: Tensor, causal: bool, axis: ContextAxis) -> tuple[Tensor, Tensor]:
+def _ring_gradients(rows: Queries, kv: Tensor, causal: bool, axis: Axis) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's queries (B, H, t, d), and of its keys and values (2, B, K, t, d), in fp32.
 
-    Keys and values travel as in forward. What a rank finds for the keys of another goes straight to their owner, in
-    the dtype of the computation, and is summed there in fp32: fewer bytes than sums in fp32 that travel with the keys,
-    and each term is rounded once.
+    Keys and values travel as in forward. The gradient for another rank's keys goes straight to their owner, in the
+    compute dtype, and is summed there in fp32. That sends fewer bytes than fp32 sums that travel with the keys, and
+    each term is rounded once.
     """
     (B, K, t, d), half = kv.shape[1:], kv.shape[3] // 2
-    late = rows.late(half) if causal and axis.index + 1 < axis.size else rows
-    dq = dkv = kv  # until the first turn has set them
-    coming_home: list[tuple[list[dist.Work], Tensor, Tensor]] = []  # what was sent is kept until it has left
-    for turn, (owner, (k, v)) in enumerate(axis.turns(kv, causal)):
-        if owner == axis.index:
+    late = rows.late(half) if _some_late(axis, causal) else rows
+    dq = dkv = kv  # placeholders until the first turn sets them
+    coming_home: list[Started] = []
+    for turn, (k, v) in ring_turns(axis, kv, causal):
+        if turn.owner == axis.index:
             dq, dk, dv = attend_backward(rows, k, v, causal)
             dq, dkv = dq.float(), torch.stack((dk, dv)).float()
             continue
-        upper = causal and owner > axis.index
-        part, dk, dv = attend_backward(late if upper else rows, k, v, causal=False)
-        (dq[:, :, half:] if upper else dq).add_(part)
+        part, dk, dv = attend_backward(late if turn.late else rows, k, v, causal=False)
+        (dq[:, :, half:] if turn.late else dq).add_(part)
         leaving = torch.stack((dk, dv)).to(kv.dtype)
-        arriving = kv.new_empty(2, B, K, axis.length(axis.index - turn, turn, t, causal), d)
-        works = axis.exchange(leaving, owner, arriving, axis.index - turn)
-        _add_arrived(dkv, coming_home)  # those of the last turn
-        coming_home.append((works, arriving, leaving))
+        arriving = kv.new_empty(2, B, K, int(t * turn.comes_home), d)
+        started = axis.start_exchange(leaving, turn.owner, arriving, turn.visited)
+        _add_arrived(dkv, coming_home)  # from the previous turn
+        coming_home.append(started)
     _add_arrived(dkv, coming_home)
     return dq, dkv
 
 
-def _add_arrived(dkv: Tensor, coming_home: list[tuple[list[dist.Work], Tensor, Tensor]]) -> None:
-    """Waits for gradients that other ranks have found for the keys of this one, or for their early half."""
-    for works, arriving, _ in coming_home:
-        for work in works:
-            work.wait()
+def _add_arrived(dkv: Tensor, coming_home: list[Started]) -> None:
+    """Adds the gradients that other ranks send for this rank's keys, or for their early half."""
+    for started in coming_home:
+        arriving = started()
         dkv[:, :, :, : arriving.shape[3]] += arriving
     coming_home.clear()
 
 
 class Ulysses(AttentionCore):
-    """(B, t, (H + 2K) d) -> (B, t, H d), attending with H/c of the heads to the whole sequence."""
+    """(B, t, (H + 2K) d) -> (B, t, H d), attending with H/c heads to the whole sequence."""
 
-    def __init__(self, core: AttentionCore, axis: ContextAxis) -> None:
+    def __init__(self, core: AttentionCore, axis: Axis) -> None:
         super().__init__(core.heads, core.kv_heads, core.causal)
         self.axis = axis
 
-    @torch.compiler.disable
     def forward(self, qkv: Tensor, cos_Td: Tensor | None = None, sin_Td: Tensor | None = None) -> Tensor:
         c = self.axis.size
         assert self.heads % c == 0
@@ -227,8 +210,8 @@ class Ulysses(AttentionCore):
 
 
 class _WholeSequence(Function):
-    """All heads of this rank's tokens (B, t, (H + 2K) d) -> this rank's heads of all tokens (B, T, (H + 2K)/c d),
-    rotated on the way: so each rank needs the angles of its own positions only."""
+    """All heads of this rank's tokens (B, t, (H + 2K) d) -> this rank's heads of all tokens (B, T, (H + 2K)/c d).
+    Rotary embedding is applied before the exchange, so each rank needs the angles of its own positions only."""
 
     @staticmethod
     def forward(
@@ -238,21 +221,21 @@ class _WholeSequence(Function):
         sin: Tensor | None,
         heads: int,
         kv_heads: int,
-        axis: ContextAxis,
+        axis: Axis,
     ) -> Tensor:
         q, (k, v) = split_heads(qkv, heads, kv_heads, cos, sin)
         ctx.save_for_backward(cos, sin)
         ctx.axis, ctx.sections = axis, [x.shape[1] // axis.size for x in (q, k, v)]
         of_each = [x.unflatten(1, (axis.size, -1)).transpose(0, 1) for x in (q, k, v)]  # (c, B, heads, t, d)
-        arrived = _swap(torch.cat(of_each, dim=2), axis)
-        return arrived.permute(1, 0, 3, 2, 4).flatten(1, 2).flatten(2)  # by the rank they come from: in order
+        arrived = axis.all_to_all(torch.cat(of_each, dim=2))
+        return arrived.permute(1, 0, 3, 2, 4).flatten(1, 2).flatten(2)  # sorted by source rank: in order
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (cos, sin), c = ctx.saved_tensors, ctx.axis.size
         dwhole = grads[0].unflatten(1, (c, -1)).unflatten(3, (sum(ctx.sections), -1))  # (B, c, t, heads, d)
-        arrived = _swap(dwhole.permute(1, 0, 3, 2, 4).contiguous(), ctx.axis)  # (c, B, heads, t, d)
+        arrived = ctx.axis.all_to_all(dwhole.permute(1, 0, 3, 2, 4).contiguous())  # (c, B, heads, t, d)
         dq, dk, dv = (x.transpose(0, 1).flatten(1, 2) for x in arrived.split(ctx.sections, dim=2))
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5
 
@@ -261,10 +244,10 @@ class _WholeHeads(Function):
     """This rank's heads of all tokens (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: ContextAxis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        arrived = _swap(
-            x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous(), axis
+        arrived = axis.all_to_all(
+            x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
         )  # (c, B, t, H/c d)
         return arrived.permute(1, 2, 0, 3).flatten(2)
 
@@ -272,11 +255,4 @@ class _WholeHeads(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         leaving = grads[0].unflatten(2, (ctx.axis.size, -1)).permute(2, 0, 1, 3).contiguous()
-        return _swap(leaving, ctx.axis).transpose(0, 1).flatten(1, 2), None
-
-
-def _swap(leaving: Tensor, axis: ContextAxis) -> Tensor:
-    """Sends slice i to rank i; returns what the ranks have sent, by rank."""
-    arriving = torch.empty_like(leaving)
-    dist.all_to_all_single(arriving, leaving, group=axis.group)
-    return arriving
+        return ctx.axis.all_to_all(leaving).transpose(0, 1).flatten(1, 2), None

@@ -1,11 +1,11 @@
 """Expert parallelism: each rank of an "ep" group has some of the experts, and computes them for all ranks of the group.
 
-Ranks of the group have different tokens. In forward each sends its tokens' rows to the ranks that hold their experts
-(all-to-all, uneven: the counts go first), computes what it receives, and sends the results back; backward does the same
-in the other direction (GShard, arXiv 2006.16668). So a rank has seen all gradients of its experts from its group, and
-they are summed over "edp", the ranks with the same experts, while other gradients are summed over "batch".
+Ranks of the group have different tokens. In forward each rank sends the rows of its tokens to the ranks that hold their
+experts (an uneven all-to-all; the counts go first), computes the rows it receives, and sends the results back. Backward
+does the same in reverse (GShard, arXiv 2006.16668). A rank has then seen all gradients of its experts from its group.
+They are summed over "edp", the ranks with the same experts; other gradients are summed over "batch".
 
-Also here, for any layout: what the ranks together know of the load of the experts, once a step.
+`Balance` sums the load of the experts over all ranks, once per step, in any layout.
 
 Legend: M rows that a rank has, R rows that it receives, D model, E experts, G ranks of the group, e = E / G.
 """
@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.models.model import LanguageModel
-from fivefold.models.moe import Exchange, Mixture, Total
+from fivefold.comm import Axis
+from fivefold.models.base import LanguageModel
+from fivefold.models.card import card_of
+from fivefold.models.mixture import Exchange, Mixture, Total
+from fivefold.models.section import ModelSection
 from fivefold.parallel.mesh import Mesh
-from fivefold.recipe.schema import ModelSection
-from fivefold.sharding import Part, local_shape
+from fivefold.spread.parts import Part, local_shape
+from fivefold.spread.regions import sequence_axes
 
 
 def mixtures(stage: LanguageModel) -> Iterator[tuple[int, Mixture]]:
@@ -37,94 +39,79 @@ def mixtures(stage: LanguageModel) -> Iterator[tuple[int, Mixture]]:
 
 
 def apply(stage: LanguageModel, mesh: Mesh, table: dict[str, Part]) -> None:
-    """Divides the experts of a model that is on "meta", in place, and lets routers that see parts of a sequence know of
-    the others."""
+    """Shards the experts of a model on "meta" over "ep", in place. Routers that see a part of each sequence get the
+    counts of the whole sequence."""
     for number, mixture in mixtures(stage):
-        sequence = [g for name in sequence_groups(mesh) if (g := mesh.group(name)) is not None]
+        sequence = [mesh.axis(name) for name in sequence_axes(mesh.layout.sp) if mesh.size(name) > 1]
         if sequence:
             mixture.total = SummedTotal(sequence)
-        group = mesh.group("ep")
-        if group is None:
+        if mesh.size("ep") == 1:
             continue
-        mixture.experts.exchange = AllToAll(group)
+        mixture.experts.exchange = AllToAll(mesh.axis("ep"))
         for name, whole in list(mixture.experts.named_parameters()):
             shape = local_shape(table[f"blocks.{number}.mlp.experts.{name}"].computes)
             setattr(mixture.experts, name, nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta")))
 
 
-def sequence_groups(mesh: Mesh) -> list[str]:
-    """The groups whose ranks have parts of the same sequences, where routers work."""
-    return ["cp", "tp"] if mesh.layout.sp else ["cp"]
-
-
 class SummedTotal(Total):
-    """The counts of all ranks that have parts of the same sequences. They carry no gradient."""
+    """Sums counts over all ranks that have parts of the same sequences. Counts carry no gradient."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]):
+    def __init__(self, axes: Sequence[Axis]):
         super().__init__()
-        self.groups = groups
+        self.axes = axes
 
     def forward(self, counts_E: Tensor) -> Tensor:
         total = counts_E.clone()
-        for group in self.groups:
-            dist.all_reduce(total, group=group)
+        for axis in self.axes:
+            axis.all_reduce(total)
         return total
 
 
 class AllToAll(Exchange):
-    """Sends rows to the ranks that hold their experts, and the results back (see `models.moe.Exchange`)."""
+    """Sends rows to the ranks that hold their experts, and the results back (see `models.mixture.Exchange`)."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, axis: Axis):
         super().__init__()
-        self.group = group
+        self.axis = axis
 
     def forward(
         self, rows_MD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """compute: of rows sorted by this rank's experts, and how many each has."""
-        mine_Ge = counts_E.view(self.group.size(), -1)
-        theirs_Ge = torch.empty_like(mine_Ge)
-        dist.all_to_all_single(theirs_Ge, mine_Ge, group=self.group)
+        """compute(rows sorted by this rank's experts, rows per expert) returns the results, row by row."""
+        mine_Ge = counts_E.view(self.axis.size, -1)
+        theirs_Ge = self.axis.all_to_all(mine_Ge)
         sent, received = self.splits(torch.stack([mine_Ge.sum(1), theirs_Ge.sum(1)]), len(rows_MD))
-        rows_RD = _Send.apply(rows_MD, received, sent, self.group)
-        # They lie by source, then expert; and go by expert, then source.
+        rows_RD = _Send.apply(rows_MD, received, sent, self.axis)
+        # The rows arrive sorted by source, then expert. Experts need them sorted by expert, then source.
         experts = torch.arange(theirs_Ge.shape[1], device=rows_MD.device).repeat(len(theirs_Ge))
         order = experts.repeat_interleave(theirs_Ge.flatten(), output_size=len(rows_RD)).argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         results_RD = compute(_Permute.apply(rows_RD, order, back), theirs_Ge.sum(0))
-        return _Send.apply(_Permute.apply(results_RD, back, order), sent, received, self.group)
+        return _Send.apply(_Permute.apply(results_RD, back, order), sent, received, self.axis)
 
     def splits(self, rows_2G: Tensor, rows: int) -> list[list[int]]:
-        """Rows that go to each rank, `rows` in all, and rows that come from each."""
+        """Rows to send to each rank (`rows` in all), and rows to receive from each."""
         return rows_2G.tolist()
 
 
 class _Send(Function):
-    """all-to-all of rows: `given` [i] of them, in order, go to rank i, from which `taken` [i] come."""
+    """All-to-all of rows: sends given[i] rows to rank i, in order, and receives taken[i] rows from it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, taken: list[int], given: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.splits, ctx.group = (taken, given), group
-        return _all_to_all(rows, taken, given, group)
+    def forward(ctx: Any, rows: Tensor, taken: list[int], given: list[int], axis: Axis) -> Tensor:
+        ctx.splits, ctx.axis = (taken, given), axis
+        return axis.all_to_all(rows.contiguous(), taken, given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         taken, given = ctx.splits
-        return _all_to_all(grads[0], given, taken, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, taken: list[int], given: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(taken), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), taken, given, group=group)
-    return out
+        return ctx.axis.all_to_all(grads[0].contiguous(), given, taken), None, None, None
 
 
 class _Permute(Function):
-    """Rows in another order. back: the order that undoes it."""
+    """Reorders rows. back: the inverse permutation."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -138,41 +125,41 @@ class _Permute(Function):
 
 
 class Balance:
-    """What all ranks together know of the load of the experts: gathered once a step, and what follows from it.
+    """The load of the experts, summed over all ranks once per step.
 
-    A step is: start_step, forward and backward of the microbatches, finish; then `figures` holds, and `update` moves
-    the routers' biases where the recipe balances by them.
+    A step is: start_step, forward and backward of the microbatches, finish. Then `figures` is valid, and `update` moves
+    the routers' biases if the recipe balances by them.
     """
 
     def __init__(self, stages: Iterable[LanguageModel], mesh: Mesh, model: ModelSection):
         self.layers = {number: mixture for stage in stages for number, mixture in mixtures(stage)}
         self.mesh, self.model = mesh, model
-        self.sums = torch.zeros(0)  # (blocks with experts, E + 4), fp64: see `models.moe.Tally`
+        mixed = [number for number, is_mixed in enumerate(card_of(model).mixed) if is_mixed]
+        self.rows = {number: row for row, number in enumerate(mixed)}  # of `sums`, by block
+        self.sums = torch.zeros(0)  # (blocks with experts, E + 4), fp64: see `models.mixture.Tally`
         self.figures: dict[str, float] = {}
 
     def start_step(self, scale: float) -> None:
-        """scale: what the gradients of the losses of this step are multiplied by."""
-        pieces = self.mesh.size("tp") if self.mesh.layout.sp else 1  # their gradients are summed
+        """scale: factor on the gradients of this step's losses."""
+        pieces = self.mesh.size("tp") if self.mesh.layout.sp else 1  # the gradients of the pieces are summed
         for mixture in self.layers.values():
             mixture.tally.scale, mixture.tally.sums = scale / pieces, None
 
     def finish(self) -> None:
-        """One all-reduce of a few numbers a block."""
+        """Sums over ranks: one all-reduce of a few numbers per block."""
         model, mesh = self.model, self.mesh
         assert model.experts, "a resolved recipe has experts"
-        rows = model.layers - model.dense_layers
-        self.sums = torch.zeros(rows, model.experts + 4, dtype=torch.float64, device=mesh.device)
+        self.sums = torch.zeros(len(self.rows), model.experts + 4, dtype=torch.float64, device=mesh.device)
         if mesh.layout.sp or mesh.index("tp") == 0:  # without sp the ranks of tp have the same tokens
             for number, mixture in self.layers.items():
                 if mixture.tally.sums is not None:
-                    self.sums[number - model.dense_layers] = mixture.tally.sums
-        if mesh.size("all") > 1:
-            dist.all_reduce(self.sums, group=mesh.group("all"))
+                    self.sums[self.rows[number]] = mixture.tally.sums
+        mesh.axis("all").all_reduce(self.sums)
         self.figures = self._figures()
 
     def _figures(self) -> dict[str, float]:
-        """expert_load_max, expert_load_min: tokens of the most and the least used expert of any block, by its even
-        share. dropped_share: of the slots. aux_loss, z_loss: means of the terms, without their weights."""
+        """expert_load_max, expert_load_min: tokens of the most and the least used expert of any block, relative to an
+        even split. dropped_share: share of slots that were dropped. aux_loss, z_loss: mean terms, unweighted."""
         slots, (dropped, aux, z, passes) = self.sums[:, :-4], self.sums[:, -4:].sum(0).tolist()
         load = slots / slots.mean(1, keepdim=True).clamp(min=1)
         return {
@@ -185,8 +172,8 @@ class Balance:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Experts with more than their share become less likely to be chosen, the others more: by a fixed rate."""
+        """Lowers the bias of experts with more than an even share and raises the others, by a fixed rate."""
         for number, mixture in self.layers.items():
             if mixture.router.bias is not None:
-                slots = self.sums[number - self.model.dense_layers, :-4]
+                slots = self.sums[self.rows[number], :-4]
                 mixture.router.bias += self.model.balance_rate * (slots.mean() - slots).sign().float()

@@ -1,61 +1,56 @@
-"""The ranks of a layout and the process groups between them."""
+"""The ranks of a layout and the axes between them."""
 
 from __future__ import annotations
 
-import torch
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.layout import EXPERT_GROUPS, GROUPS, Layout, index_in, members
-from fivefold.parallel.ranks import Ranks
+from fivefold.comm import Axis
+from fivefold.launch.ranks import Ranks
+from fivefold.spread.layout import Layout, group_of, groups, index_in
 
 
 class Mesh:
-    """Process groups by name: "pp", "tp", "cp", "dp", "replicate", "shard", "batch", "all", "ep", "edp", "eshard"
-    (see `layout.GROUPS`). All ranks must build it at the same time."""
+    """The axes of a layout as this rank sees them, by the names of `layout.groups`. All ranks must build it at the same
+    time."""
 
     def __init__(self, layout: Layout, ranks: Ranks):
         assert layout.ranks == ranks.world, f"{layout.ranks} ranks in the layout, {ranks.world} in the run"
-        self.layout, self.rank, self.device = layout, ranks.rank, ranks.device
-        self.coordinates = layout.coordinates(ranks.rank)
-        self._ranks: dict[str, list[int]] = {}
-        self._groups: dict[str, dist.ProcessGroup | None] = {}
-        made: dict[
-            tuple[tuple[int, ...], ...], dist.ProcessGroup | None
-        ] = {}  # equal divisions share a group
-        for name in (*GROUPS, *EXPERT_GROUPS):
-            division = members(layout, name)
-            self._ranks[name] = next(group for group in division if ranks.rank in group)
-            key = tuple(map(tuple, division))
-            if key not in made:
-                made[key] = _new_group(self._ranks[name], ranks)
-            self._groups[name] = made[key]
+        self.layout, self.rank, self.device, self._ranks = layout, ranks.rank, ranks.device, ranks
+        made: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
+        self._axes: dict[str, Axis] = {}
+        self._device_meshes: dict[str, DeviceMesh] = {}
+        for name, shape in groups(layout).items():
+            members, index = group_of(layout, name, ranks.rank), index_in(layout, name, ranks.rank)
+            if shape not in made:
+                made[shape] = _new_group(members, ranks)
+            self._axes[name] = Axis(name, members, index, ranks.device, made[shape], ranks.timeout_s)
 
-    def ranks(self, name: str) -> list[int]:
-        """The ranks of my group, in the order of their index."""
-        return self._ranks[name]
+    def axis(self, name: str) -> Axis:
+        return self._axes[name]
+
+    def new_axis(self, name: str, members: list[int]) -> Axis:
+        """An axis between any ranks, this one included. All of them make it at the same time."""
+        group = _new_group(members, self._ranks)
+        return Axis(name, members, members.index(self.rank), self.device, group, self._ranks.timeout_s)
 
     def size(self, name: str) -> int:
-        return len(self._ranks[name])
+        return self._axes[name].size
 
     def index(self, name: str) -> int:
-        """My index in the group."""
-        return index_in(self.layout, name, self.rank)
+        """This rank's index on the axis."""
+        return self._axes[name].index
 
-    def group(self, name: str) -> dist.ProcessGroup | None:
-        """My group; None where I am alone in it."""
-        return self._groups[name]
-
-    def device_mesh(self, *names: str) -> DeviceMesh:
-        """The named groups (outer first) as PyTorch's mesh of one or two dims, for FSDP2."""
-        groups = [group for name in names if (group := self._groups[name]) is not None]
-        assert len(groups) == len(names), f"one rank alone in {names}"
-        if len(names) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
-        outer, inner = names
-        rows = [next(g for g in members(self.layout, inner) if rank in g) for rank in self._ranks[outer]]
-        mesh = torch.tensor(rows)
-        return DeviceMesh.from_group(groups, self.device.type, mesh=mesh, mesh_dim_names=names)
+    def device_mesh(self, name: str) -> DeviceMesh:
+        """The axis as a DeviceMesh of one dim, for FSDP2."""
+        if name not in self._device_meshes:
+            group = self._axes[name].group
+            assert group is not None, f"one rank alone in {name}"
+            made = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
+            self._device_meshes[name] = made
+        return self._device_meshes[name]
 
 
 def _new_group(members: list[int], ranks: Ranks) -> dist.ProcessGroup | None:
@@ -63,6 +58,7 @@ def _new_group(members: list[int], ranks: Ranks) -> dist.ProcessGroup | None:
         return None
     if len(members) == ranks.world:
         return dist.group.WORLD
-    group = dist.new_group(members, use_local_synchronization=True)
+    timeout = timedelta(seconds=ranks.timeout_s)  # gloo's default is 30 minutes
+    group = dist.new_group(members, timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -1,38 +1,45 @@
-"""From a recipe to the part of the model that one rank computes. The order is fixed here, and only here:
+"""Builds the part of a recipe's model that one rank computes. The order is fixed here, and only here:
 
 1. cut the model into pipeline stages and keep this rank's (on "meta": no memory yet);
-2. divide experts, tensors and the sequence: parameters become this rank's parts, collectives go in between;
-3. recompute activations; 4. compile; 5. share states and sum gradients over the data axes.
+2. shard experts, tensors and the sequence: parameters become this rank's parts, with collectives between them;
+3. recompute activations; 4. compile; 5. shard states and sum gradients over the data axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from fivefold.models import LanguageModel
+from fivefold.models.base import LanguageModel
+from fivefold.models.card import card_of
 from fivefold.models.init import init_part
 from fivefold.parallel import context, expert, recompute, tensor
 from fivefold.parallel.data import DataParallel
+from fivefold.parallel.flat import allocate
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.stages import share_tied, split, sum_tied
+from fivefold.parallel.stages import split, sum_tied
 from fivefold.recipe import Recipe
-from fivefold.sharding import Part, held
+from fivefold.spread.parts import Part, held
+from fivefold.spread.units import Keeping, keepings
+
+if TYPE_CHECKING:  # importing FSDP2 takes half a second
+    from fivefold.parallel.unit_messages import UnitMessages
 
 
 @dataclass
 class Parallel:
-    """What a rank computes and keeps.
+    """A rank's part of the model and its states.
 
-    stages: the model, or this rank's pipeline stages of it. positions: (T) of the tokens this rank gets; None: all.
-    reductions: sums of gradients besides those of the replicas, called when these have finished. pipeline: what runs
-    the stages, where there is more than one rank of them. balance: of the experts' load, where there are experts.
+    stages: the model, or this rank's pipeline stages. positions: (T), of this rank's tokens; None: all positions.
+    reductions: gradient sums beyond those of the replicas, called after these finish. pipeline: runs the stages if pp >
+    1. balance: of the experts' load, if the model has experts.
     """
 
     stages: list[nn.Module]
@@ -52,14 +59,14 @@ def parallelize(
 ) -> Parallel:
     """Builds this rank's part of a resolved recipe's model, with its initial weights.
 
-    memory: entered where the module gets memory; what comes before is done on "meta".
+    memory: a context entered where the module gets memory; all steps before work on "meta".
     """
     layout, model = mesh.layout, recipe.model
     numbered = split(model, layout, mesh.index("pp"))
     stages = list(numbered.values())
-    table = held(model, layout, mesh.rank)
+    table = held(card_of(model), layout, mesh.rank)
     found = Parallel(list(stages), [])
-    if model.arch == "moe":
+    if card_of(model).has_experts:
         found.balance = expert.Balance(stages, mesh, model)
         for stage in stages:
             expert.apply(stage, mesh, table)
@@ -78,19 +85,23 @@ def parallelize(
         for stage in stages:
             mixed = {
                 number for number, _ in expert.mixtures(stage)
-            }  # the compiler would break at every choice
+            }  # expert choice would break the compiled graph
             for number, block in stage.blocks.items():
                 if int(number) not in mixed:
                     block.compile()
-    if layout.zero and mesh.size("shard") > 1:
+    kept = keepings(card_of(model), layout, list(numbered))
+    messages: dict[int, list[UnitMessages]] = {}
+    if any(keeping.units for keeping in kept):
         from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
 
-        for stage in stages:  # before it has memory: no rank ever holds all the weights in fp32
-            zero.shard(stage, mesh, compute_dtype, reduce)
+        for keeping in kept:  # before they have memory, so no rank ever holds all the weights in fp32
+            for number in keeping.stages:
+                units = [unit for unit in keeping.units if unit.stage == number]
+                messages[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
     with memory or nullcontext():
         for stage in stages:
-            materialize(stage, recipe, table, mesh.device)
-        of_stage = _add_replicas(found, numbered, mesh, table, compute_dtype, reduce)
+            _make_buffers(stage, mesh.device)
+        of_stage = _add_replicas(found, numbered, kept, messages, mesh, table, recipe, compute_dtype, reduce)
     if found.pipeline is not None:
         found.pipeline.replicas = of_stage
         if model.tie_embeddings:
@@ -101,38 +112,66 @@ def parallelize(
 def _add_replicas(
     found: Parallel,
     numbered: dict[int, LanguageModel],
+    kept: Sequence[Keeping],
+    messages: dict[int, list[UnitMessages]],
     mesh: Mesh,
     table: dict[str, Part],
+    recipe: Recipe,
     compute_dtype: torch.dtype,
     reduce: torch.dtype,
 ) -> dict[int, list[Replica]]:
-    """Gives the parameters of stages that have memory to replicas. Returns those of each stage, by its number."""
-    layout, stages = mesh.layout, list(numbered.values())
-    of_stage: dict[int, list[Replica]] = {}
-    sharded = layout.zero and mesh.size("shard") > 1
-    for group in [stages] if share_tied(numbered) else [[stage] for stage in stages]:
-        params = {name: p for stage in group for name, p in stage.named_parameters()}
-        experts = {name: params.pop(name) for name in list(params) if layout.ep > 1 and table[name].expert}
-        replicas: list[Replica]
-        if sharded:
+    """Gives memory and initial weights to the parameters of stages on "meta", and makes the replicas that keep them.
+    Returns the replicas of each stage, by its number."""
+    layout, of_stage = mesh.layout, dict[int, list[Replica]]()
+
+    def initial(name: str) -> Tensor:
+        return init_part(recipe.train.seed, name, recipe.model, table[name], mesh.device)
+
+    for keeping in kept:
+        stages = [numbered[number] for number in keeping.stages]
+        replicas: list[Replica] = []
+        if keeping.units:
             from fivefold.parallel import zero
 
-            replicas = [zero.Sharded(group, table, layout.zero, mesh.size("pp") > 1)]
-        else:
-            replicas = [DataParallel(params, table, compute_dtype, mesh.group("batch"), reduce)]
-        if experts and (not sharded or mesh.size("eshard") == 1):  # on fewer ranks than the rest, or none
-            replicas.append(DataParallel(experts, table, compute_dtype, mesh.group("edp"), reduce))
+            zero.materialize(stages, mesh.device, initial)
+            sent = [unit for number in keeping.stages for unit in messages[number]]
+            replicas.append(zero.Sharded(stages, table, compute_dtype, sent, layout.zero, layout.pp))
+        for buffer in keeping.buffers:
+            params, flat = _materialize(stages, buffer.names, mesh.device, initial)
+            axis = mesh.axis(buffer.group)
+            replicas.append(DataParallel(params, table, compute_dtype, axis, reduce, flat))
         found.replicas += replicas
-        of_stage |= {number: replicas for number, stage in numbered.items() if stage in group}
+        of_stage |= dict.fromkeys(keeping.stages, replicas)
     return of_stage
 
 
-def materialize(stage: nn.Module, recipe: Recipe, table: dict[str, Part], device: torch.device) -> None:
-    """Gives a module that is on "meta" memory on the device, and its initial weights."""
-    stage.to_empty(device=device)
-    with torch.no_grad():
-        for buffer in stage.buffers():
-            buffer.zero_()
-        for name, parameter in stage.named_parameters():
-            own = getattr(parameter, "to_local", lambda whole=parameter: whole)()  # a DTensor's rows
-            own.copy_(init_part(recipe.train.seed, name, recipe.model, table[name], device))
+def _make_buffers(stage: nn.Module, device: torch.device) -> None:
+    """Turns buffers on "meta" into zeros on the device."""
+    for module in stage.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+
+
+def _materialize(
+    stages: list[LanguageModel],
+    names: Sequence[str],
+    device: torch.device,
+    initial: Callable[[str], Tensor],
+) -> tuple[dict[str, nn.Parameter], Tensor]:
+    """Replaces parameters on "meta" by ones with memory and initial weights. Stages that share a parameter compute with
+    one tensor.
+
+    Returns the parameters, and the flat buffer that they are views of (parallel/flat.py).
+    """
+    meta = {name: p for stage in stages for name, p in stage.named_parameters()}
+    params = {name: meta[name] for name in names}
+    flat, views = allocate(params, device)
+    for name, view in views.items():
+        view.copy_(initial(name))
+    placed = {name: nn.Parameter(views[name]) for name in params}
+    for stage in stages:
+        for name, _ in list(stage.named_parameters()):
+            if name in placed:
+                owner, _, leaf = name.rpartition(".")
+                setattr(stage.get_submodule(owner), leaf, placed[name])
+    return placed, flat

@@ -1,10 +1,10 @@
-"""Runs a pipeline schedule: each rank goes through its list of computations and transfers, the one that
-`schedules/pipeline` made, checked and simulates.
+"""Runs a pipeline schedule: each rank executes its list of computations and transfers, which `schedules/pipeline` has
+made and checked, and also simulates.
 
-F computes a stage and keeps its input and output; B runs autograd from the output and leaves the gradient of the input;
-I does the same but leaves the linear layers' weight gradients in a queue (`later.py`), which W computes. Transfers
-are asynchronous: a receive is posted one computation ahead of its place in the list, since gloo moves data only once it
-is posted, and a send is waited for only when many are under way.
+F computes a stage and keeps its input and output. B runs autograd from the output and leaves the gradient of the input.
+I does the same, but queues the weight gradients of linear layers (`deferred.py`), which W computes. Transfers are
+asynchronous. A receive is posted one computation ahead of its place in the list, since gloo moves data only once it is
+posted. A send is waited for only when many are in flight.
 
 Legend: B rows of a microbatch, T tokens of a sequence that this rank has between stages, D model.
 """
@@ -18,14 +18,15 @@ from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.models import LanguageModel
-from fivefold.parallel.later import Later, Work, attach
+from fivefold.comm import Started
+from fivefold.models.base import LanguageModel
+from fivefold.parallel.deferred import Deferred, Work, attach
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.schedules.pipeline import (
+    SENDS_PER_RANK,
     Action,
     Event,
     Schedule,
@@ -37,17 +38,16 @@ from fivefold.schedules.pipeline import (
 )
 
 Microbatch = tuple[Tensor, Tensor]  # tokens, targets: (B, T) int64
-Seed = Callable[[int, int], None]  # (microbatch, which of this rank's stages): sets the random state
+Seed = Callable[[int, int], None]  # (microbatch, index among this rank's stages): sets the random state
 Key = tuple[int, int]  # stage, microbatch
-Arrival = tuple[Tensor, dist.Work | None]  # a tensor, and what to wait for before it is there
-SENDS_A_RANK = 2  # sends under way, times the ranks of the pipeline
+Arrival = Tensor | Started  # a result of this rank, or a message from another
 
 
 class Pipeline:
     """This rank's stages by number, and the schedule that they run.
 
-    dim: D. dtype: of the activations. replicas: of the parameters of each stage. recording: while it is set, each step
-    is measured, and `recorded` holds its schedule and timeline; all ranks of a pipeline set it, or none.
+    dim: D. dtype: of the activations. replicas: of the parameters of each stage. recording: while it is True, each step
+    is measured, and `recorded` holds its schedule and timeline; all ranks of a pipeline must set it together.
     """
 
     def __init__(self, stages: Mapping[int, LanguageModel], mesh: Mesh, dim: int, dtype: torch.dtype):
@@ -55,19 +55,19 @@ class Pipeline:
         self.replicas: Mapping[int, Sequence[Replica]] = {}
         self.recording = False
         self.recorded: tuple[Schedule, Timeline] | None = None
-        self.rank_of = self.schedule(1).rank_of  # index on the pp axis of each stage's ranks
-        self.later = Later()
+        self.rank_of = self.schedule(1).rank_of  # for each stage, the pp index of its ranks
+        self.deferred = Deferred()
         if self.splits_backward:
             for stage in self.stages.values():
-                attach(stage, self.later)
+                attach(stage, self.deferred)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart (I and W)."""
+        """True if weight gradients are computed separately (I and W)."""
         return self.schedule(2 * self.mesh.size("pp")).splits_backward
 
     def schedule(self, microbatches: int) -> Schedule:
-        """The schedule of a step of so many microbatches."""
+        """The schedule of a step with this number of microbatches."""
         layout = self.mesh.layout
         return build(layout.schedule, layout.pp, microbatches, layout.virtual_stages)
 
@@ -78,14 +78,14 @@ class Pipeline:
         seed: Seed,
         positions_T: Tensor | None = None,
     ) -> Tensor:
-        """Adds the gradients of `scale` x the sum of the microbatches' losses; returns that sum of losses (scalar)
-        where the last stage is, 0 on other ranks. Replicas are armed before their last gradients come.
+        """Adds the gradients of `scale` x the sum of the microbatches' losses. Returns that sum of losses (scalar) on
+        the rank with the last stage, 0 on others. Replicas sync their gradients as the last ones are computed.
 
-        positions_T: of the tokens that this rank gets; None: all.
+        positions_T: of this rank's tokens; None: all positions.
         """
         run = _Run(self, microbatches, positions_T, scale, seed)
         if self.recording:
-            dist.barrier(self.mesh.group("pp"))
+            self.mesh.axis("pp").barrier()
         began = time.perf_counter()
         run(self._training(len(microbatches)))
         if self.recording:
@@ -95,7 +95,8 @@ class Pipeline:
 
     @torch.no_grad()
     def losses(self, microbatches: Sequence[Microbatch], positions_T: Tensor | None = None) -> list[Tensor]:
-        """The loss of each microbatch, by the forwards of the schedule alone; empty where the last stage is not."""
+        """The loss of each microbatch, from the forwards of the schedule alone; empty on ranks without the last
+        stage."""
         run = _Run(self, microbatches, positions_T, 0.0, lambda microbatch, stage: None)
         if microbatches:
             run(self._validation(len(microbatches)))
@@ -114,18 +115,18 @@ class Pipeline:
     def _own_actions(self, schedule: Schedule) -> list[Action]:
         """This rank's computations and transfers."""
         actions = with_transfers(schedule)[self.mesh.index("pp")]
-        # NCCL runs transfers between two ranks in the order of their calls, which must stay that of the list.
+        # NCCL runs transfers between two ranks in the order of their calls, so the list's order must stay.
         return receives_ahead(actions) if self.mesh.device.type == "cpu" else actions
 
 
 def forwards(schedule: Schedule) -> Schedule:
-    """The forwards alone, for validation."""
+    """Keeps only the forwards of a schedule, for validation."""
     rows = tuple(tuple(action for action in row if action.kind == "F") for row in schedule.rows)
     return Schedule(schedule.name, schedule.microbatches, schedule.rank_of, rows)
 
 
 class _Run:
-    """One pass through this rank's list of actions. Dictionaries are by (stage, microbatch)."""
+    """One pass through this rank's list of actions. Dictionaries are keyed by (stage, microbatch)."""
 
     def __init__(
         self,
@@ -136,6 +137,7 @@ class _Run:
         seed: Seed,
     ):
         self.pipeline, self.mesh, self.microbatches = pipeline, pipeline.mesh, microbatches
+        self.axis = pipeline.mesh.axis("pp")
         self.scale, self.seed, self.positions_T = scale, seed, positions_T
         self.synchronize = pipeline.recording and pipeline.mesh.device.type == "cuda"
         self.losses: dict[int, Tensor] = {}  # by microbatch
@@ -145,7 +147,7 @@ class _Run:
         self.inputs: dict[Key, Arrival] = {}
         self.gradients: dict[Key, Arrival] = {}  # of outputs
         self.to_send: dict[Action, Tensor] = {}
-        self.sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self.sends: deque[Started] = deque()
 
     def __call__(self, actions: Sequence[Action]) -> None:
         do = {
@@ -155,7 +157,7 @@ class _Run:
         last = _last_gradients(actions, self.pipeline.replicas)
         for action in actions:
             for replica in last.get(action, ()):
-                replica.arm()
+                replica.enable_sync()
             do[action.kind](action)
         self._wait_for_sends(0)
         assert not any((self.kept, self.owed, self.inputs, self.gradients, self.to_send)), (
@@ -182,7 +184,7 @@ class _Run:
             self._hand_over(y.detach(), self.inputs, stage + 1, Action(stage, "SEND_F", index))
 
     def _backward(self, action: Action) -> None:
-        """B, or I."""
+        """Runs B or I."""
         key = stage, index = action.stage, action.microbatch
         x, y = self.kept.pop(key)
         last = self.pipeline.stages[stage].last
@@ -190,7 +192,7 @@ class _Run:
         backward = partial(torch.autograd.backward, y, gradient)
         with self._timed(action):
             if action.kind == "I":
-                self.owed[key] = self.pipeline.later.collect(backward)
+                self.owed[key] = self.pipeline.deferred.collect(backward)
             else:
                 backward()
         if stage > 0:
@@ -206,24 +208,22 @@ class _Run:
                 replica.collect()
 
     def _hand_over(self, result: Tensor, to: dict[Key, Arrival], stage: int, send: Action) -> None:
-        """Gives a result to a neighbouring stage: of this rank, or through a send that comes later in the list."""
+        """Passes a result to a neighbouring stage: directly on this rank, else through a later send in the list."""
         if stage in self.pipeline.stages:
-            to[stage, send.microbatch] = result, None
+            to[stage, send.microbatch] = result
         else:
             self.to_send[send] = result
 
     def _send(self, action: Action) -> None:
         tensor = self.to_send.pop(action).contiguous()
-        peer = self._peer(action.stage + (1 if action.kind == "SEND_F" else -1))
-        work = dist.isend(tensor, peer, self.mesh.group("pp"), self._tag(action))
-        assert work is not None
-        self.sends.append((work, tensor))
-        self._wait_for_sends(SENDS_A_RANK * self.mesh.size("pp"))
+        peer = self.pipeline.rank_of[action.stage + (1 if action.kind == "SEND_F" else -1)]
+        self.sends.append(self.axis.start_send(tensor, peer, self._tag(action)))
+        self._wait_for_sends(SENDS_PER_RANK * self.mesh.size("pp"))
 
     def _wait_for_sends(self, left: int) -> None:
-        """Until at most `left` sends are under way: their tensors take memory."""
+        """Waits until at most `left` sends are in flight: their tensors take memory."""
         while len(self.sends) > left:
-            self.sends.popleft()[0].wait()
+            self.sends.popleft()()
 
     def _receive(self, action: Action) -> None:
         forward, (tokens, _) = action.kind == "RECV_F", self.microbatches[action.microbatch]
@@ -232,18 +232,14 @@ class _Run:
         tensor = torch.empty(
             rows, length, self.pipeline.dim, dtype=self.pipeline.dtype, device=self.mesh.device
         )
-        peer = self._peer(action.stage + (-1 if forward else 1))
-        work = dist.irecv(tensor, peer, self.mesh.group("pp"), self._tag(action))
-        assert work is not None
+        peer = self.pipeline.rank_of[action.stage + (-1 if forward else 1)]
         arrivals = self.inputs if forward else self.gradients
-        arrivals[action.stage, action.microbatch] = tensor, work
-
-    def _peer(self, stage: int) -> int:
-        return self.mesh.ranks("pp")[self.pipeline.rank_of[stage]]
+        started = self.axis.start_receive(tensor, peer, self._tag(action))
+        arrivals[action.stage, action.microbatch] = started
 
     def _tag(self, action: Action) -> int:
-        """A number for each transfer of a step: gloo matches by it, so the order of calls does not matter there."""
-        into = action.stage + {"SEND_F": 1, "SEND_B": -1}.get(action.kind, 0)  # the stage that receives
+        """A number that identifies a transfer within a step. gloo matches transfers by it, in any order of calls."""
+        into = action.stage + {"SEND_F": 1, "SEND_B": -1}.get(action.kind, 0)  # the receiving stage
         backward = action.kind.endswith("_B")
         return (action.microbatch * len(self.pipeline.rank_of) + into) * 2 + backward
 
@@ -260,17 +256,15 @@ class _Run:
 
 
 def _take(arrivals: dict[Key, Arrival], key: Key) -> Tensor:
-    """What has arrived for a computation; waits for it."""
-    tensor, work = arrivals.pop(key)
-    if work is not None:
-        work.wait()
-    return tensor
+    """Waits for the input of a computation, and returns it."""
+    found = arrivals.pop(key)
+    return found() if isinstance(found, Started) else found
 
 
 def _last_gradients(
     actions: Sequence[Action], replicas: Mapping[int, Sequence[Replica]]
 ) -> dict[Action, list[Replica]]:
-    """The computations that make the last gradients of a replica."""
+    """For each computation, the replicas that get their last gradients from it."""
     found: dict[Action, list[Replica]] = {}
     seen: list[Replica] = []
     for action in reversed(actions):
@@ -287,7 +281,6 @@ def _gather(events: Sequence[Event], began: float, schedule: Schedule, mesh: Mes
     longest = max(map(len, schedule.rows))
     times = torch.zeros(longest, 2, dtype=torch.float64)
     times[: len(events)] = torch.tensor([(start - began, end - began) for _, start, end in events])
-    found = [torch.empty_like(times, device=mesh.device) for _ in schedule.rows]
-    dist.all_gather(found, times.to(mesh.device), group=mesh.group("pp"))
-    rows = zip(schedule.rows, (part.tolist() for part in found), strict=True)
+    every = mesh.axis("pp").all_gather(times.to(mesh.device)[None])  # (ranks, longest, 2)
+    rows = zip(schedule.rows, every.tolist(), strict=True)
     return Timeline(tuple(tuple(Event(a, *t) for a, t in zip(row, part, strict=False)) for row, part in rows))

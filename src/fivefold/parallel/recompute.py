@@ -1,21 +1,19 @@
-"""Activations that are computed again in backward, instead of kept from forward: memory for work.
+"""Recomputes activations in backward instead of keeping them from forward: less memory for more work.
 
 - "full": a block keeps its input only; backward runs the whole block again (Chen et al., arXiv 1604.06174). About a
   third more work.
-- "selective": a sublayer keeps the result of its first matrix product and computes from there again what is cheap for
-  the memory that it takes: attention, the gate or GELU (Korthikanti et al., arXiv 2205.05198, section 5). The second
-  matrix product is not repeated: its own result is not needed, and running again stops at the last tensor that is.
-  (Layers that communicate, or leave their weight gradient for later, save their input only after the product: there
-  it is repeated.)
+- "selective": a sublayer keeps the result of its first matmul and recomputes from there the parts that are cheap for
+  the memory they take: attention, the gate or GELU (Korthikanti et al., arXiv 2205.05198, section 5). The second matmul
+  is not repeated: its result is not needed, and recomputation stops at the last tensor that is. (Layers that
+  communicate or defer their weight gradient save their input only after the matmul, so there it is repeated.)
 
-Kept a token and block under "selective", for llama in units of D: inputs and results of the norms (4), queries, keys
-and values ((H + 2K) / H), gate and up (2 F / D). Not kept: attention's probabilities (which are kept up to T 1024),
-its output, and the gate's.
+"Selective" keeps, per token and block of llama, in units of D: inputs and results of the norms (4), queries, keys and
+values ((H + 2K) / H), gate and up (2 F / D). It drops attention's probabilities (which are kept up to T 1024), its
+output, and the gate's.
 
-The random state of forward is restored, so dropout drops the same elements, and gradients are those of "none", bit for
-bit. Collectives inside a block (tensor, sequence, context, expert parallelism) run again; all ranks come to them
-in the same order, that of their backward. What the data axes put around a block (gathering its weights)
-stays outside.
+The random state of forward is restored, so dropout drops the same elements, and gradients equal those of "none" bit for
+bit. Collectives inside a block (tensor, sequence, context, expert parallelism) run again; all ranks reach them in the
+same order, that of their backward. Collectives of the data axes around a block (gathering its weights) stay outside.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.models import LanguageModel
+from fivefold.models.base import LanguageModel
 from fivefold.models.layers import Sublayer
 
 
 def apply(stage: LanguageModel, how: str) -> None:
-    """Makes the blocks of a stage compute activations again: `how` is "none", "selective" or "full"."""
+    """Makes the blocks of a stage recompute activations: `how` is "none", "selective" or "full"."""
     for block in stage.blocks.values():
         if how == "full":
             _set(block, "forward")
@@ -44,12 +42,13 @@ def apply(stage: LanguageModel, how: str) -> None:
 
 
 def _set(module: nn.Module, method: str) -> None:
-    """Replaces a method of one module, not of its class: names of parameters and hooks stay as they are."""
+    """Replaces a method of one module, not of its class. Names of parameters and hooks do not change."""
     setattr(module, method, _computed_again(getattr(module, method)))
 
 
 def _computed_again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, keeping its inputs only. Without gradients (validation, sampling) it is called as it is."""
+    """Wraps a function so that it keeps its inputs only. Without gradients (validation, sampling) it is called
+    unchanged."""
 
     @wraps(function)
     def run(*inputs: Any, **options: Any) -> Any:

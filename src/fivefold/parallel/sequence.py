@@ -1,9 +1,9 @@
-"""Activations that the ranks of the tensor axis have partial sums or pieces of, and how they become whole.
+"""Collectives of tensor parallelism: they make activations whole from partial sums, or from pieces of the sequence.
 
-Two ways (Megatron-LM, arXiv 1909.08053 and 2205.05198). Between two tensor-parallel regions an activation is either
-*whole* on every rank, made so by an all-reduce; or *cut along the sequence* (`sp`), made whole by an all-gather at the
-entry of a region and summed and cut again by a reduce-scatter at its exit: the same bytes, and norms, dropout and the
-residual stream take 1/tp of the work and memory.
+There are two ways (Megatron-LM, arXiv 1909.08053 and 2205.05198). Between two tensor-parallel regions an activation is
+either *whole* on every rank, after an all-reduce, or *cut along the sequence* (`sp`). A cut activation is all-gathered
+at the entry of a region; at its exit a reduce-scatter sums it and cuts it again. Both ways send the same bytes, but
+with `sp` norms, dropout and the residual stream take 1/tp of the work and memory.
 
 Legend: B batch, T sequence, t = T/tp, D model; "tp" ranks on the axis.
 """
@@ -15,97 +15,88 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-# The names of torch 2.13 where it has them: the old ones warn there.
-gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from fivefold.comm import Axis
+from fivefold.spread.regions import SUM, WHOLE
 
 Wait = Callable[[], Tensor]
-"""Waits for a collective that was started, and returns its result."""
+"""Waits for a message that was started, and returns its result."""
 
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The tensor axis as one rank sees it. sp: activations outside its regions are cut along the sequence.
+    """The tensor axis, and the form of activations on it. sp: outside of its regions they are cut along the sequence.
 
-    ordered: with sp, a region gets the sequence as it is, (B, T, D). Where no token sees another, the pieces may as
-    well come one after the other, (tp B, t, D), which saves a copy of each activation.
+    ordered: with sp, a region gets the sequence in order, (B, T, D). Where tokens are independent, the pieces may also
+    lie one after the other, (tp B, t, D), which saves a copy of each activation.
     """
 
-    group: dist.ProcessGroup
-    size: int
-    index: int
+    axis: Axis
     sp: bool
     ordered: bool = True
 
+    @property
+    def size(self) -> int:
+        return self.axis.size
+
+    @property
+    def index(self) -> int:
+        return self.axis.index
+
     def start_sum(self, x: Tensor) -> Wait:
-        """Sum of every rank's x, as large as a region's activations, which may be overwritten: whole, or with sp this
-        rank's piece (B, t, D)."""
-        return start_scatter(x, self) if self.sp else start_all_reduce(x, self)
+        """Starts the sum of every rank's x, which has a region's shape and may be overwritten. The result is whole, or
+        with sp this rank's piece (B, t, D)."""
+        return SENDS[SUM[self.sp]](x, self)
 
-
-def start_all_reduce(x: Tensor, axis: TensorAxis) -> Wait:
-    """Sum of every rank's x, in place."""
-    work = dist.all_reduce(x, group=axis.group, async_op=True)
-    assert work is not None
-
-    def wait() -> Tensor:
-        work.wait()
-        return x
-
-    return wait
+    def start_whole(self, x: Tensor) -> Wait:
+        """Makes the activation whole: x itself, or with sp gathered from every rank's piece (B, t, D)."""
+        return SENDS[WHOLE[self.sp]](x, self)
 
 
 def start_scatter(x: Tensor, axis: TensorAxis) -> Wait:
-    """Sum of every rank's x, (B, T, D) or (tp B, t, D); each gets its piece of the sequence, (B, t, D)."""
+    """Starts the sum of every rank's x, (B, T, D) or (tp B, t, D). Each rank gets its piece of the sequence (B, t,
+    D)."""
     pieces = x.contiguous()  # (tp B, t, D)
     if axis.ordered:
         B, T, D = x.shape
         assert T % axis.size == 0, f"{T} tokens over {axis.size} ranks"
         pieces = x.view(B, axis.size, T // axis.size, D).transpose(0, 1).reshape(axis.size * B, -1, D)
-    out = x.new_empty(pieces.shape[0] // axis.size, *pieces.shape[1:])
-    work = scatter_single(out, pieces, group=axis.group, async_op=True)
-    assert work is not None
-
-    def wait() -> Tensor:
-        work.wait()
-        return out
-
-    return wait
+    return axis.axis.start_reduce_scatter(pieces)
 
 
 def start_gather(x_BtD: Tensor, axis: TensorAxis) -> Wait:
-    """The whole sequence from every rank's piece: (B, T, D), or where it need not be in order (tp B, t, D)."""
-    B, t, D = x_BtD.shape
-    out = x_BtD.new_empty(axis.size * B, t, D)
-    work = gather_single(out, x_BtD.contiguous(), group=axis.group, async_op=True)
-    assert work is not None
+    """Starts to gather the whole sequence from every rank's piece: (B, T, D), or if not ordered (tp B, t, D)."""
+    (B, t, D), started = x_BtD.shape, axis.axis.start_all_gather(x_BtD.contiguous())
+    if not axis.ordered:
+        return started
+    return lambda: started().view(axis.size, B, t, D).transpose(0, 1).reshape(B, axis.size * t, D)
 
-    def wait() -> Tensor:
-        work.wait()
-        if not axis.ordered:
-            return out
-        return out.view(axis.size, B, t, D).transpose(0, 1).reshape(B, axis.size * t, D)
 
-    return wait
+SENDS: dict[str | None, Callable[[Tensor, TensorAxis], Wait]] = {
+    None: lambda x, axis: lambda: x,
+    "all_gather": start_gather,
+    "all_reduce": lambda x, axis: axis.axis.start_all_reduce(x),
+    "reduce_scatter": start_scatter,
+}
+"""How activations are sent, by the names of `spread.regions`."""
 
 
 def piece(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    """This rank's piece of a whole tensor along a dim: a view."""
+    """A view of this rank's piece of a whole tensor along a dim."""
     size = x.shape[dim] // axis.size
     return x.narrow(dim, axis.index * size, size)
 
 
 class Enter(Function):
-    """Into a tensor-parallel region, Megatron's f: x as it is, or with sp gathered. Backward sums the gradients."""
+    """Enters a tensor-parallel region (Megatron's f): x unchanged, or gathered with sp. Backward sums the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis = axis
-        return start_gather(x, axis)() if axis.sp else x.view_as(x)
+        whole = axis.start_whole(x)()
+        return whole.view_as(whole)  # autograd needs a tensor other than its input
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
@@ -113,7 +104,7 @@ class Enter(Function):
 
 
 class Leave(Function):
-    """Out of a region, Megatron's g: the sum of every rank's x, which is overwritten; with sp its piece."""
+    """Leaves a region (Megatron's g): the sum of every rank's x, which is overwritten; with sp this rank's piece."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
@@ -124,12 +115,12 @@ class Leave(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        return start_gather(grads[0], ctx.axis)() if ctx.axis.sp else grads[0], None
+        return ctx.axis.start_whole(grads[0])(), None
 
 
 class Whole(Function):
-    """From pieces of the sequence to a computation that every rank does alike: backward takes its piece of the
-    gradient, which every rank has as a whole."""
+    """Gathers the sequence for a computation that every rank repeats. In backward every rank has the whole gradient and
+    takes its piece."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
@@ -142,13 +133,12 @@ class Whole(Function):
 
 
 class Join(Function):
-    """Logits of a part of the vocabulary, (B, T, V/tp) -> of all of it, (B, T, V)."""
+    """Gathers logits over the vocabulary: (B, T, V/tp) -> (B, T, V)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis = axis
-        parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-        gather_single(parts, x.contiguous(), group=axis.group)
+        parts = axis.axis.all_gather(x.contiguous())
         return torch.cat(parts.chunk(axis.size), dim=-1)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Embedding and loss where each rank of the tensor axis has a part of the vocabulary (arXiv 1909.08053, section 3).
+"""Embedding and loss with the vocabulary sharded over the tensor axis (arXiv 1909.08053, section 3).
 
-Logits are never gathered for the loss: of each token a rank tells its largest logit, its sum of exponentials and the
-target's logit, three numbers instead of V.
+The loss never gathers logits. For each token a rank sends its largest logit, its sum of exponentials and the target's
+logit: three numbers instead of V.
 
 Legend: B batch, T sequence, N tokens, D model, V vocabulary, v = V/tp.
 """
@@ -21,12 +21,12 @@ from fivefold import kernels
 from fivefold.kernels.loss import add_chunk, rows_at_once
 from fivefold.kernels.vocabulary import vocabulary_gradient, vocabulary_loss, vocabulary_statistics
 from fivefold.models.layers import Embedding, Output
-from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis, gather_single, start_gather
+from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis
 
 
 class VocabularyEmbedding(nn.Module):
-    """Tokens (B, T) -> (B, T, D), with sp (B, t, D). `weight` has the rows of this rank; the other ranks' tokens are
-    zeros here, and the sum over ranks puts them together."""
+    """Tokens (B, T) -> (B, T, D), with sp (B, t, D). `weight` has the rows of this rank. Tokens of other ranks give
+    zeros here, and the sum over ranks combines them."""
 
     def __init__(self, embedding: Embedding, axis: TensorAxis):
         super().__init__()
@@ -41,8 +41,8 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyOutput(Output):
-    """Takes the place of `models.layers.Output`. weight and bias: the rows of this rank. x whole, or with sp cut along
-    the sequence; targets and logits are whole in any case."""
+    """Replaces `models.layers.Output`. weight and bias: the rows of this rank. x: whole, or with sp cut along the
+    sequence. Targets and logits are always whole."""
 
     def __init__(self, axis: TensorAxis):
         super().__init__()
@@ -55,16 +55,16 @@ class VocabularyOutput(Output):
             logits = kernels.linear(Enter.apply(x, self.axis), weight_vD, bias_v)
             return Join.apply(logits.float(), self.axis)
         targets, axis = targets_BT.long(), self.axis
-        if axis.sp:  # in the order of the pieces, which saves copies of x
+        if axis.sp:  # targets follow the order of the pieces, which saves copies of x
             axis = replace(axis, ordered=False)
             targets = torch.cat(targets.chunk(axis.size, dim=1))  # (tp B, t)
         return _Loss.apply(x, weight_vD, targets, bias_v, axis, torch.is_grad_enabled())
 
 
 class _Loss(Function):
-    """Mean cross-entropy over targets but -100; see `kernels/loss.py` for one rank's. The gradients are made in
-    forward, chunk by chunk; the sum of dx over the ranks runs while the step goes on, until backward needs it. Backward
-    frees them: it goes once."""
+    """Mean cross-entropy over targets other than -100; see `kernels/loss.py` for one rank's. Forward computes the
+    gradients, chunk by chunk. The sum of dx over the ranks runs until backward needs it. Backward frees the gradients,
+    so it runs only once."""
 
     @staticmethod
     def forward(
@@ -76,11 +76,11 @@ class _Loss(Function):
         axis: TensorAxis,
         grad: bool,
     ) -> Tensor:
-        whole = start_gather(x, axis)() if axis.sp else x.contiguous()  # (B, T, D) or (tp B, t, D)
+        whole = axis.start_whole(x)().contiguous()  # (B, T, D) or (tp B, t, D)
         x_ND, targets_N = whole.flatten(0, 1), targets.flatten()
         N, v = x_ND.shape[0], weight.shape[0]
         assert N == 0 or int(targets_N.max()) < v * axis.size, "a target beyond the vocabulary"
-        rows, counted = rows_at_once(N, v, x.element_size()), targets_N >= 0
+        rows, counted = rows_at_once(x_ND, v), targets_N >= 0
         scale = 1.0 / max(1, int(counted.sum()))
         needs_x, needs_weight, _, needs_bias = (needed and grad for needed in ctx.needs_input_grad[:4])
         ctx.dx, ctx.gone = None, False
@@ -91,16 +91,14 @@ class _Loss(Function):
             part = slice(start, start + rows)
             dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], scale)
             if dx_ND is not None:
-                dx_ND[part] = kernels.linear(dlogits, weight.t())
-            if (
-                dx_ND is not None and start + rows >= N
-            ):  # the sum runs while the last weight gradient is computed
+                dx_ND[part] = kernels.input_gradient(dlogits, weight)
+            if dx_ND is not None and start + rows >= N:  # the sum overlaps with the last weight gradient
                 ctx.dx = axis.start_sum(dx_ND.view_as(whole))
             if needs_weight:
-                dweight = add_chunk(dweight, dlogits.t() @ x_ND[part], rows >= N)
+                dweight = add_chunk(dweight, kernels.weight_gradient(dlogits, x_ND[part]), rows >= N)
             if needs_bias:
                 dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
-        if N == 0:  # nothing counts here, but other ranks expect a gradient to sum
+        if N == 0:  # no target counts here, but other ranks expect a gradient to sum
             ctx.dx = (lambda: torch.zeros_like(x)) if needs_x else None
             dweight = torch.zeros_like(weight) if needs_weight else None
             dbias = torch.zeros_like(bias) if needs_bias and bias is not None else None
@@ -117,7 +115,7 @@ class _Loss(Function):
             )
         factor, (dweight, dbias) = grads[0], ctx.saved_tensors
         found = [None if ctx.dx is None else ctx.dx(), dweight, dbias]
-        ctx.dx = None  # the loss keeps this context, and with it the gradient, until the next one
+        ctx.dx = None  # the loss keeps this context, and so the gradient, until the next loss
         ctx.gone = True
         dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
         return dx, dweight, None, dbias, None, None
@@ -132,12 +130,11 @@ def _chunk(
     losses: Tensor,
     scale: float,
 ) -> Tensor:
-    """Fills losses (n) of some tokens, x (n, D); returns the gradient of their logits here, (n, v)."""
+    """Fills losses (n) for a chunk of tokens, x (n, D); returns the gradient of its logits on this rank, (n, v)."""
     first, targets = axis.index * weight.shape[0], targets.contiguous()
     logits = kernels.linear(x, weight, bias)
     mine = vocabulary_statistics(logits, targets, first)
-    everyone = mine.new_empty(axis.size * 3, mine.shape[1])
-    gather_single(everyone, mine, group=axis.group)
+    everyone = axis.axis.all_gather(mine)  # (tp 3, n)
     lse, loss = vocabulary_loss(everyone.view(axis.size, *mine.shape))
     losses.copy_(loss)
     return vocabulary_gradient(logits, targets, lse, first, scale)

@@ -1,83 +1,74 @@
-"""Shared states (ZeRO stages 1 to 3, arXiv 1910.02054), and hybrids of them with replicas, on PyTorch's FSDP2.
+"""Sharded states (ZeRO stages 1 to 3, arXiv 1910.02054), and hybrids of them with replicas, on PyTorch's FSDP2.
 
-The ranks of a "shard" group divide the rows of every parameter (of few experts those of each: `sharding.shard_dim`):
-each keeps the fp32 master weights, gradients and moments of its rows only. A block's weights are gathered, in the
-compute dtype, when it is about to run; its gradients are summed and scattered to the rows' keepers when its backward is
-done. The stages are one engine with two switches:
+The ranks of a "shard" group divide the rows of every parameter (for few experts, the rows of each: `parts.shard_dim`).
+Each rank keeps the fp32 master weights, gradients and moments of its rows only. A block's weights are gathered, in the
+compute dtype, before it runs. After its backward, its gradients are summed and scattered to the owners of the rows. The
+stages are one engine with two switches:
 
-| Stage | weights, once gathered | gradients are scattered | Elements sent a step of m microbatches |
+| Stage | gathered weights | gradients are scattered | Elements sent per step of m microbatches |
 |---|---|---|---|
 | 1 | stay until the optimizer's step | in the last microbatch (they add up whole until then) | 2 Psi |
 | 2 | stay until the optimizer's step | in every microbatch | (1 + m) Psi |
 | 3 | are freed after a block's forward, and gathered again for its backward | in every microbatch | 3 m Psi |
 
 Psi is the number of parameters; a gather or a scatter of all of them counts Psi, as in the paper. In a hybrid, the
-replicas add up their shards once a step, in fp32. In a pipeline, whose microbatches overlap and may leave weight
-gradients for later, every stage scatters the gradients once a step, as stage 1 does.
+replicas sum their shards once per step, in fp32. In a pipeline, every stage of ZeRO scatters gradients once per step,
+as stage 1 does, because microbatches overlap and may defer weight gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fivefold.models import LanguageModel
-from fivefold.models.moe import Experts
+from fivefold.models.base import LanguageModel
+from fivefold.optim.updater import Updater
+from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
-from fivefold.sharding import Part, local_shape, shard_dim
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from fivefold.parallel.unit_messages import UnitMessages
+from fivefold.spread.parts import Part, local_shape, shard_dim
+from fivefold.spread.units import FsdpUnit, scattered_once
 
 
 def shard(
-    stage: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, reduce: torch.dtype = torch.float32
-) -> None:
-    """Divides the parameters of a module on "meta" between the ranks of the "shard" group: they become DTensors of
-    which each rank has its rows. A block is a unit of communication; so is what the module has besides blocks."""
-    names = ("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)
-    shards = mesh.device_mesh(*names)
-    whole = _shard_experts(stage, mesh, compute_dtype, reduce)
-    for block in stage.blocks.values():
-        _shard(block, shards, compute_dtype, reduce, whole)
-    _shard(stage, shards, compute_dtype, reduce, whole)
-
-
-def _shard_experts(
-    stage: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, reduce: torch.dtype
-) -> set[nn.Parameter]:
-    """Experts that are divided between ranks are shared by fewer: those of "eshard". Returns their parameters where
-    that is one rank, which keeps them whole."""
-    if mesh.size("ep") == 1:
-        return set()
-    found = [module for module in stage.modules() if isinstance(module, Experts)]
-    if mesh.size("eshard") == 1:
-        return {parameter for module in found for parameter in module.parameters()}
-    names = ("replicate", "eshard") if mesh.size("replicate") > 1 else ("eshard",)
-    shards = mesh.device_mesh(*names)
-    for module in found:
-        _shard(module, shards, compute_dtype, reduce)
-    return set()
+    stage: LanguageModel,
+    units: Sequence[FsdpUnit],
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    reduce: torch.dtype = torch.float32,
+) -> list[UnitMessages]:
+    """Shards the parameters of a stage on "meta": those of its units become DTensors, and each rank has its rows of
+    them. Parameters that are in no unit stay unchanged. Returns the messages of each unit."""
+    divided = {name for unit in units for name in unit.names}
+    whole = {p for name, p in stage.named_parameters() if name not in divided}
+    sent = []
+    for unit in units:
+        module = stage.get_submodule(unit.module)
+        here = {p for p in module.parameters() if not isinstance(p, DTensor)} - whole
+        assert here == {stage.get_parameter(name) for name in unit.names}, (
+            f"{unit.module or 'the stage'} has others"
+        )
+        sent.append(UnitMessages(mesh, unit.group, unit.module or "outside of blocks", reduce))
+        _shard(module, sent[-1], mesh, compute_dtype, whole)
+    return sent
 
 
 def _shard(
     module: nn.Module,
-    shards: DeviceMesh,
+    messages: UnitMessages,
+    mesh: Mesh,
     compute_dtype: torch.dtype,
-    reduce: torch.dtype,
-    whole: set[nn.Parameter] | None = None,
+    whole: set[nn.Parameter],
 ) -> None:
-    """whole: parameters of it that stay as they are."""
+    """Makes a module an FSDP2 unit. whole: its parameters that are not sharded."""
     # The inputs are not cast: the rotary table stays fp32.
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    shards = mesh.device_mesh(messages.axis.name)
     fully_shard(
         module,
         mesh=shards,
@@ -87,63 +78,46 @@ def _shard(
         ignored_params=whole,
     )
     assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(1.0)  # a sum: the loop has scaled the losses
+    module.set_gradient_divide_factor(1.0)  # a sum: the losses are already scaled
     module.set_force_sum_reduction_for_comms(True)
-    module.set_custom_reduce_scatter(ReduceScatter(reduce))  # pyright: ignore[reportArgumentType]
+    messages.attach(module)
 
 
-class ReduceScatter:
-    """The sum over ranks of a fp32 tensor, of which each rank gets its part; sent in dtype `sent` (FSDP2's interface).
-
-    gloo has no reduce-scatter of its own: its stand-in is an all-reduce, which sends twice as much. Here every rank
-    sends each other one its part, and adds up what it receives, in the order of ranks, in fp32.
-    """
-
-    def __init__(self, sent: torch.dtype):
-        self.sent = sent
-        self.seen: Callable[[Tensor], None] | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> None:
-        assert op == dist.ReduceOp.SUM, op
-        assert not async_op
-        if self.seen is not None:
-            self.seen(input_tensor)
-        given = input_tensor.to(self.sent)
-        if given.is_cuda:
-            part = output_tensor.to(self.sent)
-            dist.reduce_scatter_single(part, given, group=group)
-            output_tensor.copy_(part)
-            return
-        received = torch.empty_like(given)
-        dist.all_to_all_single(received, given, group=group)
-        torch.sum(received.view(group.size(), -1), 0, dtype=torch.float32, out=output_tensor)
+def materialize(
+    stages: Sequence[LanguageModel], device: torch.device, initial: Callable[[str], Tensor]
+) -> None:
+    """Gives memory and initial weights to the parameters that `shard` has divided. initial: this rank's rows of one."""
+    for stage in stages:
+        private.give_memory(stage, device)
+        for name, parameter in stage.named_parameters():
+            if isinstance(parameter, DTensor):
+                rows(parameter).copy_(initial(name))
 
 
 class Sharded:
-    """ZeRO stage 1, 2 or 3 (see `replica.Replica`) of modules that `shard` has divided and that have their values.
+    """ZeRO stage 1, 2 or 3 (see `replica.Replica`) for modules that `shard` has divided and `materialize` has filled.
 
-    The masters are the rows that FSDP2 holds, as plain tensors of the same memory. defer: gradients add up whole on
-    each rank, and are scattered once a step.
+    The masters are FSDP2's rows, as plain tensors that share their memory. messages: what `shard` returned for these
+    stages. defer: gradients add up whole on each rank, and are scattered once per step.
     """
 
+    updater: Updater
+
     def __init__(
-        self, stages: Sequence[LanguageModel], parts: dict[str, Part], zero: int, pipeline: bool = False
+        self,
+        stages: Sequence[LanguageModel],
+        parts: dict[str, Part],
+        compute_dtype: torch.dtype,
+        messages: Sequence[UnitMessages],
+        zero: int,
+        pp: int = 1,
     ):
         assert zero in (1, 2, 3), zero
-        self.zero, self.defer, self.pipeline = zero, zero == 1 or pipeline, pipeline
+        self.zero, self.defer, self.pipeline = zero, scattered_once(zero, pp), pp > 1
         self.roots = [_unit(stage) for stage in stages]
         self.units = [unit for root in self.roots for unit in _units(root)]
-        self._params: dict[str, list[DTensor]] = {}  # two where stages share one
+        self.compute_dtype, self.messages = compute_dtype, messages
+        self._params: dict[str, list[DTensor]] = {}  # two where stages share a parameter
         for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
             if isinstance(parameter, DTensor):  # others are not divided
                 self._params.setdefault(name, []).append(parameter)
@@ -170,77 +144,76 @@ class Sharded:
                 parameter.grad = None
         for root in self.roots:
             root.set_requires_gradient_sync(not self.defer)
-            root.set_requires_all_reduce(False)
+        for messages in self.messages:
+            messages.last, messages.arrived = False, None
 
-    def arm(self) -> None:
-        """The next backward is the last of the step."""
+    def enable_sync(self) -> None:
+        """Marks the next backward as the last of the step."""
         for root in self.roots:
             root.set_requires_gradient_sync(True)
+        for messages in self.messages:
+            messages.last = True
 
     def collect(self) -> None:
-        """Takes gradients that no backward through the module has made: a pipeline's separate weight gradients."""
+        """Takes gradients that were set outside of the module's backward: a pipeline's deferred weight gradients."""
         for unit in self.units:
-            for group in _groups(unit):
-                for (
-                    parameter
-                ) in group.fsdp_params:  # norms have theirs in fp32 since I: FSDP2 wants one dtype
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter.accumulate_unsharded_grad_if_needed()
-                        parameter.to_accumulated_grad_if_needed()
-                group.post_backward()
+            private.take_deferred_gradients(unit)
 
     def finish(self) -> None:
-        """Gradients are summed when backward is done, but for those of a pipeline's stages that had their last
-        backward before `arm`; here they get their place."""
+        """Collects the summed gradients. In a pipeline, some stages had their last backward before `enable_sync`; their
+        gradients are scattered now."""
         if self.pipeline:
-            self.arm()
+            self.enable_sync()
             for root in self.roots:
-                root._get_fsdp_state()._root_post_backward_final_callback()
+                private.end_backward(root)
+        for messages in self.messages:
+            assert messages.arrived is None, f"{messages.axis.unit}: no gradients in the last microbatch"
         for name, same in self._params.items():
             found = [rows(p.grad) for p in same if isinstance(p.grad, DTensor)]
             self.gradients[name] = found[0] if found else torch.zeros_like(self.masters[name])
             for other in found[1:]:
                 found[0].add_(other)
 
+    def update(self, lr: float, scale: float) -> None:
+        self.updater.step(self.gradients, lr, scale)
+        self.refresh()
+
     def refresh(self) -> None:
-        """The masters have changed: the next forward gathers them anew."""
+        """Frees the gathered weights after the masters have changed; the next forward gathers them again."""
         for unit in self.units:
             unit.reshard()
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """Gathered weights, which stay for the step but under stage 3; gradients that add up before they are summed."""
-        groups = [group for unit in self.units for group in _groups(unit)]
-        params = [parameter for group in groups for parameter in group.fsdp_params]
-        gathered = [tensor for parameter in params for tensor in parameter.all_gather_outputs]
-        adding = [group._partial_reduce_output for group in groups]
+        """Tensors by category; see `Replica.kept`. Gathered weights stay for the step, except under stage 3. In fp32
+        the rows compute themselves. Gradients are those that add up before they are summed."""
+        adding = [messages.arrived for messages in self.messages if messages.arrived is not None]
         if self.defer:
-            adding += [parameter.unsharded_accumulated_grad for parameter in params]
-            adding += [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
+            adding += [gradient for unit in self.units for gradient in private.whole_gradients(unit)]
+        gathered = [tensor for unit in self.units for tensor in private.gathered(unit)]
+        own = [master for master in self.masters.values() if self.compute_dtype == master.dtype]
         return {
-            "buffers" if self.zero == 3 else "params": gathered,
-            "gradients": [gradient for gradient in adding if gradient is not None],
+            "params": own + (gathered if self.zero < 3 else []),
+            "buffers": gathered if self.zero == 3 else [],
+            "gradients": adding,
         }
 
     def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
-        """Shows what is scattered: all parameters of a unit of communication at once."""
+        """Calls `seen` before each scatter, with the gradients of all parameters of a unit at once."""
         assert names == self.parts.keys(), "a unit cannot be seen in part"
-        for group in (group for unit in self.units for group in _groups(unit)):
-            assert isinstance(group._reduce_scatter_comm, ReduceScatter)
-            group._reduce_scatter_comm.seen = seen
+        for messages in self.messages:
+            messages.seen = seen
 
     def _share(self, same: list[DTensor]) -> None:
-        """Gives one memory to parameters that are one: a tied embedding, where a rank has the first and last stage."""
-        owners = {id(p.sharded_param): p for unit in self.units for g in _groups(unit) for p in g.fsdp_params}
+        """Makes parameters share memory: a tied embedding, if a rank has the first and the last stage."""
         for parameter in same[1:]:
-            owners[id(parameter)]._sharded_param_data = owners[id(same[0])]._sharded_param_data
-            parameter._local_tensor = same[0]._local_tensor
+            private.share_memory(self.units, parameter, same[0])
 
     def close(self) -> None:
-        """Nothing: a module that was built divided is not used apart from this."""
+        """Does nothing: a sharded module is not used without this object."""
 
 
 def rows(tensor: DTensor) -> Tensor:
-    """This rank's rows, as a plain tensor of the same memory."""
+    """This rank's rows, as a plain tensor that shares their memory."""
     with torch.no_grad():
         return tensor.to_local().detach()
 
@@ -251,21 +224,17 @@ def _unit(module: nn.Module) -> FSDPModule:
 
 
 def _units(unit: FSDPModule) -> list[FSDPModule]:
-    """The units of communication in one, itself the first."""
+    """The FSDP2 units inside a unit, itself first."""
     assert isinstance(unit, nn.Module)
     return [module for module in unit.modules() if isinstance(module, FSDPModule)]
 
 
-def _groups(unit: FSDPModule) -> list[FSDPParamGroup]:
-    return unit._get_fsdp_state()._fsdp_param_groups
-
-
 def _prefetch(stage: LanguageModel) -> None:
-    """While a block computes, the weights of the one that comes next are on their way."""
+    """Gathers the weights of the next block while a block computes."""
     root, blocks = _unit(stage), [_unit(block) for block in stage.blocks.values()]
     for before, after in pairwise([root, *blocks]):
         before.set_modules_to_forward_prefetch(_units(after))
     for before, after in pairwise([*blocks, root]):
         after.set_modules_to_backward_prefetch(_units(before))
-    if next(stage.parameters()).device.type == "cpu":  # on GPUs streams do it
-        root._set_unshard_async_op(True)
+    if next(stage.parameters()).device.type == "cpu":  # on GPUs, streams do it
+        private.gather_in_background(root)

@@ -1,1 +1,1 @@
-"""What a layout costs before it is run: memory, time and communication predicted, layouts searched. No torch."""
+"""Predicts memory, time and communication of a layout before it runs, and searches for the best one. No torch."""

@@ -1,4 +1,4 @@
-"""What to say where a search finds nothing: what is missing, and the nearest choice that would do."""
+"""Advice for a search that finds nothing: what is missing, and the nearest choice that works."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fivefold.layout import Layout, divisors, to_text
 from fivefold.plan import memory
 from fivefold.plan.bound import Bounds
 from fivefold.plan.predict import Plan, held, limit
 from fivefold.plan.space import Choice, Space
 from fivefold.recipe import count_parameters
+from fivefold.spread.layout import Layout, divisors, to_text
 
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
 SMALLEST = 20  # layouts whose bytes are counted exactly, of those that seem smallest
@@ -20,7 +20,7 @@ MOST_DEVICES = 2**17
 
 
 def nothing_valid(space: Space) -> str:
-    """No layout of so many devices divides the batch: the batch and the numbers of devices next to it that do."""
+    """The message for a batch that no layout divides, with the nearest valid batch and numbers of devices."""
     devices, batch = space.cluster.devices, space.batch
     ranks = {devices // way.tp // way.cp // pp for way in space.ways() for pp in space.stages(way)}
     sizes = [max(1, round(batch / dp)) * dp for dp in ranks]
@@ -33,21 +33,21 @@ def nothing_valid(space: Space) -> str:
 
 
 def nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
-    """What the smallest layout needs, and how many devices would do."""
+    """The message for layouts that do not fit: memory of the smallest, and a number of devices that is enough."""
     gib, most, s = 2**30, limit(space.cluster), near.setting
     if most <= 0:
         return (
-            f"a device of {space.cluster.name} has {space.cluster.device.memory / gib:.2f} GiB, of which the runtime "
-            f"takes {space.cluster.device.reserve / gib:.1f}: nothing is left to train in"
+            f"no layout fits: a device of {space.cluster.name} has {space.cluster.device.memory / gib:.2f} GiB, and "
+            f"the runtime takes {space.cluster.device.reserve / gib:.1f} GiB"
         )
     return (
-        f"no layout fits: of {space.size}, the one that takes least, {to_text(near.layout)} with microbatches of "
-        f"{s.sizes.B} in {s.dtype}, needs {near.peak_bytes / gib:.1f} GiB of {most / gib:.1f} GiB a device. "
-        + _enough(space, bounds)
+        f"no layout fits: the smallest of {space.size}, {to_text(near.layout)} with microbatches of {s.sizes.B} in "
+        f"{s.dtype}, needs {near.peak_bytes / gib:.1f} GiB of {most / gib:.1f} GiB per device. "
+        + _enough_devices(space, bounds)
     )
 
 
-def _enough(space: Space, bounds: Bounds) -> str:
+def _enough_devices(space: Space, bounds: Bounds) -> str:
     name, most = space.cluster.name, limit(space.cluster)
     states = min(
         sum(memory.state_bytes(bounds.software.states[dtype], 3, 1.0, 1.0)) for dtype in space.dtypes
@@ -56,12 +56,12 @@ def _enough(space: Space, bounds: Bounds) -> str:
     for devices in _numbers(max(least, space.cluster.devices + 1), space.cluster.per_node):
         cluster = replace(space.cluster, devices=devices)
         if smallest := _fitting(replace(space, cluster=cluster), bounds, most):
-            return f"{name}:{devices} would do ({to_text(smallest)})"
-    return f"No number of such devices up to {MOST_DEVICES} was found to do: the batch or the blocks are too large"
+            return f"{name}:{devices} would be enough ({to_text(smallest)})"
+    return f"No tried number of devices up to {MOST_DEVICES} is enough: the batch or the blocks are too large"
 
 
 def _numbers(first: int, per_node: int) -> Iterator[int]:
-    """Numbers of devices to try: each within a node, then whole nodes, then doublings."""
+    """Numbers of devices to try: every number within a node, then whole nodes, then doublings."""
     devices = first
     for _ in range(TRIED):
         yield devices
@@ -73,7 +73,7 @@ def _numbers(first: int, per_node: int) -> Iterator[int]:
 
 
 def _fitting(space: Space, bounds: Bounds, most: float) -> Layout | None:
-    """A layout that fits, if there is one: among those that recompute all of one sequence at a time."""
+    """A layout that fits with full recomputation and one sequence at a time, or None."""
     choices = [
         Choice(replace(layout, recompute="full"), 1, space.batch // shape.dp_replicate, dtype)
         for shape in space.shapes

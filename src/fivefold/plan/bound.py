@@ -1,28 +1,28 @@
-"""What a layout takes at least, found in microseconds: lower bounds of the prediction, with which a search leaves out
-what cannot win without pricing it. Nothing here may exceed what `predict.price` says."""
+"""Lower bounds of a layout's time, found in microseconds. With them a search leaves out layouts that cannot win without
+pricing them. No bound may exceed the prediction of `predict.price`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from fivefold.models.section import ModelSection
 from fivefold.plan import time
 from fivefold.plan.bound_bytes import ROUNDING, LeastBytes
-from fivefold.plan.clusters import Cluster
 from fivefold.plan.cost import Cost, Setting
+from fivefold.plan.devices import Cluster
 from fivefold.plan.pieces import Pieces, Position
 from fivefold.plan.software import Software
 from fivefold.plan.space import Choice, Space
-from fivefold.recipe.schema import ModelSection
+from fivefold.schedules.pipeline import ends_upwards
+from fivefold.spread.layout import stages_of_a_rank
 
-COMBINED = ("1f1b", "gpipe", "interleaved", "looped_bfs")
-"""Schedules whose backward is one action: a rank's last one is followed by those of all stages before it."""
 Sums = tuple[float, float, float]
-"""Seconds of a rank: gradients summed, weights gathered, were nothing beside them; and the optimizer."""
+"""Seconds of a rank: gradient sums, weight gathers (both without overlap), and the optimizer."""
 
 
 class Bounds:
-    """Seconds and bytes that layouts of a model on a cluster take at least. Each bound of seconds is closer than the
-    one before, and takes longer: `shape`, `average`, `schedule`, `sharing`."""
+    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `shape`, `average`, `schedule` and
+    `sharing` bound the seconds: each is tighter than the one before, and slower to compute."""
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.pieces = Pieces(model, cluster, software)
@@ -38,13 +38,13 @@ class Bounds:
         return self.pieces.setting(c)
 
     def starts(self, space: Space) -> list[tuple[float, float, Choice]]:
-        """Shapes with their microbatch, recomputation and dtype; the seconds and bytes that each takes at least."""
+        """Bounds of seconds and bytes for each shape with its microbatch, recomputation and dtype."""
         if space not in self._starts:
             self._starts[space] = [(self.shape(c), self.bytes.shape(c, space), c) for c in space.starts()]
         return self._starts[space]
 
     def shape(self, c: Choice) -> float:
-        """Seconds, whatever the schedule and whoever shares states: all work evenly divided, or in whole blocks."""
+        """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
         piece, layers = self.pieces.piece(c), self.model.layers
         kinds = [
             cost for cost, some in ((piece.plain, False), (piece.mixed, True)) if some in self.pieces.mixed
@@ -53,7 +53,7 @@ class Bounds:
         return (max(self._even(c), whole) + self._fixed(c)) * ROUNDING
 
     def _even(self, c: Choice) -> float:
-        """Seconds until a position is done, on average: its part of the work, and until it starts."""
+        """Seconds until an average pipeline rank is done: its part of the work, and the wait until it starts."""
         piece, p, layers = self.pieces.piece(c), c.layout.pp, self.model.layers
         mixed = self.pieces.mixed.count(True)
         work = (layers - mixed) * piece.plain.seconds + mixed * piece.mixed.seconds
@@ -62,8 +62,8 @@ class Bounds:
         return even + (p - 1) / 2 * min(cost.forward for cost in kinds)
 
     def average(self, c: Choice, space: Space) -> float:
-        """The same with what is sent of weights and gradients, whoever shares them, on average over positions: the sums
-        grow with the blocks of a position in a line, so what sticks out of them is at least that of the average."""
+        """`shape` plus the exposed gradient and weight traffic of an average pipeline rank. Traffic is linear in a
+        rank's blocks and `unhidden` is convex, so this is a lower bound (Jensen)."""
         p = c.layout.pp
         if self.cluster.machine or not self._blocks_everywhere(p, space):
             return self.shape(c)
@@ -78,7 +78,7 @@ class Bounds:
         return max(seconds * ROUNDING, self.shape(c))
 
     def _blocks_everywhere(self, p: int, space: Space) -> bool:
-        """Whether each position of every schedule has a block, and one with experts if the model has such."""
+        """True if each pipeline rank has a block under every schedule, and one with experts if the model has any."""
         if p not in self._everywhere:
             layouts = (
                 Choice(replace(space.shapes[0], pp=p, schedule=name, virtual_stages=virtual), 1, 1, "").layout
@@ -93,8 +93,8 @@ class Bounds:
         return self._everywhere[p]
 
     def schedule(self, c: Choice, space: Space) -> float:
-        """Seconds of a schedule, whoever shares states: the work of a position, before it the forward of the stages
-        ahead, behind it their backward or what is sent of weights and gradients."""
+        """Seconds of a schedule under any sharing of states: the forward of the stages before a rank, its own work,
+        and then their backward, or its traffic of weights and gradients."""
         piece = self.pieces.piece(c)
         ends, turned = self._ends(c, piece.plain, piece.mixed)
         end, at, forward, backward = max(ends, key=lambda one: one[0])
@@ -102,7 +102,7 @@ class Bounds:
         return (max(end + sent, turned) + self._fixed(c)) * ROUNDING
 
     def sharing(self, c: Choice) -> float:
-        """Seconds of a layout, with when each position ends at the earliest in place of the simulated pipeline."""
+        """Seconds of a layout. Each rank's earliest end takes the place of the simulated pipeline."""
         plain, mixed = self._blocks(c)
         ends, turned = self._ends(c, plain, mixed)
         longest = turned
@@ -113,7 +113,7 @@ class Bounds:
         return (longest + self._fixed(c)) * ROUNDING
 
     def _blocks(self, c: Choice) -> tuple[Cost, Cost]:
-        """A block without experts and with, with what ZeRO sends of it in every microbatch."""
+        """Costs of a block without and with experts, including the communication of ZeRO in every microbatch."""
         piece = self.pieces.piece(c)
         if c.layout.zero < 2:
             return piece.plain, piece.mixed
@@ -131,7 +131,8 @@ class Bounds:
         backward of one microbatch. And when the first one ends, behind the backward of all others: 0 where the schedule
         does not have it end last."""
         piece, (there, back) = self.pieces.piece(c), self.pieces.hops(c)
-        ends, turned, combined = [], 0.0, c.layout.schedule in COMBINED
+        x, ends, turned = c.layout, [], 0.0
+        upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, stages_of_a_rank(x))
         for at in self.pieces.groups(c.layout):
             forward, backward = _beside(
                 at.plain, at.mixed, at.first, at.last, plain, mixed, piece.begin, piece.end
@@ -139,15 +140,15 @@ class Bounds:
             ahead, behind = _beside(*at.before, not at.first, False, plain, mixed, piece.begin, piece.end)
             end = ahead + there[at.number] + c.count * (forward + backward)
             ends.append((end, at, forward, backward))
-            if combined:
+            if upwards:
                 turned = max(turned, end + behind + back[at.number])
         return ends, turned
 
     def _least_sent(
         self, c: Choice, space: Space, at: tuple[float, ...], forward: float, backward: float
     ) -> float:
-        """Seconds that sums, gathers and the optimizer add at least, whoever shares states. What ZeRO 2 and 3 wait for
-        within the microbatches is left out: it hides no more of the sums than it takes."""
+        """Seconds that sums, gathers and the optimizer add under any sharing of states. The waits of ZeRO 2 and 3
+        within microbatches are left out: they hide no more of the sums than they take."""
         x = c.layout
         key = (x.tp, x.cp, x.pp, x.ep, x.dp, at, c.dtype)
         if key not in self._all:
@@ -165,7 +166,7 @@ class Bounds:
         return reduced + gathered + updated
 
     def _sent(self, c: Choice, at: tuple[float, ...]) -> Sums:
-        """Of a rank that has so many blocks without experts and with, the first stage, the last."""
+        """Seconds of a rank. at: its blocks without and with experts, whether it has the first stage, the last."""
         x = c.layout
         key = (x.tp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, at, c.dtype)
         if key not in self._sums:
@@ -175,7 +176,7 @@ class Bounds:
         return self._sums[key]
 
     def _fixed(self, c: Choice) -> float:
-        """Seconds of a step besides; what ZeRO adds to them on the machine at hand is left out."""
+        """Other seconds of a step, without those that ZeRO adds on this machine."""
         if not self.cluster.machine:
             return self.software.step
         return time.fixed(self.setting(replace(c, layout=replace(c.layout, zero=0))))
@@ -191,7 +192,7 @@ def _beside(
     begin: Cost,
     end: Cost,
 ) -> tuple[float, float]:
-    """Seconds of forward and backward of so many blocks, of what comes before them and behind them."""
+    """Seconds of forward and of backward of so many blocks, of what comes before them, and of what comes behind."""
     forward = (
         blocks * plain.forward + with_experts * mixed.forward + first * begin.forward + last * end.forward
     )

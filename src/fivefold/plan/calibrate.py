@@ -1,6 +1,6 @@
-"""Refits a machine's table to finished runs: three factors, of computing, of messages and of Python.
+"""Refits a machine's table to finished runs by three factors: computation, messages and Python.
 
-The table is measured in two minutes, one operation at a time; training has other company in the caches. The factors
+The table is measured one operation at a time, but training shares the caches with other operations. The factors
 minimise the squared logarithms of predicted over measured step times, with a pull towards 1 that a few runs outweigh.
 """
 
@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from fivefold.plan.local import of
+from fivefold.plan.devices import of_table
 from fivefold.plan.measured import FACTORS, Measured
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe
 
 PULL = 0.005
-"""Weight of (log factor)^2 beside the runs' squared errors: a factor of 1.1 costs as much as a run's error of 0.7%."""
+"""Weight of (log factor)^2 beside the runs' squared errors. A factor of 1.1 costs as much as an error of 0.7%."""
 ROUNDS = 8
-STEP = 0.02  # of a factor's logarithm, for derivatives
+STEP = 0.02  # step of a factor's logarithm for numerical derivatives
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its recipe, and the median seconds of its steps."""
+    """A finished run: its recipe and its median step time in seconds."""
 
     name: str
     recipe: Recipe
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Fit:
-    """table: calibrated. before, after: relative errors of the predictions, a run each."""
+    """A calibrated table. before, after: relative error of the prediction for each run."""
 
     table: Measured
     before: list[float]
@@ -50,7 +50,7 @@ class Fit:
 
 
 def fit(table: Measured, runs: Sequence[Run]) -> Fit:
-    """Gauss-Newton on the logarithms of the factors, from 1."""
+    """Fits the factors by Gauss-Newton on their logarithms, starting at 1."""
     plain = replace(table, factors=dict.fromkeys(FACTORS, 1.0), fitted=[])
     logs = [0.0] * len(FACTORS)
     for _ in range(ROUNDS):
@@ -81,7 +81,7 @@ def _with(table: Measured, logs: Sequence[float]) -> Measured:
 
 
 def _residuals(table: Measured, logs: Sequence[float], runs: Sequence[Run]) -> list[float]:
-    cluster = of(_with(table, logs))
+    cluster = of_table(_with(table, logs))
     return [math.log(predict(run.recipe, cluster).step.seconds / run.seconds) for run in runs]
 
 
@@ -90,7 +90,7 @@ def _errors(table: Measured, logs: Sequence[float], runs: Sequence[Run]) -> list
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Cramer's rule, for three unknowns."""
+    """Solves three linear equations by Cramer's rule."""
     whole = _determinant(matrix)
     found = []
     for column in range(3):
@@ -107,7 +107,7 @@ def _determinant(m: list[list[float]]) -> float:
 
 
 def describe(found: Fit) -> list[str]:
-    """What the fit came to, for people."""
+    """The fit as lines of text."""
     lines = [f"{'run':32} {'measured s':>11} {'before':>8} {'after':>8}"]
     for run, before, after in zip(found.table.fitted, found.before, found.after, strict=True):
         lines.append(

@@ -1,4 +1,4 @@
-"""Machines: what a device computes and holds, and what links devices. Presets, and own clusters in TOML."""
+"""Clusters by name: presets from data sheets, this machine, and clusters described in TOML files."""
 
 from __future__ import annotations
 
@@ -7,147 +7,96 @@ import re
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
+from fivefold.host.devices import BY_NAME
+from fivefold.plan import measured
+from fivefold.plan.devices import GB, Cluster, Device, Link, of_table
 
-if TYPE_CHECKING:
-    from fivefold.plan.measured import Measured, Share
-
-GIB = 2**30
-GB = 1e9
 MOST_DEVICES = 1_000_000
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, so that prices can be cached
-class Device:
-    """One accelerator.
-
-    peak: dense FLOP/s by dtype, of the data sheet. matmul: share of it that the best matrix products reach. units:
-    processors that share a product's tiles. memory: bytes. bandwidth: bytes/s of memory, of the data sheet; streaming:
-    share of it that element-wise operations reach. attention: shares of `peak` that fused attention reaches in forward
-    and backward, on long sequences with heads of 128. reserve: bytes that the program's runtime and the network library
-    take (an estimate; reported as it is). spread: standard deviation of the speed of devices of one model on dense
-    products; of several hundred the fastest and the slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs
-    Are Created Equal"). measured: what takes the place of all these rates.
-    """
-
-    name: str
-    peak: dict[str, float]
-    matmul: float
-    units: int
-    memory: float
-    bandwidth: float
-    streaming: float = 0.85
-    attention: tuple[float, float] = (0.6, 0.5)
-    reserve: float = 1.5 * GIB
-    spread: float = 0.015
-    measured: Share | None = None
+RATED = ("bf16", "fp16", "fp32", "fp8")
+"""The dtypes whose rates a cluster has."""
 
 
-@dataclass(frozen=True)
-class Link:
-    """What a device sends into one level of the network, in one direction.
-
-    bandwidth: bytes/s of the data sheet; share: of it that large collectives reach. latency: seconds a hop. reduce:
-    bytes/s ("bus bandwidth") of an all-reduce of a whole node where the switch adds up; None: like the others. mesh:
-    every pair of devices has its own wire, so that a group uses only the wires between its members.
-    """
-
-    bandwidth: float
-    share: float
-    latency: float
-    reduce: float | None = None
-    mesh: bool = False
-
-    @property
-    def achieved(self) -> float:
-        """bytes/s of a large collective."""
-        return self.bandwidth * self.share
+def _device(name: str, matmul: float, **shares: Any) -> Device:
+    """The device of a data sheet. matmul and shares: the shares of its figures that programs reach."""
+    sheet = BY_NAME[name]
+    peak = {dtype: rate for dtype in RATED if (rate := sheet.rate(dtype))}
+    return Device(name, peak, matmul, sheet.units, sheet.memory, sheet.bandwidth, **shares)
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """`devices` equal devices, `per_node` a node; `intra` links those of a node, `inter` the nodes (both: what one
-    device sends). 0 devices: as many as a layout has ranks. machine: its table, where it was measured. disk: bytes/s a
-    node writes."""
-
-    name: str
-    device: Device
-    devices: int
-    per_node: int
-    intra: Link
-    inter: Link
-    machine: Measured | None = None
-    disk: float = 2 * GB  # a local NVMe drive's, sustained
-
-    @property
-    def nodes(self) -> int:
-        return math.ceil(self.devices / self.per_node)
+def _preset_of(device: Device, share: float, network: Link, **link: Any) -> Cluster:
+    """A cluster with nodes of 8. share: the share of the links inside a node that collectives reach."""
+    return Cluster(device.name, device, 0, 8, Link(BY_NAME[device.name].link, share, _HOP, **link), network)
 
 
-# The specifications are those of the makers' data sheets (dense, no sparsity). "matmul": the highest bf16 rate that
-# a search over shapes found (stas00/ml-engineering, "MAMF" table); on B200, whose rate falls under its power limit when
-# large products follow one another, what large shapes reached in a published sweep (MooreThreads/SimuMax,
-# configs/system/b200_bf16_ceperm.json, as are its attention and streaming shares). NVLink's share is what nccl-tests'
-# rings reach with 16 GiB on 8 devices (ml-engineering, network/README.md); InfiniBand's is NVIDIA's 24 of 25 and 48 of
-# 50 GB/s. Latencies of a hop are those of NCCL's own tuning model (ring, "Simple": 3.4 us NVLink, 14 us network).
-# Attention: FlashAttention-2, which is PyTorch's: on A100 (arXiv 2307.08691, figures 5 and 6), on H100 (figure 7).
-_A100 = Device("a100", {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 271.2 / 312, 108, 80 * GIB, 2.039e12,
-               attention=(0.60, 0.55))  # fmt: skip
-_HOPPER = {"bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12, "fp8": 1978.9e12}
-_H100 = Device("h100", _HOPPER, 794.5 / 989, 132, 80 * GIB, 3.35e12, attention=(0.37, 0.31))
-_H200 = replace(_H100, name="h200", memory=141e9, bandwidth=4.8e12)
-_BLACKWELL = {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12, "fp8": 4500e12}
-_B200 = Device("b200", _BLACKWELL, 0.50, 148, 180e9, 8.0e12, streaming=0.67, attention=(0.52, 0.42))
-_CDNA3 = {"bf16": 1307.4e12, "fp16": 1307.4e12, "fp32": 163.4e12, "fp8": 2614.9e12}
-_MI300X = Device("mi300x", _CDNA3, 668.4 / 1307.4, 304, 192e9, 5.3e12, streaming=0.8, attention=(0.40, 0.27))
+# Specifications come from the data sheets (host/devices.py). These are the shares of them that programs reach.
+# "matmul" is the highest bf16 rate that a search over shapes found (stas00/ml-engineering, "MAMF" table). B200's rate
+# falls under its power limit when large matmuls follow one another, so its share is that of large shapes in a published
+# sweep (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json, also for its attention and streaming shares).
+# NVLink's share is what nccl-tests' rings reach with 16 GiB on 8 devices (ml-engineering, network/README.md).
+# InfiniBand's is NVIDIA's 24 of 25 and 48 of 50 GB/s. Latencies per hop come from NCCL's own tuning model (ring,
+# "Simple": 3.4 us NVLink, 14 us network). Attention is FlashAttention-2, as in PyTorch: on A100 arXiv 2307.08691,
+# figures 5 and 6, on H100 figure 7.
 _HOP, _NETWORK_HOP = 3.4e-6, 14e-6
-_NVLINK4 = Link(450 * GB, 367.2 / 450, _HOP, reduce=480 * GB)
-_NDR = Link(50 * GB, 48 / 50, _NETWORK_HOP)
+_HDR, _NDR = Link(25 * GB, 24 / 25, _NETWORK_HOP), Link(50 * GB, 48 / 50, _NETWORK_HOP)
+_HOPPER, _HOPPER_ATTENTION = 794.5 / 989, (0.37, 0.31)
 
 PRESETS = {
-    "a100": Cluster(
-        "a100", _A100, 0, 8, Link(300 * GB, 234.9 / 300, _HOP), Link(25 * GB, 24 / 25, _NETWORK_HOP)
-    ),
-    "h100": Cluster("h100", _H100, 0, 8, _NVLINK4, _NDR),
-    "h200": Cluster("h200", _H200, 0, 8, _NVLINK4, _NDR),
-    "b200": Cluster("b200", _B200, 0, 8, Link(900 * GB, 682.2 / 900, _HOP, reduce=845 * GB), _NDR),
-    # Infinity Fabric: 64 GB/s a pair of devices, 7 pairs each; 312.9 GB/s reached by all 8. The network is the
-    # builder's choice: 400 Gb/s a device assumed.
-    "mi300x": Cluster("mi300x", _MI300X, 0, 8, Link(448 * GB, 312.9 / 448, _HOP, mesh=True), _NDR),
+    cluster.name: cluster
+    for cluster in (
+        _preset_of(_device("a100", 271.2 / 312, attention=(0.60, 0.55)), 234.9 / 300, _HDR),
+        _preset_of(_device("h100", _HOPPER, attention=_HOPPER_ATTENTION), 367.2 / 450, _NDR, reduce=480 * GB),
+        _preset_of(_device("h200", _HOPPER, attention=_HOPPER_ATTENTION), 367.2 / 450, _NDR, reduce=480 * GB),
+        _preset_of(
+            _device("b200", 0.50, streaming=0.67, attention=(0.52, 0.42)), 682.2 / 900, _NDR, reduce=845 * GB
+        ),
+        # All 8 devices reach 312.9 GB/s. The network is the builder's choice; 400 Gb/s per device are assumed.
+        _preset_of(
+            _device("mi300x", 668.4 / 1307.4, streaming=0.8, attention=(0.40, 0.27)),
+            312.9 / 448,
+            _NDR,
+            mesh=True,
+        ),
+    )
 }
 
 
 def parse(text: str) -> Cluster:
-    """Reads `h100:64` (64 devices, 8 a node), `h100:8x4` (8 nodes of 4), or `my.toml`, `my.toml:64`.
+    """Reads `h100:64` (64 devices, 8 per node), `h100:8x4` (8 nodes of 4), or `my.toml`, `my.toml:64`.
 
-    Without a number the cluster has as many devices as the layout needs (0).
+    Without a number `devices` is 0, and the cluster has as many devices as the layout needs.
 
     Raises:
-        UserError: unknown cluster, a number of devices that cannot be, a broken file.
+        UserError: unknown cluster, impossible number of devices, broken file.
     """
     name, colon, count = (text, "", "") if text.endswith(".toml") else text.rpartition(":")
     if not colon:
         name, count = text, ""
     cluster = _own(Path(name)) if name.endswith(".toml") else _preset(name, text)
     if colon and not count:
-        raise UserError(f"cluster '{text}': the number of devices is missing, for example {name}:8")
+        raise UserError(f"cluster '{text}': the number of devices is missing, such as {name}:8")
     return _sized(cluster, count, text) if count else cluster
 
 
-def for_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """The cluster with as many devices as a layout has ranks; local ranks share the machine."""
-    from fivefold.plan.local import shared
+def local() -> Cluster:
+    """The cluster `local`: this machine with its measured table.
 
-    if cluster.machine:
-        return shared(cluster, ranks)
-    return cluster if cluster.devices == ranks else replace(cluster, devices=ranks)
+    Raises:
+        UserError: it has not been measured.
+    """
+    table = measured.load()
+    if table is None:
+        raise UserError(
+            "cluster 'local': this machine has not been measured; run `fivefold bench hardware` first"
+        )
+    return of_table(table)
 
 
 def _preset(name: str, text: str) -> Cluster:
-    from fivefold.plan.local import cluster as local
-
     if name.lower() == "local":
         return local()
     if name.lower() not in PRESETS:
@@ -172,13 +121,13 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
         raise UserError(f"cluster '{text}': {devices:,} devices; {limit}")
     if cluster.machine and found[2]:
         raise UserError(f"cluster '{text}': the machine at hand is one node: local:{devices}")
-    sized = for_ranks(cluster, devices)
+    sized = cluster.for_ranks(devices)
     return replace(sized, per_node=int(found[2])) if found[2] else sized
 
 
 @dataclass(frozen=True)
 class _Key:
-    """A key of an own cluster's file: its factor to SI units, and what it must be above."""
+    """A key of a cluster file: its factor to SI units, and its limits."""
 
     factor: float = 1.0
     above: float = 0.0
@@ -190,10 +139,7 @@ _KEYS = {
     "devices_per_node": _Key(most=MOST_DEVICES),
     "memory_gb": _Key(GB),
     "memory_bandwidth_tb_s": _Key(1e12),
-    "bf16_tflops": _Key(1e12),
-    "fp16_tflops": _Key(1e12),
-    "fp32_tflops": _Key(1e12),
-    "fp8_tflops": _Key(1e12),
+    **{f"{dtype}_tflops": _Key(1e12) for dtype in RATED},
     "matmul_share": _Key(most=1.0),
     "units": _Key(),
     "intra_gb_s": _Key(GB),
@@ -207,7 +153,7 @@ _WHOLE = ("devices", "devices_per_node", "units")
 
 
 def _own(path: Path) -> Cluster:
-    """A cluster described in a file: `base = "h100"` and what differs from it (keys of `_KEYS`)."""
+    """Reads a cluster file: `base = "h100"` and the keys of `_KEYS` that differ from it."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -240,7 +186,7 @@ def _number(path: Path, key: str, value: Any) -> float:
 
 def _changed(cluster: Cluster, values: dict[str, float], name: str) -> Cluster:
     device, link = cluster.device, {"intra": cluster.intra, "inter": cluster.inter}
-    peak = {d: values.get(f"{d}_tflops", device.peak.get(d, 0.0)) for d in ("bf16", "fp16", "fp32", "fp8")}
+    peak = {d: values.get(f"{d}_tflops", device.peak.get(d, 0.0)) for d in RATED}
     for side, old in link.items():
         changed = any(key.startswith(side) for key in values)
         link[side] = replace(

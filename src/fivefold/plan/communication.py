@@ -1,9 +1,8 @@
-"""Seconds and bytes of collectives: the alpha-beta model, with the algorithms that NCCL chooses from.
+"""Prices collectives by the alpha-beta model, with the algorithms that NCCL chooses from.
 
-A group's members are evenly spread: `local` of them on each of its nodes. A ring through all members leaves each node
-once and uses the network of as many devices as the group has there ("rails"), so its bandwidth is that of the slower
-of the two levels. Bytes sent by a rank: of S bytes in all and n ranks, all-gather and reduce-scatter S (n-1)/n,
-all-reduce twice that.
+A group's members are evenly spread, `local` of them on each of its nodes. A ring through all members leaves each node
+once and uses the network of all the group's devices there ("rails"). So its bandwidth is that of the slower level. With
+S bytes and n ranks, a rank sends S (n-1)/n in all-gather and reduce-scatter, and twice that in all-reduce.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fivefold.layout import AXES, EXPERT_GROUPS, GROUPS, Layout
-from fivefold.plan.clusters import Cluster, Link
+from fivefold.plan.devices import Cluster, Link
+from fivefold.spread.layout import Layout, groups
 
 LAUNCH = 10e-6  # seconds until a collective is under way on all ranks
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: how many, and how many of them share a node."""
+    """A group of communicating ranks: their number, and the number of them on each node."""
 
     ranks: int
     local: int
@@ -31,29 +30,22 @@ class Group:
 
 
 def group(layout: Layout, cluster: Cluster, name: str) -> Group:
-    """The groups of this name under the order of ranks of `layout.py`."""
+    """The group with this name, in the order of ranks of `spread/layout.py`."""
     x = layout
     return _group(name, (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp), x.ep, cluster.per_node)
 
 
 @lru_cache(maxsize=2**16)
 def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int) -> Group:
-    """axes: sizes, in the order of AXES."""
-    sizes = dict(zip(AXES, axes, strict=True))
-    shard, tp = sizes["dp_shard"] * sizes["cp"], sizes["tp"]
-    if name in EXPERT_GROUPS:
-        ranks = {"ep": ep, "edp": sizes["dp_replicate"] * shard // ep}
-        size = ranks.get(name, max(1, shard // ep))
-        stride = tp * (1 if name == "ep" else ep)
-    else:
-        last = AXES.index(GROUPS[name][-1])
-        size = math.prod(sizes[axis] for axis in GROUPS[name])
-        stride = math.prod(axes[last + 1 :])
+    """The group with this name. axes: sizes of the axes in the order of AXES."""
+    pp, dp_replicate, dp_shard, cp, tp = axes
+    layout = Layout(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
+    size, stride = groups(layout)[name]
     return Group(size, max(1, min(size, per_node // stride)))
 
 
 def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
-    """Seconds to add up `size` bytes over a group: the faster of a ring and a double tree."""
+    """Seconds to sum `size` bytes over a group, by the faster of a ring and a double tree."""
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
@@ -70,7 +62,7 @@ def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32")
 
 
 def all_gather(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
-    """Seconds until every rank has all `size` bytes, of which each had its part. A ring."""
+    """Seconds to gather `size` bytes in total on every rank, by a ring."""
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
@@ -84,7 +76,7 @@ def _ring(size: float, group: Group, cluster: Cluster) -> float:
 
 
 def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
-    """Seconds until every rank has the sum of its part of `size` bytes: an all-gather backwards."""
+    """Seconds to leave each rank with the sum of its part of `size` bytes. It is an all-gather backwards."""
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
@@ -93,14 +85,14 @@ def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp
 
 
 def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
-    """The same as ZeRO does it (parallel/zero.py): on a CPU not by gloo's reduce-scatter, which is an all-reduce."""
+    """Seconds of ZeRO's reduce-scatter (parallel/zero.py). On a CPU it avoids gloo's, which is an all-reduce."""
     if cluster.machine and group.ranks > 1:
         return _measured("scatter_gradients", size, group, cluster)
     return reduce_scatter(size, group, cluster)
 
 
 def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
-    """Seconds in which every rank sends an equal part of its `size` bytes to each rank."""
+    """Seconds for every rank to send an equal part of its `size` bytes to each rank."""
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
@@ -112,7 +104,7 @@ def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> 
 
 
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
-    """Seconds until another rank has `size` bytes; `crosses`: it is on another node."""
+    """Seconds to send `size` bytes to another rank. `crosses`: that rank is on another node."""
     if cluster.machine:
         return _measured("send", size, Group(2, 2), cluster)
     link = cluster.inter if crosses else cluster.intra
@@ -121,8 +113,10 @@ def send(size: float, crosses: bool, cluster: Cluster) -> float:
 
 
 def exposed(seconds: float, beside: float, cluster: Cluster) -> float:
-    """What sticks out of a message beyond the work that it runs beside. Between local ranks the processor itself copies
-    and adds: only the rest of the time can be hidden."""
+    """Exposed seconds of a message that overlaps with `beside` seconds of computation.
+
+    Between local ranks the CPU itself copies and adds. Only the rest of the message can overlap.
+    """
     free = cluster.machine.free if cluster.machine else 1.0
     return seconds * (1.0 - free) + max(0.0, seconds * free - beside)
 
@@ -133,7 +127,7 @@ def _measured(what: str, size: float, group: Group, cluster: Cluster) -> float:
 
 
 def _bandwidth(group: Group, cluster: Cluster) -> float:
-    """bytes/s that a rank sends in a ring."""
+    """Bytes/s that a rank sends in a ring."""
     inside = _link(cluster.intra, group.local, cluster)
     if group.nodes == 1:
         return inside
@@ -146,7 +140,7 @@ def _link(link: Link, members: int, cluster: Cluster) -> float:
 
 
 def _ring_latency(group: Group, cluster: Cluster) -> float:
-    """Of once around: a hop between neighbours, of which one a node crosses the network."""
+    """Latency of one round through the ring, in seconds. One hop per node crosses the network."""
     between = group.nodes if group.nodes > 1 else 0
     return (group.ranks - 1 - min(between, group.ranks - 1)) * cluster.intra.latency + min(
         between, group.ranks - 1

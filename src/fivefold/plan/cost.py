@@ -1,23 +1,26 @@
-"""Seconds of single operations and of parts of a model: computing priced on the device, messages on the network."""
+"""Prices operations and parts of a model: computation on the device, messages on the network."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fivefold.layout import Layout
+from fivefold.models.operations import Message, Operation, Sizes
+from fivefold.models.section import ModelSection
 from fivefold.plan import communication, rates
-from fivefold.plan.clusters import Cluster
 from fivefold.plan.communication import exposed, group
-from fivefold.plan.operations import Message, Operation, Sizes
+from fivefold.plan.devices import Cluster
+from fivefold.plan.operations import repeated
 from fivefold.plan.software import Software
-from fivefold.recipe.schema import ModelSection
+from fivefold.spread.layout import Layout
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a part of the model for one microbatch: forward, gradient of the input, gradient of the weights; each
-    with what of it is waiting for messages. host: seconds to issue forward, and as long again for backward."""
+    """Seconds of a part of the model for one microbatch: forward, input gradient, weight gradient.
+
+    sent_*: the part of each that waits for messages. host: seconds to issue forward. Backward takes as long again.
+    """
 
     forward: float = 0.0
     input: float = 0.0
@@ -27,7 +30,7 @@ class Cost:
     host: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(  # field by field: a search adds millions
+        return Cost(  # field by field, because a search adds millions of costs
             self.forward + other.forward,
             self.input + other.input,
             self.weight + other.weight,
@@ -48,7 +51,7 @@ class Cost:
 
     @property
     def bound(self) -> Cost:
-        """The same where the processor issues work more slowly than the device does it."""
+        """The cost if issuing operations takes longer than computing them."""
         scale = max(1.0, self.host / (self.input + self.weight)) if self.input + self.weight else 1.0
         forward = max(self.forward, self.host)
         return Cost(
@@ -56,7 +59,7 @@ class Cost:
         )
 
     def slowed(self, factor: float) -> Cost:
-        """The same on a slower device; messages take as long as before."""
+        """The cost on a slower device. Messages take as long as before."""
         return Cost(
             (self.forward - self.sent_forward) * factor + self.sent_forward,
             (self.input - self.sent_backward) * factor + self.sent_backward,
@@ -77,7 +80,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Setting:
-    """All that a price depends on."""
+    """Everything that a price depends on."""
 
     model: ModelSection
     layout: Layout
@@ -89,7 +92,7 @@ class Setting:
 
 
 def message(sent: Message, s: Setting) -> float:
-    """Seconds of a collective, were nothing beside it."""
+    """Seconds of a collective without overlap."""
     if sent.what == "ring":  # from neighbour to neighbour, cp - 1 times
         hops = s.layout.cp - 1
         crosses = group(s.layout, s.cluster, "cp").nodes > 1
@@ -99,7 +102,7 @@ def message(sent: Message, s: Setting) -> float:
 
 
 def operation(op: Operation, s: Setting) -> Cost:
-    """Seconds of an operation."""
+    """Cost of an operation."""
     device, e, dtype = s.cluster.device, s.sizes.e, s.dtype
     gap = (
         0.0 if device.measured else op.kernels * s.software.kernel
@@ -135,13 +138,13 @@ def operation(op: Operation, s: Setting) -> Cost:
 
 
 def _exposed(messages: Iterable[Message], beside: float, s: Setting) -> float:
-    """Seconds of messages that nothing hides."""
+    """Exposed seconds of messages."""
     hidden = sum(message(m, s) for m in messages if m.hidden)
     return sum(message(m, s) for m in messages if not m.hidden) + exposed(hidden, beside, s.cluster)
 
 
 def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
-    """Seconds of several operations, with what backward computes again."""
+    """Cost of several operations, with what backward recomputes."""
     return together(ops, [operation(op, s) for op in ops], s, recompute)
 
 
@@ -149,18 +152,6 @@ def together(ops: Sequence[Operation], costs: Sequence[Cost], s: Setting, recomp
     total = sum(costs, Cost())
     again = Cost()
     for op, cost in zip(ops, costs, strict=True):
-        if times := repeated(op, recompute, s):
+        if times := repeated(op, recompute, s.software, s.layout.tp):
             again += cost.times(times)
     return total + Cost(0, again.forward, 0, 0, again.sent_forward, again.host / 2)
-
-
-def repeated(op: Operation, recompute: str, s: Setting) -> float:
-    """How often forward is repeated in backward, on average."""
-    software = s.software
-    if recompute != "selective":
-        return 1.0 if recompute == "full" else 0.0
-    if software.selective == "sublayer" and s.layout.tp > 1 and op.name in ("attention out", "down"):
-        return 1.0  # a layer that communicates saves its input after its product only (parallel/recompute.py)
-    if software.selective == "operations":
-        return 0.0 if op.attention else 0.5 if op.matmul else 1.0
-    return 1.0 if op.part == "core" or (op.part == "inner" and software.selective == "sublayer") else 0.0

@@ -1,20 +1,21 @@
-"""A prediction in words and numbers: every term that it is made of."""
+"""Prints a prediction: a summary, and every term for `--explain`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.layout import describe
+from fivefold.models.card import card_of
+from fivefold.models.operations import Operation, Saved
 from fivefold.plan import memory, operations, volume
 from fivefold.plan.cost import operation
-from fivefold.plan.operations import Operation
 from fivefold.plan.predict import Plan
+from fivefold.spread.layout import describe
 
 GIB = 2**30
 
 
 def summary(plan: Plan) -> list[str]:
-    """The prediction for people, in a few lines."""
+    """The prediction in a few lines."""
     step, s = plan.step, plan.setting
     worst = max(range(len(plan.memory)), key=lambda i: plan.memory[i].total)
     room = f"{plan.peak_bytes / GIB:.1f} GiB of {plan.limit / GIB:.1f} GiB"
@@ -22,7 +23,7 @@ def summary(plan: Plan) -> list[str]:
         (name, seconds / step.seconds)
         for name, seconds in (
             ("compute", step.compute),
-            ("exposed messages", sum(step.exposed.values())),
+            ("exposed communication", sum(step.exposed.values())),
             ("bubble", step.bubble),
         )
     ]
@@ -31,15 +32,15 @@ def summary(plan: Plan) -> list[str]:
         f"microbatches  {s.microbatches} of {s.sizes.B} sequence(s), {s.dtype} on {s.cluster.name}",
         f"memory        {room} on the ranks of stage {worst}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"step          {step.seconds:.4g} s: " + ", ".join(f"{name} {100 * x:.1f}%" for name, x in shares),
-        f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.layout.ranks:,.0f} a device, "
-        f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s a device, MFU {100 * plan.mfu:.1f}%",
+        f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.layout.ranks:,.0f} per device, "
+        f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s per device, MFU {100 * plan.mfu:.1f}%",
     ]
     sent = ", ".join(f"{axis} {size / GIB:.3g} GiB" for axis, size in plan.sent.items())
-    return [*lines, f"sent a step   {sent or 'nothing'} (by the rank that sends most)"]
+    return [*lines, f"sent per step {sent or 'nothing'} (by the rank that sends most)"]
 
 
 def explain(plan: Plan) -> list[str]:
-    """Every term: memory of each stage, each operation of a block, each kind of message, the parts of the step."""
+    """Every term: memory of each stage, operations of a block, messages by kind, parts of the step."""
     stalls = ["", *plan.stalls.lines()] if plan.stalls else []
     return [*_memory(plan), "", *_operations(plan), "", *_messages(plan), "", *_step(plan), *stalls]
 
@@ -52,15 +53,15 @@ def _memory(plan: Plan) -> Iterator[str]:
     device = plan.setting.cluster.device
     b, ranks = plan.setting.software.states[plan.setting.dtype], _elements(plan)
     yield (
-        f"  bytes a parameter: weights {b.working:g}, gradients {b.gradient:g}, masters {b.master:g}, moments "
-        f"{b.moments:g}; ZeRO {plan.layout.zero}; elements of stage 0: {ranks[0].computes:,.0f}, "
-        f"kept {ranks[0].keeps:,.0f}"
+        f"  bytes per parameter: weights {b.working:g}, gradients {b.gradient:g}, masters {b.master:g}, moments "
+        f"{b.moments:g}; ZeRO {plan.layout.zero}; elements of stage 0: {ranks[0].computes:,.0f} computed with, "
+        f"{ranks[0].keeps:,.0f} stored"
     )
     yield (
-        f"  of {device.memory / GIB:.1f} GiB a device, {device.reserve / GIB:.2g} go to the "
-        f"runtime, and the allocator loses some: {plan.limit / GIB:.1f} are left"
+        f"  {device.memory / GIB:.1f} GiB per device; {plan.limit / GIB:.1f} GiB are left after "
+        f"{device.reserve / GIB:.2g} GiB for the runtime, and allocator losses"
     )
-    yield f"  kept by a block, MiB, recompute {plan.layout.recompute}: " + ", ".join(
+    yield f"  activations of a block, MiB, recompute {plan.layout.recompute}: " + ", ".join(
         f"{saved.name} {saved.size / 2**20:.1f}"
         for op in _block(plan)
         for saved in op.saved
@@ -75,10 +76,11 @@ def _elements(plan: Plan) -> list[memory.Elements]:
 
 def _block(plan: Plan) -> list[Operation]:
     s = plan.setting
-    return operations.block(s.sizes, s.software, operations.is_mixed(s.model, s.model.layers - 1))
+    card = card_of(s.model)
+    return card.block_operations(s.sizes, s.software, any(card.mixed))
 
 
-def _is_kept(plan: Plan, op: Operation, saved: operations.Saved) -> bool:
+def _is_kept(plan: Plan, op: Operation, saved: Saved) -> bool:
     alone = Operation(op.name, saved=(saved,))
     return operations.kept([alone], plan.layout.recompute, plan.setting.software) > 0
 
@@ -87,9 +89,9 @@ def _operations(plan: Plan) -> Iterator[str]:
     s, ms = plan.setting, 1e3
     yield "operations, ms            forward   d input  d weight  messages  what"
     groups = {
-        "begin": operations.begin(s.sizes, s.software),
+        "begin": card_of(s.model).begin_operations(s.sizes, s.software),
         "block": _block(plan),
-        "end": operations.end(s.sizes, s.software),
+        "end": card_of(s.model).end_operations(s.sizes, s.software),
     }
     for where, ops in groups.items():
         for op in ops:
@@ -105,14 +107,14 @@ def _operations(plan: Plan) -> Iterator[str]:
                 f"{c.sent * ms:9.3f}  {what}"
             )
 
-    if s.model.arch == "moe":
+    if card_of(s.model).has_experts:
         load = s.software.expert_load
-        assumed = ": assumed, nobody knows it before the run (--expert-load)" if load == 1 else ""
-        yield f"  the busiest rank's experts get {load:g} times the even share of rows{assumed}"
+        assumed = " (assumed; set it with --expert-load)" if load == 1 else ""
+        yield f"  load of the busiest expert rank relative to an even split: {load:g}{assumed}"
 
 
 def _messages(plan: Plan) -> Iterator[str]:
-    yield "messages of rank 0, a step (bytes of the larger of input and output)"
+    yield "messages of rank 0 per step (bytes of the larger of input and output)"
     for (what, axis), (calls, size) in sorted(volume.counted(plan.setting).items()):
         yield f"  {what:16}{axis:10}{calls:9,} calls {size / 2**20:14,.1f} MiB"
 
@@ -123,6 +125,6 @@ def _step(plan: Plan) -> Iterator[str]:
     for name, seconds in plan.step.terms:
         yield f"  {name:38}{seconds:10.4f}"
     for name, seconds in plan.step.exposed.items():
-        yield f"  {'waiting for messages: ' + name:38}{seconds:10.4f}"
-    yield f"  {'waiting for other stages':38}{plan.step.bubble:10.4f}"
+        yield f"  {'exposed communication: ' + name:38}{seconds:10.4f}"
+    yield f"  {'bubble':38}{plan.step.bubble:10.4f}"
     yield f"  {'step':38}{plan.step.seconds:10.4f}"

@@ -1,11 +1,11 @@
-"""Throughput against memory: layouts that no other beats in both."""
+"""The frontier of a search: layouts that no other beats in both throughput and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fivefold.layout import to_text
+from fivefold.spread.layout import to_text
 
 if TYPE_CHECKING:
     from fivefold.plan.predict import Plan
@@ -15,8 +15,11 @@ STEPS = 32
 
 
 def frontier(found: Found) -> list[Plan]:
-    """From the least memory to the most, the fastest layout of all that take no more: the best plan, and then always
-    the fastest that takes less by at least a 32nd of the best one's memory."""
+    """The fastest layout for each memory size, from the least memory to the most.
+
+    It starts with the best plan. Each next one is the fastest that takes less memory, by at least 1/32 of the best
+    plan's.
+    """
     plans = found.plans[:1]
     gap = plans[0].peak_bytes / STEPS if plans else 0
     while plans and (following := found.within(plans[-1].peak_bytes - gap)):
@@ -25,7 +28,7 @@ def frontier(found: Found) -> list[Plan]:
 
 
 def as_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """What the page shows of each."""
+    """Rows of the page's table, one per plan."""
     return [
         {
             "peak": plan.peak_bytes,

@@ -1,8 +1,8 @@
-"""Predictions over a bounded grid of sizes around a recipe: what the sliders of a plan's page show.
+"""Predicts a bounded grid of sizes around a recipe, for the sliders of a plan's page.
 
-Every cell is what `predict` says of the recipe with these sizes, or why it cannot be. Sizes are those of the recipe,
-halved and doubled; with the model's dim its heads and feed-forward width grow alike. tp and pp take their ranks from
-data parallelism, which fills the devices.
+Each cell holds the prediction of `predict` for these sizes, or the reason why they are invalid. Sizes are those of the
+recipe, halved and doubled. Heads and feed-forward width grow with the model's dim. tp and pp take their ranks from data
+parallelism, which fills the devices.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.errors import UserError
-from fivefold.layout import Layout, validate
-from fivefold.plan.clusters import Cluster, parse
+from fivefold.plan.clusters import parse
+from fivefold.plan.devices import Cluster
 from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.software import Software, of
 from fivefold.recipe import Recipe
+from fivefold.schedules.pipeline import DEFAULT
+from fivefold.spread.layout import Layout, validate
 
 BUDGET = 6500
-"""How much work a grid may be, in cells without a pipeline: less than 20 seconds and 3 MB (tests/test_plan_page.py)."""
+"""Limit of a grid's work, in cells without a pipeline: less than 20 seconds and 3 MB (tests/test_plan_page.py)."""
 LABELS = {
     "devices": "Devices",
     "layers": "Layers",
@@ -36,14 +38,14 @@ LABELS = {
 TURNS = (
     "tp", "pp", "zero", "microbatch_size", "devices", "seq_len", "global_batch_size", "layers", "dim",
 )  # fmt: skip
-"""Which slider gets a further value first."""
+"""The order in which sliders get further values."""
 WITH_DIM = ("heads", "kv_heads", "ffn_dim", "expert_ffn_dim")
 Values = dict[str, int]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A slider: its values, ascending, and which of them is the recipe's own."""
+    """A slider: its values, ascending, and the index of the recipe's own."""
 
     key: str
     values: tuple[int, ...]
@@ -52,8 +54,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Base:
-    """What the grid lies around. recipe: as given, its open fields still open; full: resolved; layout: the resolved
-    recipe's; cluster: with its devices; named: as after `--cluster`; software: the program's."""
+    """The center of the grid.
+
+    recipe: as given, with unset fields. full: the resolved recipe. layout: its layout. cluster: with its devices.
+    named: the value of `--cluster`. software: the program's."""
 
     recipe: Recipe
     full: Recipe
@@ -80,7 +84,7 @@ class Base:
 
 
 def base(recipe: Recipe, cluster: str, expert_load: float | None = None) -> Base:
-    """cluster: as after `--cluster`. expert_load: as after `--expert-load`.
+    """The center of a grid. cluster: the value of `--cluster`. expert_load: the value of `--expert-load`.
 
     Raises:
         UserError: as `parse` and `predict`.
@@ -93,7 +97,7 @@ def base(recipe: Recipe, cluster: str, expert_load: float | None = None) -> Base
 
 
 def axes(center: Base, budget: float = BUDGET) -> list[Axis]:
-    """The sliders: one value each, then more in turn, nearest first, while the grid stays within the budget."""
+    """The sliders. Each starts with one value and gets more in turn, nearest first, within the budget of work."""
     own = center.values
     chosen = {key: [value] for key, value in own.items()}
     waiting = {key: _nearest_first(key, _possible(center, key), own[key]) for key in TURNS}
@@ -109,7 +113,7 @@ def axes(center: Base, budget: float = BUDGET) -> list[Axis]:
 
 
 def cells(center: Base, sliders: Sequence[Axis]) -> Iterator[tuple[Values, Plan | str]]:
-    """All combinations, the last slider's values next to one another; with what is predicted, or why it cannot be."""
+    """All combinations with their plan, or the reason why they are invalid. The last slider varies fastest."""
     for combination in itertools.product(*(axis.values for axis in sliders)):
         values = {axis.key: value for axis, value in zip(sliders, combination, strict=True)}
         try:
@@ -119,7 +123,7 @@ def cells(center: Base, sliders: Sequence[Axis]) -> Iterator[tuple[Values, Plan 
 
 
 def plan_at(center: Base, values: Values) -> Plan:
-    """What is predicted for these sizes.
+    """The prediction for these sizes.
 
     Raises:
         UserError: they make no valid recipe.
@@ -135,7 +139,7 @@ def plan_at(center: Base, values: Values) -> Plan:
 
 
 def model_at(center: Base, values: Values) -> Values:
-    """Fields of `[model]`: those given by the recipe that belong to the dim change with it."""
+    """Fields of `[model]`. Fields of the recipe that depend on the dim change with it."""
     model = center.recipe.model
     fields = {name: values[name] for name in ("layers", "dim", "seq_len")}
     for name in WITH_DIM:
@@ -145,10 +149,10 @@ def model_at(center: Base, values: Values) -> Values:
 
 
 def layout_at(center: Base, values: Values) -> Layout:
-    """The recipe's layout with these axes; data parallelism gets the devices that they leave.
+    """The recipe's layout with these axes. Data parallelism gets the remaining devices.
 
     Raises:
-        UserError: they leave no whole number.
+        UserError: these are not a whole number.
     """
     own, tp, pp, zero = center.layout, values["tp"], values["pp"], values["zero"]
     others = tp * pp * own.cp
@@ -157,7 +161,7 @@ def layout_at(center: Base, values: Values) -> Layout:
         words = f"tp x pp x cp = {others}" + (f", times {replicas} replicas" if replicas > 1 else "")
         raise UserError(f"{values['devices']} devices cannot be divided by {words}")
     dp = values["devices"] // others
-    pipeline = {} if pp > 1 else {"schedule": "1f1b", "virtual_stages": 1}
+    pipeline = {} if pp > 1 else {"schedule": DEFAULT, "virtual_stages": 1}
     return replace(
         own,
         pp=pp,
@@ -172,7 +176,7 @@ def layout_at(center: Base, values: Values) -> Layout:
 
 
 def options(center: Base, key: str, value: int) -> str:
-    """What `fivefold plan` needs to be told for this value, besides the layout."""
+    """The options of `fivefold plan` for this value, besides the layout."""
     if key == "devices":
         return f"--cluster {shlex.quote(_cluster(center, value))}"
     if key == "microbatch_size":  # always: the recipe may leave it open, to follow from the batch
@@ -187,7 +191,7 @@ def options(center: Base, key: str, value: int) -> str:
 
 
 def _cluster(center: Base, devices: int) -> str:
-    """As after `--cluster`, with so many devices."""
+    """The value of `--cluster` with this number of devices."""
     name, _, count = ("", "", "") if center.named.endswith(".toml") else center.named.rpartition(":")
     if "x" in count:
         return f"{name}:{devices // center.cluster.per_node}x{center.cluster.per_node}"
@@ -195,13 +199,13 @@ def _cluster(center: Base, devices: int) -> str:
 
 
 def command(recipe: str, sets: Sequence[str], expert_load: float | None = None) -> str:
-    """How `fivefold plan` is told the recipe; the layout and `options` follow."""
+    """The start of a `fivefold plan` command, with the recipe. The layout and `options` follow."""
     words = ["fivefold plan", shlex.quote(recipe), *(f"--set {shlex.quote(text)}" for text in sets)]
     return " ".join(words + ([] if expert_load is None else [f"--expert-load {expert_load:g}"]))
 
 
 def _possible(center: Base, key: str) -> list[int]:
-    """Values that a slider may get besides the recipe's own."""
+    """Possible values of a slider besides the recipe's own."""
     own, model, cluster = center.values[key], center.full.model, center.cluster
     if key == "zero":
         return [0, 1, 2, 3]
@@ -222,7 +226,7 @@ def _possible(center: Base, key: str) -> list[int]:
 
 
 def _nearest_first(key: str, values: Sequence[int], own: int) -> list[int]:
-    """By doublings from the recipe's own value, of equals the larger first; ZeRO stages by how much they are used."""
+    """Values by their distance in doublings, the larger of two first. ZeRO stages by how common they are."""
     rest = {value for value in values if value != own}
     if key == "zero":
         return sorted(rest, key=(1, 3, 0, 2).index)
@@ -230,6 +234,6 @@ def _nearest_first(key: str, values: Sequence[int], own: int) -> list[int]:
 
 
 def _work(chosen: dict[str, list[int]]) -> float:
-    """Of a grid with these values, in cells without a pipeline."""
+    """Work of a grid with these values, in cells without a pipeline."""
     others = math.prod(len(values) for key, values in chosen.items() if key != "pp")
     return others * sum(1 + pp * pp / 40 for pp in chosen["pp"])

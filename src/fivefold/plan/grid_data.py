@@ -16,25 +16,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.layout import to_text
 from fivefold.plan import grid
 from fivefold.plan.grid import Axis, Base, Values
 from fivefold.plan.pictures import drawn, pictures
 from fivefold.plan.predict import Plan
 from fivefold.schedules.pipeline import Timeline
+from fivefold.spread.layout import to_text
 
 HEAD = (
     "step", "tokens_per_s", "mfu", "limit", "flops", "bandwidth", "microbatches", "drawn", "makespan", "stages",
 )  # fmt: skip
 MEMORY = ("params", "gradients", "optimizer", "activations", "buffers")
 PLACE = ("devices", "tp", "pp", "zero")
-"""What a layout depends on, of the sliders."""
+"""The sliders that a layout depends on."""
 WORK = ("devices", "dim", "seq_len", "microbatch_size", "tp")
-"""What an operation's FLOPs a byte and its rate depend on."""
+"""The sliders that an operation's FLOPs per byte and its rate depend on."""
 
 
 def as_data(center: Base, command: str, sliders: Sequence[Axis]) -> dict[str, Any]:
-    """All that the page's script needs. command: see `grid.command`."""
+    """Everything that the page's script needs. command: see `grid.command`."""
     rows = _Rows()
     for values, plan in grid.cells(center, sliders):
         rows.add(values, plan)
@@ -60,7 +60,7 @@ def _slider(center: Base, axis: Axis) -> dict[str, Any]:
 
 
 def _layouts(center: Base, sliders: Sequence[Axis]) -> dict[str, str]:
-    """The text after `--layout` of each valid place."""
+    """The value of `--layout` for each valid cell."""
     found = {}
     for sizes in itertools.product(*(axis.values for axis in sliders if axis.key in PLACE)):
         values = dict(zip((axis.key for axis in sliders if axis.key in PLACE), sizes, strict=True))
@@ -76,7 +76,7 @@ def _key(values: Values, names: Sequence[str]) -> str:
 
 
 class _Rows:
-    """Cells, one after the other."""
+    """Collects cells, one after the other."""
 
     def __init__(self) -> None:
         self.index: list[
@@ -140,7 +140,7 @@ class _Rows:
 
 
 def _base64(numbers: array[Any]) -> str:
-    """Of the numbers in little-endian order."""
+    """The numbers in little-endian order as base64."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode()

@@ -1,7 +1,7 @@
-"""What one machine was measured to do (`fivefold bench hardware`): seconds by shape, in place of formulas. No torch.
+"""The measured table of a machine (`fivefold bench hardware`): seconds by shape instead of formulas. No torch.
 
-A machine's cores are shared by its ranks. Of N ranks that compute at once each has C/N cores, and they share caches,
-memory and clock; so the same is measured for several N ("shares"), by all ranks at the same time.
+N ranks that compute at once have C/N cores each, and share caches, memory and clock. So everything is measured for
+several N ("shares"), by all ranks at the same time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fivefold.host import cores, cpu_model
 
 VERSION = 2
 SIZES = (64, 192, 512, 1536, 4096)
-"""Of the three dims of a measured product: all combinations of at most LARGEST multiplications."""
+"""Sizes of each dim of a measured matmul. All combinations of at most LARGEST multiplications are measured."""
 LARGEST = 2**29
 FACTORS = ("compute", "messages", "host")
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that prices can be cached
 class Share:
-    """What one of `ranks` does, with `threads` cores, while the others do the same.
+    """Rates of one of `ranks` ranks with `threads` cores, while the others do the same work.
 
     products: by dtype and role ("forward": x W^T, "input": dy W, "weight": dy^T x), FLOP/s of "m x n x k" of forward's
     product (m, k) (k, n). attention: by dtype, FLOP/s in forward and backward of "tokens x head"; ring: the same of the
@@ -46,7 +46,7 @@ class Share:
     speed: float = 1.0
 
     def product(self, m: float, n: float, k: float, dtype: str, role: str) -> float:
-        """FLOP/s of the products of a linear layer: (m, k) (k, n) in forward."""
+        """FLOP/s of a linear layer's matmuls, with (m, k) (k, n) in forward."""
         return self.speed * _rate(self, m, n, k, dtype, role)
 
     def attended(self, tokens: float, head: float, dtype: str, backward: bool, ring: bool) -> float:
@@ -56,7 +56,7 @@ class Share:
         return self.speed * _interpolated(grid, (tokens, head))
 
     def stream(self, kind: str, dtype: str, backward: bool) -> float:
-        """bytes/s of an element-wise operation."""
+        """Bytes/s of an element-wise operation."""
         return self.speed * self.streams[dtype][kind][backward]
 
 
@@ -67,7 +67,7 @@ def _rate(share: Share, m: float, n: float, k: float, dtype: str, role: str) -> 
 
 @lru_cache(maxsize=256)
 def _whole_grid(share: Share, dtype: str, role: str) -> dict[tuple[int, ...], float]:
-    """The measured rates; a product too large to be measured has the rate of the one half-way smaller."""
+    """The measured rates. A matmul too large to be measured gets the rate of the next smaller one."""
     grid = {_key(name): rate for name, rate in share.products[dtype][role].items()}
     sizes = sorted({size for key in grid for size in key})
     for key in combinations(sizes, repeat=3):  # in order: the smaller ones are there
@@ -83,7 +83,7 @@ def _key(name: str) -> tuple[int, ...]:
 
 
 def _interpolated(grid: dict[tuple[int, ...], float], at: Sequence[float]) -> float:
-    """Between the points of a full grid, linear in the logarithms; beyond its ends as at the end."""
+    """Interpolates on a full grid, linearly in logarithms. Beyond its ends the last value holds."""
     corners = [tuple(_between(sorted({key[i] for key in grid}), x)) for i, x in enumerate(at)]
     total = 0.0
     for corner in combinations(*corners):
@@ -93,7 +93,7 @@ def _interpolated(grid: dict[tuple[int, ...], float], at: Sequence[float]) -> fl
 
 
 def _between(sizes: Sequence[int], x: float) -> Iterator[tuple[int, float]]:
-    """The neighbours of x, and how much each counts."""
+    """The neighbours of x in `sizes`, and the weight of each."""
     x = min(max(x, sizes[0]), sizes[-1])
     above = next(i for i, size in enumerate(sizes) if size >= x)
     if sizes[above] == x:
@@ -112,7 +112,7 @@ class Measured:
     device: "cpu", whose cores the ranks share, or "cuda", of which each rank has one. cores: of either, how many.
     memory: bytes, of all. disk: bytes/s written. peak: FLOP/s of all cores by dtype. shares: by number of ranks. links:
     by number of ranks and collective, [bytes, seconds] of some sizes. free: share of a message's time in which the
-    processor is free to compute. host: seconds of Python and dispatch (see train/overhead.py). axes: by number of ranks
+    processor is free to compute. host: seconds of Python and dispatch (see bench/overhead.py). axes: by number of ranks
     and axis, [elements of a rank's activations, seconds] that a block and microbatch take beyond the sum of its parts;
     less than nothing where other ranks compute while these wait. spread: standard deviation of the ranks' speeds.
     factors: of calibration. fitted: what they were fitted to.
@@ -135,15 +135,15 @@ class Measured:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the processor that runs Python, and moves messages, also computes."""
+        """True if the processor that runs Python and moves messages also computes."""
         return self.device == "cpu"
 
-    def crowd(self, ranks: int) -> float:
-        """Ranks a core, where there are more ranks than cores: each gets so much less of one."""
+    def oversubscription(self, ranks: int) -> float:
+        """Ranks per core if there are more ranks than cores, otherwise 1."""
         return max(1.0, ranks / self.cores)
 
     def share(self, ranks: int) -> Share:
-        """Of one of so many ranks, as if it had cores of its own (see `crowd`)."""
+        """The rates of one of `ranks` ranks, as if it had cores of its own (see `oversubscription`)."""
         return _share(self, ranks)
 
     def overhead(self, what: str) -> float:
@@ -161,8 +161,8 @@ class Measured:
     def message(self, what: str, size: float, ranks: int, of: int) -> float:
         """Seconds of a collective of `size` bytes between `ranks` of `of` ranks, all of which communicate at once."""
         near = min(self.links, key=lambda n: abs(math.log(n / ranks)))
-        crowded = max(1.0, of / max(ranks, self.cores))
-        return self.factors["messages"] * crowded * ranks / near * _line(self.links[near][what], size)
+        oversubscribed = max(1.0, of / max(ranks, self.cores))
+        return self.factors["messages"] * oversubscribed * ranks / near * _line(self.links[near][what], size)
 
 
 @lru_cache(maxsize=64)
@@ -174,7 +174,7 @@ def _share(table: Measured, ranks: int) -> Share:
 
 
 def _line(points: Sequence[Sequence[float]], size: float) -> float:
-    """Seconds at a size, linear between the points, below the first as there, beyond the last with the last slope."""
+    """Seconds at a size: linear between the points, constant below the first, with the last slope beyond the last."""
     if size <= points[0][0]:
         return points[0][1]
     above = next((i for i, (at, _) in enumerate(points) if at >= size), len(points) - 1)
@@ -183,7 +183,7 @@ def _line(points: Sequence[Sequence[float]], size: float) -> float:
 
 
 def key() -> str:
-    """What a table belongs to: another processor, share of it or version of torch needs another one."""
+    """The key of a table: processor, cores, version of torch and of the table."""
     return f"{cpu_model()} | {cores()} cores | torch {metadata.version('torch')} | table {VERSION}"
 
 
@@ -192,7 +192,7 @@ def path() -> Path:
 
 
 def save(table: Measured) -> None:
-    """Writes the table of this machine into the cache's file, beside those of others."""
+    """Writes the table of this machine into the cache's file, beside those of other machines."""
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -202,13 +202,13 @@ def save(table: Measured) -> None:
 
 
 def load() -> Measured | None:
-    """This machine's table; None where nothing was measured, or not for this processor and torch."""
+    """This machine's table, or None if it was not measured for this processor and torch."""
     found = _tables().get(key())
     return None if found is None else from_json(found)
 
 
 def _tables() -> dict[str, Any]:
-    """A missing or broken file is an empty cache."""
+    """All tables of the cache file. A missing or broken file counts as empty."""
     try:
         tables = json.loads(path().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -225,7 +225,7 @@ def as_json(table: Measured) -> dict[str, Any]:
 
 
 def from_json(found: dict[str, Any]) -> Measured | None:
-    """None where fields are missing: a file of another version."""
+    """A table from its JSON, or None if fields are missing (a file of another version)."""
     try:
         read: dict[str, Any] = {
             name: {int(n): x for n, x in found[name].items()} for name in ("links", "axes")

@@ -1,5 +1,5 @@
-"""Bytes on each rank: states from the sharding table, activations from the operations, live microbatches from the
-schedule."""
+"""Memory per rank: states from the parameter table, activations from the operations, live microbatches from the
+schedule, and buffers at the moment with the largest sum. Search, `plan` and plan.json share this formula."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fivefold.layout import Layout
-from fivefold.plan import operations, units
-from fivefold.plan.operations import Sizes
+from fivefold.models.card import card_of
+from fivefold.models.operations import Sizes, Work
+from fivefold.models.section import ModelSection
+from fivefold.plan import operations
+from fivefold.plan.operations import Sums
 from fivefold.plan.partition import schedule, stages
-from fivefold.plan.rehearsal import Job, rehearse
 from fivefold.plan.software import Partition, Software, States
-from fivefold.recipe.schema import ModelSection
-from fivefold.schedules.pipeline import Schedule, peak_live
-from fivefold.sharding import TIED, stages_of
+from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, holds_all, peak_live
+from fivefold.spread.layout import Layout, stages_of_a_rank
+from fivefold.spread.parts import TIED, sharing_group, stages_of
+from fivefold.spread.units import local_parameters, scattered_once
 
-BREADTH_FIRST = ("gpipe", "looped_bfs")
+ERROR = 0.015
+"""Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""
+PUBLISHED_ERROR = 0.027
+"""Its mean error on GPUs, against published peaks of another program (benchmarks/planner/published.py, SimuMax)."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Numbers of elements of some parameters on a rank. computes: whole after tensor and expert parallelism; keeps: of
-    those the rows that it keeps under ZeRO. largest: of the biggest parameter. experts, experts_keep: how many of both
-    are routed experts', which have groups of their own."""
+    """Elements of some parameters on a rank.
+
+    computes: elements the rank computes with, after tensor and expert parallelism. keeps: elements it stores under
+    ZeRO. largest: elements of the largest parameter. experts, experts_keep: the part of both in routed experts, which
+    have groups of their own.
+    """
 
     computes: float = 0
     keeps: float = 0
@@ -42,7 +50,7 @@ class Elements:
         )
 
     def groups(self) -> tuple[tuple[float, float, str], tuple[float, float, str]]:
-        """(computes, keeps, how its groups are called) of what is no expert, and of the experts."""
+        """(elements computed with, elements stored, group prefix) of dense parameters, then of experts."""
         return (
             (self.computes - self.experts, self.keeps - self.experts_keep, ""),
             (self.experts, self.experts_keep, "e"),
@@ -51,7 +59,11 @@ class Elements:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the first rank of a pipeline position (the one with most where ranks differ)."""
+    """Bytes on the first rank of a pipeline position; no other rank there has more.
+
+    params: weights that compute. gradients: the fp32 sums. optimizer: moments, and fp32 masters that do not compute.
+    activations: tensors that forward, or its recomputation, keeps for backward. buffers: the rest.
+    """
 
     params: float
     gradients: float
@@ -68,29 +80,24 @@ class Memory:
         return {name: round(getattr(self, name)) for name in names}
 
 
-def scattered_once(layout: Layout) -> bool:
-    """Whether gradients add up whole on each rank, and are scattered in the last microbatch only: under ZeRO 1, and
-    under every stage of it in a pipeline (parallel/zero.py)."""
-    return layout.zero == 1 or (layout.zero > 1 and layout.pp > 1)
-
-
 def state_bytes(
     bytes_a_parameter: States,
     zero: int,
     computes: float,
     keeps: float,
     microbatches: int = 2,
-    pipeline: bool = False,
+    pp: int = 1,
 ) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer: each is kept whole (`computes` elements) below the ZeRO stage that
-    shares it, and as `keeps` elements from there on (arXiv 1910.02054, figure 1); where weights are cast (see
-    `States`), as FSDP2 has them, with gradients that add up whole in a pipeline (see `scattered_once`)."""
+    """Bytes of weights, gradients and optimizer states. Each is whole (`computes` elements) below the ZeRO stage that
+    shards it, and `keeps` elements from that stage on (arXiv 1910.02054, figure 1). FSDP2 (`States.cast`) differs in
+    two ways: the gathered weights of stage 3 are buffers, and gradients that are scattered once per step are whole
+    until then."""
     b = bytes_a_parameter
     if b.cast and zero:
-        whole = computes if (zero == 1 or pipeline) and microbatches > 1 else 0.0
+        whole = scattered_once(zero, pp) and microbatches > 1
         gathered = computes if zero < 3 else 0.0
         own = 0.0 if b.master else b.working * keeps
-        return b.working * gathered + own, b.gradient * (keeps + whole), b.optimizer * keeps
+        return b.working * gathered + own, b.gradient * (computes if whole else keeps), b.optimizer * keeps
     return (
         b.working * (keeps if zero >= 3 else computes),
         b.gradient * (keeps if zero >= 2 else computes),
@@ -98,16 +105,28 @@ def state_bytes(
     )
 
 
+def rank_states(
+    bytes_a_parameter: States, layout: Layout, own: Elements, microbatches: int
+) -> tuple[float, float, float]:
+    """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
+    if there is one data rank, and experts if expert parallelism takes all ranks that share."""
+    found = [0.0, 0.0, 0.0]
+    for computes, keeps, kind in own.groups():
+        zero = layout.zero if sharing_group(layout, expert=kind == "e")[1] > 1 else 0
+        some = state_bytes(bytes_a_parameter, zero, computes, keeps, microbatches, layout.pp)
+        found = [a + b for a, b in zip(found, some, strict=True)]
+    return found[0], found[1], found[2]
+
+
 def count(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements, Elements, Elements]:
-    """Elements of each block, of what comes before them, of what comes behind, and of the last stage's copy of a tied
-    embedding. Of the first rank, which has most."""
+    """Elements on the first rank, which has most: of each block, of the parameters before the blocks, of those behind
+    them, and of the last stage's copy of a tied embedding."""
     kinds: dict[str, Elements] = {}
     blocks = [Elements() for _ in range(model.layers)]
     before = behind = Elements()
-    for name, local in units.table(model, layout).items():
-        expert = local.cut == "ep"
-        shards = layout.dp_shard * layout.cp // (layout.ep if expert else 1) if layout.zero else 1
-        size, part = local.size, local.share(shards)
+    for name, local in local_parameters(card_of(model), layout).items():
+        expert = local.axis == "ep"
+        size, part = local.size, local.share(sharing_group(layout, expert)[1])
         own = Elements(size, part, size, size if expert else 0, part if expert else 0)
         kinds[name] = own
         if name.startswith("blocks."):
@@ -121,7 +140,7 @@ def count(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements
 
 
 def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balanced") -> list[Elements]:
-    """Elements on the ranks of each position in the pipeline."""
+    """Elements per rank at each pipeline position."""
     blocks, before, behind, tied = elements(model, layout)
     by_stage = stages(model, layout, how)
     found = []
@@ -138,51 +157,140 @@ def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balance
     return found
 
 
-def activations(
-    model: ModelSection,
-    layout: Layout,
-    sizes: Sizes,
-    software: Software,
-    schedule: Schedule | None,
-    times: int = 1,
-) -> list[float]:
-    """Bytes of activations at the peak, of each position in the pipeline: what live microbatches keep (`times` as much
-    as in the schedule), and what the backward of a block or of the loss holds besides."""
-    kinds = {mixed: operations.block(sizes, software, mixed) for mixed in (False, True)}
-    first, last = operations.begin(sizes, software), operations.end(sizes, software)
-    keeps = {m: operations.kept(ops, layout.recompute, software) for m, ops in kinds.items()}
-    by_stage = stages(model, layout, software.partition)
-    stage_bytes = [sum(keeps[operations.is_mixed(model, i)] for i in part) for part in by_stage]
-    stage_bytes[0] += operations.kept(first, layout.recompute, software)
-    stage_bytes[-1] += operations.kept(last, "none", software)
-    largest = max(keeps, key=lambda mixed: mixed is operations.is_mixed(model, model.layers - 1))
-    block = kinds[largest]
-    again = operations.kept(block, "none", software) - keeps[largest] if layout.recompute != "none" else 0.0
-    inside = max(op.workspace for op in block) + sizes.n * model.dim * sizes.e + again
-    loss = max(op.workspace for op in last)
-    if schedule is None:
-        return [stage_bytes[0] + max(inside, loss)]
-    live = [times * size for size in peak_live(schedule, stage_bytes)]
-    owner = schedule.rank_of[-1]
-    return [
-        bytes_ + (max(inside, loss) if rank == owner else inside)
-        + 2 * 2 * sizes.n * model.dim * sizes.e  # one activation and one gradient arriving, one of each leaving
-        for rank, bytes_ in enumerate(live)
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class Microbatch:
+    """Bytes of one microbatch on a rank.
+
+    plain, mixed: kept from forward to backward by a block without and with experts. begin, end: kept by the layers
+    before and behind the blocks. owed_plain, owed_mixed: kept by a block from I to W. again: recomputed in a block's
+    backward. inside, loss: workspace of a block's backward, and of the loss. stream: the activation between two blocks.
+    tokens: inputs and targets.
+    """
+
+    plain: float
+    mixed: float
+    begin: float
+    end: float
+    owed_plain: float
+    owed_mixed: float
+    again: float
+    inside: float
+    loss: float
+    stream: float
+    tokens: float
 
 
-def buffers(model: ModelSection, layout: Layout, own: Elements, b: States) -> float:
-    """Weights that ZeRO gathers and gradients on their way: two blocks are there at once."""
-    blocks, before, behind, _ = elements(model, layout)
-    largest = max(block.computes for block in blocks)
-    shards = layout.dp_shard * layout.cp
-    if not layout.zero or shards == 1:
-        return own.largest * b.working  # a gradient before it is added to its sum
-    gathered = 2 * largest * b.working if layout.zero == 3 else 0.0
-    if layout.zero == 3:
-        gathered += max(before.computes, behind.computes) * b.working
-    reduced = (2 * largest if layout.zero >= 2 else largest) * b.reduce * (1 + 1 / shards)
-    return gathered + reduced
+def sums(s: Sizes, work: Work) -> Sums:
+    """Sums over the operations of one rank."""
+    return operations.sums(work, s.e, any(card_of(s.model).mixed))
+
+
+def microbatch(s: Sizes, found: Sums, recompute: str, software: Software) -> Microbatch:
+    """Bytes of one microbatch on a rank under a recomputation mode."""
+    kept = {kind: operations.kept(block, recompute, software) for kind, block in found.block.items()}
+    again, inside = operations.largest_backward(found, recompute, software)
+    stream = s.n * s.model.dim * s.e
+    return Microbatch(
+        kept.get(False, 0.0),
+        kept.get(True, 0.0),
+        operations.kept(found.begin, recompute, software),
+        operations.kept(found.end, "none", software),
+        found.owed.get(False, 0.0),
+        found.owed.get(True, 0.0),
+        again,
+        inside + stream,  # with the gradient of the residual stream
+        found.loss,
+        stream,
+        2 * 8 * s.N,
+    )
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of gathered weights and unfinished gradients at five moments. loss: at the loss. block: in the backward of
+    the block with most parameters. scatter: when its gradient is scattered. next: in the backward of the next block,
+    while that scatter still runs. rest: when the gradient of the parameters outside blocks is scattered."""
+
+    loss: float = 0.0
+    block: float = 0.0
+    scatter: float = 0.0
+    next: float = 0.0
+    rest: float = 0.0
+
+
+def buffers(
+    model: ModelSection, layout: Layout, first: bool, last: bool, b: States, software: Software
+) -> Buffers:
+    """The buffers of ranks that have the first stage, the last, both or neither.
+
+    Replicas add each gradient to its sum as soon as it exists. FSDP2 (parallel/zero.py) gathers a block's weights
+    while the one before it computes. Under stage 3 these are buffers, and so are the weights outside blocks, which
+    stay gathered. After a block's backward, FSDP2 scatters an fp32 copy of its gradient. gloo has no reduce-scatter,
+    so the rank also needs as much to receive into.
+    """
+    blocks, before, behind, tied = elements(model, layout)
+    block = max(blocks, key=lambda block: block.computes)
+    rest = [part for part, has in ((before, first), (behind, last), (tied, last and not first)) if has]
+    on_its_way = b.working * block.largest
+    if first and last:
+        on_its_way += b.working * tied.computes  # the output's gradient, until the embedding's is there
+    shards = layout.shards
+    if shards == 1:
+        return Buffers(0.0, on_its_way, rest=b.working * max((part.largest for part in rest), default=0.0))
+    unit = max(_largest_unit(block, layout) for block in blocks)
+    whole = sum(part.computes for part in rest)
+    received = b.reduce if software.scatter == "all_to_all" else 0.0
+    cast = b.reduce if b.reduce != b.gradient else 0.0
+    scattered = (
+        b.gradient * (1 + 1 / shards) + cast + received
+    )  # a copy and its shard, the send buffer, the receive buffer
+    gathered = b.working if layout.zero == 3 else 0.0
+    if last and not scattered_once(layout.zero, layout.pp):
+        on_its_way += b.working * behind.computes  # scattered together with the embedding's
+    return Buffers(
+        gathered * whole,
+        gathered * (whole + 2 * unit) + on_its_way,
+        gathered * (whole + unit) + on_its_way + scattered * unit,
+        gathered * (whole + 2 * unit) + on_its_way + b.gradient * unit,
+        scattered * whole,
+    )
+
+
+def _largest_unit(block: Elements, layout: Layout) -> float:
+    """Elements that FSDP2 gathers and scatters together. Experts have a unit of their own, or none if nobody shares
+    them."""
+    if layout.ep == 1:
+        return block.computes
+    experts = block.experts if sharing_group(layout, expert=True)[1] > 1 else 0.0
+    return max(experts, block.computes - block.experts)
+
+
+def transfers(one: Microbatch, layout: Layout, microbatches: int) -> float:
+    """Bytes of all inputs. A pipeline adds one activation and one gradient that arrive, and the sends that the rank has
+    not waited for."""
+    size = microbatches * one.tokens
+    if layout.pp > 1:
+        size += (2 + min(SENDS_PER_RANK * layout.pp, microbatches)) * one.stream
+    return size
+
+
+def at_peak(one: Microbatch, besides: Buffers, live: float, own: float, last: bool) -> tuple[float, float]:
+    """(activations, buffers) at the moment of `Buffers` with the largest sum.
+
+    live: bytes kept by all live microbatches. own: bytes kept by one of them. last: True if the rank has the last
+    stage.
+    """
+    loss = one.end if last else 0.0
+    left = own - loss - max(one.plain, one.mixed)
+    moments = [
+        (live - loss + one.again, one.inside + besides.block),
+        (left, one.stream + besides.scatter),
+        (left + one.again, one.inside + besides.next),
+        (0.0, besides.rest),
+    ]
+    if last:
+        moments.append((live, one.loss + besides.loss))
+    return max(moments, key=sum)
 
 
 def predict(
@@ -194,41 +302,47 @@ def predict(
     microbatches: int,
     extra: float = 0.0,
 ) -> list[Memory]:
-    """Bytes of each position in the pipeline. `extra`: buffers besides."""
-    if software.memory == "rehearsal":
-        job = Job(model, layout, sizes, software, dtype, microbatches)
-        peaks = (rehearse(job, layout.rank({"pp": position})).at_peak for position in range(layout.pp))
-        return [Memory(**{**found, "buffers": found["buffers"] + extra}) for found in peaks]
-    b = software.states[dtype]
-    schedule = live_schedule(layout, microbatches)
-    found = []
-    times = microbatches if schedule and layout.schedule in BREADTH_FIRST else 1
-    acts = activations(model, layout, sizes, software, schedule, times)
-    for own, kept in zip(rank_elements(model, layout, software.partition), acts, strict=True):
-        weights, gradients, optimizer = state_bytes(
-            b, layout.zero, own.computes, own.keeps, microbatches, layout.pp > 1
-        )
-        found.append(Memory(weights, gradients, optimizer, kept, buffers(model, layout, own, b) + extra))
+    """Memory per rank at each pipeline position. extra: bytes of other buffers."""
+    b, card = software.states[dtype], card_of(model)
+    work = card.work(sizes, software)
+    one = microbatch(sizes, sums(sizes, work), layout.recompute, software)
+    by_stage, mixed = stages(model, layout, software.partition), card.is_mixed
+    kept = [sum(one.mixed if mixed(i) else one.plain for i in part) for part in by_stage]
+    owed = [sum(one.owed_mixed if mixed(i) else one.owed_plain for i in part) for part in by_stage]
+    kept[0] += one.begin
+    kept[-1] += one.end
+    schedule, times = live_schedule(layout, microbatches)
+    live = [times * size for size in peak_live(schedule, kept, owed)] if schedule else kept
+    always = transfers(one, layout, microbatches) + extra
+    found, besides = [], {}
+    for position, own in enumerate(rank_elements(model, layout, software.partition)):
+        mine = stages_of(layout, position)
+        first, last = 0 in mine, len(by_stage) - 1 in mine
+        if (first, last) not in besides:
+            besides[first, last] = buffers(model, layout, first, last, b, software)
+        own_kept = sum(kept[i] for i in mine)
+        activations, more = at_peak(one, besides[first, last], live[position], own_kept, last)
+        weights = rank_states(b, layout, own, microbatches)
+        found.append(Memory(*weights, activations, more + always))
     return found
 
 
-def live_schedule(layout: Layout, microbatches: int) -> Schedule | None:
-    """The schedule with as many microbatches as can be live at once: more change no rank's peak. Of schedules that go
-    breadth first, in which all are live, with one."""
+def live_schedule(layout: Layout, microbatches: int) -> tuple[Schedule | None, int]:
+    """(a schedule of fewer microbatches, the factor from its peaks to those of the whole step); None without a
+    pipeline. More microbatches than can be live at once change no peak. If all are live at once, one stands for all."""
     if layout.pp == 1:
-        return None
-    enough = 2 * layout.pp * max(2, layout.virtual_stages)
-    if layout.schedule in BREADTH_FIRST:
-        microbatches = 1
+        return None, 1
+    enough, times = 2 * layout.pp * max(2, layout.virtual_stages), 1
+    if holds_all(layout.schedule, layout.pp, stages_of_a_rank(layout)):
+        microbatches, times = 1, microbatches
     elif microbatches % layout.pp == 0:
         microbatches = min(microbatches, enough)
-    return schedule(layout.schedule, layout.pp, microbatches, layout.virtual_stages)
+    return schedule(layout.schedule, layout.pp, microbatches, layout.virtual_stages), times
 
 
 def elements(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements, Elements, Elements]:
-    shards = layout.dp_shard * layout.cp if layout.zero else 1
     hashed: Any = model
-    return _count(hashed, layout.tp, layout.ep, shards, layout.zero > 0)
+    return _count(hashed, layout.tp, layout.ep, layout.shards, layout.zero > 0)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""How a model is cut into pipeline stages, and the schedule that goes through them."""
+"""Cuts a model into pipeline stages, and builds the schedule that runs them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from fivefold.layout import Layout
+from fivefold.models.card import card_of
+from fivefold.models.section import ModelSection
 from fivefold.plan.software import Partition
-from fivefold.recipe.schema import ModelSection
-from fivefold.schedules.pipeline import Schedule, build, stages_a_rank
-from fivefold.sharding import parameters, stage_blocks
+from fivefold.schedules.pipeline import DEFAULT, Schedule, build, stages_a_rank
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import stage_blocks
 
 
 @lru_cache(maxsize=256)
@@ -20,9 +21,9 @@ def schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> S
 
 
 def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> Sequence[range]:
-    """The blocks of each stage: as the trainer cuts them, or as others do (see `software.Partition`)."""
+    """The blocks of each stage, cut as the trainer does or as other programs do (see `software.Partition`)."""
     hashed: Any = model  # frozen: pydantic gives it a hash
-    name = layout.schedule if layout.pp > 1 else "1f1b"
+    name = layout.schedule if layout.pp > 1 else DEFAULT
     return _stages_of(hashed, layout.pp, name, layout.virtual_stages, how)
 
 
@@ -31,7 +32,7 @@ def _stages_of(
     model: ModelSection, pp: int, name: str, virtual_stages: int, how: Partition
 ) -> Sequence[range]:
     if how == "balanced":
-        return stage_blocks(model, Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
+        return stage_blocks(card_of(model), Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
     count = pp * stages_a_rank(name, virtual_stages) if pp > 1 else 1
     if how == "even":
         each = model.layers / count
@@ -40,9 +41,9 @@ def _stages_of(
 
 
 def _greedy(model: ModelSection, stages: int) -> tuple[range, ...]:
-    """Stages are filled in order, each until it exceeds its share of the weights in products, output layer included."""
+    """Fills stages in order, each until it exceeds its share of the matmul weights, output layer included."""
     layer = sum(
-        math.prod(s) for n, s in parameters(model).items() if n.startswith("blocks.0.") and len(s) > 1
+        math.prod(s) for n, s in card_of(model).parameters.items() if n.startswith("blocks.0.") and len(s) > 1
     )
     total = layer * model.layers + (model.vocab_size or 0) * model.dim
     found, start = [], 0

@@ -1,23 +1,25 @@
-"""What the pictures of a plan show, as numbers: where the step's time goes, the roofline of its operations, the
-timeline of its pipeline. Drawn by `observe`."""
+"""The numbers in the pictures of a plan: parts of the step's time, roofline, timeline. `observe` draws them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fivefold.plan import memory, operations, rates, time
-from fivefold.plan.cost import Cost, Setting, operation, repeated
-from fivefold.plan.operations import Matmul, Operation
+from fivefold.models.card import card_of
+from fivefold.models.operations import Matmul, Operation
+from fivefold.plan import memory, rates, time
+from fivefold.plan.cost import Cost, Setting, operation
+from fivefold.plan.operations import repeated
 from fivefold.plan.predict import Plan
 from fivefold.schedules.pipeline import Costs, Timeline, simulate
-from fivefold.sharding import stages_of
+from fivefold.spread.parts import stages_of
 
 
 @dataclass(frozen=True)
 class Point:
-    """An operation's work in a step on the busiest rank, what is computed again included. flops: 0 where only the bytes
-    that it moves are counted (element-wise work). seconds: on a device of average speed, without messages."""
+    """An operation's work per step on the busiest rank, with recomputation.
+
+    flops: 0 for element-wise work, which counts bytes only. seconds: on a device of average speed, without messages."""
 
     name: str
     flops: float
@@ -26,18 +28,18 @@ class Point:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte moved."""
+        """FLOPs per byte moved."""
         return self.flops / self.moved
 
     @property
     def rate(self) -> float:
-        """FLOP/s reached while it runs."""
+        """FLOP/s that it reaches."""
         return self.flops / self.seconds
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """peak: FLOP/s of the data sheet in the compute dtype; bandwidth: bytes/s of memory, of the data sheet."""
+    """Operations under the device's roof. peak: data sheet FLOP/s in the compute dtype. bandwidth: memory bytes/s."""
 
     peak: float
     bandwidth: float
@@ -45,11 +47,11 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte from which on the products, not the bytes, set the pace."""
+        """FLOPs per byte above which an operation is compute-bound."""
         return self.peak / self.bandwidth
 
     def bound(self, point: Point) -> str:
-        """What sets its pace: "compute" or "memory"."""
+        """The bound of an operation: "compute" or "memory"."""
         return "compute" if point.intensity >= self.ridge else "memory"
 
 
@@ -65,14 +67,14 @@ class Pictures:
 
 
 def pictures(plan: Plan) -> Pictures:
-    """All that is drawn of a plan."""
+    """Everything that is drawn of a plan."""
     costs = time.stage_costs(plan.setting)
     found = roofline(plan, costs)
     return Pictures(plan, costs, found, shares(plan, found), timeline(plan, costs))
 
 
 def roofline(plan: Plan, costs: Sequence[Cost]) -> Roofline:
-    """The operations of a step on the busiest rank, in forward's order; the same operation of all blocks is one."""
+    """The operations of a step on the busiest rank, in the order of forward, merged by name over all blocks."""
     s = plan.setting
     device, mine = s.cluster.device, stages_of(s.layout, busiest(plan, costs))
     points = [
@@ -85,9 +87,9 @@ def roofline(plan: Plan, costs: Sequence[Cost]) -> Roofline:
 
 
 def shares(plan: Plan, found: Roofline) -> dict[str, float]:
-    """Seconds of the step by what the busiest rank does in them; together they are the step.
+    """Seconds of the step by activity of the busiest rank. They add up to the step.
 
-    "other computing": what the points leave of it (the slowest device, limits of the host, what comes once a step).
+    "other computation": time outside the points (the slowest device, host limits, work once per step).
     """
     step, sent, bound = plan.step, plan.step.exposed, {"compute": 0.0, "memory": 0.0}
     for point in found.points:
@@ -97,15 +99,15 @@ def shares(plan: Plan, found: Roofline) -> dict[str, float]:
         "compute-bound operations": bound["compute"],
         "memory-bound operations": bound["memory"],
         "optimizer (memory-bound)": update,
-        "other computing": step.compute - bound["compute"] - bound["memory"] - update,
-        "messages within the model": sent["model"],
-        "gradients and weights sent": sent["data"],
+        "other computation": step.compute - bound["compute"] - bound["memory"] - update,
+        "communication in the model": sent["model"],
+        "gradient and weight traffic": sent["data"],
         "waiting for other stages": step.bubble,
     }
 
 
 def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
-    """The pipeline of a step with each stage's planned times, of the first `drawn` microbatches; None without one."""
+    """The pipeline of a step with each stage's planned times, for the first `drawn` microbatches. None without one."""
     s = plan.setting
     if s.layout.pp == 1:
         return None
@@ -120,34 +122,36 @@ def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
 
 
 def drawn(s: Setting) -> int:
-    """Microbatches in the picture of a pipeline: twice as many as ranks show how it fills and drains; each further one
-    only repeats the middle."""
+    """Microbatches in the picture of a pipeline.
+
+    Twice as many as ranks show how it fills and drains. Each further one only repeats the middle.
+    """
     p = s.layout.pp
     return min(s.microbatches, 2 * p + s.microbatches % p)
 
 
 def busiest(plan: Plan, costs: Sequence[Cost]) -> int:
-    """The position in the pipeline whose rank computes longest."""
+    """The pipeline rank that computes longest."""
     layout = plan.layout
     return max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
 
 
 def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], str, int]]:
-    """(operations, what backward computes again, how often a microbatch meets them) of a rank with these
-    stages."""
+    """(operations, recomputation, repeats per microbatch) for a rank with these stages."""
     s = plan.setting
     by_stage = memory.stages(s.model, s.layout, s.software.partition)
-    mixed = [operations.is_mixed(s.model, number) for stage in mine for number in by_stage[stage]]
-    yield operations.begin(s.sizes, s.software), "none", int(0 in mine)
+    card = card_of(s.model)
+    mixed = [card.is_mixed(number) for stage in mine for number in by_stage[stage]]
+    yield card.begin_operations(s.sizes, s.software), "none", int(0 in mine)
     for kind in (False, True):
         if count := mixed.count(kind):
-            yield operations.block(s.sizes, s.software, kind), s.layout.recompute, count
-    yield operations.end(s.sizes, s.software), "none", int(len(by_stage) - 1 in mine)
+            yield card.block_operations(s.sizes, s.software, kind), s.layout.recompute, count
+    yield card.end_operations(s.sizes, s.software), "none", int(len(by_stage) - 1 in mine)
 
 
 def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
-    """An operation that is met `count` times."""
-    cost, forward = operation(op, s), 1 + repeated(op, recompute, s)
+    """The point of an operation that occurs `count` times."""
+    cost, forward = operation(op, s), 1 + repeated(op, recompute, s.software, s.layout.tp)
     flops, moved = _work(op, s)
     seconds = _alone(cost, forward)
     back = (2.5 if op.attention else 2.0) * flops
@@ -156,7 +160,7 @@ def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
 
 
 def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
-    """Each microbatch's gradients are added to those before."""
+    """The points of accumulating each microbatch's gradients."""
     s = plan.setting
     by_stage = memory.stages(s.model, s.layout, s.software.partition)
     blocks, _, end, tied = memory.elements(s.model, s.layout)
@@ -168,13 +172,15 @@ def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
 
 
 def _alone(cost: Cost, forward: float) -> float:
-    """Seconds without messages; forward is done so often."""
+    """Seconds without messages, with `forward` forward passes."""
     return (cost.forward - cost.sent_forward) * forward + cost.input - cost.sent_backward + cost.weight
 
 
 def _work(op: Operation, s: Setting) -> tuple[float, tuple[float, float]]:
-    """FLOPs of forward; bytes to and from memory in forward and backward. A product reads both factors and writes the
-    result once, and so twice in backward; fused attention reads queries, keys and values and writes the output."""
+    """FLOPs of forward, and bytes of memory traffic in forward and backward.
+
+    A matmul reads both factors and writes the result once, and does so twice in backward. Fused attention reads
+    queries, keys and values and writes the output."""
     flops, forward, backward = 0.0, op.forward, op.backward
     if op.matmul:
         flops += _flops(op.matmul)
@@ -196,12 +202,12 @@ def _flops(p: Matmul) -> float:
 
 
 def _bytes(p: Matmul) -> float:
-    """Elements of both factors and the result."""
+    """Elements of both factors and of the result."""
     return p.count * (p.m * p.k + p.k * p.n + p.m * p.n)
 
 
 def _together(points: Sequence[Point]) -> list[Point]:
-    """Operations of one name as one."""
+    """Merges the points of operations with the same name."""
     found: dict[str, Point] = {}
     for p in points:
         old = found.get(p.name, Point(p.name, 0.0, 0.0, 0.0))

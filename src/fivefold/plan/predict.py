@@ -1,4 +1,4 @@
-"""What a layout costs on a cluster: memory, time and communication of one recipe, as one object."""
+"""Predicts memory, time and communication of a recipe's layout on a cluster."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from functools import cached_property, partial
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.layout import Layout, to_text, validate
+from fivefold.models.card import card_of, resolve_model
+from fivefold.models.operations import Sizes
+from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS
 from fivefold.plan import memory, volume
-from fivefold.plan.clusters import Cluster, for_ranks
 from fivefold.plan.cost import Setting
+from fivefold.plan.devices import Cluster
 from fivefold.plan.memory import Memory
-from fivefold.plan.operations import Sizes
 from fivefold.plan.software import FIVEFOLD, Software, of
 from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Parts, Step, step
-from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, resolve
+from fivefold.precision import DTYPES
+from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
-from fivefold.recipe.schema import ModelSection
+from fivefold.spread.layout import Layout, to_text, validate
 
 FRAGMENTS = 0.04
-"""Share of what is allocated that the allocator keeps besides (reserved beside allocated: 3 to 6% in the published runs
-of docs/planner.md)."""
-BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+"""Share of allocated memory that the allocator reserves on top (3 to 6% in the published runs of docs/planner.md)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A prediction. memory: of the ranks of each position in the pipeline. stalls: of a whole recipe."""
+    """A prediction. memory: per rank, at each pipeline position. stalls: only for a whole recipe."""
 
     setting: Setting
     memory: list[Memory]
@@ -37,7 +38,7 @@ class Plan:
 
     @cached_property
     def sent(self) -> dict[str, int]:
-        """Bytes that leave a rank in a step, by axis: of the rank that sends most."""
+        """Bytes per step by axis that leave the rank that sends most."""
         return volume.sent(self.setting)
 
     @property
@@ -54,12 +55,18 @@ class Plan:
         return limit(self.setting.cluster)
 
     @property
+    def memory_error(self) -> float:
+        """Mean error of the memory formula on such devices, as measured."""
+        machine = self.setting.cluster.machine
+        return memory.ERROR if machine and machine.on_cpu else memory.PUBLISHED_ERROR
+
+    @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.limit
 
     @property
     def tokens(self) -> int:
-        """In a step, over all ranks."""
+        """Tokens per step, over all ranks."""
         s = self.setting
         return s.microbatches * s.sizes.B * s.layout.dp * s.model.seq_len
 
@@ -69,7 +76,7 @@ class Plan:
 
     @property
     def model_flops_per_gpu(self) -> float:
-        """FLOP/s, of the model's own work."""
+        """Model FLOP/s per device."""
         return flops_per_token(self.setting.model) * self.tokens_per_s / self.layout.ranks
 
     @property
@@ -78,7 +85,7 @@ class Plan:
         return self.model_flops_per_gpu / s.cluster.device.peak[s.dtype]
 
     def as_json(self) -> dict[str, Any]:
-        """What `fivefold plan --json` prints."""
+        """The object that `fivefold plan --json` prints."""
         step = self.step
         return {
             "layout": to_text(self.layout),
@@ -87,11 +94,15 @@ class Plan:
             "microbatches": self.setting.microbatches,
             "precision": self.setting.dtype,
             **(
-                {"expert_load": self.setting.software.expert_load} if self.setting.model.arch == "moe" else {}
+                {"expert_load": self.setting.software.expert_load}
+                if card_of(self.setting.model).has_experts
+                else {}
             ),
             "fits": self.fits,
             "ranks": self.layout.ranks,
             "memory": {
+                "source": "formula",
+                "error": self.memory_error,
                 "peak_bytes": self.peak_bytes,
                 "limit_bytes": self.limit,
                 "per_stage": [m.as_json() for m in self.memory],
@@ -112,12 +123,12 @@ class Plan:
 
 
 def limit(cluster: Cluster) -> int:
-    """Bytes of a device that a program's tensors may take."""
+    """Bytes of a device that tensors may use."""
     return int((cluster.device.memory - cluster.device.reserve) / (1 + FRAGMENTS))
 
 
 def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Plan:
-    """Predicts a recipe with its layout. software: None, this program on the cluster's devices.
+    """Predicts a recipe with its layout. software: this program on the cluster's devices if None.
 
     Raises:
         UserError: the layout does not fill the cluster; the vocabulary is unknown; the device lacks the dtype.
@@ -128,8 +139,8 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     full = resolved(recipe)
     B = full.train.microbatch_size
     assert B is not None
-    count = full.train.global_batch_size // (layout.dp * B)
-    software = with_reduce(software or of(cluster), recipe.precision.reduce)
+    count = microbatches_per_step(full)
+    software = for_recipe(software or of(cluster), recipe)
     plan = price(setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software))
     return replace(plan, stalls=stalls(full, plan.setting, plan.step.seconds))
 
@@ -143,7 +154,7 @@ def setting(
     dtype: str = "bf16",
     software: Software = FIVEFOLD,
 ) -> Setting:
-    """B: sequences of a microbatch. The cluster gets as many devices as the layout has ranks."""
+    """Builds a setting. B: sequences per microbatch. The cluster is resized to the layout's ranks."""
     sizes = Sizes(
         model,
         B,
@@ -151,11 +162,11 @@ def setting(
         layout.cp,
         layout.ep,
         layout.sp,
-        BYTES[dtype],
+        DTYPES[dtype].bytes,
         layout.cp_method,
         software.expert_load,
     )
-    return Setting(model, layout, for_ranks(cluster, layout.ranks), software, sizes, dtype, microbatches)
+    return Setting(model, layout, cluster.for_ranks(layout.ranks), software, sizes, dtype, microbatches)
 
 
 def price(s: Setting, shared: Parts | None = None) -> Plan:
@@ -164,7 +175,7 @@ def price(s: Setting, shared: Parts | None = None) -> Plan:
 
 
 def held(s: Setting) -> list[Memory]:
-    """Memory of the ranks of each position in the pipeline."""
+    """Memory per rank at each pipeline position."""
     return memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
 
 
@@ -172,34 +183,35 @@ def resolved(recipe: Recipe) -> Recipe:
     """The recipe with every field filled in.
 
     Raises:
-        UserError: the vocabulary is known only when the data is.
+        UserError: the vocabulary is not known yet.
     """
     size = expected_vocab_size(recipe)
     if size is None:
         raise UserError(
-            "plan: the size of the model is known only when the vocabulary is: set model.vocab_size, for example "
+            "plan: the model's size depends on the vocabulary, which is not known yet; set model.vocab_size, such as "
             "--set model.vocab_size=32000"
         )
     return resolve(recipe, vocab_size=size)
 
 
-def with_reduce(software: Software, dtype: str) -> Software:
-    """The software, sending gradients in this dtype."""
-    sent = {name: replace(states, reduce=BYTES[dtype]) for name, states in software.states.items()}
-    return replace(software, states=sent)
+def for_recipe(software: Software, recipe: Recipe) -> Software:
+    """The software with a recipe's optimizer states and its dtype for sending gradients."""
+    card, reduce = OPTIMIZERS[recipe.optim.name], DTYPES[recipe.precision.reduce].bytes
+    states = {name: replace(s, reduce=reduce, moments=card.bytes) for name, s in software.states.items()}
+    return replace(software, states=states)
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:
-    """The software, its busiest rank's experts getting so many times the even share of rows; None, the even share.
+    """The software with this load of the busiest expert rank relative to an even split (None: 1).
 
     Raises:
-        UserError: no load can be so uneven; the model has no experts.
+        UserError: the load is out of range, or the model has no experts.
     """
     if load is None:
         return software
-    if model.arch != "moe":
+    if not card_of(model).has_experts:
         raise UserError(f"--expert-load: {model.arch} has no experts: leave it out")
-    most = model.experts or 8
+    most = resolve_model(model, vocab_size=1).experts or 1
     if not 1 <= load <= most:
         raise UserError(
             f"--expert-load {load:g}: must be from 1, the even share, to {most}, where one of {most} experts gets all "
@@ -209,11 +221,11 @@ def with_load(software: Software, model: ModelSection, load: float | None) -> So
 
 
 def dtype_of(recipe: Recipe, cluster: Cluster) -> str:
-    """The dtype that computes: of `auto`, bf16 where the device has it."""
+    """The compute dtype. `auto` is bf16 if the device has it."""
     mode = recipe.precision.mode
     if mode == "auto":
         return "bf16" if "bf16" in cluster.device.peak else "fp32"
-    if mode not in cluster.device.peak or mode not in BYTES:
-        known = ", ".join(name for name in cluster.device.peak if name in BYTES)
+    if mode not in cluster.device.peak or not DTYPES[mode].priced:
+        known = ", ".join(name for name in cluster.device.peak if DTYPES[name].priced)
         raise UserError(f"precision.mode = {mode}: the planner prices {known} on {cluster.device.name}")
     return mode

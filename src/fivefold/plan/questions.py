@@ -1,4 +1,4 @@
-"""Budget questions about a plan: how long, how much, how many devices; do model, tokens and batch suit each other."""
+"""Answers budget questions about a plan: time, cost, devices, and whether model, tokens and batch fit together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.plan import budget
-from fivefold.plan.clusters import Cluster
+from fivefold.plan.devices import Cluster
 from fivefold.plan.predict import Plan
 from fivefold.plan.search import search
-from fivefold.plan.software import FIVEFOLD, Software
+from fivefold.plan.software import Software
 from fivefold.recipe import Recipe, active_parameters, count_parameters, flops_per_token
 
 UNITS = {"m": 60.0, "h": 3600.0, "d": budget.DAY, "w": 7 * budget.DAY}
@@ -21,7 +21,7 @@ MOST_SEARCHES = 8
 
 @dataclass(frozen=True)
 class Questions:
-    """tokens: of the run. deadline: seconds. price: of a device-hour. noise_scale: measured, in tokens."""
+    """Budget questions. tokens: of the run. deadline: seconds. price: per device-hour. noise_scale: in tokens."""
 
     tokens: float
     deadline: float | None = None
@@ -30,10 +30,10 @@ class Questions:
 
 
 def seconds(text: str) -> float:
-    """Reads `30d`, `12h`, `90m`, `2w`.
+    """Reads `30d`, `12h`, `90m`, `2w` as seconds.
 
     Raises:
-        UserError: it is no such time, or none at all.
+        UserError: the text is no such time, or 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d*)?)([mhdw])", text.strip())
     if not found or not (value := float(found[1]) * UNITS[found[2]]) or not math.isfinite(value):
@@ -56,7 +56,7 @@ def ask(
 
 
 def answer(plan: Plan, q: Questions) -> dict[str, Any]:
-    """What the plan's model and speed say. Times are of training alone: without stalls, restarts and validation."""
+    """Answers by the plan's model and speed. Times count training alone, without stalls, restarts and validation."""
     model, devices = plan.setting.model, plan.layout.ranks
     parameters, active = count_parameters(model), active_parameters(model)
     took, flops = q.tokens / plan.tokens_per_s, budget.training_flops(active, q.tokens)
@@ -83,7 +83,7 @@ def answer(plan: Plan, q: Questions) -> dict[str, Any]:
 
 
 def _batch(plan: Plan, q: Questions, active: float) -> dict[str, Any]:
-    """The critical batch size: the measured noise scale, else of the loss that such a model reaches."""
+    """The critical batch size: the measured noise scale, or an estimate from the loss that such a model reaches."""
     loss = budget.chinchilla_loss(active, q.tokens)
     critical = q.noise_scale or budget.critical_batch_tokens(loss)
     cost = budget.batch_cost(plan.tokens, critical)
@@ -98,16 +98,17 @@ def _batch(plan: Plan, q: Questions, active: float) -> dict[str, Any]:
 
 
 def fewest_devices(
-    recipe: Recipe, cluster: Cluster, q: Questions, first: int, software: Software = FIVEFOLD
+    recipe: Recipe, cluster: Cluster, q: Questions, first: int, software: Software | None = None
 ) -> Plan | None:
-    """The best plan on the fewest devices whose best plan meets the deadline: of one node, two, four and so on, from
-    about `first`. None: none of those tried does."""
+    """The best plan on the fewest devices that meet the deadline, or None if no tried number does.
+
+    It tries one node, two, four and so on, from about `first` devices."""
     assert q.deadline is not None
     devices = cluster.per_node * 2 ** max(0, math.ceil(math.log2(first / cluster.per_node)) - 1)
     for _ in range(MOST_SEARCHES):
         try:
             found = search(recipe, replace(cluster, devices=devices), 1, software)
-        except UserError:  # no layout of so many divides the batch: nor will twice as many
+        except UserError:  # no layout divides the batch, and none with twice the devices will
             return None
         if found.plans and q.tokens / found.plans[0].tokens_per_s <= q.deadline:
             return found.plans[0]
@@ -116,9 +117,9 @@ def fewest_devices(
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The answers for people."""
+    """The answers as lines of text."""
     text = [
-        f"budget        {found['tokens']:.4g} tokens through {found['active_parameters']:.4g} parameters: "
+        f"budget        {found['tokens']:.4g} tokens, {found['active_parameters']:.4g} active parameters: "
         f"{found['flops_6nd']:.3g} FLOPs (6 N D), {found['flops_with_attention']:.3g} with attention",
         f"time          {found['days']:.4g} days, {found['device_hours']:,.0f} device-hours"
         + (f", {found['cost']:,.0f} at this price" if "cost" in found else ""),
@@ -126,7 +127,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     if "devices_for_deadline" in found:
         text.append(
             f"deadline      {found['deadline_days']:.4g} days take {found['devices_for_deadline']:,} devices at this "
-            "speed of each"
+            "speed per device"
         )
     if "searched" in found:
         text.append(f"              {found['searched']}")
@@ -134,10 +135,10 @@ def lines(found: dict[str, Any]) -> list[str]:
     source = found["critical_batch_from"]
     return [
         *text,
-        f"compute       this model's best number of tokens is {found['optimal_tokens']:.3g} (20 a parameter); these "
-        f"FLOPs' best model {best['parameters']:.3g} parameters on {best['tokens']:.3g} tokens (Chinchilla), "
+        f"compute       best for this model: {found['optimal_tokens']:.3g} tokens (20 per parameter); best for these "
+        f"FLOPs: {best['parameters']:.3g} parameters on {best['tokens']:.3g} tokens (Chinchilla), "
         f"{other['parameters']:.3g} on {other['tokens']:.3g} (Kaplan)",
-        f"batch         critical size {found['critical_batch_tokens']:.3g} tokens (of the {source}): this batch of "
-        f"{found['batch_tokens']:,} takes {found['steps_over_fewest']:.3g} times the fewest steps, and "
+        f"batch         critical size {found['critical_batch_tokens']:.3g} tokens (from the {source}); this batch of "
+        f"{found['batch_tokens']:,} takes {found['steps_over_fewest']:.3g} times the fewest steps and "
         f"{found['tokens_over_fewest']:.3g} times the fewest tokens",
     ]

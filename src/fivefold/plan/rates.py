@@ -1,4 +1,4 @@
-"""Seconds of single operations on a device, from what the device is: tiles and waves, bytes and bandwidth."""
+"""Prices single operations on a device by tiles and waves, or by bytes and bandwidth."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from functools import lru_cache
 from statistics import NormalDist
 
-from fivefold.plan.clusters import Device
-from fivefold.plan.operations import Matmul
+from fivefold.models.operations import Matmul
+from fivefold.plan.devices import Device
 
-# Tiles of a product's result that one processor computes at once, and the share of the best rate that each reaches:
-# a smaller one reads its factors more often.
+# Tiles of a matmul's result that one processor computes at once, and the share of the best rate that each reaches.
+# Smaller tiles read their factors more often.
 TILES = (((256, 128), 1.0), ((128, 256), 1.0), ((128, 128), 0.92), ((64, 128), 0.75), ((64, 64), 0.6))
 FILL = 128  # of the inner dim: what starting a tile and writing its result take
 SHORT = 500  # tokens: attention reaches half its rate on sequences this long (arXiv 2307.08691, figure 5)
 
 
 def products(p: Matmul, device: Device, dtype: str, e: float) -> tuple[float, float, float]:
-    """Seconds of a product (m, k) (k, n) in forward, of the gradient of its first factor, and of its second."""
+    """Seconds of a matmul (m, k) (k, n) in forward, of its input gradient, and of its weight gradient."""
     if device.measured:
         flops = 2 * p.m * p.n * p.k * p.count
         forward, first, second = (
@@ -34,7 +34,7 @@ def products(p: Matmul, device: Device, dtype: str, e: float) -> tuple[float, fl
 
 @lru_cache(maxsize=100_000)
 def matmul(product: Matmul, device: Device, dtype: str, e: float) -> float:
-    """Seconds of `product.count` products: whole waves of tiles over the processors, or the bytes that move."""
+    """Seconds of `product.count` matmuls: whole waves of tiles over the processors, or the bytes moved."""
     m, n, k = product.m, product.n, product.k
     rate = device.peak[dtype] * device.matmul / device.units
     waves = math.inf
@@ -52,9 +52,10 @@ def matmul(product: Matmul, device: Device, dtype: str, e: float) -> float:
 def attention(
     flops: float, tokens: float, head: float, device: Device, dtype: str, backward: bool, parts: int = 1
 ) -> float:
-    """Seconds of fused attention with `flops` in forward (2.5 times as many in backward) over sequences of `tokens`,
-    put together from so many parts where a ring does it. Heads narrower than 128 reach less: as many exponentials for
-    fewer products."""
+    """Seconds of fused attention with `flops` in forward (2.5 times as many in backward) over sequences of `tokens`.
+
+    parts: number of partial attentions that a ring merges. Heads narrower than 128 are slower, because they do as many
+    exponentials for fewer FLOPs."""
     dtype = "bf16" if dtype == "fp8" else dtype
     if device.measured:
         rate = device.measured.attended(tokens / parts, head, dtype, backward, parts > 1)
@@ -68,11 +69,11 @@ KINDS = {
     "shared gate": "gate", "gelu": "gelu", "loss": "loss", "embedding": "embedding", "accumulate": "accumulate",
     "optimizer": "optimizer",
 }  # fmt: skip
-"""Which measured operation is like one of the model's; others are like a copy."""
+"""The measured operation that resembles one of the model's. Others resemble a copy."""
 
 
 def stream(size: float, device: Device, name: str = "", dtype: str = "", backward: bool = False) -> float:
-    """Seconds to move bytes from and to memory, by the operation of this name."""
+    """Seconds to read and write `size` bytes of memory in the operation with this name."""
     if device.measured:
         return size / device.measured.stream(KINDS.get(name, "copy"), dtype, backward) if size else 0.0
     return size / (device.bandwidth * device.streaming)

@@ -1,9 +1,9 @@
-"""Finds the layouts that train a recipe fastest on a cluster, of all that are valid (`space.py`).
+"""Finds the valid layouts (`space.py`) that train a recipe fastest on a cluster.
 
-Best first: what a layout takes at least (`bound.py`) is refined step by step, and always that is refined which may
-still be fastest: a shape with its microbatch; with what it sends; with a schedule; with who shares states; the whole
-prediction. A prediction that comes out first is faster than anything that is left, for no bound exceeds what
-it is a bound of. So nothing valid is left out, and few layouts are priced.
+It is a best-first search on lower bounds (`bound.py`). It always refines the entry with the lowest bound: first a shape
+with its microbatch, then with its traffic, with a schedule, with a sharding of states, and finally the full prediction.
+A prediction that reaches the top is faster than everything left, because no bound exceeds its layout's prediction. So
+the search is exact, and prices few layouts.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.plan.advice import nothing_fits, nothing_valid
-from fivefold.plan.binding import limits, reasons
+from fivefold.plan.bottlenecks import limits, reasons
 from fivefold.plan.bound import Bounds
-from fivefold.plan.clusters import Cluster
-from fivefold.plan.predict import Plan, dtype_of, held, limit, price, resolved, with_reduce
-from fivefold.plan.software import FIVEFOLD, Software
+from fivefold.plan.devices import Cluster
+from fivefold.plan.predict import Plan, dtype_of, for_recipe, held, limit, price, resolved
+from fivefold.plan.software import Software, of
 from fivefold.plan.space import Choice, Space
 from fivefold.plan.time import step
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import with_layout
 
 GLIMPSE = 32
-PRICED = 4  # levels of refinement before
+PRICED = 4  # the level of a full prediction, after four levels of bounds
 Order = tuple[int, ...]
-"""A layout's place in the space: of equal ones the first is better, so that a search always finds the same."""
-SMALLEST = 20  # where nothing fits, of so many that seem smallest the one that is
+"""A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
+SMALLEST = 20  # if nothing fits, the layouts with the least bytes that are counted exactly
 
 
 @dataclass(frozen=True)
 class Found:
-    """plans: best first. rejected: how many layouts lost, by reason. reasons: why each plan is behind the first.
-    binding: what holds the first back, a sentence each. nothing: where no layout fits, what would be needed. within:
-    the fastest plan that takes at most so many bytes."""
+    """The result of a search.
+
+    plans: best first. rejected: number of rejected layouts by reason. reasons: why each plan is slower than the first.
+    bottlenecks: those of the first, one sentence each. nothing: what would be needed if no layout fits. within: the
+    fastest plan that takes at most the given bytes.
+    """
 
     plans: list[Plan]
     considered: int
     rejected: dict[str, int]
     reasons: list[str] = field(default_factory=list)
-    binding: list[str] = field(default_factory=list)
+    bottlenecks: list[str] = field(default_factory=list)
     nothing: str = ""
     within: Callable[[float], Plan | None] = lambda most: None
 
@@ -54,14 +57,13 @@ class Found:
             "plans": plans,
             "considered": self.considered,
             "rejected": self.rejected,
-            "binding": self.binding,
+            "binding": self.bottlenecks,
             "nothing": self.nothing,
         }
 
 
 class Search:
-    """One search for plans of at most `most` bytes that take less than `below` seconds. lost: how many layouts it found
-    not to fit."""
+    """A search for plans with at most `most` bytes and less than `below` seconds. lost: layouts that do not fit."""
 
     def __init__(self, space: Space, bounds: Bounds, most: float, below: float = math.inf):
         self.space, self.bounds, self.most, self.below = space, bounds, most, below
@@ -69,14 +71,14 @@ class Search:
         self._heap: list[tuple[float, float, Order, int, Any]] = []
 
     def plans(self) -> Iterator[Plan]:
-        """Every plan that fits, the fastest first; of equally fast ones that with more room."""
+        """Every plan that fits, fastest first. Among equally fast ones the smaller comes first."""
         self._start()
         while self._heap:
             if plan := self._refine():
                 yield plan
 
     def glimpse(self, tries: int = GLIMPSE) -> Plan | None:
-        """The fastest of the plans that fit among the `tries` most promising layouts, which need not be the best."""
+        """The fastest plan that fits among the `tries` most promising layouts. It need not be the best of all."""
         self._start()
         while self._heap and self.tried < tries:
             if plan := self._refine():
@@ -92,7 +94,7 @@ class Search:
                 self.lost += self.space.kinds(choice.layout)
 
     def _refine(self) -> Plan | None:
-        """Looks closer at what may still be fastest. Returns it where nothing is left to be looked at."""
+        """Refines the entry with the lowest bound. Returns it if it is a full prediction."""
         seconds, _, order, level, what = heapq.heappop(self._heap)
         if level == PRICED:
             return what
@@ -135,7 +137,7 @@ class Search:
             self.lost += 1
 
     def smallest(self) -> Plan:
-        """A layout that takes least memory: of those that seem to, counted in full."""
+        """The layout with the least memory among those with the least bounds."""
         starts = heapq.nsmallest(SMALLEST, self.bounds.starts(self.space), key=lambda start: start[1])
         choices = (
             replace(c, layout=replace(layout, schedule=name, virtual_stages=virtual))
@@ -150,15 +152,16 @@ class Search:
         return min(plans, key=lambda plan: plan.peak_bytes)
 
 
-def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software = FIVEFOLD) -> Found:
-    """The `top` fastest layouts that fit. The recipe's own layout and microbatches do not matter; with
-    `precision.mode = "auto"` all dtypes are considered.
+def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software | None = None) -> Found:
+    """The `top` fastest layouts that fit.
+
+    The search ignores the recipe's own layout and microbatches. With `precision.mode = "auto"` it considers all dtypes.
 
     Raises:
-        UserError: the cluster has no number of devices; no layout is valid; the device lacks the dtype.
+        UserError: the cluster has no number of devices, no layout is valid, or the device lacks the dtype.
     """
     space = space_of(recipe, cluster)
-    bounds = Bounds(space.recipe.model, cluster, with_reduce(software, recipe.precision.reduce))
+    bounds = Bounds(space.recipe.model, cluster, for_recipe(software or of(cluster), recipe))
     run = Search(space, bounds, limit(cluster))
     plans = list(islice(run.plans(), top))
     slower = space.size - len(plans) - run.lost
@@ -169,11 +172,11 @@ def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software =
     def within(most: float) -> Plan | None:
         return next(Search(space, bounds, most).plans(), None)
 
-    return Found(plans, space.size, rejected, reasons(plans), _binding(space, bounds, plans), "", within)
+    return Found(plans, space.size, rejected, reasons(plans), _bottlenecks(space, bounds, plans), "", within)
 
 
-def _binding(space: Space, bounds: Bounds, plans: list[Plan]) -> list[str]:
-    """What holds the best plan back; what only a search can tell is looked for among few."""
+def _bottlenecks(space: Space, bounds: Bounds, plans: list[Plan]) -> list[str]:
+    """The bottlenecks of the best plan. Memory and divisibility take a short search of their own."""
     best = plans[0].step.seconds
     roomier = Search(space, bounds, math.inf, best)
     wider = Search(replace(space, indivisible=True), bounds, limit(space.cluster), best)
@@ -181,14 +184,14 @@ def _binding(space: Space, bounds: Bounds, plans: list[Plan]) -> list[str]:
 
 
 def space_of(recipe: Recipe, cluster: Cluster) -> Space:
-    """What there is to search.
+    """The valid layouts to search.
 
     Raises:
-        UserError: nothing.
+        UserError: there are none.
     """
     if not cluster.devices:
         raise UserError(
-            f"cluster '{cluster.name}': a search needs a number of devices, for example {cluster.name}:64"
+            f"cluster '{cluster.name}': a search needs a number of devices, such as {cluster.name}:64"
         )
     dtype_of(recipe, cluster)
     space = Space(resolved(recipe), cluster)
@@ -198,7 +201,7 @@ def space_of(recipe: Recipe, cluster: Cluster) -> Space:
 
 
 def apply(recipe: Recipe, plan: Plan) -> Recipe:
-    """The recipe that trains as planned."""
+    """The recipe with the plan's layout, microbatch size and dtype."""
     s = plan.setting
     changed = with_layout(recipe, plan.layout, microbatch_size=s.sizes.B)
     precision = changed.precision.model_copy(update={"mode": s.dtype})

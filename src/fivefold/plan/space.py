@@ -1,5 +1,8 @@
-"""All valid layouts of a recipe on a cluster, as choices that combine freely: shapes, what they share, schedules,
-microbatches, recomputation, precision. What is valid is asked of the recipe's own rules."""
+"""All valid layouts of a recipe on a cluster.
+
+They are combinations of shapes, shardings of states, schedules, microbatches, recomputation and dtypes. The recipe's
+own rules decide what is valid.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from fivefold.layout import Layout, divisors, problems
-from fivefold.plan.clusters import Cluster
+from fivefold.plan.devices import Cluster
+from fivefold.precision import TRAINED
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
-from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
+from fivefold.spread.layout import Layout, divisors, problems
 
 RECOMPUTE = ("none", "selective", "full")
-TRAINED = ("bf16", "fp32")
-"""The dtypes that the trainer computes in. It has no fp8, also where the device has it."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with its microbatches: `count` of `B` sequences a rank. dtype: that computes."""
+    """A layout with `count` microbatches of `B` sequences per rank. dtype: the compute dtype."""
 
     layout: Layout
     B: int
@@ -29,12 +31,12 @@ class Choice:
     dtype: str
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: bounds are cached by it
+@dataclass(frozen=True, eq=False)  # compared by identity, because bounds are cached by it
 class Space:
-    """The layouts that a search considers. recipe: resolved; its own layout and microbatches do not matter.
+    """The layouts that a search considers. recipe: resolved; its own layout and microbatches are ignored.
 
-    indivisible: instead, those sizes of the tensor axis that do not divide the model, within two nodes and without
-    context and expert parallelism: to price what that rule costs.
+    indivisible: takes only sizes of the tensor axis that do not divide the model, within two nodes and without context
+    and expert parallelism. It prices the cost of that rule.
     """
 
     recipe: Recipe
@@ -47,13 +49,13 @@ class Space:
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """The recipe's; with `auto` all that the device has and the trainer can."""
+        """The recipe's dtype. For `auto`, all dtypes that device and trainer support."""
         mode, peaks = self.recipe.precision.mode, self.cluster.device.peak
-        return (mode,) if mode != "auto" else tuple(dtype for dtype in TRAINED if dtype in peaks)
+        return (mode,) if mode != "auto" else tuple(dtype for dtype in reversed(TRAINED) if dtype in peaks)
 
     @cached_property
     def shapes(self) -> list[Layout]:
-        """Sizes of the axes, and how tensor, context and expert axes work; data-parallel ranks as replicas."""
+        """Sizes of all axes, and options of the tensor, context and expert axes. Data-parallel ranks are replicas."""
         return list(self._shapes())
 
     def _shapes(self) -> Iterator[Layout]:
@@ -64,13 +66,13 @@ class Space:
                     yield replace(way, pp=pp, dp_replicate=dp)
 
     def stages(self, way: Layout) -> list[int]:
-        """Sizes of the pipeline that leave whole ranks for the other axes."""
+        """Pipeline sizes that leave whole ranks for the other axes."""
         rest = self.cluster.devices // (way.tp * way.cp)
         most = self.recipe.model.layers
         return [pp for pp in divisors(rest) if pp <= most and rest // pp * way.cp % way.ep == 0]
 
     def ways(self) -> Iterator[Layout]:
-        """Tensor, context and expert axes that the model allows."""
+        """Combinations of tensor, context and expert axes that the model allows."""
         devices, experts = self.cluster.devices, self.recipe.model.experts or 1
         tensor = [tp for tp in divisors(devices) if self._allowed(Layout(tp=tp)) is not self.indivisible]
         if self.indivisible:
@@ -92,30 +94,30 @@ class Space:
                     for ep in divisors(math.gcd(experts, dp * one.cp)):
                         way = replace(one, tp=tp, sp=sp, ep=ep, dp_replicate=dp)
                         if (tp == 1 or one.cp == 1) and not sp and ep == 1:
-                            yield way  # checked already
+                            yield way  # already checked
                         elif self._allowed(way):
                             yield way
 
     def sharings(self, shape: Layout) -> tuple[Layout, ...]:
-        """Who shares states: nobody, or divisors of the data-parallel ranks, at each ZeRO stage."""
+        """The shape with every sharding of states: none, or each ZeRO stage over each divisor of the data ranks."""
         return tuple(
             replace(shape, dp_replicate=replicate, dp_shard=shard, zero=zero)
             for replicate, shard, zero in _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
         )
 
     def leanest(self, shape: Layout) -> Layout:
-        """The sharing that keeps least on a rank."""
+        """The sharding with the least memory per rank."""
         if shape.dp_replicate * shape.cp == 1:
             return shape
         return replace(shape, dp_replicate=1, dp_shard=shape.dp_replicate, zero=3)
 
     def kinds(self, shape: Layout) -> int:
-        """How many layouts have this shape, with one microbatch, recomputation and dtype."""
+        """Number of layouts with this shape, for one microbatch, recomputation and dtype."""
         sharings = _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
         return len(sharings) * len(self.schedules(shape.pp))
 
     def schedules(self, pp: int) -> tuple[tuple[str, int], ...]:
-        """(name, virtual stages) of every schedule for so many ranks."""
+        """(name, virtual stages) of every schedule for `pp` ranks."""
         return self._by_ranks[pp]
 
     @cached_property
@@ -124,7 +126,7 @@ class Space:
 
     def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
         if pp == 1:
-            yield "1f1b", 1
+            yield DEFAULT, 1
             return
         for name, made in SCHEDULES.items():
             least, most = made.stages
@@ -133,11 +135,11 @@ class Space:
                     yield name, virtual
 
     def microbatches(self, shape: Layout) -> list[int]:
-        """Sequences of a microbatch."""
+        """Valid sizes of a microbatch, in sequences."""
         return divisors(self.batch // shape.dp_replicate)
 
     def starts(self) -> Iterator[Choice]:
-        """What a search begins with: all but schedules and who shares states."""
+        """The starting choices of a search: everything but schedules and shardings of states."""
         for shape in self.shapes:
             modes = [replace(shape, recompute=recompute) for recompute in RECOMPUTE]
             for B in self.microbatches(shape):
@@ -154,14 +156,14 @@ class Space:
         )
 
     def _allowed(self, layout: Layout) -> bool:
-        """Whether the recipe's rules have nothing against a layout, whatever the batch."""
+        """True if the recipe's rules allow the layout for some batch size."""
         recipe = with_layout(self.recipe, layout, global_batch_size=layout.dp, microbatch_size=1)
         return not any(True for _ in contradictions(recipe))
 
 
 @lru_cache(maxsize=4096)
 def _sharings(dp: int, cp: int, ep: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
-    """(replicas, shards, ZeRO stage). On one rank ZeRO shares nothing: stage 0 stands for all."""
+    """(replicas, shards, ZeRO stage) of every sharding. One rank shards nothing, so stage 0 stands for all."""
     found = [(dp, 1, 0)]
     for zero in (1, 2, 3) if ranks > 1 else ():
         for shard in divisors(dp):

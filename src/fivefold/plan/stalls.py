@@ -1,24 +1,27 @@
-"""What holds a run up besides its steps: checkpoints on their way to the disk, data on its way from it, the spread of
-the devices' speeds."""
+"""Time that a run loses beside its steps: writing checkpoints, reading data, waiting for the slowest device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.optim import OPTIMIZERS
 from fivefold.plan import rates
 from fivefold.plan.cost import Setting
+from fivefold.precision import DTYPES, MASTER
 from fivefold.recipe import Recipe, count_parameters
 
-SAVED = 4 + 8  # bytes a parameter: fp32 weights and two moments
-SMALL_VOCABULARY = 2**16  # ids below it are kept in two bytes, others in four (data/tokenfiles.py)
+SMALL_VOCABULARY = 2**16  # ids of a vocabulary up to this size take two bytes, others four (data/build.py)
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """checkpoint: bytes of one, written by all nodes at once; saving: seconds that the run stands still for it; every:
-    steps between two, 0: only at the end. reading: seconds to read a step's tokens, which happens beside the step
-    before; waiting: seconds of it that stick out. slowest: how much longer the slowest device takes than the mean."""
+    """Stalls of a run.
+
+    checkpoint: bytes of one checkpoint, which all nodes write at once. saving: seconds that the run waits for it.
+    every: steps between checkpoints; 0: one at the end. reading: seconds to read a step's tokens, overlapped with the
+    step before. waiting: the exposed part of it. slowest: time of the slowest device over the mean.
+    """
 
     checkpoint: int
     saving: float
@@ -28,8 +31,8 @@ class Stalls:
     slowest: float
 
     @property
-    def a_step(self) -> float:
-        """Seconds that a step takes longer on average."""
+    def per_step(self) -> float:
+        """Average seconds that stalls add per step."""
         return self.waiting + (self.saving / self.every if self.every else 0.0)
 
     def as_json(self) -> dict[str, Any]:
@@ -38,26 +41,27 @@ class Stalls:
             "checkpoint_s": self.saving,
             "checkpoint_every": self.every,
             "data_wait_s": self.waiting,
-            "a_step_s": self.a_step,
+            "a_step_s": self.per_step,
         }
 
     def lines(self) -> list[str]:
-        """For `--explain`."""
+        """The lines of `--explain`."""
         often = f"every {self.every:,} steps" if self.every else "at the end"
         return [
-            "besides the steps",
+            "stalls",
             f"  {'checkpoint, GB':38}{self.checkpoint / 1e9:10.4f}  {often}",
-            f"  {'standing still for one, s':38}{self.saving:10.4f}",
-            f"  {'reading the tokens of a step, s':38}{self.reading:10.4f}  of which waited for: {self.waiting:.4f}",
-            f"  {'added to a step on average, s':38}{self.a_step:10.4f}",
-            f"  {'slowest device over the mean one':38}{self.slowest:10.4f}",
+            f"  {'waiting for a checkpoint, s':38}{self.saving:10.4f}",
+            f"  {'reading the tokens of a step, s':38}{self.reading:10.4f}  exposed: {self.waiting:.4f}",
+            f"  {'average per step, s':38}{self.per_step:10.4f}",
+            f"  {'slowest device over the mean':38}{self.slowest:10.4f}",
         ]
 
 
 def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
-    """Of a resolved recipe whose steps take so many seconds."""
+    """The stalls of a resolved recipe whose steps take `step` seconds."""
     nodes = max(1, s.cluster.nodes)
-    size = SAVED * count_parameters(recipe.model)
+    saved = DTYPES[MASTER].bytes + OPTIMIZERS[recipe.optim.name].bytes  # masters and the optimizer's states
+    size = round(saved * count_parameters(recipe.model))
     tokens = recipe.train.global_batch_size * recipe.model.seq_len
     width = 2 if (recipe.model.vocab_size or 0) <= SMALL_VOCABULARY else 4
     reading = tokens * width / nodes / s.cluster.disk

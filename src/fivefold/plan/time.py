@@ -1,4 +1,4 @@
-"""Seconds of a step: a model's parts, data parallelism, and the pipeline by running its schedule in the simulator."""
+"""Predicts the step time: the model's parts, data parallelism, and the pipeline, whose schedule the simulator runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from fivefold.layout import Layout
-from fivefold.plan import communication, memory, operations, rates
+from fivefold.models.card import card_of
+from fivefold.models.operations import KEPT, Operation, Work
+from fivefold.optim import update_traffic
+from fivefold.plan import communication, memory, rates
 from fivefold.plan.communication import exposed, group
 from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
-from fivefold.plan.operations import Operation, Work
-from fivefold.schedules.pipeline import Costs, simulate, simulate_crowded
+from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed
+from fivefold.spread.layout import Layout
+from fivefold.spread.units import scattered_once
 
 
 @dataclass
 class Step:
-    """Seconds of one optimizer step. compute: of the busiest rank, the optimizer included. exposed: messages that it
-    waits for, by axis. bubble: the rest, in which it waits for other stages. terms: what each part came to."""
+    """Seconds of one optimizer step.
+
+    compute: seconds that the busiest rank computes, with the optimizer. exposed: exposed communication by axis. bubble:
+    the rest, in which it waits for other stages. terms: (name, seconds) of each part.
+    """
 
     seconds: float
     compute: float
@@ -31,9 +37,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a model's operations for one microbatch. They depend on the tensor, context and expert axes, but not
-    on the pipeline and not on who shares states: many layouts have the same. block: by (with experts, recomputation).
-    begin: before the blocks. end: behind them."""
+    """Costs of a model's operations for one microbatch.
+
+    They depend on the tensor, context and expert axes, but not on the pipeline or the sharding of states, so many
+    layouts share them. block: by (with experts, recomputation). begin, end: the parts before and after the blocks.
+    """
 
     block: dict[tuple[bool, str], Cost]
     begin: Cost
@@ -41,25 +49,25 @@ class Parts:
 
 
 def parts(s: Setting, work: Work) -> Parts:
-    """Of any layout with these axes. work: its operations."""
+    """Costs of the operations `work`, for any layout with these axes."""
     found = {}
     for mixed, ops in work.block.items():
         costs = [operation(op, s) for op in ops]
-        for recompute in operations.KEPT:
+        for recompute in KEPT:
             found[mixed, recompute] = together(ops, costs, s, recompute)
     return Parts(found, part(work.begin, s), end_cost(s, work.end))
 
 
 def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
-    """Seconds of a block for one microbatch, data parallelism within the step included."""
-    cost = computed(s, operations.is_mixed(s.model, number), shared)
+    """Cost of a block for one microbatch, with ZeRO's communication per microbatch."""
+    cost = computed(s, card_of(s.model).is_mixed(number), shared)
     own = memory.elements(s.model, s.layout)[0][number]
     cost += accumulate(own.computes, s)
     return cost + within_step(own, cost, s)
 
 
 def computed(s: Setting, mixed: bool, shared: Parts) -> Cost:
-    """Seconds of a block for one microbatch, with those of the processor that issues its operations."""
+    """Cost of a block for one microbatch, with the host time to issue its operations."""
     cost = shared.block[mixed, s.layout.recompute]
     if s.cluster.machine and s.cluster.machine.on_cpu:
         return cost + (_host(s.cluster.machine, s.layout) + _waits(cost, s))
@@ -67,22 +75,23 @@ def computed(s: Setting, mixed: bool, shared: Parts) -> Cost:
 
 
 def _host(machine: Measured, layout: Layout) -> Cost:
-    """Seconds of Python and dispatch for a block, where the processor that issues operations also computes them: about
-    two fifths of them in forward."""
+    """Python and dispatch of a block on a CPU that also computes. About two fifths of it is in forward."""
     block = machine.overhead("block")
-    if layout.zero and layout.dp_shard * layout.cp > 1:
+    if layout.shards > 1:
         block += machine.overhead(f"zero{layout.zero}")
     return Cost(0.4 * block, (0.6 + 0.4 * _again(layout)) * block)
 
 
 def _again(layout: Layout) -> float:
-    """How much of a block's forward is repeated in backward."""
+    """Share of a block's forward that backward repeats."""
     return {"none": 0.0, "selective": 0.5, "full": 1.0}[layout.recompute]
 
 
 def _waits(cost: Cost, s: Setting) -> Cost:
-    """What the axes within a block take on this machine, measured as a whole, beyond its operations and messages one by
-    one: ranks wait for one another, and on crowded cores others compute meanwhile. Two fifths of it in forward."""
+    """Measured time of a block's axes on this machine beyond the sum of its operations and messages.
+
+    Ranks wait for each other, and on oversubscribed cores others compute meanwhile. Two fifths of it is in forward.
+    """
     machine, layout, elements = s.cluster.machine, s.layout, s.sizes.N * s.model.dim
     assert machine is not None
     axes = [("sp" if layout.sp else "tp")] * (layout.tp > 1) + [layout.cp_method] * (layout.cp > 1)
@@ -93,7 +102,7 @@ def _waits(cost: Cost, s: Setting) -> Cost:
 
 
 def end_cost(s: Setting, ops: Sequence[Operation]) -> Cost:
-    """The last norm, the output layer and the loss, whose gradients are made in forward where it works by chunks."""
+    """Cost of the last norm, the output layer and the loss. A chunked loss computes its gradients in forward."""
     if s.software.loss != "chunks":
         return part(ops, s)
     loss = part([op for op in ops if op.name != "norm"], s)
@@ -102,8 +111,8 @@ def end_cost(s: Setting, ops: Sequence[Operation]) -> Cost:
 
 
 def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
-    """Seconds of each pipeline stage for one microbatch. shared: its `parts`, where they are known already."""
-    shared = shared or parts(s, operations.work(s.sizes, s.software))
+    """Cost of each pipeline stage for one microbatch. shared: the layout's `parts`, if already known."""
+    shared = shared or parts(s, card_of(s.model).work(s.sizes, s.software))
     counted = memory.elements(s.model, s.layout)
     costs = _blocks(s, shared)
     costs[0] += shared.begin
@@ -120,12 +129,12 @@ def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
 
 
 def _blocks(s: Setting, shared: Parts) -> list[Cost]:
-    """Seconds of the blocks of each stage; stages that are alike are added up once."""
+    """Cost of the blocks of each stage. Equal stages are summed once."""
     kinds: dict[bool, Cost] = {}
     sums: dict[tuple[bool, ...], Cost] = {}
     costs = []
     for numbers in memory.stages(s.model, s.layout, s.software.partition):
-        mixed = tuple(operations.is_mixed(s.model, number) for number in numbers)
+        mixed = tuple(map(card_of(s.model).is_mixed, numbers))
         if mixed not in sums:
             for kind, number in zip(mixed, numbers, strict=True):
                 if kind not in kinds:
@@ -136,8 +145,10 @@ def _blocks(s: Setting, shared: Parts) -> list[Cost]:
 
 
 def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
-    """The Python of a microbatch besides its blocks: half at either end of the model. In a pipeline also that of
-    starting each stage, and the copying of what is sent, which the processor does."""
+    """Python time of a microbatch outside its blocks, half at each end of the model.
+
+    A pipeline adds the start of each stage, and the CPU's copies of sent activations.
+    """
     machine = s.cluster.machine
     assert machine is not None
     ends = 0.5 * ((stage == 0) + (stage == stages - 1)) * machine.overhead("microbatch")
@@ -148,25 +159,29 @@ def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
 
 
 def accumulate(elements: float, s: Setting) -> Cost:
-    """A microbatch's gradient is added to the sum of those before."""
+    """Cost of adding a microbatch's gradient to the sum."""
     measured = s.cluster.device.measured
     if s.microbatches == 1 and s.dtype == "fp32" and not measured:
         return Cost()
-    if measured and s.layout.zero and not memory.scattered_once(s.layout):  # only a rank's rows add up
+    if (
+        measured and s.layout.zero and not scattered_once(s.layout.zero, s.layout.pp)
+    ):  # only the rank's own rows are summed
         return Cost()
     size = elements * (s.sizes.e + 2 * s.software.states[s.dtype].gradient)
     return Cost(weight=rates.stream(size, s.cluster.device, "accumulate", s.dtype))
 
 
 def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
-    """What ZeRO sends of a block in every microbatch: stage 3 gathers its weights before forward and before backward,
-    stages 2 and 3 scatter its gradients where they are not scattered once a step; while the block beside it computes,
-    if the software overlaps. Experts have groups of their own, and every parameter's rows are filled up to a multiple
-    of the ranks."""
-    if s.layout.zero < 2 or s.layout.dp_shard * s.layout.cp == 1:
+    """Cost of ZeRO's communication for a block in every microbatch.
+
+    Stage 3 gathers weights before forward and before backward. Stages 2 and 3 reduce-scatter gradients, unless that
+    happens once per step. Both overlap with the neighbouring block if the software overlaps. Experts have groups of
+    their own. Rows of each parameter are padded to a multiple of the ranks.
+    """
+    if s.layout.zero < 2 or s.layout.shards == 1:
         return Cost()
     b, gathers = s.software.states[s.dtype], s.layout.zero == 3
-    scatters = not memory.scattered_once(s.layout)
+    scatters = not scattered_once(s.layout.zero, s.layout.pp)
     forward = scattered = into = out = 0.0
     for _, keeps, kind in own.groups():
         shards = group(s.layout, s.cluster, f"{kind}shard")
@@ -188,8 +203,10 @@ def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
 
 
 def _copied(elements: float, shards: int, s: Setting) -> tuple[float, float]:
-    """Seconds of FSDP2's copies: into a gather (a cast of the rank's rows) and out of it, and into a scatter. On an
-    accelerator they are lost beside the messages."""
+    """Seconds of FSDP2's copies: (into and out of a gather with its cast, into a scatter).
+
+    On an accelerator they are negligible beside the messages.
+    """
     device, e = s.cluster.device, s.sizes.e
     if not device.measured:
         return 0.0, 0.0
@@ -198,16 +215,19 @@ def _copied(elements: float, shards: int, s: Setting) -> tuple[float, float]:
 
 
 Run = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
-"""(setting, costs of the stages) -> makespan of a step's schedule, when each rank ends, how long it computes."""
+"""(setting, costs of the stages) -> (makespan of the schedule, end of each rank, compute time of each), seconds."""
 
 
 def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], list[float]]:
-    """Makespan of a step's schedule, when each rank ends, and how long it computes. Of many microbatches only some are
-    simulated: once the pipeline is full, each further one takes as long as on the busiest rank."""
+    """Makespan of a step's schedule, end of each rank, and compute time of each rank.
+
+    Only some of many microbatches are simulated. Once the pipeline is full, each further one takes as long as on the
+    busiest rank.
+    """
     m, p, v = s.microbatches, s.layout.pp, s.layout.virtual_stages
-    crowd = s.cluster.machine.crowd(s.layout.ranks) if s.cluster.machine else 1.0
+    oversubscription = s.cluster.machine.oversubscription(s.layout.ranks) if s.cluster.machine else 1.0
     if p == 1:
-        busy = m * costs[0].slowed(crowd).seconds
+        busy = m * costs[0].slowed(oversubscription).seconds
         return busy, [busy], [busy]
     rank_of = memory.schedule(s.layout.schedule, p, min(m, 2), v).rank_of
     once = [0.0] * p
@@ -215,9 +235,9 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
         once[rank_of[stage]] += cost.seconds
     few = min(m, 2 * p + m % p)
     parts = tuple((c.forward, c.input, c.weight) for c in costs)
-    at_once = p / crowd  # so many of the ranks of a pipeline can compute at their full speed
+    at_once = p / oversubscription  # number of pipeline ranks that can compute at full speed
     makespan, ends = _simulated(s.layout.schedule, p, few, v, parts, tuple(transfers(s).items()), at_once)
-    once = [max(seconds, sum(once) / at_once) if crowd > 1 else seconds for seconds in once]
+    once = [max(seconds, sum(once) / at_once) if oversubscription > 1 else seconds for seconds in once]
     more = (m - few) * max(once)
     return makespan + more, [end + more for end in ends], [m * seconds for seconds in once]
 
@@ -232,16 +252,16 @@ def _simulated(
     transfers: tuple[tuple[tuple[int, int], float], ...],
     at_once: float = math.inf,
 ) -> tuple[float, list[float]]:
-    """Makespan, and when each rank ends."""
+    """Makespan and the end of each rank."""
     forward, inputs, weight = ([cost[i] for cost in costs] for i in range(3))
     price = Costs(forward, inputs, weight, transfer=dict(transfers))
     schedule = memory.schedule(name, p, m, v)
-    timeline = simulate_crowded(schedule, price, at_once) if at_once < p else simulate(schedule, price)
+    timeline = simulate_oversubscribed(schedule, price, at_once) if at_once < p else simulate(schedule, price)
     return timeline.makespan, [row[-1].end for row in timeline.rows]
 
 
 def transfers(s: Setting) -> dict[tuple[int, int], float]:
-    """Seconds of an activation on its way from one position to another."""
+    """Seconds to send an activation from one pipeline rank to another."""
     stride = s.layout.ranks // s.layout.pp
     size, gather = s.sizes.n * s.model.dim * s.sizes.e, 0.0
     if s.software.scatters_transfers and s.layout.tp > 1 and not s.layout.sp:
@@ -255,8 +275,10 @@ def transfers(s: Setting) -> dict[tuple[int, int], float]:
 
 
 def data_parallel(s: Setting, own: Elements, backward: float, forward: float) -> tuple[float, float]:
-    """Seconds that the sum of gradients, and the gathering of weights, add to a step of a rank that has these elements.
-    backward, forward: of one of its microbatches, beside which they run."""
+    """Seconds that gradient sums and weight gathers add to a step of a rank with these elements.
+
+    backward, forward: seconds of one of its microbatches, with which they overlap.
+    """
     layout, b = s.layout, s.software.states[s.dtype]
     blocks = max(1, s.model.layers // layout.pp)
     reduced = gathered = 0.0
@@ -274,37 +296,37 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
             reduced += communication.all_reduce(keeps * b.reduce, replicas, s.cluster)
         padded = keeps * shards.ranks
         copied = _copied(padded, shards.ranks, s)
-        if memory.scattered_once(layout):
+        if scattered_once(layout.zero, layout.pp):
             reduced += communication.scatter_gradients(padded * b.reduce, shards, s.cluster)
             copies[0] += copied[1]
         if layout.zero < 3:
             gathered += communication.all_gather(padded * b.working, shards, s.cluster)
             copies[1] += copied[0]
     if s.software.overlap_data:
-        most = 1 - 1 / blocks  # of what may hide a message
+        most = 1 - 1 / blocks  # share of the computation that can hide a message
         reduced = max(unhidden(reduced, backward, blocks), exposed(reduced, backward * most, s.cluster))
         gathered = max(unhidden(gathered, forward, blocks), exposed(gathered, forward * most, s.cluster))
     return reduced + copies[0], gathered + copies[1]
 
 
 def unhidden(seconds: float, beside: float, blocks: int) -> float:
-    """What computing does not hide of messages block by block: those of the last have nothing beside them."""
+    """Exposed seconds of messages sent block by block. Nothing overlaps with those of the last block."""
     return max(seconds / blocks, seconds - beside * (1 - 1 / blocks))
 
 
 def optimizer(s: Setting, own: Elements) -> float:
-    """Seconds of the norm, the update and the refreshed weights: all bytes of the states, read and written."""
+    """Seconds of the norm, the update and refreshing the weights. They read and write all bytes of the states."""
     b = s.software.states[s.dtype]
     kept = own.keeps if s.layout.zero else own.computes
-    size = kept * (2 * b.gradient + 2 * (b.master or b.working) + 2 * b.moments + b.working)
+    size = kept * update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     norm = communication.all_reduce(4, group(s.layout, s.cluster, "all"), s.cluster)
-    crowd = s.cluster.machine.crowd(s.layout.ranks) if s.cluster.machine else 1.0
-    update = crowd * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
+    oversubscription = s.cluster.machine.oversubscription(s.layout.ranks) if s.cluster.machine else 1.0
+    update = oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
     return s.software.optimizer_passes * update + 2 * norm
 
 
 def step(s: Setting, run: Run = pipeline, shared: Parts | None = None) -> Step:
-    """Seconds of an optimizer step. run: what says how long the schedule takes. shared: as in `stage_costs`."""
+    """The time of an optimizer step. run: the function that times the schedule. shared: as in `stage_costs`."""
     costs = stage_costs(s, shared)
     makespan, ends, busy = run(s, costs)
     p, m = s.layout.pp, s.microbatches
@@ -332,32 +354,34 @@ def step(s: Setting, run: Run = pipeline, shared: Parts | None = None) -> Step:
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
     terms += [
         (
-            "of which the slowest of the devices",
+            "slowest device, part of the next",
             makespan * (1 - 1 / rates.slowest(s.layout.ranks, s.cluster.device.spread)),
         ),
         ("pipeline, first start to last end", makespan),
-        ("gradients summed, not hidden", reduced),
-        ("weights gathered, not hidden", gathered),
+        ("exposed gradient sums", reduced),
+        ("exposed weight gathers", gathered),
         ("optimizer", updated),
-        ("tied embedding summed", tied),
-        ("other, a step", besides),
+        ("tied embedding sum", tied),
+        ("fixed per step", besides),
     ]
     return Step(seconds, compute, exposed, max(0.0, bubble), terms)
 
 
 def fixed(s: Setting) -> float:
-    """Seconds of a step that depend on no sizes: Python between its parts."""
+    """Fixed seconds per step: Python between its parts."""
     machine, layout = s.cluster.machine, s.layout
     if machine is None:
         return s.software.step
     a_block = machine.overhead("block step")
-    if layout.zero and layout.dp_shard * layout.cp > 1:
+    if layout.shards > 1:
         a_block += machine.overhead(f"zero{layout.zero} step")
-    return machine.crowd(layout.ranks) * (machine.overhead("step") + a_block * s.model.layers / layout.pp)
+    return machine.oversubscription(layout.ranks) * (
+        machine.overhead("step") + a_block * s.model.layers / layout.pp
+    )
 
 
 def _tied(s: Setting) -> float:
-    """The first and the last stage add up the gradient of the embedding that they share."""
+    """Seconds in which the first and the last stage sum the gradient of their tied embedding."""
     tied = memory.elements(s.model, s.layout)[3].computes
     if s.layout.pp == 1 or not tied:
         return 0.0

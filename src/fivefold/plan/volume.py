@@ -1,10 +1,9 @@
-"""What a rank sends in a step: every collective by operation and axis, as `observe/collectives.py` counts them in a
-real step, and from that the bytes that leave the rank.
+"""Counts what a rank sends per step: every collective by operation and axis, as `trace/traffic.py` counts a real step.
 
-Two conventions. *Counted*: the bytes of a collective are those of the larger of its input and output (what is summed,
-the whole that is gathered or scattered, what is exchanged, sent or received). *Sent*: what leaves the rank if the
-collective is a ring (`SENT` converts). Exact for everything whose size is known before the run; rows that go to experts
-are those of even load, and BERT's targets under context parallelism those of an even division.
+Two conventions. *Counted*: the bytes of a collective are those of the larger of its input and output (the tensor that
+is summed, gathered, scattered, exchanged, sent or received). *Sent*: the bytes that leave the rank if the collective
+runs as a ring (`SENT` converts). The count is exact where sizes are known before the run. Two assumptions remain:
+experts get equal numbers of rows, and masked tokens are spread evenly over context ranks.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fivefold.layout import Layout, index_in
-from fivefold.plan import memory, operations, units
+from fivefold.models.card import card_of
+from fivefold.models.operations import Message, Operation
+from fivefold.plan import memory, operations
 from fivefold.plan.communication import group
 from fivefold.plan.cost import Setting
-from fivefold.plan.operations import Message, Operation
-from fivefold.plan.software import Software
-from fivefold.sharding import TIED, stages_of
+from fivefold.schedules.ring_attention import turns
+from fivefold.spread.layout import Layout, first_names, groups, index_in
+from fivefold.spread.parts import TIED, stage_parameters, stages_of
+from fivefold.spread.units import keepings, kept_elements, scattered_once, summed_over_tp
 
-NAMES = ("pp", "tp", "cp", "shard", "replicate", "dp", "batch", "all", "ep", "edp", "eshard")
-"""Groups that have the same ranks go by the first of these names, as where they are counted."""
 DATA = ("shard", "replicate", "batch", "edp", "eshard")
-"""Groups over which states are gathered and gradients are summed: one axis, "dp", in what a plan reports."""
+"""Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""
 AXES = ("tp", "cp", "pp", "ep", "dp")
-"""What a plan reports bytes of."""
+"""The axes whose bytes a plan reports."""
 SENT = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -35,7 +34,7 @@ SENT = {
     "send": lambda n: 1.0,
     "receive": lambda n: 0.0,
 }
-"""Bytes that one of n ranks sends, by those counted: rings (see communication.py)."""
+"""Bytes that one of n ranks sends in a ring, per counted byte (see communication.py)."""
 
 Counted = dict[tuple[str, str], tuple[int, int]]
 """{(operation, axis): (calls, bytes)}."""
@@ -43,7 +42,7 @@ Counted = dict[tuple[str, str], tuple[int, int]]
 
 @dataclass
 class Tally:
-    """Calls and bytes by (operation, axis), each axis by what it is for."""
+    """Calls and bytes by (operation, axis)."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -60,9 +59,9 @@ class Tally:
 
 
 def counted(s: Setting, rank: int = 0) -> Counted:
-    """What a counter on this rank sees in a step: forward and backward of all microbatches, sums of gradients, norm,
-    update, and the loss on which all agree. Groups that have the same ranks are one."""
-    names, merged = _first_names(s.layout), Tally()
+    """Messages that a counter on this rank sees in a step: forward and backward of all microbatches, gradient sums, the
+    norm, the update, and the agreement on the loss. Groups with the same ranks are merged."""
+    names, merged = first_names(s.layout), Tally()
     tally = _tally(s, rank)
     for (what, axis), size in tally.bytes.items():
         merged.bytes[what, names[axis]] += size
@@ -71,8 +70,8 @@ def counted(s: Setting, rank: int = 0) -> Counted:
 
 
 def sent(s: Setting, as_counted: bool = False) -> dict[str, int]:
-    """Bytes that leave a rank, by axis; of the rank that sends most on each. as_counted: groups that have the same
-    ranks are one, as where messages are counted."""
+    """Bytes that leave a rank, by axis: the largest of all ranks on each axis. as_counted: groups with the same ranks
+    are merged, as a counter of real messages does."""
     most: Counter[str] = Counter()
     for position in range(s.layout.pp):
         for index in range(min(2, s.layout.cp)):  # the first has most rows, the second sends most keys
@@ -84,50 +83,34 @@ def sent(s: Setting, as_counted: bool = False) -> dict[str, int]:
 
 
 def leaving(found: Counted, layout: Layout) -> dict[str, int]:
-    """Bytes that leave a rank, by axis, of those counted. Without what all ranks of several axes agree on: a few
-    numbers."""
-    groups, total = _groups(layout), Counter[str]()
+    """Bytes that leave a rank, by axis, from counted ones. The few numbers that ranks of several axes agree on are left
+    out."""
+    shapes, total = groups(layout), Counter[str]()
     for (what, name), (_, size) in found.items():
         if name != "all" and what in SENT:  # others, as a barrier, send nothing
-            total["dp" if name in DATA else name] += int(SENT[what](groups[name][0]) * size)
+            total["dp" if name in DATA else name] += int(SENT[what](shapes[name][0]) * size)
     return dict(total)
-
-
-def _first_names(layout: Layout) -> dict[str, str]:
-    """The name by which each group goes."""
-    found, first = _groups(layout), dict[tuple[int, int], str]()
-    return {name: first.setdefault(found[name], name) for name in NAMES}
-
-
-def _groups(layout: Layout) -> dict[str, tuple[int, int]]:
-    """Of each group by its name: so many ranks, so far apart."""
-    inner, shard, batch = layout.tp, layout.dp_shard * layout.cp, layout.dp * layout.cp
-    return {
-        "pp": (layout.pp, layout.ranks // layout.pp),
-        "tp": (layout.tp, 1),
-        "cp": (layout.cp, inner),
-        "shard": (shard, inner),
-        "replicate": (layout.dp_replicate, shard * inner),
-        "dp": (layout.dp, layout.cp * inner),
-        "batch": (batch, inner),
-        "all": (layout.ranks, 1),
-        "ep": (layout.ep, inner),
-        "edp": (batch // layout.ep, layout.ep * inner),
-        "eshard": (max(1, shard // layout.ep), layout.ep * inner),
-    }
 
 
 def _tally(s: Setting, rank: int) -> Tally:
     tally, position = Tally(), index_in(s.layout, "pp", rank)
     by_stage = memory.stages(s.model, s.layout, s.software.partition)
     mine = stages_of(s.layout, position)
-    blocks = Counter(operations.is_mixed(s.model, number) for stage in mine for number in by_stage[stage])
+    card = card_of(s.model)
+    blocks = Counter(card.is_mixed(number) for stage in mine for number in by_stage[stage])
     for mixed, count in blocks.items():
-        _operations(tally, s, rank, operations.block(s.sizes, s.software, mixed), count, s.layout.recompute)
+        _operations(
+            tally,
+            s,
+            rank,
+            card.block_operations(s.sizes, s.software, mixed),
+            count,
+            s.layout.recompute,
+        )
     if 0 in mine:
-        _operations(tally, s, rank, operations.begin(s.sizes, s.software), 1, "none")
+        _operations(tally, s, rank, card.begin_operations(s.sizes, s.software), 1, "none")
     if len(by_stage) - 1 in mine:
-        _operations(tally, s, rank, operations.end(s.sizes, s.software), 1, "none")
+        _operations(tally, s, rank, card.end_operations(s.sizes, s.software), 1, "none")
     _transfers(tally, s, position, len(by_stage))
     _gradients(tally, s, rank, mine)
     _control(tally, s)
@@ -137,54 +120,31 @@ def _tally(s: Setting, rank: int) -> Tally:
 def _operations(
     tally: Tally, s: Setting, rank: int, ops: Iterable[Operation], count: int, recompute: str
 ) -> None:
-    """Messages of the operations of `count` equal blocks, of all microbatches."""
+    """Adds the messages of `count` equal blocks, over all microbatches."""
     for op in ops:
-        forward = 1 + repeats(op, recompute, s.software)
+        forward = 1 + operations.repeats_messages(op, recompute, s.software)
         for times, messages, back in ((forward, op.sent_forward, False), (1, op.sent_backward, True)):
             for message in messages:
                 for what, size, calls in _pieces(message, s, rank, back):
                     tally.add(what, message.axis, size, times * count * s.microbatches, calls)
 
 
-def repeats(op: Operation, recompute: str, software: Software) -> bool:
-    """Whether backward repeats an operation's messages of forward."""
-    if recompute == "full":
-        return op.part != "never"
-    sublayer = software.selective == "sublayer"
-    return recompute == "selective" and (op.part == "core" or (op.part == "out" and sublayer))
-
-
 def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator[tuple[str, float, int]]:
-    """(operation, bytes, calls) of which a message is made."""
+    """Splits a message into collectives: (operation, bytes, calls)."""
     if message.what != "ring":
         yield message.what, message.size, message.calls
         return
-    turns, keys = s.layout.cp - 1, message.size / (s.layout.cp - 1) / (2 if backward else 1)
-    out, into, home, back = _ring(s.layout.cp, index_in(s.layout, "cp", rank), s.model.arch != "bert")
-    if not backward:
-        home = back = 0.0
-    yield "send", keys * (out + home), turns * (2 if backward else 1)
-    yield "receive", keys * (into + back), turns * (2 if backward else 1)
-
-
-def _ring(ranks: int, index: int, causal: bool) -> tuple[float, float, float, float]:
-    """How often one rank's keys and values this rank sends and receives on their way round, and their gradients on
-    their way home (`ContextAxis` and `_ring_gradients` of parallel/context.py)."""
-
-    def length(rank: int, turn: int) -> float:
-        return 1.0 if not causal or rank % ranks + turn < ranks else 0.5
-
-    turns = range(1, ranks)
-    return (
-        sum(length(index - 1, turn) for turn in turns),
-        sum(length(index, turn) for turn in turns),
-        sum(length(index, turn) for turn in turns),
-        sum(length(index - turn, turn) for turn in turns),
-    )
+    way = turns(s.layout.cp, index_in(s.layout, "cp", rank), card_of(s.model).causal)
+    times = 2 if backward else 1  # backward also returns gradients to their owners
+    keys, calls = message.size / (len(way) - 1) / times, (len(way) - 1) * times
+    home = [(turn.keys, turn.comes_home) for turn in way[1:]] if backward else []
+    moved = [(turn.sends, turn.receives) for turn in way] + home
+    yield "send", keys * sum(sent for sent, _ in moved), calls
+    yield "receive", keys * sum(received for _, received in moved), calls
 
 
 def _transfers(tally: Tally, s: Setting, position: int, stages: int) -> None:
-    """Activations and their gradients between neighbouring stages that are on different ranks."""
+    """Adds activations and their gradients, sent between neighbouring stages on different ranks."""
     if s.layout.pp == 1:
         return
     rank_of = memory.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
@@ -197,38 +157,39 @@ def _transfers(tally: Tally, s: Setting, position: int, stages: int) -> None:
 
 
 def _gradients(tally: Tally, s: Setting, rank: int, mine: list[int]) -> None:
-    """States gathered, gradients summed: over the data axes; over "tp" where ranks have seen parts of the sequence;
-    over "pp" where two stages share an embedding."""
-    held = units.of_rank(s.model, s.layout, mine, s.software.partition)
+    """Adds weight gathers and gradient sums: over the data axes; over "tp" for parameters that saw only part of the
+    sequence; over "pp" where two stages share an embedding."""
+    card, blocks = card_of(s.model), memory.stages(s.model, s.layout, s.software.partition)
+    kept = keepings(card, s.layout, mine, blocks)
     b, m = s.software.states[s.dtype], s.microbatches
-    for unit in held.shared:
+    for unit in (unit for keeping in kept for unit in keeping.units):
         gathers = 2 * m if s.layout.zero == 3 else 1
-        scatters = 1 if memory.scattered_once(s.layout) else m
+        scatters = 1 if scattered_once(s.layout.zero, s.layout.pp) else m
         n = group(s.layout, s.cluster, unit.group).ranks
         tally.add("all_gather", unit.group, unit.padded * b.working, gathers)
         tally.add(s.software.scatter, unit.group, unit.padded * b.reduce, scatters)
         if s.layout.dp_replicate > 1:
             tally.add("all_reduce", "replicate", unit.padded / n * 4)  # what arrived is fp32
-    for replica in held.replicated:
-        if group(s.layout, s.cluster, replica.group).ranks > 1:
-            tally.add("all_reduce", replica.group, replica.size * b.reduce, calls=replica.buckets)
-    if s.layout.sp:
-        tally.add("all_reduce", "tp", 4 * units.partial(s.model, s.layout, rank, held.names))
-    last = units.last_stage(s.model, s.layout, s.software.partition)
-    if s.model.tie_embeddings and s.layout.pp > 1 and (0 in mine) != (last in mine):
-        rows = 4 * units.kept(s.model, s.layout, rank, [TIED])
+    for buffer in (buffer for keeping in kept for buffer in keeping.buffers):
+        if group(s.layout, s.cluster, buffer.group).ranks > 1:
+            tally.add("all_reduce", buffer.group, buffer.size * b.reduce, calls=buffer.buckets)
+    names = stage_parameters(card, blocks)
+    partial = summed_over_tp(card, s.layout, [name for stage in mine for name in names[stage]])
+    tally.add("all_reduce", "tp", 4 * kept_elements(card, s.layout, rank, partial))
+    if card.tied and s.layout.pp > 1 and (0 in mine) != (len(blocks) - 1 in mine):
+        rows = 4 * kept_elements(card, s.layout, rank, [TIED])
         tally.add("send", "pp", rows)
         tally.add("receive", "pp", rows)
 
 
 def _control(tally: Tally, s: Setting) -> None:
-    """Numbers on which all ranks agree once a step: the square of the norm (fp64) where states are divided, loss and
-    whether to stop (2 fp32), the load of the experts (fp64; a few facts a block besides)."""
+    """Adds the numbers that all ranks agree on once per step: the squared norm (fp64) where states are divided, the
+    loss and whether to stop (2 fp32), and expert loads (fp64, with four more numbers per block)."""
     if s.layout.ranks == 1:
         return
     tally.add("all_reduce", "all", 8)
     if s.layout.divided:
         tally.add("all_reduce", "all", 8)
-    if s.model.arch == "moe":
-        mixed = s.model.layers - s.model.dense_layers
-        tally.add("all_reduce", "all", 8 * mixed * ((s.model.experts or 0) + 4))
+    card = card_of(s.model)
+    if card.has_experts:
+        tally.add("all_reduce", "all", 8 * card.mixed_blocks() * ((s.model.experts or 0) + 4))

@@ -1,5 +1,5 @@
-"""Dtypes of the computation, and the fp32 state behind it."""
+"""The dtypes of training: which there are, and what each implies. No torch."""
 
-from fivefold.precision.weights import Weights
+from fivefold.precision.modes import DTYPES, MASTER, TRAINED, Dtype, torch_dtype
 
-__all__ = ["Weights"]
+__all__ = ["DTYPES", "MASTER", "TRAINED", "Dtype", "torch_dtype"]

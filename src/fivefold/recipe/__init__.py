@@ -1,21 +1,22 @@
-"""What to train: a strict recipe in TOML, its errors, and the numbers that follow from it. No torch."""
+"""Recipes: strict TOML, clear errors, and the numbers derived from them. No torch."""
 
-from fivefold.recipe.count import active_parameters, count_parameters, flops_per_token
-from fivefold.recipe.explain import Explained, explain
+from fivefold.models.card import resolve_model
+from fivefold.models.count import active_parameters, count_parameters, flops_per_token
+from fivefold.models.section import ModelSection
 from fivefold.recipe.load import change, load, shipped, source
-from fivefold.recipe.resolve import expected_vocab_size, resolve, resolve_model, tokens_per_step, total_steps
+from fivefold.recipe.recipe import Recipe
+from fivefold.recipe.resolve import microbatches_per_step, resolve, tokens_per_step, total_steps
+from fivefold.recipe.rules import expected_vocab_size
 from fivefold.recipe.schema import (
     CheckpointSection,
     DataSection,
     LayoutSection,
-    ModelSection,
     ObserveSection,
     OptimSection,
     PrecisionSection,
-    Recipe,
     TrainSection,
 )
-from fivefold.recipe.write import to_toml
+from fivefold.recipe.words import Explained, explain, to_toml
 
 __all__ = [
     "CheckpointSection",
@@ -35,6 +36,7 @@ __all__ = [
     "explain",
     "flops_per_token",
     "load",
+    "microbatches_per_step",
     "resolve",
     "resolve_model",
     "shipped",

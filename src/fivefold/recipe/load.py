@@ -11,11 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from fivefold.errors import UserError, did_you_mean
-from fivefold.layout import parse as parse_layout
-from fivefold.recipe import wording
-from fivefold.recipe.fields import KEYS, SECTIONS, optional, plain_type
+from fivefold.recipe import words
+from fivefold.recipe.migrate import migrate
+from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
-from fivefold.recipe.schema import Recipe
+from fivefold.recipe.words import KEYS, SECTIONS, optional, plain_type
+from fivefold.spread.layout import parse as parse_layout
 
 _SHIPPED = Path(__file__).parent.parent / "recipes"
 
@@ -36,7 +37,8 @@ def load(name_or_path: str | Path, overrides: Sequence[str] = (), layout: str | 
     """
     path = find(name_or_path)
     text = _read(path)
-    return _Draft(_parse(text, path), _lines(text)).finish(f"recipe {name_or_path}", overrides, layout)
+    table, origins = migrate(_parse(text, path), _lines(text))
+    return _Draft(table, origins).finish(f"recipe {name_or_path}", overrides, layout)
 
 
 def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
@@ -112,7 +114,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
 
 
 def _lines(text: str) -> dict[str, str]:
-    """Where each key stands: `optim.lr` -> `line 12`. By the look of the lines: tomllib tells no places."""
+    """Line of each key: `optim.lr` -> `line 12`. It parses the lines itself, because tomllib gives no positions."""
     found, section = {}, ""
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+\s*([\w.-]+)\s*\]", line):
@@ -139,14 +141,14 @@ class _Draft:
         self._override(overrides)
         for key, value in self.table.items():
             if key not in SECTIONS:
-                self._problem(key, wording.unknown_section(key, value))
+                self._problem(key, words.unknown_section(key, value))
         sections = {section: self._section(section) for section in SECTIONS}
         draft = Recipe.model_construct(**sections)
         self.problems += [message for keys, message in contradictions(draft) if not keys & self.wrong]
         if not (draft.train.steps or draft.train.tokens or {"train.steps", "train.tokens"} & self.wrong):
             self.problems.append("train.steps or train.tokens must be given: how long to train")
         if self.problems:
-            raise UserError(wording.together(name, self.problems))
+            raise UserError(words.together(name, self.problems))
         return Recipe(**sections)
 
     def _problem(self, key: str, message: str) -> None:
@@ -187,7 +189,7 @@ class _Draft:
         """One section, checked; what is wrong is noted and left at its default, and checking goes on."""
         values, cls = self.table.get(section, {}), SECTIONS[section]
         if not isinstance(values, dict):
-            self._problem(section, wording.not_a_section(section, values))
+            self._problem(section, words.not_a_section(section, values))
             self.wrong |= {f"{section}.{name}" for name in cls.model_fields}
             return cls()
         # TOML has lists only, a strict tuple field wants a tuple
@@ -198,7 +200,7 @@ class _Draft:
             names = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
         for name in names:
             key, value = f"{section}.{name}", values[name]
-            self._problem(key, (wording.bad_value if key in KEYS else wording.unknown_key)(key, value))
+            self._problem(key, (words.bad_value if key in KEYS else words.unknown_key)(key, value))
         return cls.model_validate({name: v for name, v in values.items() if name not in names})
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.errors import UserError
+from fivefold.models.card import resolve_model
+from fivefold.optim import OPTIMIZERS
+from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
-from fivefold.recipe.schema import ModelSection, Recipe
 
 
 def total_steps(recipe: Recipe) -> int:
@@ -27,17 +29,11 @@ def tokens_per_step(recipe: Recipe) -> int:
     return recipe.train.global_batch_size * recipe.model.seq_len
 
 
-def expected_vocab_size(recipe: Recipe) -> int | None:
-    """V as far as the recipe alone tells it, before any text is read: `model.vocab_size`, or what `bpe:N` and
-    `bytes` come to; None for `chars` and for tokenizer files."""
-    if recipe.model.vocab_size:
-        return recipe.model.vocab_size
-    kind, _, size = recipe.data.tokenizer.partition(":")
-    if recipe.data.source.startswith("tokens:"):
-        return None
-    if kind == "bytes":
-        return _round_up(257, 64)  # 256 bytes and the end token
-    return _round_up(int(size), 64) if kind == "bpe" and size.isdecimal() else None
+def microbatches_per_step(recipe: Recipe) -> int:
+    """Microbatches of a data-parallel rank in an optimizer step."""
+    train, layout = recipe.train, recipe.layout
+    share = train.global_batch_size // (layout.dp_replicate * layout.dp_shard)
+    return share // (train.microbatch_size or 1)
 
 
 def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
@@ -61,7 +57,8 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
         "val_every": recipe.train.val_every or max(1, steps // 10),
     }
     layout = {"microbatches": None}
-    optim: dict[str, Any] = {}
+    own = OPTIMIZERS[recipe.optim.name].fields
+    optim: dict[str, Any] = {name: v for name, v in own.items() if getattr(recipe.optim, name) is None}
     if recipe.optim.min_lr is None:
         optim["min_lr"] = (
             recipe.optim.lr if recipe.optim.schedule == "constant" else float(f"{recipe.optim.lr / 10:.12g}")
@@ -82,32 +79,6 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
     return resolved
 
 
-def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
-    """The model section with every open field filled in.
-
-    Raises:
-        UserError: `model.vocab_size` is smaller than `vocab_size`.
-    """
-    if model.vocab_size is not None and model.vocab_size < vocab_size:
-        raise UserError(
-            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {vocab_size} tokens; "
-            "make it larger or leave it out"
-        )
-    gated = model.arch in ("llama", "moe")
-    filled: dict[str, Any] = {
-        "kv_heads": model.heads,
-        "ffn_dim": _round_up(-(-8 * model.dim // 3), 64) if gated else 4 * model.dim,
-        "vocab_size": _round_up(vocab_size, 64),
-        "tie_embeddings": not gated,
-        "norm_eps": 1e-12 if model.arch == "bert" else 1e-5,
-    }
-    if model.arch == "moe":
-        per_token = model.experts_per_token or min(2, model.experts or 8)
-        filled |= {"experts": 8, "experts_per_token": per_token, "router_normalize": per_token > 1}
-        filled |= {"expert_ffn_dim": model.ffn_dim or filled["ffn_dim"]}
-    return model.model_copy(update={name: v for name, v in filled.items() if getattr(model, name) is None})
-
-
 def _microbatch_size(recipe: Recipe) -> int:
     """The given one; else as `layout.microbatches` wants it; else the share's largest divisor up to 8, with which a
     pipeline has at least twice as many microbatches as ranks where that is possible."""
@@ -118,7 +89,3 @@ def _microbatch_size(recipe: Recipe) -> int:
         return share // recipe.layout.microbatches
     most = min(share, 8) if recipe.layout.pp == 1 else max(1, min(8, share // (2 * recipe.layout.pp)))
     return max(size for size in range(1, most + 1) if share % size == 0)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

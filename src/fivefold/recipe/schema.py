@@ -1,165 +1,102 @@
-"""What to train, as typed data: the sections of a recipe and what each field means.
+"""The schema of a recipe: its sections and fields, as typed data.
 
-Every model here is strict (no silent conversion), frozen and closed (an unknown key is an error). The
-docstring under a field is what `fivefold check --explain` prints. Sizes: B batch, T sequence, D model,
-H heads, K key-value heads, F feed-forward, V vocabulary, L layers, E experts.
+Every section is strict (no silent conversion), frozen and closed (an unknown key is an error). `fivefold check
+--explain` prints the docstring under a field. `[model]` is in models/section.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-Arch = Literal["llama", "gpt2", "bert", "moe"]
-Dtype = Literal["fp32", "bf16"]
+from fivefold.models.section import ModelSection, Section
+from fivefold.optim import DEFAULT, OPTIMIZERS
+from fivefold.precision import TRAINED
+
+if TYPE_CHECKING:  # a type checker reads no tables
+    Dtype = Mode = OptimizerName = str
+else:
+    Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINED]
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """What all sections share: strict types, no unknown keys, no infinities, no change after creation."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class ModelSection(Section):
-    arch: Arch = "llama"
-    """Architecture: `llama` (RMSNorm, RoPE, SwiGLU, GQA), `gpt2` (LayerNorm, learned positions, GELU), `bert`
-    (bidirectional encoder, masked-language-model loss), `moe` (llama with a mixture of experts for
-    feed-forward)."""
-    layers: int = Field(default=6, ge=1)
-    """L: number of transformer blocks."""
-    dim: int = Field(default=384, ge=1)
-    """D: width of the model. Must be divisible by `heads`."""
-    heads: int = Field(default=6, ge=1)
-    """H: number of query heads."""
-    kv_heads: int | None = Field(default=None, ge=1)
-    """K: number of key-value heads (grouped-query attention, arXiv 2305.13245); must divide `heads`.
-    Unset: as many as `heads`. Only `llama` and `moe` have fewer."""
-    ffn_dim: int | None = Field(default=None, ge=1)
-    """F: inner width of the feed-forward layer (of the `dense_layers`, in `moe`). Unset: 4 D for `gpt2` and
-    `bert`; for `llama` and `moe` 8/3 D, rounded up to a multiple of 64."""
-    vocab_size: int | None = Field(default=None, ge=2)
-    """V: size of the vocabulary. Unset: the tokenizer's, rounded up to a multiple of 64."""
-    seq_len: int = Field(default=256, ge=2)
-    """T: tokens in a training sequence."""
-    tie_embeddings: bool | None = None
-    """The output layer shares the embedding's weight. Unset: true for `gpt2` and `bert`, else
-    false."""
-    norm_eps: float | None = Field(default=None, gt=0)
-    """Added to the variance in RMSNorm and LayerNorm. Unset: 1e-5, but 1e-12 for `bert`."""
-    rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the rotary position embedding (arXiv 2104.09864). `llama` and `moe` only."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
-    init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of the initial weights; the projections back into the residual stream get this
-    divided by sqrt(2 L) (GPT-2)."""
-    experts: int | None = Field(default=None, ge=1)
-    """E: routed experts of a block (`moe` only, like all fields from here on). Unset: 8."""
-    experts_per_token: int | None = Field(default=None, ge=1)
-    """Routed experts that compute a token. Unset: 2, or 1 where there is one expert."""
-    shared_experts: int = Field(default=0, ge=0)
-    """Experts that compute every token besides (DeepSeekMoE, arXiv 2401.06066)."""
-    expert_ffn_dim: int | None = Field(default=None, ge=1)
-    """Inner width of an expert. Unset: `ffn_dim`."""
-    dense_layers: int = Field(default=0, ge=0)
-    """The first blocks that have an ordinary feed-forward layer instead of experts."""
-    router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes a token's scores of the experts out of the router's logits: `softmax` (Mixtral), `sigmoid`
-    (DeepSeek-V3)."""
-    router_normalize: bool | None = None
-    """The scores of a token's experts are divided by their sum. Unset: true, but false with one expert a token:
-    a score divided by itself teaches the router nothing."""
-    balance: Literal["aux", "bias", "none"] = "aux"
-    """What keeps the load of the experts even: `aux` (a term of the loss, Switch, arXiv 2101.03961), `bias`
-    (loss-free: a number an expert, added to its scores when experts are chosen, follows the load: arXiv
-    2408.15664), `none`."""
-    aux_loss_weight: float = Field(default=0.01, ge=0)
-    """Weight of the load-balance term, which is 1 at even load. With `balance = "aux"` only."""
-    balance_rate: float = Field(default=0.001, ge=0)
-    """Change of an expert's number in a step. With `balance = "bias"` only."""
-    z_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of the mean squared logarithm of the sum of exponentials of the router's logits, which keeps them
-    small (router z-loss, arXiv 2202.08906; 0.001 there)."""
-    capacity_factor: float = Field(default=0.0, ge=0)
-    """An expert computes at most this many times its even share of a microbatch's tokens in training; those
-    beyond it pass by the expert (arXiv 2101.03961). 0: no limit, none is dropped."""
 
 
 class DataSection(Section):
     source: str = "stdlib"
-    """Where the text comes from: `stdlib` (the Python standard library's own source on this machine), a file,
+    """Source of the text: `stdlib` (the source code of this machine's Python standard library), a file,
     folder or glob of .txt .md .py .jsonl .parquet, `tokens:PATH` (uint16/uint32 token files: .bin of nanoGPT
     or llm.c, .npy), `hf:NAME` or `hf:NAME:CONFIG` (a Hugging Face data set; needs the extra `hf`).
-    Relative paths are relative to the current folder, not to the recipe's."""
+    Relative paths start at the current folder, not at the recipe's."""
     tokenizer: str = "bpe:4096"
-    """`bpe:N` (byte-level BPE of N tokens, trained on the training text), `bytes`, `chars`, or the path of a
-    Hugging Face `tokenizer.json`. Not used by `tokens:`."""
+    """`bpe:N` (byte-level BPE with N tokens, trained on the training text), `bytes`, `chars`, or the path of a
+    Hugging Face `tokenizer.json`. `tokens:` does not use it."""
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the text held out for validation: whole documents, or the end of the text when there is just
-    one."""
+    """Share of the text held out for validation: whole documents, or the end of a single document."""
     text_key: str = "text"
-    """The field that holds the text, in .jsonl and .parquet files and in `hf:` data sets."""
+    """Name of the text field in .jsonl and .parquet files and in `hf:` data sets."""
     max_bad_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of documents that may be unreadable (not UTF-8, broken JSON): up to it they are counted and
-    skipped, beyond it the run stops with an error that names file and offset. (Of a long text each megabyte
-    counts as one.) Empty documents are skipped without limit."""
+    """Share of documents that may be unreadable (not UTF-8, broken JSON). They are counted and skipped. With more
+    the run stops with an error that names file and offset. (Each megabyte of a long text counts as a document.)
+    Empty documents are skipped without limit."""
     max_epochs: int = Field(default=0, ge=0)
-    """Passes over the training set that the run may take; more is an error. 0: any number, reshuffled."""
+    """Maximum number of passes over the training set; more is an error. 0: any number, reshuffled."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Type of the ids in the .bin files of `tokens:PATH` that have no header (nanoGPT's)."""
+    """Type of the ids in .bin files of `tokens:PATH` without a header (nanoGPT's)."""
     cache: str | None = None
     """Folder of tokenized shards. Unset: $FIVEFOLD_CACHE, else ~/.cache/fivefold."""
 
 
 class TrainSection(Section):
     steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps. Exactly one of `steps` and `tokens` is given."""
+    """Number of optimizer steps. Set exactly one of `steps` and `tokens`."""
     tokens: int | None = Field(default=None, ge=1)
-    """Tokens to train on; rounded up to whole steps."""
+    """Number of tokens to train on, rounded up to whole steps."""
     global_batch_size: int = Field(default=16, ge=1)
-    """Sequences in an optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks."""
     microbatch_size: int | None = Field(default=None, ge=1)
-    """Sequences that one rank computes at once; gradients accumulate over microbatches. Unset: the whole
-    share of a rank, at most 8."""
+    """Sequences that one rank computes at once. Gradients accumulate over microbatches. Unset: a rank's whole
+    share, at most 8."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Initial weights, order of the data and dropout follow from it."""
+    """Seed of the initial weights, the order of the data and dropout."""
     val_every: int = Field(default=0, ge=0)
-    """Steps between validations. 0: ten times in a run."""
+    """Steps between validations. 0: ten validations per run."""
     val_sequences: int = Field(default=64, ge=1)
-    """Sequences in a validation (the same ones every time)."""
+    """Sequences per validation (the same ones every time)."""
     sample_every: int = Field(default=0, ge=0)
     """Steps between samples of generated text. 0: at the end only."""
     sample_prompt: str = ""
-    """How a sample starts."""
+    """Prompt of a sample."""
     sample_tokens: int = Field(default=128, ge=1)
-    """Length of a sample."""
+    """Length of a sample in tokens."""
 
 
 class OptimSection(Section):
-    name: Literal["adamw"] = "adamw"
-    """Optimizer: AdamW (arXiv 1711.05101)."""
+    name: OptimizerName = DEFAULT
+    """Optimizer: AdamW (arXiv 1711.05101); stochastic gradient descent, plain (`sgd`), with `momentum` (Polyak, 1964),
+    or with Nesterov's momentum (`nesterov`: Sutskever et al., ICML 2013)."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     min_lr: float | None = Field(default=None, ge=0)
     """Learning rate at the end of the schedule. Unset: a tenth of `lr`."""
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Steps in which the learning rate grows linearly from 0. Unset: 2% of the run, at least 1 and at most
-    2000."""
+    """Steps in which the learning rate grows linearly from 0. Unset: 2% of the run, between 1 and 2000."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """After warm-up: cosine or linear decay to `min_lr`; `wsd` (warm-up, stable, decay: arXiv 2404.06395)
-    stays at `lr` and decays linearly in the last `decay_fraction`; or constant."""
+    """Learning rate after warm-up. `cosine` and `linear` decay to `min_lr`. `wsd` (warm-up, stable, decay: arXiv
+    2404.06395) stays at `lr` and decays linearly in the last `decay_fraction`. `constant` stays at `lr`."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """Share of the run in which `wsd` decays."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay, on matrices only (not on norms and biases)."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Weight decay on matrices (not on norms and biases). It is decoupled in `adamw`, and added to the gradient in
+    `sgd`, `momentum` and `nesterov`."""
+    betas: tuple[Beta, Beta] | None = None
+    """Decay rates of the first and second moment. `adamw` only. Unset: [0.9, 0.95]."""
+    eps: float | None = Field(default=None, gt=0)
+    """Added to the root of the second moment. `adamw` only. Unset: 1e-08."""
+    momentum: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the last step's direction that the next one keeps. `momentum` and `nesterov` only. Unset: 0.9."""
+    dampening: float | None = Field(default=None, ge=0, lt=1)
+    """Share of the gradient that is left out of the direction. `momentum` only. Unset: 0.0."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient. 0: no clipping."""
 
@@ -168,45 +105,45 @@ class LayoutSection(Section):
     dp_replicate: int = Field(default=1, ge=1)
     """Data-parallel replicas (DDP)."""
     dp_shard: int = Field(default=1, ge=1)
-    """Data-parallel ranks that share states (ZeRO)."""
+    """Data-parallel ranks that shard states (ZeRO)."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks."""
     sp: bool = False
     """Megatron sequence parallelism on the tensor axis."""
     cp: int = Field(default=1, ge=1)
-    """Context-parallel ranks: each has a part of every sequence."""
+    """Context-parallel ranks. Each has a part of every sequence."""
     cp_method: Literal["ring", "ulysses"] = "ring"
-    """How attention sees the other ranks' tokens: keys and values travel round them (`ring`, arXiv 2310.01889), or
-    heads and sequence change places (`ulysses`, arXiv 2309.14509)."""
+    """Context-parallel attention: `ring` sends keys and values round the ranks (arXiv 2310.01889), `ulysses` exchanges
+    heads for sequence by all-to-all (arXiv 2309.14509)."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline stages' ranks."""
+    """Pipeline-parallel ranks."""
     ep: int = Field(default=1, ge=1)
-    """Expert-parallel ranks (re-divides the data and context axes)."""
+    """Expert-parallel ranks, taken from the data and context axes."""
     zero: int = Field(default=0, ge=0, le=3)
     """ZeRO stage."""
     schedule: str = "1f1b"
     """Pipeline schedule."""
     virtual_stages: int = Field(default=1, ge=1)
-    """Pipeline stages a rank."""
+    """Pipeline stages per rank."""
     microbatches: int | None = Field(default=None, ge=1)
-    """Microbatches in a step, a rank. Unset: follows from `global_batch_size` and `microbatch_size`."""
+    """Microbatches per step and rank. Unset: derived from `global_batch_size` and `microbatch_size`."""
     recompute: Literal["none", "full", "selective"] = "none"
-    """Activations computed again in backward."""
+    """Activation recomputation in backward."""
 
 
 class PrecisionSection(Section):
-    mode: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype of the computation. `auto`: bf16 where the processor has it, else fp32. Master weights and
-    optimizer states stay fp32 in every mode."""
+    mode: Mode = "auto"
+    """Compute dtype. `auto`: bf16 if the processor supports it, else fp32. Master weights and optimizer states are
+    fp32 in every mode."""
     reduce: Dtype = "fp32"
     """Dtype in which gradients are summed over ranks."""
 
 
 class CheckpointSection(Section):
     every: int = Field(default=0, ge=0)
-    """Steps between checkpoints. 0: at the end of the run (and when it is interrupted) only."""
+    """Steps between checkpoints. 0: only at the end of the run, and when it is interrupted."""
     keep_last: int = Field(default=2, ge=1)
-    """Checkpoints kept; older ones are removed."""
+    """Number of checkpoints to keep. Older ones are removed."""
 
 
 class ObserveSection(Section):
@@ -215,20 +152,19 @@ class ObserveSection(Section):
     tensorboard: bool = True
     """Write TensorBoard event files into RUN/tensorboard."""
     noise_scale: bool = False
-    """Measure the gradient noise scale (arXiv 1812.06162): the batch, in tokens, beyond which larger ones save few
-    steps. Metric `noise_scale`, averaged over about 50 steps. Not with cp, ep, sp, tp under ZeRO, or a pipeline whose
-    first and last stage share the embedding."""
+    """Measure the gradient noise scale (arXiv 1812.06162). Batches larger than this number of tokens save few steps.
+    The metric is `noise_scale`, averaged over about 50 steps. Not supported with cp, ep, sp, tp under ZeRO, or a
+    pipeline whose first and last stage share the embedding."""
+    memory: bool = False
+    """Follow every tensor in the second step, on CPUs: the peak of rank 0's tensors goes into plan.json and the report.
+    That step is slower. Without it the report has the peak memory of the process."""
     trace_step: int = Field(default=0, ge=0)
-    """With pp > 1: the step whose pipeline is measured, action by action. RUN/traces gets a picture of it beside
-    the planned one. 0: none."""
+    """With pp > 1: the step whose pipeline is measured, action by action. RUN/traces gets a picture of the measured and
+    the planned timeline. 0: none."""
 
 
-class Recipe(Section):
-    """What to train. Sections may be left out: every field has a default, except one of steps and tokens.
-
-    Raises:
-        pydantic.ValidationError: a field is wrong, or fields contradict one another (see `rules.py`).
-    """
+class Sections(Section):
+    """All sections. `Recipe` (recipe.py) also checks what their fields must agree on."""
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -238,12 +174,3 @@ class Recipe(Section):
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> Recipe:
-        from fivefold.recipe.rules import contradictions  # imports this file for its types only
-
-        found = [message for _, message in contradictions(self)]
-        if found:
-            raise ValueError("; ".join(found))
-        return self

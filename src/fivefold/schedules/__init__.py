@@ -1,1 +1,1 @@
-"""Schedules as plain data: generated, checked, simulated and drawn without torch; run by `parallel`."""
+"""Schedules as plain data. They are generated, checked, simulated and drawn without torch; `parallel` runs them."""

@@ -1,4 +1,4 @@
-"""Training from Python: what the commands do, as functions."""
+"""The Python interface: functions that do what the commands do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fivefold.observe.report import write_report
 from fivefold.recipe import Recipe, load
 from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.job import BatchSource
-from fivefold.train.launch import run_command
+from fivefold.train.start import run_command
 
 
 class Run:
@@ -39,15 +39,15 @@ class Run:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> str:
-        """Text that the run's last checkpoint writes after the prompt.
+        """Text that the run's last checkpoint generates after the prompt.
 
         Raises:
-            UserError: no checkpoint, no tokenizer, or a sampling value that is not allowed.
+            UserError: the run has no checkpoint or no tokenizer, or a sampling value is not allowed.
         """
         module, recipe, tokenizer = open_run(self.path)
         if tokenizer is None:
             raise UserError(
-                f"{self.path} was trained on token files: it has no tokenizer to read a prompt with"
+                f"{self.path} was trained on token files, so it has no tokenizer to encode a prompt with"
             )
         return "".join(
             generate_text(
@@ -64,7 +64,7 @@ class Run:
         return export_run(self.path, Path(folder))
 
     def report(self) -> Path:
-        """Writes report.html anew and returns its path."""
+        """Writes report.html again and returns its path."""
         return write_report(self.path)
 
 
@@ -82,15 +82,15 @@ def train(
     Args:
         out: run folder; None: a new one, runs/run-N.
         nproc: local ranks to start; None: as many as the recipe's layout says. Under torchrun its ranks are used.
-            More than one are processes of their own, which import your script: guard it with
-            `if __name__ == "__main__":`, and your model and data must pickle.
+            Several ranks are separate processes that import your script. Guard it with
+            `if __name__ == "__main__":`. Your model and data must pickle.
         model: your own module, called as model(inputs, targets) -> scalar mean loss, instead of the recipe's.
         data: your own batches, data.batch(i, rows) -> (inputs, targets), instead of the recipe's. Batch i must not
             depend on anything but i.
-        val_data: likewise for validation; its batch 0 of `train.val_sequences` rows is used.
+        val_data: the same for validation, which uses its batch 0 with `train.val_sequences` rows.
 
     Raises:
-        UserError: what a user can mend: recipe, layout, data, folder.
+        UserError: an error in recipe, layout, data or folder that the user can fix.
     """
     folder = None if out is None else Path(out)
     return Run(
@@ -107,8 +107,10 @@ def resume(
     data: BatchSource | None = None,
     val_data: BatchSource | None = None,
 ) -> Run:
-    """Goes on with a run from its last checkpoint, bit for bit. `recipe`: a changed one, such as more steps; None:
-    the run's own. The rest as for `train`."""
+    """Resumes a run from its last checkpoint, bit for bit.
+
+    `recipe`: a changed recipe, such as one with more steps; None: the run's own. Other arguments are those of `train`.
+    """
     recipe = recipe or Run(out).recipe
     return Run(
         run_command(

@@ -1,4 +1,4 @@
-"""Text from a trained model: sampling token by token with a key-value cache, and text that streams."""
+"""Generates text: samples token by token with a key-value cache, and streams the text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from fivefold.checkpoint import store
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError
-from fivefold.models import Cache, build
+from fivefold.models.build import build
+from fivefold.models.cache import Cache
+from fivefold.models.card import card_of
+from fivefold.models.rules import having
 from fivefold.recipe import ModelSection, Recipe, load
 
 BROKEN = "\ufffd"  # what a decoder gives for bytes that are no whole character (yet)
@@ -20,16 +23,16 @@ BROKEN = "\ufffd"  # what a decoder gives for bytes that are no whole character 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Sampling settings."""
 
     max_tokens: int = 128
-    """Tokens to generate at most; fewer where the text ends."""
+    """Maximum number of new tokens. The text may end earlier."""
     temperature: float = 0.8
-    """Divides the logits: 0 always takes the likeliest token, 1 samples from the model's distribution."""
+    """Sampling temperature; 0 is greedy, 1 samples from the model's distribution."""
     top_k: int = 0
-    """Only the k likeliest tokens may come. 0: all."""
+    """Sample from the k likeliest tokens; 0: from all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability may come (arXiv 1904.09751). 1: all."""
+    """Sample from the likeliest tokens with this total probability (arXiv 1904.09751); 1: from all."""
     seed: int = 0
     """The same seed gives the same text."""
 
@@ -75,8 +78,10 @@ def open_run(
 def generate_text(
     module: nn.Module, model: ModelSection, tokenizer: Tokenizer, prompt: str, sampling: Sampling
 ) -> Iterator[str]:
-    """Continues a prompt; yields the new text in pieces, each of whole characters. An empty prompt starts a
-    document. Stops at the end token."""
+    """Continues a prompt and yields the new text in pieces of whole characters.
+
+    An empty prompt starts a document. The text stops at the end token.
+    """
     ids = tokenizer.encode(prompt) or [tokenizer.end_id]
     tokens = generate(module, model, ids, sampling, vocab_size=tokenizer.vocab_size, end_id=tokenizer.end_id)
     return stream_text(tokens, tokenizer.decode, ids)
@@ -91,16 +96,16 @@ def generate(
     vocab_size: int | None = None,
     end_id: int | None = None,
 ) -> Iterator[int]:
-    """Continues a prompt of token ids; yields the new ids one by one, without `end_id`, which ends the text.
+    """Continues a prompt of token ids and yields the new ids one by one. `end_id` ends the text and is not yielded.
 
-    The model sees at most `model.seq_len` tokens: of a longer prompt the last ones, and when a text grows
-    beyond them it goes on from its last half (computed anew). The module is in evaluation mode meanwhile.
+    The model sees at most `model.seq_len` tokens, the last ones of a longer prompt. When the text grows longer, it
+    continues from its last half, which is recomputed. The module is in evaluation mode meanwhile.
 
     Args:
         vocab_size: only ids below it are sampled (a model's vocabulary may be padded). None: all.
 
     Raises:
-        UserError: the model is a `bert`, the prompt is empty or holds an id that the model lacks, or the
+        UserError: the model's tokens see both sides, the prompt is empty or holds an id that the model lacks, or the
             model's output is not finite.
     """
     _check(model, prompt)
@@ -144,7 +149,7 @@ def _next_logits(module: nn.Module, tokens_1T: Tensor, cache: Cache) -> Tensor:
 
 
 def sample(logits_V: Tensor, sampling: Sampling, randomness: torch.Generator) -> int:
-    """One token id of fp32 logits (V,)."""
+    """Samples one token id from fp32 logits (V,)."""
     if not logits_V.isfinite().all():
         raise UserError("cannot sample: the model's output is not finite (its training has diverged)")
     if sampling.temperature == 0:
@@ -161,11 +166,10 @@ def sample(logits_V: Tensor, sampling: Sampling, randomness: torch.Generator) ->
 def stream_text(
     tokens: Iterable[int], decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Text of token ids, in pieces, as soon as it is certain: the pieces joined are the decoded whole.
+    """Text of token ids in pieces, each as soon as it is certain. The joined pieces are the decoded whole.
 
-    A character of several bytes may be spread over tokens; its tokens are held back until it is whole. Some
-    tokenizers write a token differently at the start of a text, so tokens are decoded behind those before
-    them.
+    A character of several bytes may span several tokens, which are held back until it is complete. Some tokenizers
+    decode a token differently at the start of a text, so tokens are decoded after those before them.
 
     Args:
         before: ids of the text in front, which is not yielded (the prompt).
@@ -188,8 +192,10 @@ def stream_text(
 
 
 def _check(model: ModelSection, prompt: Sequence[int]) -> None:
-    if model.arch == "bert":
-        raise UserError("bert sees both sides of a token and generates no text; use a llama or gpt2 run")
+    if not card_of(model).causal:
+        raise UserError(
+            f"{model.arch} sees both sides of a token and generates no text; use a run of {having('causal', 'or')}"
+        )
     if not prompt:
         raise UserError("cannot generate from an empty prompt: give at least one token")
     worst = max(prompt, key=lambda token: token if token >= 0 else float("inf"))

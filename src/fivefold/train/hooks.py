@@ -1,10 +1,9 @@
-"""What happens around the steps of a run: metrics, console, validation, samples, checkpoints."""
+"""Does the work around the steps of a run: metrics, console, validation, samples, checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +12,32 @@ from torch import nn
 from fivefold.checkpoint import store
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
-from fivefold.models import flops_per_token
+from fivefold.host.machine import device_peak, peak_memory_bytes
+from fivefold.launch.ranks import Ranks
+from fivefold.models.card import card_of
+from fivefold.models.count import flops_per_token
 from fivefold.observe.console import Console
-from fivefold.observe.machine import device_peak, peak_memory_bytes
 from fivefold.observe.metrics import MetricsWriter
 from fivefold.observe.pipeline_trace import write_pipeline_trace
-from fivefold.parallel.ranks import Ranks
+from fivefold.parallel.pipeline import Microbatch
 from fivefold.recipe import Recipe, count_parameters, tokens_per_step
+from fivefold.step.state import State, compute_mode
+from fivefold.step.step import evaluate
 from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.job import Job
-from fivefold.train.loop import evaluate
 from fivefold.train.noise import NoiseScale
+from fivefold.train.prediction import Prediction
 from fivefold.train.saved import identity, save_state
-from fivefold.train.share import Microbatch, validation_set
-from fivefold.train.state import State, compute_mode
+from fivefold.train.share import validation_set
 
 MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
 
 
 @dataclass
 class RunHooks:
-    """What `train_loop` calls on one rank (see `loop.Hooks`). Files and console belong to rank 0 alone: `metrics` is
-    None on the others."""
+    """The hooks of `train_loop` on one rank (see `loop.Hooks`).
+
+    Only rank 0 writes files and the console. `metrics` is None on the others."""
 
     state: State
     job: Job
@@ -43,7 +46,7 @@ class RunHooks:
     metrics: MetricsWriter | None
     next_batch: Callable[[], tuple[list[Microbatch], float]]
     stop_wanted: Callable[[], bool]
-    watching: ExitStack = field(default_factory=ExitStack)
+    predicted: Prediction
 
     def __post_init__(self) -> None:
         recipe = self.job.recipe
@@ -52,8 +55,11 @@ class RunHooks:
         self.peak = _peak_flops(recipe, self.ranks) if self.flops else None
         self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
 
+    def begin_step(self) -> None:
+        self.predicted.begin_step(self.state)
+
     def record(self, line: dict[str, Any]) -> None:
-        self.watching.close()  # the first steps are watched, until here
+        self.predicted.end_step()
         speed = self.tokens / line["step_s"]
         line |= {"tokens": line["step"] * self.tokens, "tokens_per_s": speed}
         line |= {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
@@ -87,7 +93,7 @@ class RunHooks:
             not self.ranks.first
             or tokenizer is None
             or job.module is not None
-            or job.recipe.model.arch == "bert"
+            or not card_of(job.recipe.model).causal
         ):
             return
         try:
@@ -99,10 +105,10 @@ class RunHooks:
         self.console.sample(text, step)
 
     def _sample(self, step: int, tokenizer: Tokenizer) -> str:
-        """Text that the model writes now.
+        """A sample of the model as it is now.
 
         Raises:
-            UserError: it cannot: it has diverged, is divided and not saved, or there is no memory for it.
+            UserError: the model has diverged, is divided and not saved, or there is no memory for it.
         """
         train = self.job.recipe.train
         sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
@@ -126,12 +132,12 @@ class RunHooks:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """torch has a class of its own for it on a GPU; on a CPU its allocator says "not enough memory"."""
+    """True for an out-of-memory error. torch has a class for it on GPUs; its CPU allocator says "not enough memory"."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
 def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:
-    """FLOP/s of all the run's devices together; ranks on one machine's CPU share its cores."""
+    """Peak FLOP/s of all devices of the run. Ranks on one machine's CPU share its cores."""
     mode = compute_mode(recipe, ranks.device)
     if ranks.device.type == "cpu":
         return device_peak("cpu", mode) * ranks.world / ranks.local_world
@@ -139,7 +145,7 @@ def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:
 
 
 def _whole_model(state: State, job: Job, step: int) -> nn.Module:
-    """The model that one rank can compute alone: its own, or where ranks divide it that of this step's checkpoint.
+    """The whole model on one rank: its own, or if ranks divide it, that of this step's checkpoint.
 
     Raises:
         UserError: the model is divided, and this step is not saved or the model too large for one rank.

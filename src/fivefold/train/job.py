@@ -1,4 +1,4 @@
-"""A run as every rank gets it, and what a user may bring to it: batches and a module."""
+"""The job that every rank of a run gets, with the user's own batches and module if there are any."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fivefold.recipe import Recipe
 
 
 class BatchSource(Protocol):
-    """Where batches come from: `data.Batches`, or any object of the user's with this method."""
+    """A source of batches: `data.Batches`, or any object of the user with this method."""
 
     def batch(self, i: int, rows: range) -> tuple[Any, Any]:
         """Inputs and targets (arrays or tensors, (len(rows), T) int64) of rows `rows` of global batch i."""
@@ -22,8 +22,10 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """A run as every rank gets it. `recipe` is resolved; `data` is the recipe's data set, or None when the user
-    brings `batches`; `module` the user's own model, in fp32 on the CPU, the same on every rank."""
+    """The job of every rank.
+
+    recipe: resolved. data: the recipe's data set, or None if the user brings `batches`. module: the user's own model,
+    in fp32 on the CPU, the same on every rank."""
 
     recipe: Recipe
     out: Path

@@ -1,57 +1,60 @@
-"""plan.json: the planner's word before a run, and what came of it."""
+"""Writes plan.json: predicted time, memory and traffic before the run, measured ones after it, and exact ones."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fivefold.errors import UserError
+from fivefold.files import write_atomically
+from fivefold.host.machine import peak_memory_bytes
+from fivefold.launch.ranks import Ranks
 from fivefold.observe import prediction
-from fivefold.observe.collectives import Collectives
 from fivefold.observe.format import size
-from fivefold.observe.machine import peak_memory_bytes
 from fivefold.observe.metrics import read_metrics
-from fivefold.observe.tracking import Tracker, states_of
+from fivefold.observe.report import write_report
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ranks import Ranks
-from fivefold.plan.clusters import PRESETS, Cluster
-from fivefold.plan.local import of
+from fivefold.plan.clusters import PRESETS
+from fivefold.plan.devices import Cluster, of_table
 from fivefold.plan.measured import load
 from fivefold.plan.predict import predict
 from fivefold.plan.volume import AXES, leaving, sent
+from fivefold.spread.layout import Layout
+from fivefold.step.state import State
+from fivefold.trace.depth import blocks_traced, exact
+from fivefold.trace.memory import Tracker, states_of
+from fivefold.trace.traffic import Collectives
 from fivefold.train.job import Job
-from fivefold.train.share import Microbatch
-from fivefold.train.state import State
 
-NextBatch = Callable[[], tuple[list[Microbatch], float]]
+QUICK = 24  # blocks times microbatches: about a second on one core
 
 
 class Prediction:
-    """What one rank knows of it. Rank 0 writes; it says in a line what it predicts, or why it cannot."""
+    """One rank's part of the prediction; rank 0 writes it. start: the step that the run begins or resumes after."""
 
-    def __init__(self, job: Job, ranks: Ranks):
-        self.job, self.ranks = job, ranks
+    def __init__(self, job: Job, ranks: Ranks, start: int):
+        self.job, self.ranks, self.start = job, ranks, start
         self.watching = ExitStack()
         self.counter: Collectives | None = None
         self.tracker: Tracker | None = None
-        self.start = 0
 
     def write(self) -> str:
-        """Predicts, in milliseconds: nothing is measured for it."""
+        """Writes the prediction, which takes milliseconds: nothing is measured for it. Returns a line that summarises
+        it, or says why there is none."""
         try:
             found = self._predicted()
             peak = size(found["memory"]["peak_bytes"])
-            said = f"predicted: {found['time']['step_s']:.3g} s a step, {peak} of tensors a rank"
-            self._save({"predicted": found})
+            said = f"predicted: {found['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
+            _save(self.job.out, {"predicted": found})
         except UserError as error:
             said = f"no prediction: {error}"
-            self._save({"predicted": None, "why": said})
+            _save(self.job.out, {"predicted": None, "why": said})
         return said
 
     def _predicted(self) -> dict[str, Any]:
@@ -60,35 +63,30 @@ class Prediction:
         found = predict(self.job.recipe, _cluster(self.ranks))
         return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True)}
 
-    def watched(self, next_batch: NextBatch, state: State) -> NextBatch:
-        """The same, watching two steps from their batch on until `watching` is closed. In the first it counts what this
-        rank sends; in the second, when the optimizer has its states, it follows all tensors. Not on accelerators, whose
-        compiled code is not to be watched; nor with a module of the user's own, which the planner does not know, and
-        which may talk over groups that the mesh does not know; nor in a step whose timeline is drawn."""
-        self.start = state.step
+    def begin_step(self, state: State) -> None:
+        """Watches the first steps until `end_step`. It counts this rank's messages. In the second step, when the
+        optimizer has its states, it also tracks all tensors if `observe.memory` is on.
+
+        It does not watch accelerators (it would change their compiled code), a user's own module (it may send over
+        groups that the mesh does not know), or a step whose timeline is drawn.
+        """
+        observe = self.job.recipe.observe
         if state.mesh.device.type != "cpu" or self.job.module is not None:
-            return next_batch
-        steps = iter((self._count, self._track))
+            return
+        if state.step + 1 == observe.trace_step:
+            return
+        if self.counter is None:
+            self.counter = Collectives(state.mesh)
+            if self.ranks.world > 1:
+                self.watching.enter_context(self.counter)
+        elif self.tracker is None and observe.memory:
+            self.tracker = self.watching.enter_context(Tracker(states_of(state)))
 
-        def fetch() -> tuple[list[Microbatch], float]:
-            found = next_batch()
-            traced = state.step + 1 == self.job.recipe.observe.trace_step
-            watch = None if traced else next(steps, None)
-            if watch is not None:
-                watch(state)
-            return found
-
-        return fetch
-
-    def _count(self, state: State) -> None:
-        if self.ranks.world > 1:
-            self.counter = self.watching.enter_context(Collectives(state.mesh))
-
-    def _track(self, state: State) -> None:
-        self.tracker = self.watching.enter_context(Tracker(states_of(state)))
+    def end_step(self) -> None:
+        self.watching.close()
 
     def conclude(self, mesh: Mesh) -> None:
-        """Adds what was measured. All ranks call it; the first writes."""
+        """Adds the measured figures. All ranks call it; the first writes."""
         self.watching.close()
         sent_bytes = self._most_sent(mesh)
         if not self.ranks.first:
@@ -99,30 +97,63 @@ class Prediction:
             "memory_bytes": self._peak(mesh),
             "sent_bytes": sent_bytes,
         }
-        self._save(prediction.read(self.job.out) | {"measured": measured})
+        _save(self.job.out, prediction.read(self.job.out) | {"measured": measured})
 
     def _peak(self, mesh: Mesh) -> int | None:
-        """Most bytes of tensors at once, in a step; None where they were not followed."""
+        """Most bytes of tensors at once in a step; None if they were not tracked."""
         if mesh.device.type != "cpu":
             return peak_memory_bytes(str(mesh.device))
         return None if self.tracker is None else self.tracker.peak().total
 
     def _most_sent(self, mesh: Mesh) -> dict[str, int] | None:
-        """Bytes by axis, of the rank that sends most; None where they were not counted."""
-        if self.counter is None:
+        """Bytes by axis of the rank that sends most; None if they were not counted."""
+        if self.counter is None or self.ranks.world == 1:
             return None
         found = {key: (calls, size) for key, (calls, size) in self.counter.found.items()}
         mine = leaving(found, mesh.layout)
         sizes = torch.tensor([mine.get(axis, 0) for axis in AXES])
-        dist.all_reduce(sizes, dist.ReduceOp.MAX)
+        mesh.axis("all").all_reduce(sizes, "max")
         return {axis: int(most) for axis, most in zip(AXES, sizes, strict=True) if most}
 
-    def _save(self, plan: dict[str, Any]) -> None:
-        (self.job.out / "plan.json").write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+
+def add_exact(job: Job) -> None:
+    """Adds the exact figures of rank 0, and of the rank with the largest predicted memory, or `exact_why`: why there
+    are none. It runs after training, on CPUs, in a process without a group, and traces only what takes about a
+    second. Neither an error here nor an interrupt fails the run."""
+    with suppress(Exception, KeyboardInterrupt):
+        _add_exact(job)
+
+
+def _add_exact(job: Job) -> None:
+    plan = {name: part for name, part in prediction.read(job.out).items() if not name.startswith("exact")}
+    if (
+        torch.cuda.is_available()
+        or dist.is_initialized()
+        or job.module is not None
+        or not plan.get("predicted")
+    ):
+        return
+    layout = Layout.from_recipe(job.recipe.layout)
+    totals = [stage["total"] for stage in plan["predicted"]["memory"]["per_stage"]]
+    ranks = sorted({0, layout.rank({"pp": totals.index(max(totals))})})
+    if sum(blocks_traced(job.recipe, rank) for rank in ranks) > QUICK:
+        command = f"fivefold plan {job.out / 'recipe.toml'} --cluster {plan['predicted']['cluster']} --exact"
+        plan["exact_why"] = f"Tracing this run takes longer than a second. This command does it: {command}"
+    else:
+        try:
+            plan["exact"] = [exact(job.recipe, rank).as_json() for rank in ranks]
+        except Exception as error:
+            plan["exact_why"] = f"The trace failed: {error}"
+    _save(job.out, plan)
+    write_report(job.out)
+
+
+def _save(run: Path, plan: dict[str, Any]) -> None:
+    write_atomically(run / "plan.json", json.dumps(plan, indent=1) + "\n")
 
 
 def _cluster(ranks: Ranks) -> Cluster:
-    """The machine that runs, as the planner knows it."""
+    """The machine of this run, as a cluster of the planner."""
     if ranks.device.type == "cuda":
         name = torch.cuda.get_device_name(ranks.device).lower()
         found = next(
@@ -136,4 +167,4 @@ def _cluster(ranks: Ranks) -> Cluster:
     table = load()
     if table is None:
         raise UserError("this machine is not measured yet; `fivefold bench hardware` does it, in two minutes")
-    return of(table)
+    return of_table(table)

@@ -1,8 +1,8 @@
-"""What `fivefold verify` compares layouts with: one process, the whole model, plain autograd.
+"""The reference that `fivefold verify` compares layouts with: one process, the whole model, plain autograd.
 
-It shares the models' code, the loop's step and AdamW with the trainer, and none of its ways of keeping weights: no flat
-buffers, no buckets, nothing divided, nothing computed again, nothing compiled. Each parameter has a master and a
-gradient of its own, in fp32.
+It shares the models' code, the step and the optimizer with the trainer, but not the way weights are kept: it has no
+flat buffers, no buckets, no sharding, no recomputation and no compilation. Each parameter has its own fp32 master and
+gradient.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fivefold.layout import Layout
-from fivefold.models import LanguageModel, build
+from fivefold.launch.ranks import Ranks
+from fivefold.models.base import LanguageModel
+from fivefold.models.build import build
+from fivefold.models.card import card_of
+from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel
-from fivefold.parallel.ranks import Ranks
+from fivefold.precision import torch_dtype
 from fivefold.recipe import Recipe
-from fivefold.sharding import Part, held
-from fivefold.train.state import DTYPES, State, compute_mode, with_optimizer
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import Part, held
+from fivefold.step.state import State, compute_mode, with_optimizer
 
 
 class Plain:
-    """The plainest replica (see `parallel.replica.Replica`) of a module that is in fp32 when it is built and computes
-    in `compute_dtype` from then on."""
+    """The simplest replica (see `parallel.replica.Replica`). The module must be in fp32 when this is built; afterwards
+    it computes in `compute_dtype`."""
+
+    updater: Updater
 
     def __init__(self, module: nn.Module, parts: dict[str, Part], compute_dtype: torch.dtype):
         self.parts, self.params = parts, dict(module.named_parameters())
@@ -47,14 +53,18 @@ class Plain:
         for gradient in self.gradients.values():
             gradient.zero_()
 
-    def arm(self) -> None:
-        """Nothing to send."""
+    def enable_sync(self) -> None:
+        """Does nothing: there is nothing to send."""
 
     def collect(self) -> None:
-        """Nothing is left for later."""
+        """Does nothing: no gradient is deferred."""
 
     def finish(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
+
+    def update(self, lr: float, scale: float) -> None:
+        self.updater.step(self.gradients, lr, scale)
+        self.refresh()
 
     def refresh(self) -> None:
         for name, p in self.params.items():
@@ -68,14 +78,14 @@ class Plain:
             self.params[name].register_hook(seen)
 
     def close(self) -> None:
-        """Nothing: the module ends with it."""
+        """Does nothing: the module is not used without this object."""
 
 
 def reference_state(recipe: Recipe, one: Ranks) -> State:
-    """The state of a resolved recipe at step 0 on one process, whatever its layout says."""
+    """The state of a resolved recipe at step 0 on one process; the recipe's layout is ignored."""
     model, mesh = recipe.model, Mesh(Layout(), one)
     module = build(model, device=one.device, seed=recipe.train.seed)
     assert isinstance(module, LanguageModel)
-    replica = Plain(module, held(model, Layout(), 0), DTYPES[compute_mode(recipe, one.device)])
-    balance = Balance([module], mesh, model) if model.arch == "moe" else None
+    replica = Plain(module, held(card_of(model), Layout(), 0), torch_dtype(compute_mode(recipe, one.device)))
+    balance = Balance([module], mesh, model) if card_of(model).has_experts else None
     return with_optimizer(Parallel([module], [replica], balance=balance), mesh, recipe.optim)

@@ -1,4 +1,4 @@
-"""One rank's run, from the first line on the console to the last: builds the state, resumes, trains, reports."""
+"""Runs one rank from the first line on the console to the last: builds the state, resumes, trains, reports."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import shlex
 from contextlib import ExitStack
 
 import torch
-import torch.distributed as dist
 
 from fivefold.checkpoint import store
+from fivefold.host.machine import describe
 from fivefold.kernels import native
+from fivefold.launch.interrupt import Interrupt
+from fivefold.launch.ranks import Ranks
+from fivefold.models.card import card_of
 from fivefold.observe import prediction
 from fivefold.observe.console import Console
-from fivefold.observe.machine import describe
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
-from fivefold.parallel.ranks import Ranks
 from fivefold.recipe import count_parameters, to_toml, tokens_per_step
+from fivefold.step.state import State, build_state, compute_mode, make_equal
 from fivefold.train.hooks import RunHooks
-from fivefold.train.interrupt import Interrupt
 from fivefold.train.job import Job
 from fivefold.train.loop import train_loop
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import resume
 from fivefold.train.share import reader
-from fivefold.train.state import State, build_state, compute_mode, make_equal
 
 
 def run_rank(job: Job, ranks: Ranks) -> int | None:
-    """Trains. Returns the signal that stopped the run early, or None when it is complete."""
+    """Trains on one rank. Returns the signal that stopped the run early, or None if it is complete."""
     recipe = job.recipe
     with ExitStack() as stack:
         message = "stopping: finishing this step, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
-        predicted = Prediction(job, ranks)
-        stack.enter_context(predicted.watching)
         state = build_state(recipe, ranks, job.module)
         for replica in state.parallel.replicas:
             stack.callback(replica.close)
         resumed = job.resume and resume(state, job)
         if ranks.world > 1 and job.module is not None:
             make_equal(state)
+        predicted = Prediction(job, ranks, state.step)
+        stack.enter_context(predicted.watching)
         console = stack.enter_context(
             Console(
                 recipe.train.steps or 0,
@@ -63,14 +63,14 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
             )
         batches = stack.enter_context(reader(job, state.mesh, state.step))
-        batches = predicted.watched(batches, state)
-        hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted.watching)
+        hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted)
         complete = train_loop(state, recipe, hooks)
         predicted.conclude(state.mesh)
         if ranks.first:
             _conclude(console, job, complete)
-        if ranks.world > 1:
-            dist.barrier()  # the ranks leave together: a launcher stops the others when one is gone
+        state.mesh.axis(
+            "all"
+        ).barrier()  # the ranks leave together: a launcher stops the others when one is gone
         return None if complete else interrupt.signal or 15
 
 
@@ -91,10 +91,10 @@ def _introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
     mode = compute_mode(recipe, ranks.device, job.module is not None)
     console.note(
         f"{name}, {parameters:,} parameters, {mode}; {ranks.world} rank(s) on {where}; "
-        f"{tokens_per_step(recipe):,} tokens a step; run folder {job.out}"
+        f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
     )
     if ranks.device.type == "cpu" and native.why_not():
-        console.note(f"fused CPU kernels are off, training is slower: {native.why_not()}")
+        console.note(f"fused CPU kernels are off, so training is slower: {native.why_not()}")
 
 
 def _conclude(console: Console, job: Job, complete: bool) -> None:
@@ -110,11 +110,11 @@ def _conclude(console: Console, job: Job, complete: bool) -> None:
 
 
 def _next_commands(job: Job) -> list[str]:
-    """What can be done with a run that is complete."""
+    """Commands to try with a complete run."""
     if job.module is not None:
         return []
     commands = [f"fivefold export {job.out} exported/"]
-    if job.recipe.model.arch != "bert" and job.data is not None and job.data.tokenizer is not None:
+    if card_of(job.recipe.model).causal and job.data is not None and job.data.tokenizer is not None:
         prompt = shlex.quote(job.recipe.train.sample_prompt or "The ")
         commands.insert(0, f"fivefold generate {job.out} --prompt {prompt}")
     return commands

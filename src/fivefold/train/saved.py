@@ -1,5 +1,7 @@
-"""A rank's part of saving and resuming: the pieces that it owns go into a checkpoint, the parts that it keeps come out
-of one, whatever layout wrote it."""
+"""A rank's part of saving and resuming.
+
+It writes the pieces that it owns into a checkpoint, and reads the parts that it stores from one of any layout.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +10,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import store, write
+from fivefold.comm import all_or_none
 from fivefold.errors import UserError
-from fivefold.optim import MOMENTS, load_state, state_tensors
-from fivefold.parallel.mesh import Mesh
-from fivefold.sharding import Part, boxes, local_shape
-from fivefold.train.checked import assert_same, check_files, machine, together
+from fivefold.spread.parts import Part, boxes, local_shape
+from fivefold.step.state import State
+from fivefold.train.checked import assert_same, check_files, machine
 from fivefold.train.job import Job
-from fivefold.train.state import State
+
+FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
 
 
 def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) -> Path:
-    """Writes a checkpoint of the state, with `meta`, into the run folder; removes those beyond `keep_last`. All ranks
-    call it, and each writes what it owns."""
+    """Writes a checkpoint of the state, with `meta`, into the run folder, and removes those beyond `keep_last`.
+
+    All ranks call it, and each writes its own pieces.
+    """
     counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
     measured = {"noise": list(state.noise)} if any(state.noise) else {}
     folder = store.folder_of(out, state.step)
     model = [*owned_pieces(state, state.masters()), *buffer_pieces(state)]
-    moments = state_tensors(state.optimizer, state.masters())
-    write_pieces(folder, model, owned_pieces(state, moments), counts | measured | meta, state.mesh)
+    whole = counts | measured | meta
+    write.save(folder, model, owned_pieces(state, state.moments()), whole, axis=state.mesh.axis("all"))
     if state.mesh.rank == 0:
         store.prune(out, keep_last)
     return folder
-
-
-def write_pieces(
-    folder: Path, model: list[write.Piece], optimizer: list[write.Piece], meta: dict[str, Any], mesh: Mesh
-) -> None:
-    """`write.save` by all ranks of a mesh together."""
-
-    def agree(fine: bool) -> bool:
-        all_fine = torch.tensor(float(fine), device=mesh.device)
-        if mesh.size("all") > 1:
-            dist.all_reduce(all_fine, dist.ReduceOp.MIN)
-        return all_fine.item() > 0
-
-    write.save(folder, model, optimizer, meta, rank=mesh.rank, ranks=mesh.size("all"), agree=agree)
 
 
 def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[write.Piece]:
     """What this rank owns of tensors that have the shapes of its masters; their names are a parameter's, perhaps with
     "exp_avg." or the like before it."""
     parts = {name: part for r in state.parallel.replicas for name, part in reversed(r.parts.items())}
-    prefixes = ("", *(f"{moment}." for moment in MOMENTS))
+    prefixes = ("", *(f"{moment}." for moment in moments_of(state)))
     return [
         write.Piece(prefix + name, tensors[prefix + name][where], part.shape, box)
         for name, part in parts.items()
@@ -64,52 +54,69 @@ def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[write.Piece]:
     ]
 
 
+def moments_of(state: State) -> tuple[str, ...]:
+    """Names of the optimizer's states, which are the same for all parameters."""
+    return next((replica.updater.card.state_names for replica in state.parallel.replicas), ())
+
+
 def buffer_pieces(state: State) -> list[write.Piece]:
-    """Buffers are equal on all ranks that have them; the first of each pipeline stage writes them."""
+    """The buffers that this rank writes. All ranks of a pipeline stage have the same; the first writes them."""
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
     first = state.mesh.index("batch") == 0 and state.mesh.index("tp") == 0
     return write.whole_pieces(buffers) if first else []
 
 
 def resume(state: State, job: Job) -> bool:
-    """Loads the latest checkpoint; False where there is none yet. All ranks call it."""
+    """Loads the latest checkpoint. Returns False if there is none yet. All ranks call it."""
     checkpoint = None
-    with together(state.mesh):
+    with all_or_none(state.mesh.axis("all")):
         if store.checkpoints(job.out):
             checkpoint = store.Reader(store.latest(job.out))
     assert_same(checkpoint, state.mesh)
     if checkpoint is None:
         return False
     folder, meta, steps = checkpoint.folder, checkpoint.meta, job.recipe.train.steps or 0
-    with together(state.mesh):  # each machine prepares its own data
+    with all_or_none(state.mesh.axis("all")):  # each machine prepares its own data
         for key, now in identity(job).items():
             if key in meta and meta[key] != now:
+                if key == FINGERPRINT:
+                    raise UserError(
+                        f"the data changed since {folder}, so the run cannot resume exactly. Restore the data, or "
+                        "start a new run"
+                    )
                 raise UserError(
-                    f"{folder} was trained with {key} = {meta[key]}, and now it is {now}: the run would not go on "
-                    "where it stopped. Undo the change, or start a new run"
+                    f"{folder} was trained with {key} = {meta[key]}, and now it is {now}, so the run cannot resume "
+                    "exactly. Undo the change, or start a new run"
                 )
     load_checkpoint(state, checkpoint)
     if state.step > steps:
-        raise UserError(f"train.steps = {steps}, but {folder} is further: set at least {state.step}")
+        raise UserError(
+            f"train.steps = {steps}, but {folder} is already beyond it; set at least {state.step}"
+        )
     return True
 
 
 def identity(job: Job) -> dict[str, Any]:
-    """What the position in the data follows from: a run cannot go on when one of these has changed."""
+    """Settings that determine the position in the data and the optimizer's states.
+
+    A run cannot resume exactly if one of them has changed.
+    """
     recipe = job.recipe
     found: dict[str, Any] = {
         "model.seq_len": recipe.model.seq_len,
         "train.global_batch_size": recipe.train.global_batch_size,
         "train.seed": recipe.train.seed,
+        "optim.name": recipe.optim.name,
     }
     if job.data is not None:
-        found["the data's fingerprint"] = job.data.info.get("fingerprint")
+        found[FINGERPRINT] = job.data.info.get("fingerprint")
     return found
 
 
 def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
-    """Sets weights, moments, buffers and counts: this rank reads its own parts, whatever layout wrote them. All ranks
-    call it.
+    """Sets weights, moments, buffers and counts from a checkpoint of any layout.
+
+    All ranks call it and read their own parts.
 
     Raises:
         UserError: a name is missing, unknown, or has another shape; a file is damaged. On all ranks.
@@ -117,23 +124,23 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
     masters, meta = state.masters(), checkpoint.meta
-    with together(state.mesh):
+    with all_or_none(state.mesh.axis("all")):
         try:
             _fits(state, checkpoint, parts, buffers)
-            moments = MOMENTS if int(meta.get("updates", meta["step"])) else ()
+            moments = moments_of(state) if int(meta.get("updates", meta["step"])) else ()
             needed = _files(checkpoint, {name: parts[name] for name in masters}, moments)
             needed.update(*(checkpoint.files_of("model", name) for name in buffers))
         except (ValueError, KeyError) as error:
             raise UserError(f"{checkpoint.folder} does not fit the recipe: {error}") from None
     here = machine(state.mesh)
-    with together(state.mesh):
-        check_files(checkpoint, needed, here, state.mesh.device)
-    with together(state.mesh):
+    with all_or_none(state.mesh.axis("all")):
+        check_files(checkpoint, needed, here)
+    with all_or_none(state.mesh.axis("all")):
         _load(state, checkpoint, parts, buffers, moments)
 
 
 def _fits(state: State, checkpoint: store.Reader, parts: dict[str, Part], buffers: dict[str, Tensor]) -> None:
-    """Raises ValueError where names or shapes are not the model's."""
+    """Raises ValueError if names or shapes are not the model's."""
     shapes = {name: part.shape for name, part in parts.items()} | {
         n: tuple(b.shape) for n, b in buffers.items()
     }
@@ -169,7 +176,8 @@ def _load(
             for name in masters
             for moment in moments
         }
-        load_state(state.optimizer, masters, found, state.updates)
+        for replica in state.parallel.replicas:
+            replica.updater.load(found, state.updates)
 
 
 def _files(checkpoint: store.Reader, parts: dict[str, Part], moments: Iterable[str]) -> set[str]:
@@ -184,7 +192,7 @@ def _files(checkpoint: store.Reader, parts: dict[str, Part], moments: Iterable[s
 
 
 def _read(checkpoint: store.Reader, kind: str, name: str, part: Part) -> Tensor:
-    """The part of a tensor that this rank keeps."""
+    """The part of a tensor that this rank stores."""
     out = torch.empty(local_shape(part.keeps))
     for where, box in boxes(part.keeps):
         out[where] = checkpoint.read(kind, name, box)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fivefold.data import NOT_COUNTED, Batches, DataSet, Prefetch
+from fivefold.data.batches import objective_of
 from fivefold.parallel.context import take
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.pipeline import Microbatch
 from fivefold.recipe import Recipe
 from fivefold.train.job import BatchSource, Job
-
-Microbatch = tuple[Tensor, Tensor]  # inputs, targets: (rows, T) int64
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def reader(job: Job, mesh: Mesh, start: int) -> Iterator[Callable[[], tuple[list
 
 
 def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | None]:
-    """This rank's share of the validation sequences, and the bytes a token stands for where they are known."""
+    """This rank's share of the validation sequences, and the bytes per token id if known."""
     recipe, size = job.recipe, job.recipe.train.val_sequences
     batches, token_bytes = job.val_batches, None
     if batches is None:
@@ -43,7 +43,7 @@ def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | Non
         assert job.data.val is not None
         batches = batches_of(recipe, job.data, job.data.val, size, shuffle=False)
         size = min(size, batches.sequences)
-        if job.data.tokenizer is not None and recipe.model.arch != "bert":
+        if job.data.tokenizer is not None and objective_of(recipe) == "causal":
             token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=mesh.device)
     together = mesh.layout.divided
     share = share_of(batches, 0, size, recipe.train.microbatch_size or 1, mesh, equal=together)
@@ -52,7 +52,7 @@ def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | Non
 
 def batches_of(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
     assert recipe.model.vocab_size is not None
-    objective = "mlm" if recipe.model.arch == "bert" else "causal"
+    objective = objective_of(recipe)
     seq_len, seed = recipe.model.seq_len, recipe.train.seed
     return Batches(tokens, seq_len, size, seed, objective, data.mask_id, data.vocab_size, shuffle)
 
@@ -79,7 +79,7 @@ def share_of(
 
 
 def _fill(inputs: Tensor, targets: Tensor, real: int, rows: int) -> Microbatch:
-    """At most `rows` sequences, of which `real` count -> `rows` sequences, of which the others do not count."""
+    """Pads at most `rows` sequences, `real` of them counted, to `rows` sequences. The others do not count."""
     both = [torch.cat([x, x[:1].expand(rows - len(x), -1)]) for x in (inputs, targets)]
     both[1][real:] = NOT_COUNTED
     return both[0], both[1]

@@ -1,24 +1,23 @@
-"""Does a layout compute what one process computes?
+"""Checks that a layout computes what one process computes.
 
-The reference is one process with the whole model and plain autograd (`reference.py`); so a layout of one rank is
-compared, too: it shows whether the trainer's own way of keeping weights and gradients is right.
+The reference is one process with the whole model and plain autograd (`reference.py`). A layout of one rank is compared,
+too: it shows whether the trainer keeps weights and gradients correctly.
 
-Both sides train the same few steps from the same initial weights on the same batches, with dropout off, and write
-what they have into a folder: the whole gradient of the first step; of each step the loss and the gradient's norm;
-weights and moments after the last. Ranks write only what they own, so a piece that is missing, or owned twice, shows
-too. One process then reads both folders and compares them, tensor by tensor. Gradients are compared in the first
-step, when both sides have the same weights; what goes wrong in later ones shows in losses and norms, and in the
-weights at the end.
+Both sides train the same few steps from the same initial weights on the same batches, without dropout. Each writes into
+a folder: the whole gradient of the first step; loss and gradient norm of each step; weights and moments after the last.
+Ranks write only what they own, so a piece that is missing, or owned twice, shows too. One process then reads both
+folders and compares them, tensor by tensor. Gradients are compared in the first step, when both sides have the same
+weights. Errors in later steps show in losses, norms and the final weights.
 
-Differences are relative: the norm of a tensor's difference by the norm of the reference's tensor.
+Differences are relative: the norm of a tensor's difference divided by the norm of the reference tensor.
 
-fp32: the tolerances are TOLERANCE. In weights each element counts by the size of its gradients (the root of Adam's
-second moment): Adam divides by that size, so an element whose true gradient is zero, such as a bias of attention's
-keys, moves by rounding noise alone.
+fp32: the tolerances are TOLERANCE. Adam divides an update by the size of the gradient, so an element whose true
+gradient is zero, such as a key bias in attention, moves by rounding noise alone. Therefore each element of a weight is
+weighted by the size of its gradients: the root of the second moment, if the optimizer has one.
 
-bf16: the reference is one process in fp32, and a layout may differ from it TIMES_BF16 as much as one process in bf16
-does; so bf16's own rounding is measured, not guessed. Weights are compared all together here: bf16's rounding
-turns the sign of some small gradients, and with it Adam's whole step of those elements, few or many by chance.
+bf16: the reference is one process in fp32. A layout may differ from it TIMES_BF16 as much as one process in bf16 does,
+so bf16's own rounding is measured, not guessed. Weights are compared all together here: bf16 rounding flips the sign of
+some small gradients, and with it Adam's whole step of those elements; how many is chance.
 """
 
 from __future__ import annotations
@@ -32,36 +31,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.checkpoint import store
+from fivefold.checkpoint import store, write
+from fivefold.comm import everyone
 from fivefold.data import DataSet
 from fivefold.errors import UserError
 from fivefold.host import cores
-from fivefold.layout import Layout, to_text, validate
-from fivefold.optim import state_tensors
-from fivefold.parallel import ranks as ranks_
-from fivefold.parallel.ranks import Ranks
-from fivefold.parallel.replica import clip_
+from fivefold.launch import ranks as ranks_
+from fivefold.launch.local import start_ranks
+from fivefold.launch.ranks import Ranks
+from fivefold.optim import OPTIMIZERS
+from fivefold.precision import TRAINED
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.rules import allows
 from fivefold.recipe.schema import LayoutSection
-from fivefold.train.launch import prepare_data, start_ranks
-from fivefold.train.loop import agree, forward_backward, update
+from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.step.state import build_state
+from fivefold.step.step import take_step
 from fivefold.train.reference import reference_state
-from fivefold.train.saved import buffer_pieces, owned_pieces, write_pieces
+from fivefold.train.saved import buffer_pieces, owned_pieces
 from fivefold.train.share import batches_of, share_of
-from fivefold.train.state import build_state
+from fivefold.train.start import prepare_data
 
 TOLERANCE = {"loss": 1e-6, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
-TIMES_BF16 = 3.0  # tensor and sequence parallelism round in other places: up to 1.7 in tensors of 32 elements
-FLOOR_BF16 = 2.0**-8  # of single numbers, in which roundings may cancel by chance: bf16's spacing
+TIMES_BF16 = 3.0  # tensor and sequence parallelism round elsewhere: up to 1.7 in tensors of 32 elements
+FLOOR_BF16 = 2.0**-8  # for single numbers, whose roundings may cancel by chance: bf16's spacing
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one side computes: `steps` steps of a resolved recipe, written into `folder`."""
+    """Runs one side: `steps` steps of a resolved recipe, written into `folder`."""
 
     recipe: Recipe
     data: DataSet
@@ -71,7 +71,7 @@ class Side:
 
 @dataclass
 class Figure:
-    """The largest relative difference of one kind, where it is, and what is allowed there."""
+    """The largest relative difference of one kind, its place, and the tolerance there."""
 
     max_rel: float = 0.0
     worst: str = ""
@@ -83,17 +83,17 @@ class Figure:
 
     @property
     def share(self) -> float:
-        """Of what is allowed."""
+        """The difference as a share of the tolerance."""
         return self.max_rel / self.allowed if self.allowed else math.inf if self.max_rel else 0.0
 
     def worse(self, other: Figure) -> Figure:
-        """The one that is worse by what is allowed."""
+        """Returns the figure that is worse relative to its tolerance."""
         return other if not self.worst or other.share > self.share else self
 
 
 @dataclass
 class Report:
-    """What `fivefold verify` found. `passed`: every figure is within what is allowed."""
+    """The result of `fivefold verify`. `passed`: every figure is within its tolerance."""
 
     layout: str
     ranks: int
@@ -114,7 +114,7 @@ class Report:
         return all(figure.passed for figure in self.figures.values())
 
     def as_json(self) -> dict[str, Any]:
-        """As `fivefold verify --json` prints it; `tolerance` is what was allowed where each difference is worst."""
+        """The object that `fivefold verify --json` prints. `tolerance` is the one at each figure's worst place."""
         figures = {
             name: {"max_rel": f.max_rel, "worst": f.worst, "passed": f.passed}
             for name, f in self.figures.items()
@@ -129,12 +129,12 @@ def verify(
 ) -> Report | None:
     """Compares a layout with one process, over `steps` steps of a recipe in `mode` ("fp32" or "bf16").
 
-    layout: as `--layout` takes it; None: the recipe's. Its ranks are started here; under torchrun or Slurm theirs are
-    used, and ranks other than the first return None. fork: see `run_command`.
+    layout: as `--layout` takes it; None: the recipe's. Its ranks are started here. Under torchrun or Slurm the launched
+    ranks are used, and all but the first return None. fork: see `run_command`.
 
     Raises:
-        UserError: the recipe, the layout or the data does not do.
-        SystemExit: it was stopped by a signal.
+        UserError: the recipe, the layout or the data is not valid.
+        SystemExit: a signal stopped it.
     """
     recipe, notes = prepared(recipe, layout, steps, mode)
     wanted, launched = Layout.from_recipe(recipe.layout), ranks_.found()
@@ -162,9 +162,9 @@ def verify(
 
 
 def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple[Recipe, list[str]]:
-    """The recipe as it is compared, and what was changed for that."""
-    if mode not in ("fp32", "bf16"):
-        raise UserError(f"mode '{mode}': must be fp32 or bf16")
+    """The recipe as it is compared, and notes on what was changed for that."""
+    if mode not in TRAINED:
+        raise UserError(f"mode '{mode}': must be {' or '.join(TRAINED)}")
     if steps < 1:
         raise UserError(f"steps {steps}: must be at least 1")
     changes, notes = [f"precision.mode={mode}"], []
@@ -186,45 +186,43 @@ def alone() -> Ranks:
 
 
 def _common(folder: Path, ranks: Ranks) -> Path:
-    """Rank 0's folder, on every rank: they share the disk."""
+    """Rank 0's folder, on every rank. The ranks share the disk."""
     text = torch.zeros(4096, dtype=torch.uint8, device=ranks.device)
     raw = str(folder).encode()
     text[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    if ranks.world > 1:
-        dist.broadcast(text, 0)
+    everyone(ranks).broadcast(text, 0)
     return Path(bytes(text.tolist()).rstrip(b"\0").decode())
 
 
 def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
-    """One rank's part of a side: of a layout's, or the reference."""
+    """Computes one rank's part of a side: of the layout, or of the reference."""
     recipe, train = side.recipe, side.recipe.train
     batches = batches_of(recipe, side.data, side.data.train, train.global_batch_size, shuffle=True)
     state = reference_state(recipe, ranks) if reference else build_state(recipe, ranks)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+
+    def write_first_gradient() -> None:
+        if state.step == 0:
+            pieces = owned_pieces(state, state.gradients())
+            write.save(side.folder / "first", pieces, [], {}, axis=state.mesh.axis("all"))
+
     try:
         for step in range(side.steps):
             share = share_of(batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh)
-            loss = forward_backward(state, share, train.seed)
-            if step == 0:
-                pieces = owned_pieces(state, state.gradients())
-                write_pieces(side.folder / "first", pieces, [], {}, state.mesh)
-            norm = clip_(state.parallel.replicas, recipe.optim.grad_clip, state.mesh)
-            update(state, recipe.optim, norm, train.steps or side.steps)
-            found["loss"].append(agree(loss, False, state.mesh)[0])
-            found["grad_norm"].append(norm)
-            state.step += 1
-        moments = owned_pieces(state, state_tensors(state.optimizer, state.masters()))
-        weights = owned_pieces(state, state.masters())
-        weights += buffer_pieces(state)
-        write_pieces(side.folder / "end", weights, moments, found, state.mesh)
+            done = take_step(state, recipe, share, inspect=write_first_gradient)
+            found["loss"].append(done.loss)
+            found["grad_norm"].append(done.norm)
+        moments = owned_pieces(state, state.moments())
+        weights = owned_pieces(state, state.masters()) + buffer_pieces(state)
+        write.save(side.folder / "end", weights, moments, found, axis=state.mesh.axis("all"))
     finally:
         for replica in state.parallel.replicas:
             replica.close()
 
 
 def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: Path) -> Report:
-    """Computes the reference in this process, unless it is there, and compares it with `folder`/layout, where the
-    layout's ranks left theirs. In bf16 there are two references, of fp32 and of bf16."""
+    """Computes the reference in this process, unless it exists, and compares it with `folder`/layout, which the
+    layout's ranks wrote. In bf16 there are two references, one in fp32 and one in bf16."""
     layout, mode = Layout.from_recipe(recipe.layout), recipe.precision.mode
     for other in {"fp32", mode}:
         if not (folder / other).exists():
@@ -232,8 +230,9 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
             one = recipe.model_copy(update={"layout": LayoutSection(), "precision": precision})
             compute(Side(one, data, steps, folder / other), alone(), reference=True)
     report = Report(to_text(layout), layout.ranks, mode, steps)
-    own = {} if mode == "fp32" else dict(_differences(folder / mode, folder / "fp32", together=True))
-    for (kind, where), rel in _differences(folder / "layout", folder / "fp32", bool(own)):
+    second = OPTIMIZERS[recipe.optim.name].second_moment
+    own = {} if mode == "fp32" else dict(_differences(folder / mode, folder / "fp32", second, together=True))
+    for (kind, where), rel in _differences(folder / "layout", folder / "fp32", second, bool(own)):
         allowed = TOLERANCE[kind]
         if kind in ("loss", "grad_norm") and own:
             allowed = max(FLOOR_BF16, *(TIMES_BF16 * rel for (k, _), rel in own.items() if k == kind))
@@ -243,22 +242,26 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
     return report
 
 
-def _differences(side: Path, reference: Path, together: bool) -> Iterator[tuple[tuple[str, str], float]]:
-    """((kind, where), relative difference) of everything that both sides wrote. together: see _weight_differences."""
+def _differences(
+    side: Path, reference: Path, second: str | None, together: bool
+) -> Iterator[tuple[tuple[str, str], float]]:
+    """((kind, where), relative difference) of everything that both sides wrote. second: the optimizer's second moment.
+    together: see _weight_differences."""
     mine, theirs = store.Reader(side / "end"), store.Reader(reference / "end")
     for kind in ("loss", "grad_norm"):
         for step, (a, b) in enumerate(zip(mine.meta[kind], theirs.meta[kind], strict=True), 1):
             yield (kind, f"step {step}"), _relative(torch.tensor(a), torch.tensor(b))
-    yield from _weight_differences(mine, theirs, together)
+    yield from _weight_differences(mine, theirs, second, together)
     mine, theirs = store.Reader(side / "first"), store.Reader(reference / "first")
     for name in _names(mine, theirs):
         yield ("gradients", name), _relative(mine.read("model", name), theirs.read("model", name))
 
 
 def _weight_differences(
-    mine: store.Reader, theirs: store.Reader, together: bool
+    mine: store.Reader, theirs: store.Reader, second: str | None, together: bool
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """Of each tensor, its elements weighted by the size of their gradients; or of all together, unweighted."""
+    """The difference of each tensor, with elements weighted by the size of their gradients; or of all tensors together,
+    unweighted."""
     difference = size = 0.0
     for name in _names(mine, theirs):
         a, b = mine.read("model", name), theirs.read("model", name)
@@ -266,8 +269,8 @@ def _weight_differences(
             difference += (a.double() - b.double()).square().sum().item()
             size += b.double().square().sum().item()
             continue
-        root = torch.maximum(*(_root(s, name, a) for s in (mine, theirs)))
-        root = torch.where(root > 0, root, root.max().clamp(min=1e-30))  # no gradient: no excuse
+        root = torch.maximum(*(_root(s, second, name, a) for s in (mine, theirs)))
+        root = torch.where(root > 0, root, root.max().clamp(min=1e-30))  # no gradient: counts fully
         yield ("weights", name), _relative(a * root, b * root)
     if together:
         yield (
@@ -276,13 +279,13 @@ def _weight_differences(
         )
 
 
-def _root(side: store.Reader, name: str, like: Tensor) -> Tensor:
-    """About the size of each element's gradients; of a buffer, which has none, ones. The larger of both sides counts:
-    where a gradient is truly zero, one side may have rounding noise for it."""
-    moment = f"exp_avg_sq.{name}"
-    return (
-        side.read("optimizer", moment).sqrt() if moment in side.names("optimizer") else torch.ones_like(like)
-    )
+def _root(side: store.Reader, second: str | None, name: str, like: Tensor) -> Tensor:
+    """About the size of each element's gradients. Ones for a buffer, and with an optimizer without a second moment. The
+    caller takes the larger of both sides: if a gradient is truly zero, one side may have rounding noise for it."""
+    moment = f"{second}.{name}"
+    if second is None or moment not in side.names("optimizer"):
+        return torch.ones_like(like)
+    return side.read("optimizer", moment).sqrt()
 
 
 def _names(mine: store.Reader, theirs: store.Reader) -> list[str]:
@@ -292,8 +295,8 @@ def _names(mine: store.Reader, theirs: store.Reader) -> list[str]:
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference by norm of the reference, b. Infinite where only the reference is zero, or where one is
-    not finite."""
+    """Norm of the difference divided by the norm of the reference, b. Infinite if only the reference is zero, or if a
+    norm is not finite."""
     difference, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
     if difference == 0:
         return 0.0

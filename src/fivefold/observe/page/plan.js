@@ -170,7 +170,7 @@ function drawRoofline({ operations, step, flops, bandwidth }) {
     for (const value of decades(low, high)) add(
       shape("path", { class: "axis", d: `M${x(value)} 8V${floor}` }),
       shape("text", { x: x(value), y: floor + 16, "text-anchor": "middle" }, shown(value)));
-    add(shape("text", { x: width - 10, y: floor + 34, "text-anchor": "end" }, "FLOP a byte moved"),
+    add(shape("text", { x: width - 10, y: floor + 34, "text-anchor": "end" }, "FLOP per byte moved"),
       shape("text", { x: left + strip / 2 - 4, y: floor + 16, "text-anchor": "middle" }, "bytes"),
       shape("text", { x: left + strip / 2 - 4, y: floor + 30, "text-anchor": "middle" }, "only"),
       shape("path", { class: "axis", d: `M${left + strip - 8} 8V${floor}` }),

@@ -1,10 +1,9 @@
-"""One action of a pipeline schedule, and its text, which is that of PyTorch's schedule files."""
+"""One action of a pipeline schedule: its text, the results it needs and the result it makes."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from fivefold.errors import UserError
 
@@ -13,14 +12,13 @@ COMPUTE = ("F", "B", "I", "W")
 TEXT = re.compile(r"(\d{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,9})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """What a rank does with one microbatch at one of its stages.
+class Action(NamedTuple):
+    """One action of a rank: one microbatch at one of its stages. Its text is the format of PyTorch's schedule files.
 
-    F: forward. B: whole backward. I: the gradient of the input only, which the stage before waits for; W: the
-    gradients of the weights, which nothing waits for (arXiv 2401.10241). SEND_F, RECV_F: activations on their
-    way to the next stage; SEND_B, RECV_B: gradients on their way to the stage before. `stage` is that of the
-    rank that acts: 0SEND_F3 arrives as 1RECV_F3.
+    F: forward. B: the whole backward. I: the gradient of the input alone, which the previous stage waits for. W: the
+    gradients of the weights, which nothing waits for (arXiv 2401.10241). SEND_F, RECV_F: transfer of activations to the
+    next stage. SEND_B, RECV_B: transfer of gradients to the previous stage. `stage` belongs to the rank that acts:
+    0SEND_F3 arrives as 1RECV_F3.
     """
 
     stage: int
@@ -32,7 +30,7 @@ class Action:
 
     @property
     def computes(self) -> bool:
-        """Whether this is F, B, I or W."""
+        """True for F, B, I and W."""
         return self.kind in COMPUTE
 
 
@@ -48,3 +46,27 @@ def parse(text: str) -> Action:
             f"'{text}' is not an action: those look like 0F3, 1B2, 1I2, 1W2, 0SEND_F3 or 1RECV_F3"
         )
     return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
+
+
+Result = tuple[Literal["output", "gradient"], int, int]
+"""(what, stage, microbatch): a stage's output, or the gradient of its input. A plain tuple, since walks make many."""
+
+
+def makes(action: Action) -> Result | None:
+    """The result of a computation. W has none: nobody waits for it."""
+    stage, kind, microbatch = action
+    if kind == "W":
+        return None
+    return ("output" if kind == "F" else "gradient", stage, microbatch)
+
+
+def needs(action: Action, last: int) -> tuple[Result, ...]:
+    """The results that a computation waits for. last: the last stage of the model."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return (("output", stage - 1, microbatch),) if stage else ()
+    if kind == "W":
+        return (("gradient", stage, microbatch),)
+    if stage == last:
+        return (("output", stage, microbatch),)
+    return ("output", stage, microbatch), ("gradient", stage + 1, microbatch)

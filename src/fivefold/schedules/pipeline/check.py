@@ -1,19 +1,18 @@
-"""Proves that a schedule can run, and that it trains with every microbatch once."""
+"""Proves that a schedule can run, and that it trains on every microbatch once."""
 
 from __future__ import annotations
 
 from fivefold.errors import UserError
 from fivefold.schedules.pipeline.action import Action
-from fivefold.schedules.pipeline.dependencies import walk
 from fivefold.schedules.pipeline.memory import peak_live
 from fivefold.schedules.pipeline.schedule import Schedule
 
 
 def check(schedule: Schedule) -> list[float]:
-    """Checks the computations; returns the most microbatches times stages that are live on each rank.
+    """Checks the computations. Returns each rank's largest number of live activations, in microbatches times stages.
 
     Raises:
-        UserError: naming the action that is twice there, missing, on the wrong rank, or waits for ever.
+        UserError: names the action that is duplicated, missing, on the wrong rank, or waits forever.
     """
     places: dict[Action, int] = {}
     for rank, row in enumerate(schedule.rows):
@@ -26,22 +25,22 @@ def check(schedule: Schedule) -> list[float]:
         for microbatch in range(schedule.microbatches):
             _check_once(schedule, stage, microbatch, places)
     _check_order_of_losses(schedule)
-    stuck = walk(schedule, lambda rank, action: None)
-    if stuck:
+    if stuck := sorted(schedule.walked.stuck.items()):
         waits = "; ".join(
-            f"rank {rank} at {action} for {what}" for rank, (action, what) in sorted(stuck.items())
+            f"rank {rank} at {action} for the {what} of stage {stage} for microbatch {microbatch}"
+            for rank, (action, (what, stage, microbatch)) in stuck
         )
         raise wrong(schedule, f"it comes to a halt: waiting are {waits}")
     return peak_live(schedule)
 
 
 def wrong(schedule: Schedule, message: str) -> UserError:
-    """The error of a schedule."""
+    """An error in a schedule."""
     return UserError(f"schedule '{schedule.name}': {message}")
 
 
 def _check_action(schedule: Schedule, rank: int, action: Action) -> None:
-    """It is a computation of a stage that the rank has, and of a microbatch that exists."""
+    """Refuses an action that is not a computation, or whose stage or microbatch does not belong to the rank."""
     if not action.computes:
         raise wrong(schedule, f"{action} on rank {rank} is a transfer; those are added later")
     if action.stage >= schedule.stages:
@@ -58,7 +57,7 @@ def _check_action(schedule: Schedule, rank: int, action: Action) -> None:
 
 
 def _check_once(schedule: Schedule, stage: int, microbatch: int, places: dict[Action, int]) -> None:
-    """The stage meets the microbatch in one F, and in one B or in one I and, later, one W."""
+    """Requires one F, and either one B or one I with one W later."""
     forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in ("F", "B", "I", "W"))
     if forward not in places:
         raise wrong(schedule, f"{forward} is missing")
@@ -76,7 +75,7 @@ def _check_once(schedule: Schedule, stage: int, microbatch: int, places: dict[Ac
 
 
 def _check_order_of_losses(schedule: Schedule) -> None:
-    """The last stage meets microbatches in order: PyTorch's runtime counts losses as they come."""
+    """Requires microbatches in order at the last stage: PyTorch's runtime counts losses in order of arrival."""
     last, expected = schedule.stages - 1, 0
     for action in schedule.rows[schedule.rank_of[last]]:
         if (action.stage, action.kind) == (last, "F"):

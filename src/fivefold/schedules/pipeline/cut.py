@@ -1,4 +1,4 @@
-"""Which blocks of a model each pipeline stage gets."""
+"""Assigns the blocks of a model to pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import lru_cache
 from itertools import accumulate
 
 Cost = Callable[[int, int, int], float]
-"""(stage, its first block, the one behind its last) -> what the stage costs."""
+"""(stage, its first block, the block after its last) -> cost of the stage."""
 
 
 def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
-    """Divides blocks into `stages` runs of at least one block each, so that the costliest stage costs as little as
-    possible; among those cuts, the most even one (least sum of squares).
+    """Divides blocks into `stages` runs of at least one block each. The most expensive stage is as cheap as possible.
+    Of these cuts it takes the most even one (least sum of squares).
 
-    costs: of each block. first, last: what the first and the last stage cost besides (the embedding, the head); in
-    whatever unit, for example FLOPs a token.
+    costs: of each block. first, last: extra cost of the first and the last stage (the embedding, the head). Any unit
+    works, for example FLOPs per token.
     """
     assert 1 <= stages <= len(costs), f"{stages} stages of {len(costs)} blocks"
     before = [0.0, *accumulate(costs)]
@@ -35,13 +35,14 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
 
 @lru_cache(maxsize=64)
 def _run_costs(before: tuple[float, ...], first: float, last: float) -> list[float]:
-    """All that a stage may cost, ascending; before: the costs of the blocks, added up."""
+    """Every possible cost of a stage, ascending. before: prefix sums of the blocks' costs."""
     runs = {stop - start for i, start in enumerate(before) for stop in before[i + 1 :]}
     return sorted(run + extra for run in runs for extra in (0.0, first, last))
 
 
 def _possible(blocks: int, stages: int, cost: Cost, limit: float) -> bool:
-    """Whether no stage needs to cost more: each takes as many blocks as it may, and leaves one for each behind it."""
+    """True if no stage needs to cost more than `limit`. Each stage takes as many blocks as it may, and leaves one for
+    each later stage."""
     start = 0
     for stage in range(stages - 1):
         stop, most = start, blocks - (stages - stage - 1)
@@ -54,8 +55,8 @@ def _possible(blocks: int, stages: int, cost: Cost, limit: float) -> bool:
 
 
 def _most_even(blocks: int, stages: int, cost: Cost, limit: float) -> list[int]:
-    """Where the stages end, so that none costs more than `limit` and the sum of squares is least."""
-    totals: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # behind each stage: {end: (sum, its start)}
+    """The ends of the stages such that none costs more than `limit` and the sum of squares is least."""
+    totals: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # after each stage: {end: (sum, its start)}
     for stage in range(stages):
         found = {}
         for stop in range(stage + 1, blocks - (stages - stage - 1) + 1):

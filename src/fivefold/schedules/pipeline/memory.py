@@ -1,4 +1,4 @@
-"""How many activations a rank holds: it follows from the order of its actions alone, whatever they cost."""
+"""Counts the live activations of a rank. They depend on the order of its actions, not on their costs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ def peak_live(
 ) -> list[float]:
     """The most activations that each rank holds at once.
 
-    `size[s]`: bytes that a microbatch holds at stage s, from its F until its B or W (without it 1, so that the
-    result counts microbatches times stages). `after_input[s]`: what of these is left from I until W (without
-    it all).
+    `size[s]`: bytes that a microbatch holds at stage s, from its F to its B or W. The default is 1, which counts
+    microbatches times stages. `after_input[s]`: the bytes still held from I to W. The default is all.
     """
     size = size or [1] * schedule.stages
     after_input = after_input or size

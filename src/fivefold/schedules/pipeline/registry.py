@@ -1,4 +1,4 @@
-"""The schedules that a recipe can name, and building one."""
+"""The schedules that a recipe can name, and how to build one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from dataclasses import dataclass
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.schedules.pipeline.action import Action
-from fivefold.schedules.pipeline.breadth_first import breadth_first
-from fivefold.schedules.pipeline.dualpipev import dualpipev
-from fivefold.schedules.pipeline.one_f_one_b import interleaved, one_f_one_b
+from fivefold.schedules.pipeline.generators import (
+    breadth_first,
+    dualpipev,
+    interleaved,
+    one_f_one_b,
+    v_half,
+    zb_h1,
+    zbv,
+)
 from fivefold.schedules.pipeline.schedule import Placement, Schedule, place
-from fivefold.schedules.pipeline.zero_bubble import zb_h1, zbv
 
 
 @dataclass(frozen=True)
 class Generator:
-    """How a schedule is made.
+    """The generator of a schedule. All other properties of the schedule follow from its rows.
 
-    row: (rank, ranks, microbatches, stages a rank) -> the rank's computations. stages: how many a rank may
-    have, fewest and most (None: any number). instead: the schedule for another number. fill: microbatches that
-    `row` needs at least, given the ranks.
+    row: (rank, ranks, microbatches, stages per rank) -> the rank's computations. stages: the fewest and the most stages
+    per rank (None: no limit). instead: the schedule for another number. fill: the fewest microbatches that `row` needs,
+    given the ranks.
     """
 
     row: Callable[[int, int, int, int], list[Action]]
@@ -38,33 +43,41 @@ SCHEDULES = {
     "zb_h1": Generator(zb_h1),
     "zbv": Generator(zbv, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks - 1),
     "dualpipev": Generator(dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks),
+    "v_half": Generator(v_half, "v", stages=(2, 2)),
 }
+DEFAULT = "1f1b"
+"""The default schedule. It has one stage per rank, so it also stands for no pipeline at all."""
 
 
 def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The schedule `name` for any number of ranks and microbatches. `virtual_stages`: stages a rank; `zbv` and
-    `dualpipev` always have 2, whether 1 (what a layout has by default) or 2 is given.
+    """Builds the schedule `name` for any number of ranks and microbatches. virtual_stages: stages per rank. If a
+    schedule allows only one number, 1 (a layout's default) stands for it.
 
     Raises:
-        UserError: naming the layout's field, the value and the nearest one that is valid.
+        UserError: names the layout's field, its value and the nearest valid one.
     """
     chunks = stages_a_rank(name, virtual_stages)
     for field, value in (("pp", ranks), ("microbatches", microbatches)):
         if value < 1:
             raise UserError(f"layout.{field}: {value} is not possible with a pipeline; at least 1")
+    rows = tuple(tuple(build_row(name, rank, ranks, microbatches, chunks)) for rank in range(ranks))
+    return Schedule(name, microbatches, place(SCHEDULES[name].placement, ranks, chunks), rows)
+
+
+def build_row(name: str, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+    """One rank's computations under schedule `name`, with `chunks` stages per rank."""
     made = SCHEDULES[name]
-    # A schedule stays in order if some microbatches are left out, so too few are a part of enough.
+    # A schedule stays in order if some microbatches are left out, so build enough and drop the surplus.
     enough = max(microbatches, made.fill(ranks))
-    rows = (made.row(rank, ranks, enough, chunks) for rank in range(ranks))
-    kept = tuple(tuple(action for action in row if action.microbatch < microbatches) for row in rows)
-    return Schedule(name, microbatches, place(made.placement, ranks, chunks), kept)
+    row = made.row(rank, ranks, enough, chunks)
+    return row if enough == microbatches else [action for action in row if action.microbatch < microbatches]
 
 
 def stages_a_rank(name: str, virtual_stages: int) -> int:
-    """How many stages a rank gets under schedule `name` if the layout says `virtual_stages`.
+    """The number of stages per rank under schedule `name`, given the layout's `virtual_stages`.
 
     Raises:
-        UserError: if there is no such schedule, or it does not allow that number.
+        UserError: there is no such schedule, or it does not allow that number.
     """
     if name not in SCHEDULES:
         known = ", ".join(SCHEDULES)

@@ -1,4 +1,4 @@
-"""A pipeline schedule: which rank has which stages, and the order in which each rank computes."""
+"""A pipeline schedule: the rank of each stage, and the order in which each rank computes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal
 
 from fivefold.errors import UserError
-from fivefold.schedules.pipeline.action import Action, parse
+from fivefold.schedules.pipeline.action import Action, Result, makes, needs, parse
+from fivefold.schedules.walk import Walk, walk
 
 Placement = Literal["loop", "v"]
 OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -36,39 +38,44 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward is done as I and W."""
+        """True if any backward is split into I and W."""
         return any(action.kind == "I" for row in self.rows for action in row)
+
+    @cached_property
+    def walked(self) -> Walk[Action, Result]:
+        """The walk of all ranks through their rows."""
+        return walk(self.rows, partial(needs, last=self.stages - 1), makes)
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, ascending."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
     def to_csv(self) -> str:
-        """One line a rank, one cell a computation: `from_csv` and PyTorch's runtime read it."""
+        """Text with one line per rank and one cell per computation. `from_csv` and PyTorch's runtime read it."""
         return to_csv(self.rows)
 
 
 def place(placement: Placement, ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each of `ranks x chunks` stages: `loop` starts over at rank 0, `v` turns around (0 1 1 0)."""
+    """The rank of each of `ranks x chunks` stages. `loop` starts over at rank 0, `v` turns around (0 1 1 0)."""
     forth = list(range(ranks))
     back = forth[::-1] if placement == "v" else forth
     return tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else forth))
 
 
 def to_csv(rows: Sequence[Sequence[Action]]) -> str:
-    """Rows of actions, with or without transfers, as text: one line a rank, one cell an action."""
+    """Rows of actions, with or without transfers, as text: one line per rank, one cell per action."""
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
 def from_csv(text: str, name: str = "own") -> Schedule:
-    """Reads a schedule from a file's text, one line a rank; empty lines and cells are skipped.
+    """Reads a schedule from a file's text, one line per rank. Empty lines and cells are skipped.
 
-    Files that PyTorch's runtime wrote are understood too. Only the order of computations is kept: sends and
-    receives follow from it (`communication.py`), and the gathering of shards is no part of a schedule. Ranks,
-    stages and microbatches are those that the file names; `check` says whether it makes sense.
+    Files written by PyTorch's runtime work, too. Only the order of computations is kept: sends and receives follow from
+    it (`transfers.py`), and weight gathers are not part of a schedule. The file determines ranks, stages and
+    microbatches. `check` tests whether the schedule can run.
 
     Raises:
-        UserError: naming the rank and what is not an action, or a stage that is missing or on two ranks.
+        UserError: names the rank and the text that is not an action, or a stage that is missing or on two ranks.
     """
     rows = []
     for cells in filter(None, csv.reader(io.StringIO(text))):
@@ -79,7 +86,9 @@ def from_csv(text: str, name: str = "own") -> Schedule:
         if not rows[-1]:
             raise UserError(f"schedule '{name}', line of rank {len(rows) - 1}: it computes nothing")
     if not rows:
-        raise UserError(f"schedule '{name}' is empty: one line a rank is needed, for example 0F0,0F1,0B0,0B1")
+        raise UserError(
+            f"schedule '{name}' is empty: it needs one line per rank, for example 0F0,0F1,0B0,0B1"
+        )
     rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
     for rank, row in enumerate(rows):
         for action in row:

@@ -1,0 +1,249 @@
+"""Measures how fast one rank of this machine computes: matmuls by shape, attention, element-wise operations.
+
+All ranks of a process group measure at the same time, as they compute at the same time in training. The operations are
+the trainer's: `kernels`, fused AdamW.
+
+Legend: m tokens, n output features, k input features; e bytes per element.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import product as combinations
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from fivefold import kernels
+from fivefold.kernels import native
+from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
+from fivefold.optim import OPTIMIZERS, update_traffic
+from fivefold.optim.clip import sum_of_squares
+from fivefold.optim.updater import Updater
+from fivefold.parallel.flat import add_gradient
+from fivefold.precision import DTYPES, MASTER, torch_dtype
+
+COPIES = 3  # sets of operands that take turns, so that they do not stay in the first cache
+MANY = 12  # sets for operands that a step passes over once: no cache holds them
+TOKENS, HEADS = (128, 512, 2048), (32, 128)  # attention's sequence lengths and head sizes
+ROWS, DIM = 2048, 512  # shape of element-wise operations
+VOCABULARY = 4096
+UNDISTURBED, TRIES = 0.9, 4  # share of its cores' time that suffices; tries for a disturbed measurement
+Work = Callable[[], object]
+
+
+def timed(work: Sequence[Work], device: torch.device, seconds: float = 0.006, least: int = 3) -> float:
+    """Median seconds of pieces of work that take turns, started by all ranks together.
+
+    It is the better of two medians. More are tried if other processes took this one's cores.
+    """
+    for piece in work:
+        piece()
+    _wait(device)
+    if dist.is_initialized():
+        dist.barrier()
+    best = float("inf")
+    for number in range(TRIES):
+        took, share = _laps(work, device, seconds, least)
+        best = min(best, took)
+        if number and (device.type != "cpu" or share > UNDISTURBED):
+            break
+    return best
+
+
+def _laps(work: Sequence[Work], device: torch.device, seconds: float, least: int) -> tuple[float, float]:
+    """(median seconds, share of its threads' time that this process got)."""
+    laps: list[float] = []
+    began, cpu = time.perf_counter(), time.process_time()
+    while len(laps) < least or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        work[len(laps) % len(work)]()
+        _wait(device)
+        laps.append(time.perf_counter() - start)
+    return median(laps), (time.process_time() - cpu) / (time.perf_counter() - began) / torch.get_num_threads()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def products(
+    dtype: str, device: torch.device, sizes: Sequence[int], largest: int
+) -> dict[str, dict[str, float]]:
+    """FLOP/s of a linear layer's three matmuls, by role and "m x n x k"."""
+    found: dict[str, dict[str, float]] = {"forward": {}, "input": {}, "weight": {}}
+    for m, n, k in combinations(sizes, repeat=3):
+        if m * n * k > largest:
+            continue
+        sets = [[_random(size, dtype, device) for size in ((m, k), (n, k), (m, n))] for _ in range(COPIES)]
+        roles: dict[str, list[Work]] = {
+            "forward": [lambda x=x, w=w: kernels.linear(x, w) for x, w, _ in sets],
+            "input": [lambda w=w, dy=dy: kernels.linear(dy, w.t()) for _, w, dy in sets],
+            "weight": [lambda x=x, dy=dy: dy.t() @ x for x, _, dy in sets],
+        }
+        for role, work in roles.items():
+            found[role][f"{m}x{n}x{k}"] = 2 * m * n * k / timed(work, device)
+    return found
+
+
+def attention(dtype: str, device: torch.device) -> dict[str, list[float]]:
+    """FLOP/s of causal attention, forward and backward (2.5 times the FLOPs), by "tokens x head"."""
+    found = {}
+    for T, d in combinations(TOKENS, HEADS):
+        H, B = 4, max(1, 1024 // T)
+        qkv = _random((B, T, 3 * H * d), dtype, device).requires_grad_()
+        angles = torch.rand(T, d // 2, device=device)
+        cos, sin = angles.cos(), angles.sin()
+        flops = 2.0 * B * H * T * T * d
+
+        def forward(qkv=qkv, cos=cos, sin=sin, H=H) -> Tensor:
+            return kernels.qkv_attention(qkv, H, H, cos, sin, True)
+
+        out = forward()
+        dout = torch.ones_like(out)
+
+        def backward(out=out, dout=dout, qkv=qkv) -> object:
+            return torch.autograd.grad(out, qkv, dout, retain_graph=True)
+
+        found[f"{T}x{d}"] = [flops / timed([forward], device), 2.5 * flops / timed([backward], device)]
+    return found
+
+
+def ring(dtype: str, device: torch.device) -> dict[str, list[float]]:
+    """Rates of attention to another rank's keys, merged with earlier results."""
+    found = {}
+    for T, d in combinations(TOKENS, HEADS):
+        H, B = 4, max(1, 1024 // T)
+        q, k, v, dout = (_random((B, H, T, d), dtype, device) for _ in range(4))
+        flops = 4.0 * B * H * T * T * d
+        out, lse = attend(q, k, v, causal=False)
+        total, rows = out.float(), queries(q, dout, out, lse)
+
+        def forward(q=q, k=k, v=v, total=total, lse=lse) -> None:
+            merge(total, lse.clone(), *attend(q, k, v, causal=False))
+
+        def backward(rows=rows, k=k, v=v) -> None:
+            dq, dk, dv = attend_backward(rows, k, v, causal=False)
+            torch.stack((dk, dv)).float().add_(dq.float()[None])
+
+        found[f"{T}x{d}"] = [flops / timed([forward], device), 2.5 * flops / timed([backward], device)]
+    return found
+
+
+def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
+    """bytes/s of element-wise operations in forward and backward, by kind. The bytes are those that the planner counts
+    (`models/work.py`)."""
+    e, size = DTYPES[dtype].bytes, ROWS * DIM
+
+    def rate(forward: Sequence[Work], moved: float, backward: Sequence[Work], back: float) -> list[float]:
+        return [moved / timed(forward, device), back / timed(backward, device)]
+
+    norms, gates, gelus = _norms(dtype, device), _gates(dtype, device), _gelus(dtype, device)
+    flat = [_random((ROWS, DIM), dtype, device) for _ in range(2 * MANY)]
+    logits = [_random((ROWS // 2, VOCABULARY), dtype, device) for _ in range(COPIES)]
+    totals = [torch.zeros(size, device=device) for _ in range(MANY)]
+    table = _random((VOCABULARY, DIM), dtype, device).requires_grad_()
+    tokens = torch.randint(VOCABULARY, (ROWS,), device=device)
+    rows = F.embedding(tokens, table)
+    copy: list[Work] = [lambda x=x, y=y: x.copy_(y) for x, y in zip(flat, flat[MANY:], strict=False)]
+    drop: list[Work] = [lambda x=x: F.dropout(x, 0.1) for x in flat]
+    loss: list[Work] = [lambda x=x: _loss(x, tokens[: ROWS // 2]) for x in logits]
+    add: list[Work] = [
+        lambda t=t, g=g: add_gradient(t, g.view(-1), False) for t, g in zip(totals, flat, strict=False)
+    ]
+    moved = size * e
+    return {
+        # the sum with the residual stream (3) and the norm (forward 2, backward 3) are one pass
+        "norm": rate(norms[0], 5 * moved, norms[1], 6 * moved),
+        "gate": rate(gates[0], 3 * moved, gates[1], 5 * moved),
+        "gelu": rate(gelus[0], 2 * moved, gelus[1], 3 * moved),
+        "loss": [4 * (ROWS // 2) * VOCABULARY / timed(loss, device)] * 2,
+        "embedding": rate(
+            [lambda: F.embedding(tokens, table)],
+            3 * moved,
+            [lambda: torch.autograd.grad(rows, table, torch.ones_like(rows), retain_graph=True)],
+            6 * moved,
+        ),
+        "copy": [2 * moved / timed(copy, device)] * 2,
+        "accumulate": [size * (e + 8) / timed(add, device)] * 2,
+        "random": [size / timed(drop, device)] * 2,  # numbers/s
+    }
+
+
+def optimizer(dtype: str, device: torch.device) -> list[float]:
+    """bytes/s of AdamW: norm, update and refresh of the weights. Other optimizers move less, at about the same rate."""
+    weights = {str(i): torch.randn(256, 1024, device=device) for i in range(16)}
+    working = {name: w.to(torch_dtype(dtype)) for name, w in weights.items()}
+    card = OPTIMIZERS["adamw"]
+    adamw = Updater(card, weights, 1e-3, 0.1, card.fields)
+    grads = {name: torch.randn_like(w) for name, w in weights.items()}
+
+    def update() -> None:
+        sum_of_squares(list(grads.values()))
+        torch._foreach_mul_(list(grads.values()), 1.0)
+        adamw.step(grads, 1e-3)
+        if DTYPES[dtype].masters:
+            for name, w in weights.items():
+                working[name].copy_(w)
+
+    elements = sum(w.numel() for w in weights.values())
+    fp32 = DTYPES[MASTER].bytes
+    moved = elements * update_traffic(fp32, fp32, card.bytes, DTYPES[dtype].bytes)
+    return [moved / timed([update], device, seconds=0.05)] * 2
+
+
+def _norms(dtype: str, device: torch.device) -> tuple[list[Work], list[Work]]:
+    def one() -> tuple[Work, Work]:
+        x, residual = (_random((ROWS, DIM), dtype, device).requires_grad_() for _ in range(2))
+        w = _random((DIM,), dtype, device).requires_grad_()
+        total, normed = kernels.add_rms_norm(x, residual, w, 1e-5)
+        grads = (torch.ones_like(total), torch.ones_like(normed))
+        return (
+            lambda: kernels.add_rms_norm(x, residual, w, 1e-5),
+            lambda: torch.autograd.grad((total, normed), (x, residual, w), grads, retain_graph=True),
+        )
+
+    return _both(one)
+
+
+def _gates(dtype: str, device: torch.device) -> tuple[list[Work], list[Work]]:
+    def one() -> tuple[Work, Work]:
+        x = _random((ROWS, 2 * DIM), dtype, device).requires_grad_()
+        y = kernels.swiglu(x)
+        dy = torch.ones_like(y)
+        return lambda: kernels.swiglu(x), lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+
+    return _both(one)
+
+
+def _gelus(dtype: str, device: torch.device) -> tuple[list[Work], list[Work]]:
+    def one() -> tuple[Work, Work]:
+        x = _random((ROWS, DIM), dtype, device).requires_grad_()
+        y = F.gelu(x, approximate="tanh")
+        dy = torch.ones_like(y)
+        return lambda: F.gelu(x, approximate="tanh"), lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+
+    return _both(one)
+
+
+def _both(one: Callable[[], tuple[Work, Work]]) -> tuple[list[Work], list[Work]]:
+    pairs = [one() for _ in range(COPIES)]
+    return [forward for forward, _ in pairs], [backward for _, backward in pairs]
+
+
+def _loss(logits: Tensor, targets: Tensor) -> None:
+    """Overwrites logits with their gradient, as in kernels/loss.py."""
+    if native.usable(logits):
+        losses = torch.empty(len(logits))
+        native.call("cross_entropy", logits.dtype, logits, targets, losses, *logits.shape, 1.0)
+    else:
+        torch.log_softmax(logits.float(), -1).exp_().to(logits.dtype)
+
+
+def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).to(torch_dtype(dtype))

@@ -1,0 +1,311 @@
+"""One axis of the mesh as one rank sees it, and the messages over it.
+
+    dx = axis.start_all_reduce(dx)  # begins
+    dweight = dy.t() @ x            # overlaps
+    return dx(), dweight            # waits, and returns the sum
+
+`start_...` methods return a `Started`, which waits when it is called. The others wait at once. An axis of one rank
+sends nothing. Training calls torch.distributed nowhere else (tests/test_comm.py), so code that concerns every message
+belongs here:
+
+- counting: `counters` are told of each message (`trace/traffic.py` is one);
+- time-outs: a message that fails is a `CommunicationError` that names rank, axis, operation and the caller's line
+  (with NCCL, its watchdog ends the process instead);
+- algorithms: `sum_scatter` is an all-to-all with a local sum on CPUs, and the backend's reduce-scatter on GPUs.
+
+Legend: n ranks on the axis; d0 first dim of a tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.comm.failure import Place, caller, verdict
+from fivefold.errors import CommunicationError
+from fivefold.launch.ranks import Ranks
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+Counter = Callable[["Axis", str, int], None]
+"""A counter gets the axis, the operation, and the bytes of its input or output, whichever is larger."""
+counters: list[Counter] = []
+"""The counters of this process. Each is called before a message starts."""
+handing_over = False
+"""True while a counted message is being passed to torch.distributed (only maintained while there are counters)."""
+
+
+class Axis:
+    """n ranks that send messages to each other.
+
+    name: one of `spread.layout.GROUP_NAMES`, or "machine". ranks: their numbers in the run, by index. index: this
+    rank's index. group: None if this rank is alone. timeout_s: seconds until a message fails. unit: the FSDP2 unit that
+    uses the axis, if any; errors name it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        index: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        timeout_s: float = 600,
+    ):
+        assert (group is None) == (len(ranks) == 1), f"a group for {len(ranks)} ranks of axis {name}"
+        self.name, self.ranks, self.index, self.size = name, tuple(ranks), index, len(ranks)
+        self.device, self.group, self.timeout_s, self.unit = device, group, timeout_s, ""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the run."""
+        return self.ranks[self.index]
+
+    def of_unit(self, unit: str) -> Axis:
+        """Returns a copy of the axis for the messages of an FSDP2 unit."""
+        found = copy.copy(self)
+        found.unit = unit
+        return found
+
+    def start_all_reduce(self, x: Tensor, op: str = "sum") -> Started:
+        """Starts the sum ("max", "min") of every rank's x, in place."""
+        if self.group is None:
+            return Started(self, "all_reduce", x)
+        return self._start("all_reduce", x, x, dist.all_reduce, x, OPS[op])
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Computes the sum ("max", "min") of every rank's x, in place."""
+        if self.group is not None:
+            self._run("all_reduce", x, dist.all_reduce, x, OPS[op])
+        return x
+
+    def start_all_gather(self, x: Tensor, out: Tensor | None = None) -> Started:
+        """Starts to join every rank's x (contiguous) along the first dim: (n d0, ...)."""
+        if out is None:
+            out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        if self.group is None:
+            return Started(self, "all_gather", out.copy_(x))
+        return self._start("all_gather", out, out, dist.all_gather_single, out, x)
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Joins every rank's x (contiguous) along the first dim: (n d0, ...)."""
+        if out is None:
+            out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        if self.group is None:
+            return out.copy_(x)
+        self._run("all_gather", out, dist.all_gather_single, out, x)
+        return out
+
+    def start_reduce_scatter(self, x: Tensor) -> Started:
+        """Starts the sum of every rank's x (contiguous), cut along the first dim: this rank's part, (d0 / n, ...). The
+        backend sums it, in the dtype of x."""
+        if self.group is None:
+            return Started(self, "reduce_scatter", x)
+        assert x.shape[0] % self.size == 0, f"{x.shape[0]} rows over {self.size} ranks"
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        return self._start("reduce_scatter", out, x, dist.reduce_scatter_single, out, x)
+
+    def sum_scatter(self, x: Tensor, out: Tensor, sent: torch.dtype) -> Tensor:
+        """Sums every rank's x, cuts the sum along the first dim, and writes this rank's part into `out`. x, out:
+        contiguous, fp32. sent: the dtype of the message.
+
+        gloo has no reduce-scatter of its own; its substitute is an all-reduce, which sends twice as much. On CPUs every
+        rank sends each other rank its part, and adds the parts it receives in fp32, in the order of ranks.
+        """
+        x = x.to(sent)
+        if self.group is None:
+            return out.copy_(x)
+        if x.is_cuda:
+            part = out if sent == out.dtype else torch.empty_like(out, dtype=sent)
+            self._run("reduce_scatter", x, dist.reduce_scatter_single, part, x)
+            return out if part is out else out.copy_(part)
+        received = torch.empty_like(x)
+        self._run("all_to_all", x, dist.all_to_all_single, received, x)
+        return torch.sum(received.view(self.size, *out.shape), 0, dtype=torch.float32, out=out)
+
+    def all_to_all(
+        self, x: Tensor, taken: Sequence[int] | None = None, given: Sequence[int] | None = None
+    ) -> Tensor:
+        """Cuts x (contiguous) along the first dim, sends slice i to rank i, and joins the received slices, by rank.
+
+        given: number of rows sent to each rank. taken: number of rows received from each. None: equal numbers.
+        """
+        if self.group is None:
+            return x
+        out, larger = self._room(x, taken)
+        self._run("all_to_all", larger, dist.all_to_all_single, out, x, taken, given)
+        return out
+
+    def start_all_to_all(
+        self, x: Tensor, taken: Sequence[int] | None = None, given: Sequence[int] | None = None
+    ) -> Started:
+        """Starts an `all_to_all`."""
+        if self.group is None:
+            return Started(self, "all_to_all", x)
+        out, larger = self._room(x, taken)
+        return self._start("all_to_all", out, larger, dist.all_to_all_single, out, x, taken, given)
+
+    def _room(self, x: Tensor, taken: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+        """(output tensor of an all-to-all, the larger of x and the output)."""
+        out = torch.empty_like(x) if taken is None else x.new_empty(sum(taken), *x.shape[1:])
+        return out, x if x.numel() > out.numel() else out
+
+    def start_send(self, x: Tensor, to: int, tag: int = 0) -> Started:
+        """Sends x (contiguous) to the rank with this index. gloo matches messages by tag, NCCL by their order."""
+        return self._start("send", x, x, _send, x, to, tag)
+
+    def start_receive(self, out: Tensor, source: int, tag: int = 0) -> Started:
+        """Receives `out` (contiguous) from the rank with this index."""
+        return self._start("receive", out, out, _receive, out, source, tag)
+
+    def start_exchange(self, leaving: Tensor, to: int, arriving: Tensor, source: int) -> Started:
+        """Sends one tensor to a rank and receives another from a rank, by index. Both are contiguous. Returns
+        `arriving`."""
+        if self.group is None:
+            return Started(self, "exchange", arriving.copy_(leaving))
+        if counters:
+            _count(self, "send", leaving)
+        return self._start("receive", arriving, arriving, _exchange, leaving, to, arriving, source)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Gives every rank the x of the rank with this index, in place."""
+        if self.group is not None:
+            self._run("broadcast", x, dist.broadcast, x, self.ranks[source])
+        return x
+
+    def barrier(self) -> None:
+        """Waits until every rank has called it."""
+        if self.group is not None:
+            self._run("barrier", None, dist.barrier)
+
+    def explain(self, operation: str, started: Place | None, error: RuntimeError) -> None:
+        """Raises a CommunicationError if a rank is lost; does nothing for a wrong call. started: where the message
+        began, if the wait is elsewhere."""
+        numbers = [str(rank) for rank in self.ranks]
+        if len(numbers) > 8:
+            numbers = [*numbers[:4], "...", *numbers[-2:]]
+        unit = f", FSDP2 unit {self.unit}" * bool(self.unit)
+        what = f"rank {self.rank}: {operation} over axis {self.name} (ranks {', '.join(numbers)}){unit}"
+        if (text := verdict(what, self.timeout_s, caller(), started, error)) is not None:
+            raise CommunicationError(text) from error
+
+    def _start(
+        self, operation: str, result: Tensor, larger: Tensor, function: Callable[..., Any], *arguments: Any
+    ) -> Started:
+        """Starts `function`, which returns a handle to wait for. larger: the larger of its input and output."""
+        frame = sys._getframe(2)
+        started = Started(self, operation, result, arguments, frame.f_code, frame.f_lasti)
+        if counters:
+            _count(self, operation, larger)
+        try:
+            started.work = function(*arguments, group=self.group, async_op=True)
+        except RuntimeError as error:
+            self.explain(operation, None, error)
+            raise
+        finally:
+            _handed_over()
+        return started
+
+    def _run(
+        self, operation: str, larger: Tensor | None, function: Callable[..., Any], *arguments: Any
+    ) -> None:
+        """Calls `function`, which waits itself."""
+        if counters:
+            _count(self, operation, larger)
+        try:
+            function(*arguments, group=self.group)
+        except RuntimeError as error:
+            self.explain(operation, None, error)
+            raise
+        finally:
+            _handed_over()
+
+
+def _count(axis: Axis, operation: str, larger: Tensor | None) -> None:
+    global handing_over
+    handing_over = True
+    for counter in counters:
+        counter(axis, operation, 0 if larger is None else larger.nbytes)
+
+
+def _handed_over() -> None:
+    global handing_over
+    handing_over = False
+
+
+ALONE = Axis("all", [0], 0, torch.device("cpu"), None)
+"""The axis of a process without others."""
+
+
+def everyone(ranks: Ranks) -> Axis:
+    """The axis of all ranks of a run."""
+    group = dist.group.WORLD if ranks.world > 1 else None
+    return Axis("all", range(ranks.world), ranks.rank, ranks.device, group, ranks.timeout_s)
+
+
+class Started:
+    """A message that has started. Calling it waits, and returns its result."""
+
+    __slots__ = ("axis", "code", "instruction", "kept", "operation", "result", "work")
+
+    def __init__(
+        self,
+        axis: Axis,
+        operation: str,
+        result: Tensor,
+        kept: tuple[Any, ...] = (),
+        code: CodeType | None = None,
+        instruction: int = 0,
+    ):
+        self.axis, self.operation, self.result = axis, operation, result
+        self.kept = kept  # keeps its tensors alive until they are sent
+        self.code, self.instruction = code, instruction  # where it started: `failure.Place`
+        self.work: dist.Work | _Both | None = None
+
+    def __call__(self) -> Tensor:
+        if self.work is not None:
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                assert self.code is not None
+                place = Place(self.code, self.instruction)
+                self.axis.explain(self.operation, place, error)
+                raise
+            self.work, self.kept = None, ()
+        return self.result
+
+
+def _send(x: Tensor, to: int, tag: int, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    return dist.isend(x, group=group, tag=tag, group_dst=to)
+
+
+def _receive(
+    out: Tensor, source: int, tag: int, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    return dist.irecv(out, group=group, tag=tag, group_src=source)
+
+
+def _exchange(
+    leaving: Tensor, to: int, arriving: Tensor, source: int, group: dist.ProcessGroup, async_op: bool
+) -> _Both:
+    send = dist.P2POp(dist.isend, leaving, group=group, group_peer=to)
+    receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
+    return _Both(dist.batch_isend_irecv([send, receive]))
+
+
+class _Both:
+    """Waits for several messages."""
+
+    def __init__(self, works: list[dist.Work]):
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()

@@ -1,0 +1,101 @@
+"""Facts about the machine of a run, for machine.json and the report, and the memory that the run takes."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+from fivefold.host import cores, cpu_model, memory_bytes
+from fivefold.host.cpu import cpu_flags, has_cpu_bf16, resident_bytes
+from fivefold.host.peak import device_peak, ensure_matmul_rate, matmul_rate
+
+__all__ = [
+    "cores",
+    "current_memory_bytes",
+    "describe",
+    "device_peak",
+    "ensure_matmul_rate",
+    "has_fast_bf16",
+    "matmul_rate",
+    "memory_bytes",
+    "peak_memory_bytes",
+]
+
+_NOTABLE_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_fp16",
+    "sve",
+    "sve2",
+    "bf16",
+)
+
+
+def describe() -> dict[str, Any]:
+    """The machine as JSON values: processor, usable cores and memory, system, versions, GPUs, fast dtypes.
+
+    Imports torch; does not start its threads. No host or user name: the report may be passed on.
+    """
+    import torch
+
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": found.name,
+                "memory_bytes": found.total_memory,
+                "processors": found.multi_processor_count,
+            }
+        )
+    facts = {
+        "cpu": cpu_model(),
+        "cpu_features": [flag for flag in _NOTABLE_FLAGS if flag in cpu_flags()],
+        "cores": cores(),
+        "memory_bytes": memory_bytes(),
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fivefold": metadata.version("fivefold"),
+        "gpus": gpus,
+        "fast_bf16": has_fast_bf16("cuda" if gpus else "cpu"),
+    }
+    if gpus:
+        facts["accelerator"] = (
+            f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        )
+    return facts
+
+
+def has_fast_bf16(device: str = "cpu") -> bool:
+    """True if `device` computes bf16 faster than fp32.
+
+    CPUs need AVX512-BF16, AMX or Arm's BF16. GPUs need NVIDIA's Ampere or later, or AMD's CDNA.
+    """
+    if device == "cpu":
+        return has_cpu_bf16()
+    import torch
+
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def peak_memory_bytes(device: str = "cpu") -> int:
+    """Peak memory of this process in bytes: resident memory on a CPU, the allocator's tensors on a GPU."""
+    if device == "cpu":
+        return resident_bytes()[1]
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)
+
+
+def current_memory_bytes(device: str = "cpu") -> int:
+    """The memory that this process holds now, as in `peak_memory_bytes`."""
+    if device == "cpu":
+        return resident_bytes()[0]
+    import torch
+
+    return torch.cuda.memory_allocated(device)

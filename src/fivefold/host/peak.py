@@ -1,0 +1,174 @@
+"""How fast the hardware multiplies matrices: the denominator of MFU.
+
+MFU (PaLM, arXiv 2204.02311, appendix B) divides a model's FLOP/s by the device's dense peak. For the GPUs in
+`devices.SHEETS` that is the vendor's figure. A processor has no honest data-sheet figure (its clock depends on the
+cores and instructions in use), so its rate is measured once and cached; so is that of an unlisted GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.files import cache_folder, locked, write_atomically
+from fivefold.host import cores, cpu_model
+from fivefold.host.devices import sheet_of
+from fivefold.precision import DTYPES, torch_dtype
+
+MULTIPLIED = tuple(dtype.name for dtype in DTYPES.values() if dtype.multiplied)
+
+# A measurement that got less than this share of its cores was disturbed by other processes: the next runs
+# repeat it (up to _TRIES in all), and the best counts.
+_UNDISTURBED, _TRIES = 0.93, 3
+
+
+def device_peak(device: str, dtype: str, threads: int | None = None) -> float:
+    """Dense peak of one device in FLOP/s.
+
+    device: `cpu`, `cuda`, `cuda:1`; dtype: `fp32`, `bf16`, `fp16` or `tf32`; threads (CPU): how many cores
+    count as the device, None: all that this process may use.
+    """
+    if device == "cpu":
+        return matmul_rate(dtype, threads or cores())
+    import torch
+
+    name = torch.cuda.get_device_name(device)
+    listed = listed_peak(name, dtype)
+    if listed:
+        return listed
+    return _cached(f"{name} | torch {torch.__version__} | {dtype}", lambda: _measure(device, dtype, 1))
+
+
+def listed_peak(name: str, dtype: str) -> float | None:
+    """The data sheet's dense peak in FLOP/s of the GPU that calls itself `name`; None: not known."""
+    sheet = sheet_of(name)
+    return sheet.rate(dtype) if sheet else None
+
+
+def ensure_matmul_rate(dtype: str, threads: int) -> float:
+    """As `matmul_rate`, for the process that starts the ranks, before it does so: a cached rate whose
+    measurement was disturbed by other processes is measured again here, and only here."""
+    return _matmul_rate(dtype, threads, improve=True)
+
+
+def matmul_rate(dtype: str, threads: int) -> float:
+    """FLOP/s of dense square matrix products on `threads` cores of this processor, cached or measured now.
+
+    The measurement (about 3 s with start-up) runs in a process of its own, so the caller's OpenMP threads are
+    not started and it may fork afterwards. Several processes may call at once: one measures, the others read.
+    Raises: UserError for an unknown dtype or threads < 1.
+    """
+    return _matmul_rate(dtype, threads, improve=False)
+
+
+def _matmul_rate(dtype: str, threads: int, improve: bool) -> float:
+    if dtype not in MULTIPLIED or threads < 1:
+        allowed = f"{', '.join(MULTIPLIED)}; threads >= 1"
+        raise UserError(f"matmul rate: dtype {dtype!r}, threads {threads}; allowed: {allowed}")
+    version = metadata.version("torch")
+    key = f"{cpu_model()} | {cores()} cores | torch {version} | {dtype} | {threads} threads"
+    return _cached(key, lambda: _measure_apart(dtype, threads), improve)
+
+
+def _measure_apart(dtype: str, threads: int) -> dict[str, Any]:
+    """`_measure` on the CPU in a new process, whose threads may use every core of this one."""
+    unset = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "OMP_PROC_BIND",
+        "OMP_PLACES",
+        "GOMP_CPU_AFFINITY",
+        "KMP_AFFINITY",
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    environment |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "fivefold.host.peak", dtype, str(threads)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _measure(device: str, dtype: str, threads: int) -> dict[str, Any]:
+    """Multiply for about a second: {rate: FLOP/s, size, share: of the cores' time that this process got}."""
+    import torch
+
+    if device == "cpu":
+        torch.set_num_threads(threads)
+    wait = (lambda: None) if device == "cpu" else (lambda: torch.cuda.synchronize(device))
+    best: dict[str, Any] = {"rate": 0.0}
+    for size in (1024, 2048) if device == "cpu" else (4096, 8192):
+        a, b = (torch.randn(size, size, device=device).to(torch_dtype(dtype)) for _ in range(2))
+        seconds, share = _time(lambda a=a, b=b: a @ b.T, wait, threads)  # as a linear layer: x @ weight.T
+        if 2 * size**3 / seconds > best["rate"]:
+            best = {"rate": 2 * size**3 / seconds, "size": size, "share": share}
+        if seconds > 0.25:  # a dtype without hardware: the larger size would take many seconds
+            break
+    return best
+
+
+def _time(work: Callable[[], object], wait: Callable[[], object], threads: int) -> tuple[float, float]:
+    """Median seconds of `work` over half a second, at least 3 times, after warming up; and the share of the
+    cores' time that this process got while it ran."""
+    for _ in range(2):
+        work()
+        wait()
+    laps, start, start_cpu = [], time.perf_counter(), time.process_time()
+    while len(laps) < 3 or time.perf_counter() - start < 0.5:
+        lap = time.perf_counter()
+        work()
+        wait()
+        laps.append(time.perf_counter() - lap)
+    return median(laps), (time.process_time() - start_cpu) / (time.perf_counter() - start) / threads
+
+
+def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = False) -> float:
+    """The rate under `key` in the cache's file; measured, and written for the next time, if it is missing.
+
+    improve: measure again what was disturbed, unless it has been tried often enough.
+    """
+    path = cache_folder() / "matmul.json"
+    known = _read(path).get(key)
+    if known and not (improve and known["share"] < _UNDISTURBED and known["tries"] < _TRIES):
+        return known["rate"]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_suffix(".lock")):
+            records = _read(path)
+            if records.get(key) != known:  # another process measured while this one waited
+                return records[key]["rate"]
+            new = measure()
+            tries = (known or {}).get("tries", 0) + 1
+            best = max((record for record in (known, new) if record), key=lambda record: record["rate"])
+            records[key] = {**best, "share": new["share"], "tries": tries}
+            write_atomically(path, json.dumps(records, indent=1))
+            return records[key]["rate"]
+    except OSError:  # a cache that cannot be written is no reason not to train
+        return known["rate"] if known else measure()["rate"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The cache's records; a missing or broken file is an empty cache."""
+    try:
+        records = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    good = isinstance(records, dict) and all(
+        isinstance(record, dict) and {"rate", "share", "tries"} <= record.keys()
+        for record in records.values()
+    )
+    return records if good else {}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure("cpu", sys.argv[1], int(sys.argv[2]))))

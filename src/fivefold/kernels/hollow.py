@@ -1,0 +1,187 @@
+"""Hollow tensors: they claim to be on the CPU, and have a shape but no memory. The trainer's step runs on them
+unchanged (trace/), for models of any size.
+
+PyTorch's FakeTensorMode is the same idea, made for its compiler, and takes about 0.1 ms per operation. Here an
+operation runs on PyTorch's "meta" device, whose kernels compute shapes only: nothing is converted or cached.
+
+    with Hollowing():
+        x = torch.empty(4, 8)
+        y = x @ x.T  # Hollow((4, 4), torch.float32)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.kernels import private
+
+aten = torch.ops.aten
+META = torch.device("meta")
+FROM_DATA = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # torch.tensor
+_READS = (aten._local_scalar_dense.default, aten.item.default)
+_PUTS = (aten.index_put_.default, aten._index_put_impl_.default)
+_IN_PLACE = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
+"""Operations without a meta kernel that write into their arguments and return nothing."""
+
+
+class Hollow(Tensor):
+    """meta: a plain tensor on "meta" of the same shape. Views share its storage."""
+
+    meta: Tensor
+    hollow = True  # `native.call` asks this of its first tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor) -> Hollow:
+        self = private.wrapper(cls, meta)
+        self.meta = meta
+        return self
+
+    __torch_function__ = private.no_torch_function  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.meta.untyped_storage()
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Hollow) -> None:
+        Tensor.data.__set__(self, other)  # pyright: ignore[reportAttributeAccessIssue]
+        self.meta = other.meta
+
+    def tolist(self) -> Any:
+        """Counts as one read, of all elements."""
+        number = aten._local_scalar_dense.default(self)
+
+        def filled(shape: tuple[int, ...]) -> Any:
+            return [filled(shape[1:]) for _ in range(shape[0])] if shape else number
+
+        return filled(tuple(self.shape))
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Hollow({tuple(self.shape)}, {self.dtype})"
+
+
+class Hollowing(TorchDispatchMode):
+    """Makes tensors hollow that are created on the CPU inside.
+
+    chosen: the number of elements that a mask selects, which shapes depend on. Numbers that are read are 1.
+    """
+
+    def __init__(self, chosen: Callable[[Tensor], int] | None = None) -> None:
+        super().__init__()
+        self.chosen = chosen
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the default wraps the method below in PyTorch's compiler: two seconds to import
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if private.fake_mode_is_on():
+            return func(*args, **(kwargs or {}))  # DTensor asks FakeTensorMode about shapes
+        for kind in types:
+            if kind is not Hollow and kind is not Tensor and kind is not nn.Parameter:
+                return NotImplemented  # a DTensor, say, which comes again with what is inside
+        if self.chosen is not None and func is aten.index.Tensor and is_mask(args[1]):
+            mask = args[1][0]
+            return args[0].new_empty(self.chosen(mask), *args[0].shape[mask.dim() :])
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs one operation."""
+    if func in _READS and type(args[0]) is Hollow:
+        return 1.0 if args[0].is_floating_point() else 1
+    if func in _PUTS and is_mask(args[1]):
+        return args[0]
+    if func in _IN_PLACE:
+        return None
+    if func is aten.bincount.default:  # no value exceeds `minlength`
+        minlength = kwargs["minlength"] if "minlength" in kwargs else args[2]
+        return Hollow(torch.empty(minlength, dtype=torch.int64, device=META))
+    if func in FROM_DATA:
+        return Hollow(torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=META))
+    if (
+        func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+    ):  # its meta kernel knows bf16 only
+        return args[0].new_empty(_grouped(args[0], args[1], kwargs["offs"] if "offs" in kwargs else args[2]))
+    if func.namespace == "c10d":
+        return _sent(func, args)
+    owners: dict[int, Hollow] = {}
+    bare = [_bare(arg, owners) for arg in args]
+    named = {name: _bare(arg, owners) for name, arg in kwargs.items()}
+    if not _to_meta(func, args, named, owners):
+        return func(*args, **kwargs)
+    out = func(*bare, **named)
+    if func is aten.native_layer_norm.default and bare[2] is not None and bare[2].dtype == bare[0].dtype:
+        out = (out[0], *(statistic.to(bare[0].dtype) for statistic in out[1:]))  # as on CPUs
+    return _dressed(out, owners)
+
+
+def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Hollow]) -> bool:
+    """Sets the result's device to "meta". False: neither arguments nor result are hollow."""
+    device = kwargs.get("device")
+    if device is not None:
+        if device.type == "meta" and not owners:
+            return False
+        kwargs["device"] = META
+        kwargs.pop("pin_memory", None)
+    elif not owners:
+        if any(isinstance(arg, Tensor) for arg in args):
+            return False
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs["device"] = META
+    return True
+
+
+def _bare(arg: Any, owners: dict[int, Hollow]) -> Any:
+    """Replaces hollow tensors in an argument by their meta tensors. Real tensors without dims act as numbers in type
+    promotion, so they stay; of other real tensors only the shape is kept."""
+    kind = type(arg)
+    if kind is Hollow:
+        meta = arg.meta
+        owners[id(meta)] = arg
+        return meta
+    if kind is list or kind is tuple:
+        return [_bare(item, owners) for item in arg]
+    if isinstance(arg, Tensor) and arg.dim() and arg.device.type != "meta":
+        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=META)
+    return arg
+
+
+def _dressed(out: Any, owners: dict[int, Hollow]) -> Any:
+    """Wraps a result: an argument that is returned stays the same object, others become new hollow tensors."""
+    kind = type(out)
+    if kind is Tensor:
+        return owners[id(out)] if id(out) in owners else Hollow(out)
+    if kind is list or kind is tuple:
+        return kind([_dressed(item, owners) for item in out])
+    return out
+
+
+def _sent(func: Any, args: Any) -> Any:
+    """Fakes a collective: returns its outputs, which are its first argument, and a finished handle."""
+    work = private.done_work([])
+    return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> tuple[int, ...]:
+    """Shape of a grouped matmul: groups are rows of a (M, K), columns of b (K, N), or the summed dim."""
+    if a.dim() == b.dim() == 2:
+        return (len(ends), a.shape[0], b.shape[1])
+    return (a.shape[-2], b.shape[-1])
+
+
+def is_mask(indices: Any) -> bool:
+    """True if an index is one mask, whose values determine the result's shape."""
+    return len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool

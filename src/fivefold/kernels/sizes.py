@@ -1,0 +1,52 @@
+"""The sizes into which kernels cut their work, as functions of shapes. Kernels use them, the planner reads them. No
+torch.
+
+Legend: N rows of logits (tokens), V columns (vocabulary), T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+
+LOGITS_BYTES = {"cpu": 16 << 20, "accelerator": 512 << 20}
+"""Bytes of one chunk of logits, in the compute dtype. A CPU should keep a chunk in its last cache (2048 rows at V 4096
+in bf16). An accelerator needs thousands of rows for a fast matmul, and after each chunk it adds a gradient of the whole
+output layer in fp32. Its figure comes from counting these bytes at V = 128k and has not been measured: without a fused
+kernel the loss also holds an fp32 copy and its log-softmax, about five times a chunk in bf16."""
+MIN_ROWS = 128
+"""Minimum rows of logits at once: with fewer the matmuls are slow."""
+
+FP32_BLOCK, BLOCK = 64, 128
+"""Queries in a block of attention, in fp32 and in other dtypes. Smaller blocks skip more of what a causal mask hides,
+but small matmuls are slower."""
+MAX_BLOCKS = 16
+"""Longer sequences get larger blocks: few, large matmuls."""
+KEEP = 1024
+"""Largest T at which attention keeps its probabilities for backward. Beyond it they are recomputed."""
+
+
+def logits_bytes(device: str) -> int:
+    """Bytes of logits that exist at once on a device of this type ("cpu", "cuda", ...)."""
+    return LOGITS_BYTES["cpu" if device == "cpu" else "accelerator"]
+
+
+def loss_chunks(N: float, V: float, element_size: float, at_once: float) -> int:
+    """The number of chunks that the loss cuts N rows into, so that V logits of each row fit `at_once` bytes."""
+    rows = max(MIN_ROWS, at_once // (V * element_size))
+    return max(1, math.ceil(N / rows))
+
+
+def rows_at_once(N: int, V: int, element_size: int, at_once: float) -> int:
+    """Rows per chunk of the loss: the same number in each except the last."""
+    return -(-N // loss_chunks(N, V, element_size, at_once))
+
+
+def query_blocks(T: int, causal: bool, element_size: int) -> list[tuple[int, int, int]]:
+    """(start, end, keys seen) of each block of queries, for attention on CPUs."""
+    size = max(FP32_BLOCK if element_size == 4 else BLOCK, -(-T // MAX_BLOCKS))
+    return [(s, min(s + size, T), min(s + size, T) if causal else T) for s in range(0, T, size)]
+
+
+def keeps_probabilities(T: float) -> bool:
+    """True if attention on CPUs keeps its probabilities for backward."""
+    return T <= KEEP

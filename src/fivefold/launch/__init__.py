@@ -1,0 +1,1 @@
+"""Finds the ranks of a run, or starts and stops them on this machine."""

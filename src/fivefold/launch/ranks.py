@@ -1,0 +1,165 @@
+"""The ranks of a run: this rank's number and device, and the process group of all ranks.
+
+The same command works with four kinds of ranks: one process, ranks that Fivefold started on this machine (they meet in
+a file, so nothing listens beyond loopback), torchrun's and Slurm's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import UserError
+from fivefold.host import cores
+
+STORE_FILE = "FIVEFOLD_STORE_FILE"  # set by launch/local.py for the ranks it starts
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: torch.device
+    timeout_s: float = 600  # until a message fails
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+def found() -> tuple[int, int, int, int] | None:
+    """(rank, world, local rank, local world) from the launcher, or None without one.
+
+    Raises:
+        UserError: a variable of the launcher is missing or not a number.
+    """
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, world = _number("RANK"), _number("WORLD_SIZE")
+        return rank, world, _number("LOCAL_RANK", "0"), _number("LOCAL_WORLD_SIZE", str(world))
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number("SLURM_NTASKS", "1") > 1:
+        tasks = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_NTASKS_PER_NODE"
+        return _number("SLURM_PROCID"), _number("SLURM_NTASKS"), _number("SLURM_LOCALID"), _number(tasks, "1")
+    return None
+
+
+def _number(name: str, default: str = "") -> int:
+    """A launcher's number in the environment. Of Slurm's lists, such as "4(x2),3", it is the first."""
+    said = os.environ.get(name, default)
+    first = said.split("(")[0].split(",")[0]
+    if not first.isdigit():
+        raise UserError(
+            f"{name} = {said!r} in the environment is no number, though a launcher seems to start us"
+        )
+    return int(first)
+
+
+def device_for(local_rank: int) -> torch.device:
+    """The GPU with that number, or the CPU of a machine without GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        # Slurm's --gpus-per-task=1 shows each rank its own GPU only
+        if torch.cuda.device_count() == 1 and "SLURM_PROCID" in os.environ:
+            return torch.device("cuda", 0)
+        raise UserError(
+            f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def threads_of(local_world: int) -> int:
+    """Threads of each of `local_world` ranks on this machine. The user's or the launcher's setting wins."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdigit() and int(said) else max(1, cores() // local_world)
+
+
+@contextlib.contextmanager
+def join(timeout_s: float = Ranks.timeout_s) -> Iterator[Ranks]:
+    """Joins the process group of the launcher (if any) and leaves it at the end.
+
+    timeout_s: seconds until a message fails.
+    """
+    rank, world, local_rank, local_world = found() or (0, 1, 0, 1)
+    device = device_for(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(threads_of(local_world))
+    if world > 1:
+        atexit.unregister(_free_groups)  # of a join before
+        atexit.register(_free_groups)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=_store(rank, world, timeout_s),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    try:
+        yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def _free_groups() -> None:
+    """Frees the process groups, which waits for gloo's threads.
+
+    The threads need the interpreter to release the tensors of their last operation, and crash if it is already ending.
+    gc runs because cycles may hold groups."""
+    gc.collect()
+
+
+def _store(rank: int, world: int, timeout_s: float) -> dist.Store:
+    """The store where the ranks meet.
+
+    Its prefix has the restart count, because a store that outlives a restart still holds the addresses of dead ranks.
+    """
+    attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    path = os.environ.get(STORE_FILE)
+    if path:
+        return dist.PrefixStore(attempt, dist.FileStore(f"{path}.{attempt}", world))
+    host, port = _master()
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    master, timeout = rank == 0 and not shared, timedelta(seconds=timeout_s)
+    store = dist.TCPStore(host, port, world, is_master=master, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(attempt, store)
+
+
+def _master() -> tuple[str, int]:
+    """(address, port) of rank 0, from torchrun. Under Slurm it is the job's first host."""
+    env = os.environ
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"], _number("MASTER_PORT", "29500")
+    if "SLURM_JOB_NODELIST" in env:
+        return _first_host(env["SLURM_JOB_NODELIST"]), 20000 + _number("SLURM_JOB_ID") % 20000
+    raise UserError(
+        "RANK is set but MASTER_ADDR is not: start the ranks with torchrun, or set MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm list such as "node[3-5],other"."""
+    try:
+        found = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        )
+        return found.stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip()
+        raise UserError(
+            f"`scontrol show hostnames {nodes}` does not name the job's first host ({said}): set MASTER_ADDR to it"
+        ) from None

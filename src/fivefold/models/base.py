@@ -1,0 +1,71 @@
+"""The base of all language models: a beginning, a stack of blocks, an end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.models.layers import Output
+
+if TYPE_CHECKING:
+    from fivefold.models.cache import Cache
+
+
+class LanguageModel(nn.Module, ABC):
+    """A language model, or a run of its blocks.
+
+    `begin`, `context`, each of `blocks`, and `end` are called in this order. A part of a model (a pipeline stage) is
+    the same module with only some of `blocks`. Its `first` or `last` is False if it lacks the beginning or the end.
+    Parameters keep the names that they have in the whole. `blocks` is keyed by the block's number as text.
+    """
+
+    blocks: nn.ModuleDict
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.last = True
+        self.output = Output()
+
+    @abstractmethod
+    def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
+        """Embeds tokens at these positions: (B, T, D)."""
+
+    def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
+        """Arguments of every block besides x, such as the rotary table."""
+        return ()
+
+    @abstractmethod
+    def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        """(B, T, D) -> logits (B, T, V) in fp32; with targets -> mean loss over targets other than -100."""
+
+    def forward(
+        self,
+        inputs: Tensor,
+        targets_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        positions_T: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens (B, T) -> logits (B, T, V), fp32; with targets (B, T) -> mean loss over targets other than -100.
+
+        inputs: tokens, or (B, T, D) from the previous blocks if the model has no beginning. cache: the tokens follow
+        those in the cache, and only the logits of the last position are returned, (B, 1, V), which sampling needs.
+        positions_T: the tokens' positions in their sequence; None: 0, 1, 2, ... after the cache.
+        """
+        if positions_T is None:
+            start = 0 if cache is None else cache.length
+            positions_T = torch.arange(start, start + inputs.shape[1], device=inputs.device)
+        x_BTD = self.begin(inputs, positions_T) if self.first else inputs
+        context = self.context(positions_T)
+        for number, block in self.blocks.items():
+            x_BTD = block(x_BTD, *context, **({} if cache is None else {"cache": cache[int(number)]}))
+        if not self.last:
+            return x_BTD
+        return self.end(x_BTD if cache is None else x_BTD[:, -1:], targets_BT)
+
+
+def block_dict(blocks: list[nn.Module]) -> nn.ModuleDict:
+    """Blocks keyed by their number, so that a part of them keeps its names: blocks.7.attention..."""
+    return nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})

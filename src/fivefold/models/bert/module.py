@@ -1,0 +1,111 @@
+"""BERT: a post-norm encoder in which every token sees every other, trained on masked tokens (arXiv 1810.04805).
+
+Sequences are packed, so there is no padding and no attention mask; all tokens have type 0. GELU is exact (erf).
+
+Shapes: B batch, T tokens, D model width, H heads, d = D/H width of a head, F feed-forward width, V
+vocabulary, M masked tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fivefold.models.base import LanguageModel, block_dict
+from fivefold.models.bert.card import TOKEN_TYPES
+from fivefold.models.layers import AttentionCore, Embedding, Linear, Sublayer
+from fivefold.models.section import ModelSection
+
+
+class Attention(Sublayer):
+    """Self-attention in both directions. Rows of `qkv.weight`: H query, H key, H value heads."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        self.qkv = Linear(model.dim, 3 * model.dim)
+        self.core = AttentionCore(model.heads, model.heads, causal=False)
+        self.out = Linear(model.dim, model.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        qkv = self.qkv(x_BTD)  # (B, T, 3 H d)
+        return self.finish(qkv)
+
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        """Queries, keys and values (B, T, 3 H d) -> (B, T, D)."""
+        return self.out(self.core(product))
+
+
+class FeedForward(Sublayer):
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
+        self.up = Linear(model.dim, model.ffn_dim)
+        self.down = Linear(model.ffn_dim, model.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.finish(self.up(x_BTD))
+
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        """(B, T, F) -> (B, T, D)."""
+        return self.down(F.gelu(product))
+
+
+class Block(nn.Module):
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
+        self.dropout = model.dropout
+        self.attention = Attention(model)
+        self.norm1 = nn.LayerNorm(model.dim, model.norm_eps)
+        self.mlp = FeedForward(model)
+        self.norm2 = nn.LayerNorm(model.dim, model.norm_eps)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = self.norm1(x_BTD + F.dropout(self.attention(x_BTD), self.dropout, self.training))
+        return self.norm2(x_BTD + F.dropout(self.mlp(x_BTD), self.dropout, self.training))
+
+
+class MaskedOnly(nn.Module):
+    """Selects the M masked tokens: hidden states (B, T, D) and targets (B, T) -> (1, M, D) and (1, M). No parameters.
+    Sequence parallelism gathers the sequence before it."""
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if targets_BT is None:
+            return x_BTD, None
+        masked_BT = targets_BT != -100
+        return x_BTD[masked_BT].unsqueeze(0), targets_BT[masked_BT].unsqueeze(0)
+
+
+class Model(LanguageModel):
+    """Encoder with the masked-language-model head: `transform`, GELU, `norm`, output layer with `head_bias`.
+
+    `head` is None if the output layer shares the embedding's weight.
+    """
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.vocab_size is not None, "a resolved recipe has vocab_size"
+        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
+        self.dropout = model.dropout
+        self.embed = Embedding(model.vocab_size, model.dim)
+        self.embed_positions = Embedding(model.seq_len, model.dim)
+        self.embed_types = Embedding(TOKEN_TYPES, model.dim)
+        self.embed_norm = nn.LayerNorm(model.dim, model.norm_eps)
+        self.blocks = block_dict([Block(model) for _ in range(model.layers)])
+        self.select: nn.Module = MaskedOnly()
+        self.transform = Linear(model.dim, model.dim)
+        self.norm = nn.LayerNorm(model.dim, model.norm_eps)
+        self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
+        self.head_bias = nn.Parameter(torch.zeros(model.vocab_size))
+
+    def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
+        """Embeds tokens. T must not exceed the recipe's `seq_len`: only these positions are learned."""
+        x_BTD = self.embed(tokens_BT) + (self.embed_positions(positions_T) + self.embed_types.weight[0])
+        return F.dropout(self.embed_norm(x_BTD), self.dropout, self.training)
+
+    def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        """Computes logits or loss. With targets, the head works on the M masked tokens only."""
+        x_BTD, targets_BT = self.select(x_BTD, targets_BT)
+        x_BTD = self.norm(F.gelu(self.transform(x_BTD)))
+        return self.output(x_BTD, (self.head or self.embed).weight, targets_BT, self.head_bias)

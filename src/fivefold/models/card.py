@@ -1,0 +1,207 @@
+"""An architecture as data. No torch.
+
+The rest of the program asks a model's card, never the architecture's name.
+
+Sizes: D model, T sequence, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.models import work
+from fivefold.models.objective import MASKED_SHARE, Objective, predicted
+from fivefold.models.operations import Operation, Program, Sizes, Work
+from fivefold.models.parameters import cut_of, under
+from fivefold.models.registry import file_of
+from fivefold.models.section import ModelSection
+from fivefold.spread.parts import TIED, Cut, Shape
+
+Contradiction = tuple[set[str], str]
+"""Recipe keys that disagree, and the rule between them."""
+
+
+class Card(ABC):
+    """The card of a `[model]` section. Properties that depend on sizes need a resolved one. It is a `Model` of
+    `spread/parts.py`."""
+
+    objective: Objective = "causal"
+    causal = True
+    """True if a token sees only itself and earlier ones, False if it sees all."""
+    rotary = False
+    """True if positions rotate queries and keys (RoPE), False if they are learned."""
+    grouped_queries = False
+    """True if several query heads may share keys and values."""
+    gated = False
+    """True if the feed-forward layers are SwiGLU, False if GELU."""
+    biased = False
+    """True if linear layers have biases."""
+    has_experts = False
+    """True if some blocks have a mixture of experts as feed-forward."""
+    whole_sequences: tuple[str, ...] = ()
+    """Prefixes of parameters at the model's end that compute with whole sequences under sequence parallelism."""
+
+    def __init__(self, model: ModelSection) -> None:
+        self.model = model
+        self.tied = bool(model.tie_embeddings)
+        """True if the output layer shares the embedding's weight."""
+
+    @property
+    def parameters(self) -> dict[str, Shape]:
+        """The table, built at first use: deep models have thousands of rows."""
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> dict[str, Shape]:
+        return self.table()
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """The cut of each parameter that tensor or expert parallelism cuts. The others are whole on every rank."""
+        return self._cuts
+
+    @cached_property
+    def mixed(self) -> tuple[bool, ...]:
+        """`is_mixed` of every block."""
+        return tuple(map(self.is_mixed, range(self.model.layers)))
+
+    @cached_property
+    def count(self) -> int:
+        """Number of parameters. One block of each kind is counted, so that a sweep over sizes stays fast."""
+        layers, mixed = self.model.layers, self.mixed_blocks()
+        total = _elements(type(self)(self.model.model_copy(update={"layers": 0})).table())
+        for kind, blocks in ((False, layers - mixed), (True, mixed)):
+            if blocks:
+                one = next(number for number in range(layers) if self.is_mixed(number) is kind)
+                total += blocks * _elements(self.block(one))
+        return total
+
+    @abstractmethod
+    def defaults(self) -> dict[str, Any]:
+        """Default values of optional fields, except the vocabulary's size. The model may be unresolved."""
+
+    def rules(self) -> Iterator[Contradiction]:
+        """Yields every broken rule that is specific to this architecture. The model may be unresolved."""
+        yield from ()
+
+    @abstractmethod
+    def table(self) -> dict[str, Shape]:
+        """Names and shapes of the parameters, in the module's order. Names `embed...` belong to the model's beginning,
+        `blocks.N....` to a block, all others to its end."""
+
+    @abstractmethod
+    def block(self, number: int) -> dict[str, Shape]:
+        """Names and shapes of a block's parameters."""
+
+    @cached_property
+    def _cuts(self) -> dict[str, Cut]:
+        found = {}
+        for name, shape in self.parameters.items():
+            local = name.split(".", 2)[-1] if name.startswith("blocks.") else name
+            if cut := cut_of(local, shape, self.model):
+                found[name] = cut
+        return found
+
+    @property
+    def costs(self) -> tuple[list[float], float, float]:
+        """FLOPs per token, forward and backward, of each block, of what comes before them and of what comes after."""
+        return self._costs
+
+    @cached_property
+    def _costs(self) -> tuple[list[float], float, float]:
+        model = self.model
+        attention = 6.0 * model.dim * model.seq_len * (1 if self.causal else 2)
+        blocks, head = [attention] * model.layers, 0.0
+        for name, shape in self.parameters.items():
+            matmul = 6.0 * self.active(name, math.prod(shape)) if len(shape) > 1 else 0.0
+            if name.startswith("blocks."):
+                blocks[int(name.split(".")[1])] += matmul
+            elif not name.startswith("embed") or (name == TIED and self.tied):
+                head += matmul
+        embedding = 12.0 * model.dim  # no matmul: a row is read, and its gradient is added
+        return blocks, embedding, head * (MASKED_SHARE if self.objective == "mlm" else 1.0)
+
+    def is_mixed(self, number: int) -> bool:
+        """True if a block has experts."""
+        return False
+
+    def mixed_blocks(self) -> int:
+        """Number of blocks with experts."""
+        return sum(map(self.is_mixed, range(self.model.layers))) if self.has_experts else 0
+
+    def work(self, s: Sizes, program: Program) -> Work:
+        """All operations of the model on one rank. s: sizes of the card's model."""
+        blocks = {mixed: self.block_operations(s, program, mixed) for mixed in sorted(set(self.mixed))}
+        return Work(blocks, self.begin_operations(s, program), self.end_operations(s, program))
+
+    def begin_operations(self, s: Sizes, program: Program) -> list[Operation]:
+        """Operations before the blocks."""
+        return work.begin(s, program)
+
+    def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
+        """Operations of one block, in forward order. mixed: True if the block has experts."""
+        attended = work.attention(s, program, self.causal, self.rotary, self.biased)
+        mlp = work.mixture(s) if mixed else work.feed_forward(s, program, self.gated, self.biased)
+        return work.block(s, program, attended, mlp)
+
+    def end_operations(self, s: Sizes, program: Program) -> list[Operation]:
+        """Operations after the blocks. Each sequence has as many rows of logits as predicted tokens. If sequences are
+        cut, the rows are spread unevenly; the average is used."""
+        rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp
+        return work.end(s, program, rows, bool(self.whole_sequences))
+
+    def active(self, name: str, size: int) -> int:
+        """Number of a parameter's elements that compute a token: for experts, those that the token is routed to."""
+        if ".experts." in name:
+            return size // (self.model.experts or 1) * (self.model.experts_per_token or 0)
+        return size
+
+    def blocks(self) -> dict[str, Shape]:
+        """The parameters of all blocks."""
+        found: dict[str, Shape] = {}
+        for number in range(self.model.layers):
+            found |= under(f"blocks.{number}", self.block(number))
+        return found
+
+    def output(self) -> dict[str, Shape]:
+        """The output layer's weight, if it has its own."""
+        return {} if self.tied else {"head.weight": (self.model.vocab_size or 0, self.model.dim)}
+
+
+def card_of(model: ModelSection) -> Card:
+    """The card of a model."""
+    hashed: Any = model  # frozen: pydantic gives it a hash
+    return _card_of(hashed)
+
+
+@lru_cache(maxsize=256)
+def _card_of(model: Any) -> Card:
+    return file_of(model.arch, "card").Card(model)
+
+
+def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
+    """The model section with every open field filled in.
+
+    Raises:
+        UserError: `model.vocab_size` is smaller than `vocab_size`.
+    """
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise UserError(
+            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {vocab_size} tokens; "
+            "make it larger or leave it out"
+        )
+    filled = card_of(model).defaults() | {"vocab_size": round_up(vocab_size, 64)}
+    return model.model_copy(update={name: v for name, v in filled.items() if getattr(model, name) is None})
+
+
+def _elements(table: dict[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in table.values())
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,36 @@
+"""GPT-2 as data: see module.py for the paper. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.models import card
+from fivefold.models.parameters import attention, gelu, layer_norm, under
+from fivefold.spread.parts import Shape
+
+
+class Card(card.Card):
+    biased = True
+
+    def defaults(self) -> dict[str, Any]:
+        model = self.model
+        return {
+            "kv_heads": model.heads,
+            "ffn_dim": 4 * model.dim,
+            "tie_embeddings": True,
+            "norm_eps": 1e-5,
+        }
+
+    def table(self) -> dict[str, Shape]:
+        V, D, T = self.model.vocab_size or 0, self.model.dim, self.model.seq_len
+        embeddings: dict[str, Shape] = {"embed.weight": (V, D), "embed_positions.weight": (T, D)}
+        return embeddings | self.blocks() | under("norm", layer_norm(D)) | self.output()
+
+    def block(self, number: int) -> dict[str, Shape]:
+        D, F = self.model.dim, self.model.ffn_dim or 0
+        return (
+            under("norm1", layer_norm(D))
+            | under("attention", attention(self.model, bias=True))
+            | under("norm2", layer_norm(D))
+            | under("mlp", gelu(D, F))
+        )

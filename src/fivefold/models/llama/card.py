@@ -1,0 +1,41 @@
+"""Llama as data: see module.py for the papers. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.models import card
+from fivefold.models.card import round_up
+from fivefold.models.parameters import attention, rms_norm, swiglu, under
+from fivefold.spread.parts import Shape
+
+
+class Card(card.Card):
+    rotary = True
+    grouped_queries = True
+    gated = True
+
+    def defaults(self) -> dict[str, Any]:
+        """Sets F to 8/3 D, rounded up to a multiple of 64."""
+        return {
+            "kv_heads": self.model.heads,
+            "ffn_dim": round_up(-(-8 * self.model.dim // 3), 64),
+            "tie_embeddings": False,
+            "norm_eps": 1e-5,
+        }
+
+    def table(self) -> dict[str, Shape]:
+        V, D = self.model.vocab_size or 0, self.model.dim
+        return {"embed.weight": (V, D)} | self.blocks() | under("norm", rms_norm(D)) | self.output()
+
+    def block(self, number: int) -> dict[str, Shape]:
+        D = self.model.dim
+        return (
+            under("norm1", rms_norm(D))
+            | under("attention", attention(self.model, bias=False))
+            | under("norm2", rms_norm(D))
+            | under("mlp", self.feed_forward(number))
+        )
+
+    def feed_forward(self, number: int) -> dict[str, Shape]:
+        return swiglu(self.model.dim, self.model.ffn_dim or 0)

@@ -1,0 +1,110 @@
+"""Maps our `llama` to `LlamaForCausalLM` and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.models.hf_map import Entry, same
+from fivefold.models.section import ModelSection
+
+MODEL_TYPE = "llama"
+ARCHITECTURE = "LlamaForCausalLM"
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+# Keys of config.json that affect the computation, with the values that our model supports.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "sliding_window": (None,),
+    "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1.0, None),
+}
+
+
+def entries(model: ModelSection) -> list[Entry]:
+    assert model.ffn_dim is not None
+    head_dim, kv_heads, F = model.dim // model.heads, model.kv_heads or model.heads, model.ffn_dim
+    table = same("embed", "model.embed_tokens")
+    for i in range(model.layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        qkv = tuple(f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv")
+        gate_up = tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))
+        table += same(f"{ours}.norm1", f"{theirs}.input_layernorm")
+        table += [
+            Entry(f"{ours}.attention.qkv.weight", qkv, (model.dim, head_dim * kv_heads, head_dim * kv_heads))
+        ]
+        table += same(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj")
+        table += same(f"{ours}.norm2", f"{theirs}.post_attention_layernorm")
+        table += [Entry(f"{ours}.mlp.gate_up.weight", gate_up, (F, F))]
+        table += same(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj")
+    table += same("norm", "model.norm")
+    return table + ([] if model.tie_embeddings else same("head", "lm_head"))
+
+
+def to_config(model: ModelSection) -> dict[str, Any]:
+    return {
+        "model_type": MODEL_TYPE,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.dim,
+        "intermediate_size": model.ffn_dim,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.dim // model.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.seq_len,
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        # transformers 4 reads the first two, 5 the third.
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+    }
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `[model]`. Keys missing in older files have the defaults of `LlamaConfig`."""
+    rope = config.get("rope_parameters") or {}
+    return {
+        "arch": "llama",
+        "layers": config["num_hidden_layers"],
+        "dim": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "ffn_dim": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "seq_len": config.get("max_position_embeddings", 2048),
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        "init_std": float(config.get("initializer_range", 0.02)),
+    }
+
+
+def problems(config: Mapping[str, Any]) -> list[str]:
+    """Problems that `SUPPORTED` cannot express: scaled rotary embeddings, and heads with a width of their own."""
+    found = []
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            found.append(f'{key} has rope_type "{kind}"; only "default" (unscaled) is supported')
+        elif rope.get("partial_rotary_factor", 1.0) != 1.0:
+            found.append(
+                f"{key} has partial_rotary_factor {rope['partial_rotary_factor']}; only 1.0 is supported"
+            )
+    width, heads, head_dim = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
+    if head_dim is not None and head_dim * heads != width:
+        allowed = f"hidden_size / num_attention_heads = {width} / {heads}"
+        found.append(f"head_dim = {head_dim}; only {allowed} is supported")
+    return found
+
+
+def rename(name: str) -> str | None:
+    """Current name of a weight; None for a buffer that older files store."""
+    return None if name.endswith("rotary_emb.inv_freq") else name

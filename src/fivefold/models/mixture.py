@@ -1,0 +1,182 @@
+"""A mixture of experts: Llama with many feed-forward layers. Each token uses a few of them.
+
+A router scores the experts for each token. The k best compute it, and their results are summed, weighted by score
+(Shazeer et al., arXiv 1701.06538). Shared experts also compute every token (DeepSeekMoE, arXiv 2401.06066). Tokens are
+sorted by expert, and one grouped matmul computes all experts.
+
+Without a counterweight, a router sends most tokens to few experts. One remedy is a term of the loss (Switch, arXiv
+2101.03961). The other is loss-free: a bias per expert, added to its score when experts are chosen, moves against the
+load after each step (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437).
+
+Shapes: B batch, T tokens, N = B T, D model width, E experts, K experts of a token, F width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from fivefold import kernels
+from fivefold.kernels.mixture import combine, dispatch, grouped_linear, plan
+from fivefold.models.layers import Sublayer
+from fivefold.models.llama.module import FeedForward
+from fivefold.models.section import ModelSection
+
+
+class Tally:
+    """Numbers exchanged between the trainer and one layer.
+
+    scale: factor on the gradient of the loss; the router's own terms use it, too. sums: totals over the backward passes
+    since it was None, fp64 (E + 4): slots of each expert, dropped slots, load-balance term, z term, number of passes.
+    """
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.sums: Tensor | None = None
+
+    def add(self, facts: Tensor) -> None:
+        self.sums = facts.double() if self.sums is None else self.sums + facts
+
+
+class _Attach(Function):
+    """Identity in forward. In backward the router's loss gets its gradient, and the tally its facts: once per
+    microbatch, even if forward is recomputed, or if this pipeline stage never sees the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, tally: Tally, facts: Tensor) -> Tensor:
+        ctx.tally, ctx.facts = tally, facts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        ctx.tally.add(ctx.facts)
+        return grads[0], torch.full((), ctx.tally.scale, device=ctx.facts.device), None, None
+
+
+class Total(nn.Module):
+    """Slots of each expert, over the tokens that the load-balance term covers. No parameters.
+
+    If a sequence is cut between ranks, another module replaces it and sums their counts.
+    """
+
+    def forward(self, counts_E: Tensor) -> Tensor:
+        return counts_E
+
+
+class Exchange(nn.Module):
+    """Computes rows of experts on this rank. No parameters. Expert parallelism replaces it by a module that sends the
+    rows to the ranks with the experts, and the results back."""
+
+    def forward(
+        self, rows_MD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        return compute(rows_MD, counts_E)
+
+
+class Router(nn.Module):
+    """Scores and choice of experts, in fp32. `bias` (E) is a buffer; it exists only if it balances the load."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.experts, "a resolved recipe has experts"
+        assert model.experts_per_token, "a resolved recipe has experts_per_token"
+        self.per_token, self.normalize = model.experts_per_token, model.router_normalize
+        self.sigmoid = model.router_score == "sigmoid"
+        self.weight = nn.Parameter(torch.empty(model.experts, model.dim))
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(model.experts) if model.balance == "bias" else None)
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The chosen experts (N, K), their weights (N, K), all scores as shares that sum to 1 (N, E), logits (N, E)."""
+        logits = F.linear(x_ND.float(), self.weight.float())
+        scores = shares = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        if self.sigmoid:
+            shares = scores / scores.sum(-1, keepdim=True)
+        ranked = scores.detach() if self.bias is None else scores.detach() + self.bias.float()
+        chosen = ranked.topk(self.per_token, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights, shares, logits
+
+
+class Experts(Sublayer):
+    """The routed experts: E SwiGLUs. Rows of each `gate_up`: F of the gate, then F of up."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.experts, "a resolved recipe has experts"
+        assert model.expert_ffn_dim, "a resolved recipe has expert_ffn_dim"
+        self.gate_up = nn.Parameter(torch.empty(model.experts, 2 * model.expert_ffn_dim, model.dim))
+        self.down = nn.Parameter(torch.empty(model.experts, model.dim, model.expert_ffn_dim))
+        self.exchange = Exchange()
+
+    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert, and the number of rows of each expert -> (M, D)."""
+        return self.exchange(rows_MD, counts_E, self.compute)
+
+    def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E), counts_E)
+
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        """Gate and up (M, 2F), counts (E) -> (M, D)."""
+        return grouped_linear(kernels.swiglu(product), self.down, tables[0])
+
+
+class Mixture(nn.Module):
+    """Router, routed experts, shared experts (one SwiGLU as wide as all of them)."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.experts, "a resolved recipe has experts"
+        assert model.expert_ffn_dim, "a resolved recipe has expert_ffn_dim"
+        self.count, self.capacity_factor = model.experts, model.capacity_factor
+        self.aux_weight = model.aux_loss_weight if model.balance == "aux" else 0.0
+        self.z_weight = model.z_loss_weight
+        self.router, self.total, self.experts = Router(model), Total(), Experts(model)
+        width = model.shared_experts * model.expert_ffn_dim
+        self.shared = FeedForward(model.model_copy(update={"ffn_dim": width})) if width else None
+        self.tally = Tally()
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_ND = x_BTD.flatten(0, 1)
+        chosen, weights, shares, logits = self.router(x_ND)
+        way = plan(chosen, self.count, self.capacity(len(x_ND)))
+        y_ND = combine(self.experts(dispatch(x_ND, way), way.counts_E), weights, way)
+        if self.shared is not None:
+            y_ND = y_ND + self.shared(x_ND)
+        if torch.is_grad_enabled() and self.training:
+            y_ND = self._with_losses(y_ND, shares, logits, way.chosen_E, way.counts_E)
+        return y_ND.view_as(x_BTD)
+
+    def capacity(self, tokens: int) -> int:
+        """Most rows that an expert takes of this many tokens; 0: no limit. No rows are dropped outside training."""
+        if not self.training or not self.capacity_factor:
+            return 0
+        return math.ceil(self.capacity_factor * tokens * self.router.per_token / self.count)
+
+    def _with_losses(
+        self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, chosen_E: Tensor, counts_E: Tensor
+    ) -> Tensor:
+        total_E = self.total(chosen_E)
+        with torch.set_grad_enabled(self.aux_weight > 0):
+            aux = balance_loss(shares_NE, total_E)
+        with torch.set_grad_enabled(self.z_weight > 0):
+            z = logits_NE.logsumexp(-1).square().mean()
+        with torch.no_grad():
+            dropped = (chosen_E - counts_E).sum()
+            facts = torch.cat([chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
+        return _Attach.apply(y_ND, self.aux_weight * aux + self.z_weight * z, self.tally, facts)
+
+
+def balance_loss(shares_NE: Tensor, chosen_E: Tensor) -> Tensor:
+    """E x the sum over experts of (share of slots that chose it) x (mean score): 1 at even load, E at worst. Only the
+    scores have a gradient (arXiv 2101.03961, equation 4). chosen_E: slots of each expert."""
+    share_E = chosen_E / chosen_E.sum()
+    return shares_NE.shape[1] * (share_E * shares_NE.mean(0)).sum()

@@ -1,0 +1,1 @@
+"""Llama with a mixture of experts."""

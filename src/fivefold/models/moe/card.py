@@ -1,0 +1,83 @@
+"""A mixture of experts as data: see module.py for the papers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fivefold.models.card import Contradiction
+from fivefold.models.llama import card as llama
+from fivefold.models.parameters import swiglu, under
+from fivefold.spread.parts import Shape
+
+EXPERTS = 8  # default
+
+
+class Card(llama.Card):
+    """Llama with a mixture as feed-forward in all blocks except the first `dense_layers`."""
+
+    has_experts = True
+
+    def defaults(self) -> dict[str, Any]:
+        """An expert is as wide as a dense layer. With one expert per token, scores are not normalised: a score divided
+        by itself would teach the router nothing."""
+        found, per_token = super().defaults(), self.per_token
+        found |= {"experts": EXPERTS, "experts_per_token": per_token, "router_normalize": per_token > 1}
+        return found | {"expert_ffn_dim": self.model.ffn_dim or found["ffn_dim"]}
+
+    @property
+    def per_token(self) -> int:
+        return self.model.experts_per_token or min(2, self.model.experts or EXPERTS)
+
+    def rules(self) -> Iterator[Contradiction]:
+        model, experts, per_token = self.model, self.model.experts or EXPERTS, self.per_token
+        if per_token > experts:
+            yield (
+                {"model.experts_per_token", "model.experts"},
+                f"model.experts_per_token = {per_token} must be at most model.experts = {experts}",
+            )
+        if per_token == 1 and model.router_normalize:
+            yield (
+                {"model.router_normalize", "model.experts_per_token"},
+                "model.router_normalize with model.experts_per_token = 1 divides a score by itself: the router would "
+                "not learn. Nearest valid: router_normalize = false",
+            )
+        if model.dense_layers >= model.layers:
+            yield (
+                {"model.dense_layers", "model.layers"},
+                f"model.dense_layers = {model.dense_layers} must be less than model.layers = {model.layers}",
+            )
+        for name in ("dim", "expert_ffn_dim" if model.expert_ffn_dim else "ffn_dim"):
+            size = getattr(model, name)
+            if size and size % 8:
+                yield (
+                    {f"model.{name}"},
+                    f"model.{name} = {size} must be a multiple of 8: the grouped product of experts wants rows of "
+                    f"whole 16 bytes. Nearest valid: {max(8, round(size / 8) * 8)}",
+                )
+        for name, balance in (("aux_loss_weight", "aux"), ("balance_rate", "bias")):
+            if model.balance != balance and getattr(model, name) != getattr(type(model)(), name):
+                yield (
+                    {f"model.{name}", "model.balance"},
+                    f'model.{name} needs model.balance = "{balance}", not "{model.balance}"',
+                )
+
+    def is_mixed(self, number: int) -> bool:
+        return number >= self.model.dense_layers
+
+    def mixed_blocks(self) -> int:
+        return self.model.layers - self.model.dense_layers
+
+    def feed_forward(self, number: int) -> dict[str, Shape]:
+        return self.mixture() if self.is_mixed(number) else super().feed_forward(number)
+
+    def mixture(self) -> dict[str, Shape]:
+        """Router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one wide SwiGLU."""
+        model = self.model
+        D, E, F, shared = model.dim, model.experts or 0, model.expert_ffn_dim or 0, model.shared_experts
+        routed: dict[str, Shape] = {
+            "router.weight": (E, D),
+            "experts.gate_up": (E, 2 * F, D),
+            "experts.down": (E, D, F),
+        }
+        return routed | (under("shared", swiglu(D, shared * F)) if shared else {})

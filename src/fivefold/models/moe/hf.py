@@ -1,0 +1,112 @@
+"""Maps our `moe` to `MixtralForCausalLM` and back: Llama's attention, and experts with three matrices each there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.models.hf_map import Entry, same
+from fivefold.models.llama import hf as llama
+from fivefold.models.llama.hf import TIED, rename
+from fivefold.models.section import ModelSection
+
+__all__ = [
+    "ARCHITECTURE",
+    "MODEL_TYPE",
+    "SUPPORTED",
+    "TIED",
+    "entries",
+    "from_config",
+    "problems",
+    "rename",
+    "to_config",
+]
+
+MODEL_TYPE = "mixtral"
+ARCHITECTURE = "MixtralForCausalLM"
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "sliding_window": (None,),
+    "router_jitter_noise": (0.0, None),
+    "partial_rotary_factor": (1.0, None),
+}
+# Mixtral's settings; capacity limits apply in training only.
+OURS: dict[str, Any] = {
+    "shared_experts": 0,
+    "dense_layers": 0,
+    "router_score": "softmax",
+    "router_normalize": True,
+}
+
+
+def entries(model: ModelSection) -> list[Entry]:
+    """The weight map.
+
+    Raises:
+        UserError: Mixtral cannot express the model.
+    """
+    _check(model)
+    D, F, E = model.dim, model.expert_ffn_dim or 0, model.experts or 0
+    table = [entry for entry in llama.entries(model) if ".mlp." not in entry.ours]
+    for i in range(model.layers):
+        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.block_sparse_moe"
+        experts = [f"{theirs}.experts.{e}" for e in range(E)]
+        table += same(f"{ours}.router", f"{theirs}.gate")
+        gate_up = tuple(f"{expert}.{w}.weight" for expert in experts for w in ("w1", "w3"))
+        table += [Entry(f"{ours}.experts.gate_up", gate_up, (F,) * (2 * E))]
+        table += [Entry(f"{ours}.experts.down", tuple(f"{e}.w2.weight" for e in experts), (D,) * E)]
+    return table
+
+
+def _check(model: ModelSection) -> None:
+    found = [
+        f"model.{name} = {getattr(model, name)}" for name, v in OURS.items() if getattr(model, name) != v
+    ]
+    if model.balance == "bias":
+        found.append('model.balance = "bias"')
+    if found:
+        raise UserError(f"Mixtral has no place for {', '.join(found)}: such a model cannot be exported")
+
+
+def to_config(model: ModelSection) -> dict[str, Any]:
+    _check(model)
+    config = llama.to_config(model)
+    for key in ("attention_bias", "mlp_bias"):
+        del config[key]
+    per_token = model.experts_per_token or 1
+    return config | {
+        "model_type": MODEL_TYPE,
+        "intermediate_size": model.expert_ffn_dim,
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": per_token,
+        # Theirs sums over a token's choices, ours averages.
+        "router_aux_loss_coef": (model.aux_loss_weight if model.balance == "aux" else 0.0) / per_token,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+    }
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `[model]`. Keys missing in older files have the defaults of `MixtralConfig`."""
+    rope = config.get("rope_parameters") or {}
+    per_token = config.get("num_experts_per_tok", 2)
+    return llama.from_config(config) | {
+        "arch": "moe",
+        "experts": config.get("num_local_experts", 8),
+        "experts_per_token": per_token,
+        "expert_ffn_dim": config["intermediate_size"],
+        "router_normalize": True,
+        "seq_len": config.get("max_position_embeddings", 4096 * 32),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
+        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e6),
+        "aux_loss_weight": round(float(config.get("router_aux_loss_coef", 0.001)) * per_token, 12),
+    }
+
+
+def problems(config: Mapping[str, Any]) -> list[str]:
+    """Llama's problems, and one expert per token: Mixtral would divide its score by itself."""
+    found = llama.problems(config)
+    if config.get("num_experts_per_tok", 2) == 1:
+        found.append("num_experts_per_tok = 1; only 2 or more are supported")
+    return found

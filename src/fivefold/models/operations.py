@@ -1,0 +1,172 @@
+"""An operation of a model as the planner sees it: a matmul with its shape, bytes moved, bytes sent, bytes kept for
+backward. No torch. The cards list operations (models/work.py), the planner prices and counts them.
+
+Legend: N tokens of a rank's microbatch (B T / cp), n tokens outside tensor-parallel regions (N / tp under sequence
+parallelism), D model, H heads, K key-value heads, d head, F feed-forward, V vocabulary, e bytes per element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.kernels import sizes
+from fivefold.models.section import ModelSection
+from fivefold.spread.regions import SUM, WHOLE
+
+Role = Literal["input", "stream", "product", "copied", "core", "inner"]
+KEPT: dict[str, dict[str, set[Role]]] = {
+    "none": {"core": {"input", "stream", "product", "core", "inner"}},
+    "selective": {
+        "core": {"input", "stream", "product", "copied", "inner"},
+        "sublayer": {"input", "stream", "product", "copied"},
+        "operations": {"input", "product", "copied"},
+    },
+    "full": {"core": {"input"}},
+}
+"""Roles of the tensors that each recomputation mode keeps, by the program's meaning of "selective"."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor kept from forward to backward. role: "input": a block's input. "stream": on its residual stream.
+    "product": the result of a sublayer's first matmul. "copied": such a result that is kept only if its copies are not.
+    "core": within attention's core. "inner": any other."""
+
+    name: str
+    size: float
+    role: Role
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter."""
+
+    m: float
+    n: float
+    k: float
+    count: float = 1
+    weight: bool = True
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective on an axis. size: bytes of the larger of input and output. "ring": keys and values that travel round
+    a ring; `size` is for all of them going all the way. hidden: it overlaps with the operation. calls: number of calls
+    it is cut into."""
+
+    what: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring"]
+    axis: str
+    size: float
+    hidden: bool = False
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One step of forward, and its backward.
+
+    attention: FLOPs of fused attention in forward. forward, backward: bytes moved by element-wise work. kernels: number
+    of kernels in forward. part: what recomputes it. "core" and "inner" are as in `Saved`; "out" is the matmul behind
+    these, and only its messages are repeated; "" is repeated by "full" only; "never" is not repeated. workspace: bytes
+    that its backward (for the loss: its forward) holds besides saved tensors. random: numbers drawn in forward, for
+    dropout.
+    """
+
+    name: str
+    matmul: Matmul | None = None
+    attention: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    kernels: int = 1
+    sent_forward: tuple[Message, ...] = ()
+    sent_backward: tuple[Message, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    part: Literal["", "core", "inner", "out", "never"] = ""
+    workspace: float = 0.0
+    random: float = 0.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program's way of computing a model: properties that operations depend on besides model and layout.
+
+    attention: "flash" keeps no probabilities; "plain" does; "blocks", ours on CPUs, keeps them for short sequences.
+    masks: dropout keeps "bytes", or "numbers" in the compute dtype. probability_dropout: attention's probabilities have
+    dropout, too. selective: what "selective" recomputes. "core": attention's core only (arXiv 2205.05198). "sublayer":
+    everything behind each sublayer's first matmul (parallel/recompute.py). "operations": every second matmul and all
+    operations between matmuls (torchtitan's default, which keeps attention's result). fused: consecutive element-wise
+    operations are one pass over memory. loss: logits exist in "chunks"; or whole, in the compute dtype ("fused": the
+    gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at once, if in chunks.
+    """
+
+    attention: Literal["flash", "blocks", "plain"] = "flash"
+    masks: Literal["bytes", "numbers"] = "bytes"
+    probability_dropout: bool = False
+    selective: Literal["core", "sublayer", "operations"] = "sublayer"
+    fused: bool = True
+    loss: Literal["chunks", "fused", "plain"] = "chunks"
+    chunk_bytes: float = sizes.logits_bytes("cuda")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
+    even split."""
+
+    model: ModelSection
+    B: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sp: bool = False
+    e: float = 2
+    cp_method: str = "ring"
+    load: float = 1.0
+
+    @property
+    def N(self) -> float:
+        return self.B * self.model.seq_len / self.cp
+
+    @property
+    def n(self) -> float:
+        return self.N / self.tp if self.sp else self.N
+
+    def chunks(self, program: Program, rows: float) -> int:
+        """Number of chunks that the loss cuts these rows of logits into."""
+        columns = (self.model.vocab_size or 1) / self.tp
+        return sizes.loss_chunks(rows, columns, self.e, program.chunk_bytes)
+
+    @property
+    def qkv(self) -> float:
+        """Number of query, key and value features on this rank."""
+        K = self.model.kv_heads or self.model.heads
+        return (self.model.dim + 2 * self.model.dim // self.model.heads * K) / self.tp
+
+    def enter(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Messages in forward and backward at the entry of a tensor-parallel region. In backward under `sp`, the kept
+        piece is gathered again, overlapped with the matmul for the input's gradient."""
+        return self.whole(), (*self.whole(hidden=True), *self.sum())
+
+    def leave(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Messages in forward and backward at the exit of a tensor-parallel region."""
+        return self.sum(), self.whole()
+
+    def whole(self, hidden: bool = False) -> tuple[Message, ...]:
+        """The message that makes an activation whole (`spread/regions.py`)."""
+        what = WHOLE[self.sp] if self.tp > 1 else None
+        return (Message(what, "tp", self.N * self.model.dim * self.e, hidden),) if what else ()
+
+    def sum(self) -> tuple[Message, ...]:
+        """The message that sums partial activations."""
+        return (Message(SUM[self.sp], "tp", self.N * self.model.dim * self.e),) if self.tp > 1 else ()
+
+
+@dataclass(frozen=True)
+class Work:
+    """All operations for a microbatch: of a block without experts (False) and with (True), before the blocks, after
+    them."""
+
+    block: dict[bool, list[Operation]]
+    begin: list[Operation]
+    end: list[Operation]

@@ -1,0 +1,65 @@
+"""Names, shapes and cuts of the layers that architectures share, for their cards. No torch.
+
+Sizes: D model, d head, K key-value heads, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from fivefold.models.section import ModelSection
+from fivefold.spread.parts import Cut, Shape
+
+
+def under(prefix: str, table: dict[str, Shape]) -> dict[str, Shape]:
+    """Prefixes the names, for the parameters of a module called `prefix`."""
+    return {f"{prefix}.{name}": shape for name, shape in table.items()}
+
+
+def rms_norm(D: int) -> dict[str, Shape]:
+    return {"weight": (D,)}
+
+
+def layer_norm(D: int) -> dict[str, Shape]:
+    return {"weight": (D,), "bias": (D,)}
+
+
+def attention(model: ModelSection, bias: bool) -> dict[str, Shape]:
+    """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads."""
+    D = model.dim
+    qkv = D + 2 * (D // model.heads) * (model.kv_heads or model.heads)
+    return linear("qkv", D, qkv, bias) | linear("out", D, D, bias)
+
+
+def swiglu(D: int, F: int) -> dict[str, Shape]:
+    """Parameters of SwiGLU. Rows of `gate_up`: the gate, then up."""
+    return linear("gate_up", D, 2 * F, bias=False) | linear("down", F, D, bias=False)
+
+
+def gelu(D: int, F: int) -> dict[str, Shape]:
+    return linear("up", D, F, bias=True) | linear("down", F, D, bias=True)
+
+
+def linear(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    return weight | {f"{name}.bias": (outputs,)} if bias else weight
+
+
+def cut_of(name: str, shape: Shape, model: ModelSection) -> Cut | None:
+    """The cut of a parameter of these layers under tensor and expert parallelism; None: it is whole on every rank.
+
+    name: without "blocks.N.".
+    """
+    d, K = model.dim // model.heads, model.kv_heads or model.heads
+    match name:
+        case "embed.weight" | "head.weight" | "head_bias":
+            return Cut("vocab", 0, shape[:1])
+        case "attention.qkv.weight" | "attention.qkv.bias":
+            return Cut("column", 0, (model.dim, d * K, d * K))
+        case "mlp.gate_up.weight":
+            return Cut("column", 0, (shape[0] // 2,) * 2)
+        case "mlp.experts.gate_up" | "mlp.experts.down":
+            return Cut("expert", 0, shape[:1])
+        case "mlp.up.weight" | "mlp.up.bias":
+            return Cut("column", 0, shape[:1])
+        case "attention.out.weight" | "mlp.down.weight":
+            return Cut("row", 1, shape[1:])
+    return None

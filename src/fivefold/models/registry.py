@@ -1,0 +1,25 @@
+"""The registered architectures: the folders beside this file that have a `card.py`. No torch.
+
+A folder `models/NAME` holds the files that the rest of the program loads for `arch = "NAME"`:
+
+- `card.py`: class `Card`, a `fivefold.models.card.Card`;
+- `module.py`: class `Model`, a `fivefold.models.base.LanguageModel`;
+- `hf.py`: the map to and from Hugging Face (see `fivefold/models/hf.py`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+ARCHITECTURES: tuple[str, ...] = tuple(
+    sorted(file.parent.name for file in Path(__file__).parent.glob("*/card.py"))
+)
+
+
+def file_of(arch: str, name: Literal["card", "module", "hf"]) -> ModuleType:
+    """Imports a file of an architecture's folder, at first use."""
+    assert arch in ARCHITECTURES, f"{arch}: there are {ARCHITECTURES}"
+    return import_module(f"fivefold.models.{arch}.{name}")

@@ -1,0 +1,361 @@
+"""The operations of each layer for one microbatch on a rank, for the cards. No torch.
+
+Legend: N tokens of a rank's microbatch (B T / cp), n tokens outside tensor-parallel regions (N / tp under sequence
+parallelism), D model, H heads, K key-value heads, d head, F feed-forward, V vocabulary, e bytes per element.
+"""
+
+from __future__ import annotations
+
+from fivefold.kernels import sizes
+from fivefold.models.operations import Matmul, Message, Operation, Program, Role, Saved, Sizes
+from fivefold.spread.regions import SUM, sequence_axes
+
+
+def block(s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation]) -> list[Operation]:
+    """A block around its two sublayers: norms and the residual stream, in the order of a pre-norm block."""
+    mask = dropout_mask(s, program)
+    return [
+        norm("norm1", s, program, "input"),
+        *attended,
+        add("add1", s, program, mask),
+        norm("norm2", s, program, "stream"),
+        *mlp,
+        add("add2", s, program, mask),
+    ]
+
+
+def begin(s: Sizes, program: Program) -> list[Operation]:
+    """Operations before the blocks: the embedding."""
+    D, e = s.model.dim, s.e
+    sent, back = s.leave()
+    mask = dropout_mask(s, program)
+    masks = (Saved("embedding mask", mask, "stream"),) if mask else ()
+    moved = 3 * s.N * D * e
+    return [
+        Operation(
+            "embedding", None, 0.0, moved, 2 * moved, 2, sent_forward=sent, sent_backward=back, saved=masks
+        )
+    ]
+
+
+def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]:
+    """Operations after the blocks: last norm, output layer, loss. rows: of logits. whole: True if it works on whole
+    sequences under sequence parallelism."""
+    D, V, e, n = s.model.dim, s.model.vocab_size or 0, s.e, s.n
+    columns = V / s.tp
+    chunks = program.loss == "chunks"
+    # bytes per logit: moved in forward, moved in backward, kept, workspace
+    table = {"chunks": (4, 0, 0, 0), "fused": (2 * e, 2 * e, e, 0), "plain": (24, 14, 4, 4 + e)}
+    forward, backward, kept, workspace = table[program.loss]
+    into, back, statistics = _loss_messages(s, program, rows, whole)
+    saved, besides = [Saved("output input", n * D * e, "stream")], workspace * rows * columns
+    if chunks:  # forward makes the gradients and keeps them for backward, instead of its input
+        cut, weight = s.chunks(program, rows), D * columns
+        saved = [
+            Saved("gradient of the output's input", (rows + (n if s.sp else 0)) * D * e, "stream"),
+            Saved("gradient of the output's weight", weight * (e if cut == 1 else 4), "stream"),
+        ]
+        at_once = rows / cut * columns * e
+        besides = (at_once + rows * D * e) if cut == 1 else (2 * at_once + rows * D * e + weight * e)
+    if kept:
+        saved.append(Saved("logits", kept * rows * columns, "stream"))
+    return [
+        norm("norm", s, program, "stream", keep_output=False),
+        Operation(
+            "output", Matmul(rows, columns, D), sent_forward=into, sent_backward=back, saved=tuple(saved)
+        ),
+        Operation(
+            "loss",
+            forward=forward * rows * columns,
+            backward=backward * rows * columns,
+            kernels=2 if program.fused else 8,
+            sent_forward=statistics,
+            workspace=besides,
+        ),
+    ]
+
+
+def _loss_messages(
+    s: Sizes, program: Program, rows: float, whole: bool
+) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
+    """Messages of the output layer in forward, in backward, and of the loss. This program (parallel/vocabulary.py)
+    makes the gradients in forward, so nothing is gathered twice. Under context parallelism the ranks count their
+    targets together."""
+    if program.loss != "chunks":
+        return *s.enter(), (Message("all_reduce", "tp", 3 * 4 * rows),) if s.tp > 1 else ()
+    head = rows * s.model.dim * s.e
+    total = (Message("all_reduce", "cp", 8),) if s.cp > 1 else ()
+    if s.tp == 1:
+        return (), (), total
+    statistics = (Message("all_gather", "tp", s.tp * 3 * 4 * rows, calls=s.chunks(program, rows)), *total)
+    if s.sp and not whole:
+        return s.whole(), s.sum(), statistics
+    return s.whole(), (Message(SUM[False], "tp", head),), statistics
+
+
+def dropout_mask(s: Sizes, program: Program) -> float:
+    """Bytes of a dropout mask: one byte per element, or numbers to multiply by."""
+    size = s.e if program.masks == "numbers" else 1
+    return s.n * s.model.dim * size if s.model.dropout else 0.0
+
+
+def norm(name: str, s: Sizes, program: Program, role: Role, keep_output: bool = True) -> Operation:
+    D, e, n = s.model.dim, s.e, s.n
+    forward, backward, kernels = (2, 3, 1) if program.fused else (14, 24, 6)
+    saved = [Saved(f"{name} input", n * D * e, role)]
+    if keep_output:
+        saved.append(Saved(f"{name} output", n * D * e, "stream"))
+    return Operation(name, None, 0.0, forward * n * D * e, backward * n * D * e, kernels, saved=tuple(saved))
+
+
+def _bias(biased: bool, features: float, rows: float, e: float) -> float:
+    """Bytes read for the gradient of a bias."""
+    return rows * features * e if biased else 0.0
+
+
+def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
+    """Bias, dropout and the residual stream."""
+    D, e, n = s.model.dim, s.e, s.n
+    passes = 1.0 if program.fused else 1.0 + 2.0 * bool(mask)
+    saved = (Saved(f"{name} mask", mask, "stream"),) if mask else ()
+    forward = 3 * n * D * e * passes + mask
+    backward = 3 * n * D * e + (2 * n * D * e + mask if mask else 0.0)
+    return Operation(name, None, 0.0, forward, backward, 1, saved=saved, random=mask)
+
+
+def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool) -> list[Operation]:
+    D, e, N, T, qkv = s.model.dim, s.e, s.N, s.model.seq_len, s.qkv
+    into, back = s.enter()
+    out, out_back = s.leave()
+    share = 0.5 if causal else 1.0  # of the scores that the mask does not hide
+    product = Operation(
+        "qkv",
+        Matmul(N, qkv, D),
+        backward=_bias(biased, qkv, N, e),
+        sent_forward=into,
+        sent_backward=back,
+        saved=(Saved("qkv", N * qkv * e, "copied" if program.attention == "blocks" else "product"),),
+        workspace=N * qkv * e + _gathered(s),
+    )
+    ring = N * (qkv - D / s.tp) * e * (s.cp - 1)
+    forward: tuple[Message, ...] = (Message("ring", "cp", ring, hidden=True),) if s.cp > 1 else ()
+    backward: tuple[Message, ...] = (Message("ring", "cp", 2 * ring, hidden=True),) if s.cp > 1 else ()
+    if s.cp > 1 and s.cp_method == "ulysses":  # tokens are exchanged for heads, and back
+        forward = backward = tuple(Message("all_to_all", "cp", N * x * e) for x in (qkv, D / s.tp))
+    turned = 2 * N * (qkv - (qkv - D / s.tp) / 2) * e if rotary else 0.0
+    turned *= 1.0 if program.fused else 3.0
+    if program.attention != "plain":
+        saved, besides = _kept_by_attention(s, program, share)
+        core = [
+            Operation(
+                "attention",
+                attention=4.0 * N * T * (D / s.tp) * share,
+                forward=turned,
+                backward=turned,
+                kernels=1 if not rotary or program.fused else 5,
+                sent_forward=forward,
+                sent_backward=backward,
+                saved=saved,
+                part="core",
+                workspace=N * (qkv + D / s.tp) * e + besides,
+            )
+        ]
+    else:
+        core = _plain_attention(s, program, share)
+    return [
+        product,
+        *core,
+        Operation(
+            "attention out",
+            Matmul(N, D, D / s.tp),
+            backward=_bias(biased, D, N, e),
+            sent_forward=out,
+            sent_backward=out_back,
+            saved=(Saved("attention output", N * D / s.tp * e, "inner"),),
+            part="out",
+        ),
+    ]
+
+
+def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple[Saved, ...], float]:
+    """(tensors that fused attention keeps besides its output, bytes that its backward holds besides gradients).
+    Attention by blocks multiplies some queries at a time with all keys they see (kernels/blockwise_attention.py). It
+    keeps queries, keys and values in the order of heads, and up to KEEP tokens the probabilities. A ring of ranks keeps
+    no probabilities."""
+    H, T = s.model.heads / s.tp, s.model.seq_len
+    ring = s.cp > 1 and s.cp_method == "ring"
+    statistics = Saved("log-sum-exp", s.N * H * 4, "inner")
+    if program.attention == "flash":
+        return (statistics,), 0.0
+    blocks = sizes.query_blocks(T // s.cp if ring else T, causal < 1, int(s.e))
+    each = s.B * H / (1 if ring else s.cp) * s.e  # bytes of a query's probability of one key, over heads
+    largest = each * max((stop - start) * seen for start, stop, seen in blocks)
+    copies = Saved("queries, keys, values", s.N * s.qkv * s.e, "inner")
+    if ring:
+        return (copies, statistics), 2 * largest
+    if not sizes.keeps_probabilities(T):
+        return (copies,), 2 * largest
+    every = each * sum((stop - start) * seen for start, stop, seen in blocks)
+    return (copies, Saved("probabilities", every, "inner")), largest
+
+
+def _gathered(s: Sizes) -> float:
+    """Bytes of a whole input and its gradient in the backward of the matmul that begins a tensor-parallel region."""
+    return s.N * s.model.dim * s.e * ((s.tp > 1) + s.sp)
+
+
+def _plain_attention(s: Sizes, program: Program, causal: float) -> list[Operation]:
+    """Scores, softmax and the matmul with the values, each in memory. The fused masked softmax reads the scores that
+    the mask does not hide, and writes all."""
+    e, T, H, d = s.e, s.model.seq_len, s.model.heads / s.tp, s.model.dim / s.model.heads
+    scores = s.B * H * T * T / s.cp
+    drop = program.probability_dropout and s.model.dropout > 0
+    probabilities = [Saved("probabilities", scores * e, "core")]
+    if drop:
+        probabilities += [Saved("mask", scores, "core"), Saved("dropped probabilities", scores * e, "core")]
+    product = Matmul(T / s.cp, T, d, s.B * H, weight=False)
+    softmax = (1 + causal) * scores * e
+    dropout = (2 * e + 1) * scores if drop else 0.0
+    # The bias of queries, keys and values is a pass of its own, and the heads' outputs are put side by side; in
+    # backward the three gradients are put into one.
+    moved = 2 * s.N * (s.qkv + s.model.dim / s.tp) * e
+    return [
+        Operation("bias and order of heads", None, 0.0, moved, moved, 2),
+        Operation("scores", product, part="core"),
+        Operation(
+            "softmax",
+            None,
+            0.0,
+            softmax + dropout,
+            (1 + 2 * causal) * scores * e + dropout,
+            1 + drop,
+            saved=tuple(probabilities),
+            part="core",
+            workspace=2 * scores * e,
+            random=scores if drop else 0.0,
+        ),
+        Operation("values", Matmul(T / s.cp, d, T, s.B * H, weight=False), part="core"),
+    ]
+
+
+def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[Operation]:
+    D, F, e, N = s.model.dim, (s.model.ffn_dim or 0) / s.tp, s.e, s.N
+    into, back = s.enter()
+    out, out_back = s.leave()
+    wide = 2 * F if gated else F
+    # gelu: reads, writes; with the gate: reads two, writes one. Unfused, the gate is two operations and more.
+    forward, backward = (3, 5) if gated else (2, 3)
+    if not program.fused:
+        forward, backward = (5, 13) if gated else (4, 6)
+    return [
+        Operation(
+            "up",
+            Matmul(N, wide, D),
+            backward=_bias(biased, wide, N, e),
+            sent_forward=into,
+            sent_backward=back,
+            saved=(Saved("up", N * wide * e, "product"),),
+            workspace=N * wide * e + _gathered(s),
+        ),
+        Operation(
+            "gate" if gated else "gelu",
+            None,
+            0.0,
+            forward * N * F * e,
+            backward * N * F * e,
+            1 if program.fused else 2,
+            saved=(Saved("activation", N * F * e, "inner"),),
+            part="inner",
+            workspace=N * wide * e,  # the gradient of its result takes the place of the result
+        ),
+        Operation(
+            "down",
+            Matmul(N, D, F),
+            backward=_bias(biased, D, N, e),
+            sent_forward=out,
+            sent_backward=out_back,
+            part="out",
+        ),
+    ]
+
+
+def mixture(s: Sizes) -> list[Operation]:
+    """The routed feed-forward: tokens go to their experts and come back. Experts are whole on every tensor-parallel
+    rank; a rank sends the tokens that it has outside tensor-parallel regions."""
+    model, D, e, N = s.model, s.model.dim, s.e, s.n
+    E, k, F = model.experts or 1, model.experts_per_token or 1, model.expert_ffn_dim or model.ffn_dim or 0
+    routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
+    exchange = (Message("all_to_all", "ep", max(routed, received) * D * e),) if s.ep > 1 else ()
+    counts = (Message("all_to_all", "ep", 8 * E),) if s.ep > 1 else ()  # int64, one per expert
+    rows = received / here  # of each expert
+    wide = (Saved("router input in fp32", N * D * 4, "stream"),) if e != 4 else ()
+    router = Operation("router", Matmul(N, E, D), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=wide)
+    ops = [
+        router,
+        Operation(
+            "dispatch",
+            None,
+            0.0,
+            2 * routed * D * e,
+            2 * routed * D * e,
+            4,
+            sent_forward=(*counts, *exchange),
+            sent_backward=exchange,
+            saved=(Saved("routed", received * D * e, "stream"),),
+        ),
+        Operation(
+            "experts up", Matmul(rows, 2 * F, D, here), saved=(Saved("up", received * 2 * F * e, "product"),)
+        ),
+        Operation(
+            "gate",
+            None,
+            0.0,
+            3 * received * F * e,
+            5 * received * F * e,
+            saved=(Saved("activation", received * F * e, "inner"),),
+            part="inner",
+            workspace=2 * received * F * e,
+        ),
+        Operation("experts down", Matmul(rows, D, F, here)),
+        Operation(
+            "combine",
+            None,
+            0.0,
+            3 * routed * D * e,
+            3 * routed * D * e,
+            4,
+            sent_forward=exchange,
+            sent_backward=exchange,
+            saved=(Saved("experts' output", routed * D * e, "stream"),),
+        ),
+    ]
+    if model.shared_experts:
+        wide = model.shared_experts * F
+        ops += [
+            Operation(
+                "shared up", Matmul(N, 2 * wide, D), saved=(Saved("shared up", N * 2 * wide * e, "product"),)
+            ),
+            Operation(
+                "shared gate",
+                None,
+                0.0,
+                3 * N * wide * e,
+                5 * N * wide * e,
+                saved=(Saved("shared activation", N * wide * e, "inner"),),
+                part="inner",
+            ),
+            Operation("shared down", Matmul(N, D, wide)),
+        ]
+    return [*ops, *_balance(s)]
+
+
+def _balance(s: Sizes) -> list[Operation]:
+    """Sums the counts of each expert over ranks that have parts of a sequence, for the router's own loss terms. If
+    these terms have a gradient, recomputation repeats the sum."""
+    axes = [axis for axis in sequence_axes(s.sp) if getattr(s, axis) > 1]
+    total = tuple(Message("all_reduce", axis, 8 * (s.model.experts or 1)) for axis in axes)
+    model = s.model
+    learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
+    return (
+        [Operation("balance", kernels=0, sent_forward=total, part="" if learns else "never")] if total else []
+    )

@@ -1,0 +1,57 @@
+"""Stochastic gradient descent: plain, with momentum (Polyak, 1964) and with Nesterov's (Sutskever et al., ICML 2013).
+
+PyTorch's fused kernel over the fp32 master weights. With gradient g, weight decay d, momentum m and dampening q:
+
+    g = g + d * w
+    v = m * v + (1 - q) * g        (first step: v = g)
+    w = w - lr * v                 (nesterov: w - lr * (g + m * v); plain: w - lr * g)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fivefold.optim.card import OptimizerCard, State
+
+if TYPE_CHECKING:
+    import torch
+
+
+def sgd(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.SGD(groups, lr=lr, fused=True)
+
+
+def momentum(
+    groups: list[dict[str, Any]], lr: float, momentum: float, dampening: float
+) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, dampening=dampening, fused=True)
+
+
+def nesterov(groups: list[dict[str, Any]], lr: float, momentum: float) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True, fused=True)
+
+
+VELOCITY = (State("momentum_buffer"),)
+CARDS = (
+    OptimizerCard("sgd", source="Robbins and Monro, 1951", build=sgd),
+    OptimizerCard(
+        "momentum",
+        source="Polyak, 1964",
+        build=momentum,
+        fields={"momentum": 0.9, "dampening": 0.0},
+        states=VELOCITY,
+    ),
+    OptimizerCard(
+        "nesterov",
+        source="Sutskever et al., ICML 2013",
+        build=nesterov,
+        fields={"momentum": 0.9},
+        states=VELOCITY,
+    ),
+)

@@ -1,0 +1,93 @@
+"""Deferred weight gradients: they let a pipeline split backward into I and W (zero bubble, arXiv 2401.10241).
+
+I computes the gradient of a linear layer's input, which the previous stage waits for, and queues the matmul for the
+gradient of its weight. W runs the queue. I frees the graph of the microbatch; until W, only each layer's input and the
+gradient of its output remain.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fivefold import kernels
+from fivefold.models.layers import Linear
+
+Work = Callable[[], None]
+
+
+class Deferred:
+    """`queue` collects weight gradients while `collect` runs a backward; otherwise it is None."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Work] | None = None
+
+    def collect(self, backward: Work) -> deque[Work]:
+        """Runs a backward and returns the work that it deferred."""
+        self.queue = queue = deque()
+        try:
+            backward()
+        finally:
+            self.queue = None
+        return queue
+
+
+def attach(stage: nn.Module, deferred: Deferred) -> None:
+    """Lets the linear layers of a stage defer their weight gradients while `deferred` collects.
+
+    Other parameters (norms, biases, embeddings, the fused output and loss) get their gradients in I: that work is
+    small, or was done in F. Compiled modules are not supported: the compiler cannot trace through the queue.
+    """
+    for module in stage.modules():
+        if isinstance(module, Linear):
+            module.forward = partial(_linear, module, deferred)
+        elif hasattr(module, "deferred"):  # a layer that defers by itself
+            module.deferred = deferred  # pyright: ignore[reportArgumentType]
+
+
+def _linear(module: Linear, deferred: Deferred, input: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return kernels.linear(input, module.weight, module.bias)
+    return _Linear.apply(input, module.weight, module.bias, deferred)
+
+
+class _Linear(Function):
+    """x (..., D), weight (F, D), bias (F) or None -> (..., F)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: Deferred) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # not saved: under recomputation a saved weight would come back as a copy
+        ctx.deferred, ctx.has_bias = deferred, bias is not None
+        return kernels.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        (x,), weight, dy = ctx.saved_tensors, ctx.weight, grads[0]
+        dweight = weight_gradient(ctx.deferred, weight, dy, x)
+        dx = kernels.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+        return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None
+
+
+def weight_gradient(deferred: Deferred | None, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """Returns dy^T x, or None while `deferred` collects: then the matmul is in its queue.
+
+    weight (F, D), the parameter itself; dy (..., F); x (..., D).
+    """
+    if deferred is None or deferred.queue is None:
+        return kernels.weight_gradient(dy, x)
+    deferred.queue.append(partial(_add_weight_gradient, weight, dy, x))
+    return None
+
+
+def _add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Adds it through autograd, so hooks on the parameter see it."""
+    torch.autograd.backward(weight, kernels.weight_gradient(dy, x))

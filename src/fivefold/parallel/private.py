@@ -1,0 +1,84 @@
+"""The private parts of PyTorch (torch 2.13) that parallel/ uses: most are attributes of FSDP2's units.
+
+Each function says what breaks without it. tests/test_private.py checks that each name exists and does what is assumed
+here: run it first when you upgrade torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:  # importing FSDP2 takes half a second
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor import DTensor
+
+
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Gives memory to the parameters that FSDP2 has sharded; FSDP2 follows them. Without it: `to_empty`, which also
+    gives memory to all other parameters."""
+    from torch.distributed.tensor import DTensor
+
+    module._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) else t)
+
+
+def groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    """The parameter groups of a unit; none if all parameters belong to inner units. Without it: nothing else here."""
+    return unit._get_fsdp_state()._fsdp_param_groups
+
+
+def gathered(unit: FSDPModule) -> list[Tensor]:
+    """The gathered weights, while they exist. Without it: the tracker counts them as activations."""
+    return [tensor for group in groups(unit) for p in group.fsdp_params for tensor in p.all_gather_outputs]
+
+
+def whole_gradients(unit: FSDPModule) -> list[Tensor]:
+    """Gradients that add up before they are scattered. Without it: the tracker counts them as activations."""
+    found = []
+    for parameter in (p for group in groups(unit) for p in group.fsdp_params):
+        found.append(parameter.unsharded_accumulated_grad)
+        if hasattr(parameter, "_unsharded_param"):
+            found.append(parameter._unsharded_param.grad)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def take_deferred_gradients(unit: FSDPModule) -> None:
+    """Adds up gradients that were set outside of the module's backward, and scatters them if they are due. Without it:
+    no ZeRO in pipelines that split backward."""
+    for group in groups(unit):
+        for parameter in group.fsdp_params:  # norms have fp32 gradients since I: FSDP2 wants one dtype
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+        group.post_backward()
+
+
+def end_backward(root: FSDPModule) -> None:
+    """Scatters the gradients that are due and waits for them, as at the end of a backward. Without it: no ZeRO in
+    pipelines."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def forget_gradients(unit: FSDPModule) -> None:
+    """Drops the gradients of a unit's rows: the next scatter replaces them. Without it: hybrids with stages 2
+    and 3 sum over replicas in every microbatch."""
+    for group in groups(unit):
+        for parameter in group.fsdp_params:
+            parameter.sharded_param.grad = None
+
+
+def share_memory(units: Iterable[FSDPModule], parameter: DTensor, other: DTensor) -> None:
+    """Makes the rows of a parameter share the memory of another's. Without it: no ZeRO where one rank has both stages
+    of a tied embedding."""
+    owners = {id(p.sharded_param): p for unit in units for group in groups(unit) for p in group.fsdp_params}
+    owners[id(parameter)]._sharded_param_data = owners[id(other)]._sharded_param_data
+    parameter._local_tensor = other._local_tensor
+
+
+def gather_in_background(root: FSDPModule) -> None:
+    """Overlaps weight gathers with computation on devices without streams. Without it: ZeRO on CPUs waits for them."""
+    root._set_unshard_async_op(True)

@@ -1,0 +1,109 @@
+"""Sends the messages of FSDP2's units over our axes: weight gathers, gradient scatters, and sums over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from fivefold.comm import Started
+from fivefold.parallel import private
+from fivefold.parallel.mesh import Mesh
+
+
+class UnitMessages:
+    """The messages of one unit, named `unit`. shards: the axis that shares its states. sent: dtype of gradient
+    messages.
+
+    In a hybrid the replicas sum their gradients once per step: in the `last` microbatch, together with the gradients
+    that earlier microbatches have scattered (stages 2 and 3). FSDP2 adds these up in the buffer that `arrived` first;
+    the gradients of the rows are views of it.
+    """
+
+    def __init__(self, mesh: Mesh, shards: str, unit: str, sent: torch.dtype):
+        self.axis, self.replicas = mesh.axis(shards).of_unit(unit), mesh.axis("replicate").of_unit(unit)
+        self.sent, self.last = sent, True
+        self.seen: Callable[[Tensor], None] | None = None
+        self.arrived: Tensor | None = None
+
+    def attach(self, module: FSDPModule) -> None:
+        """Makes FSDP2 send the messages of a unit through this object."""
+        self.module = module
+        module.set_custom_all_gather(_Gather(self))  # pyright: ignore[reportArgumentType]
+        module.set_custom_reduce_scatter(_Scatter(self))  # pyright: ignore[reportArgumentType]
+        if self.replicas.size > 1:
+            module.set_all_reduce_hook(self.sum_replicas)
+
+    def sum_replicas(self, rows: Tensor) -> None:
+        """Sums a microbatch's gradients over replicas. rows: flat, fp32; FSDP2 is about to add them to the gradients of
+        earlier microbatches. On GPUs it has allocated them on its scatter stream and calls this on another one, so the
+        allocator is told who else reads them."""
+        for gradients in (rows, self.arrived):
+            if gradients is not None and gradients.is_cuda:
+                gradients.record_stream(torch.cuda.current_stream())
+        if not self.last:
+            self.arrived = rows if self.arrived is None else self.arrived
+            return
+        if self.arrived is not None:
+            rows += self.arrived
+            self.arrived = None
+            private.forget_gradients(self.module)
+        self.replicas.all_reduce(rows)
+
+
+class _Buffers:
+    """Allocates buffers for FSDP2, which asks this of a custom message."""
+
+    def __init__(self, messages: UnitMessages):
+        self.messages = messages
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Buffers):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        axis = self.messages.axis
+        if async_op:
+            return _Waits(axis.start_all_gather(input_tensor, output_tensor))
+        axis.all_gather(input_tensor, output_tensor)
+        return None
+
+
+class _Scatter(_Buffers):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, op
+        assert not async_op
+        messages = self.messages
+        if messages.seen is not None:
+            messages.seen(input_tensor)
+        messages.axis.sum_scatter(input_tensor, output_tensor, messages.sent)
+
+
+class _Waits(dist.Work):
+    """Wraps a started message as a `Work` that FSDP2 can wait for."""
+
+    def __init__(self, started: Started):
+        super().__init__()
+        self.started = started
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.started()
+        return True

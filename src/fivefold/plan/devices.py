@@ -1,0 +1,123 @@
+"""Devices, links and clusters, from data sheets or from measurements of this machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from fivefold.plan.measured import Measured, Share
+
+GIB = 2**30
+GB = 1e9
+RUNTIME = 0.25 * 2**30
+"""Bytes per process for Python and PyTorch's libraries on a CPU."""
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, so that prices can be cached
+class Device:
+    """One accelerator.
+
+    peak: dense FLOP/s by dtype, of the data sheet. matmul: share of it that the best matrix products reach. units:
+    processors that share a product's tiles. memory: bytes. bandwidth: bytes/s of memory, of the data sheet; streaming:
+    share of it that element-wise operations reach. attention: shares of `peak` that fused attention reaches in forward
+    and backward, on long sequences with heads of 128. reserve: bytes that the program's runtime and the network library
+    take (an estimate; reported as it is). spread: standard deviation of the speed of devices of one model on dense
+    products; of several hundred the fastest and the slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs
+    Are Created Equal"). measured: what takes the place of all these rates.
+    """
+
+    name: str
+    peak: dict[str, float]
+    matmul: float
+    units: int
+    memory: float
+    bandwidth: float
+    streaming: float = 0.85
+    attention: tuple[float, float] = (0.6, 0.5)
+    reserve: float = 1.5 * GIB
+    spread: float = 0.015
+    measured: Share | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """A device's link into one level of the network, in one direction.
+
+    bandwidth: bytes/s of the data sheet. share: the part of it that large collectives reach. latency: seconds per hop.
+    reduce: bytes/s ("bus bandwidth") of an all-reduce over a whole node if the switch reduces; None: as the others.
+    mesh: every pair of devices has its own wire, so a group uses only the wires between its members.
+    """
+
+    bandwidth: float
+    share: float
+    latency: float
+    reduce: float | None = None
+    mesh: bool = False
+
+    @property
+    def achieved(self) -> float:
+        """Bytes/s of a large collective."""
+        return self.bandwidth * self.share
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`devices` equal devices, `per_node` on each node.
+
+    0 devices means as many as a layout has ranks. intra, inter: a device's links within a node and between nodes.
+    machine: the table of a measured machine. disk: bytes/s that a node writes.
+    """
+
+    name: str
+    device: Device
+    devices: int
+    per_node: int
+    intra: Link
+    inter: Link
+    machine: Measured | None = None
+    disk: float = 2 * GB  # a local NVMe drive's, sustained
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.devices / self.per_node)
+
+    def for_ranks(self, ranks: int) -> Cluster:
+        """The cluster with one device per rank. Local ranks share the machine."""
+        if self.machine:
+            return shared(self, ranks)
+        return self if self.devices == ranks else replace(self, devices=ranks)
+
+
+def of_table(table: Measured) -> Cluster:
+    """The cluster that a table describes, before the number of ranks is known."""
+    wire = Link(math.inf, 1.0, 0.0)  # unused, because the table prices messages
+    return shared(Cluster("local", _device(table, 1), 0, 2**30, wire, wire, table), 1, 0)
+
+
+@lru_cache(maxsize=64)
+def shared(cluster: Cluster, ranks: int, devices: int | None = None) -> Cluster:
+    """The cluster shared by `ranks` ranks. Each gets its share of the cores and the memory."""
+    assert cluster.machine is not None
+    device = _device(cluster.machine, ranks)
+    return replace(
+        cluster, device=device, disk=cluster.machine.disk, devices=ranks if devices is None else devices
+    )
+
+
+def _device(table: Measured, ranks: int) -> Device:
+    on_each = max(1, ranks) if table.on_cpu else table.cores
+    share = table.share(ranks)
+    copied = min(rates["copy"][0] for rates in share.streams.values())
+    return Device(
+        name=f"local ({share.threads} core{'s' * (share.threads > 1)})" if table.on_cpu else "local",
+        peak={dtype: rate / on_each for dtype, rate in table.peak.items()},
+        matmul=1.0,
+        units=1,
+        memory=table.memory / on_each,
+        bandwidth=copied * share.speed,
+        streaming=1.0,
+        reserve=RUNTIME,
+        spread=table.spread,
+        measured=share,
+    )

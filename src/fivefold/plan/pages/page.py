@@ -1,0 +1,176 @@
+"""The page of a plan: one HTML file that opens offline, with sliders over a grid of predictions (plan/grid.py).
+
+Everything from outside (the recipe's name, messages) is escaped; see `document`. Without scripts the page shows
+pictures of the recipe's own plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from fivefold.observe.document import document, piece
+from fivefold.observe.format import memory_text, printable
+
+FIGURES = (("step", "Step"), ("speed", "Tokens per second"), ("mfu", "MFU"), ("peak", "Memory per device"))
+
+
+def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]) -> str:
+    """The page as HTML.
+
+    name: the recipe's. words: the plan in a sentence. data: from `plan.grid_data`; its `search` has the limit and the
+    rows of a search's frontier, or is None. pictures: SVG documents for browsers without scripts.
+    """
+    name, words = printable(name), printable(words)
+    body = f"""<header>
+<p class="kicker">Plan</p>
+<h1>{escape(name)}</h1>
+<p class="lead">{escape(words)}</p>
+</header>
+<main>
+{_sliders(data["axes"])}
+<div>
+{_now()}
+<noscript><p>The sliders need this page's own script. Below is the recipe as it is.</p>
+{"".join(f'<div class="wide">{picture}</div>' for picture in pictures)}</noscript>
+<div class="needs">
+{_sections(data)}</div>
+</div>
+</main>
+<script type="application/json" id="data">{_embedded(data)}</script>"""
+    style = piece("report.css") + piece("plan.css")
+    return document(f"{name}: plan", body, style, piece("plan.js"))
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON that cannot end the HTML element around it."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _sliders(axes: Sequence[Mapping[str, Any]]) -> str:
+    rows = "".join(
+        f'<div class="slider"><label for="s-{axis["key"]}">{escape(axis["label"])}</label>'
+        f'<output id="o-{axis["key"]}" for="s-{axis["key"]}">{axis["values"][axis["at"]]:,}</output>'
+        f'<input type="range" id="s-{axis["key"]}" min="0" max="{len(axis["values"]) - 1}" value="{axis["at"]}" '
+        f'autocomplete="off"{" disabled" * (len(axis["values"]) == 1)}></div>\n'
+        for axis in axes
+    )
+    return (
+        f'<form class="sliders" aria-label="Sizes" autocomplete="off">\n{rows}'
+        '<button type="button" id="own">As in the recipe</button></form>'
+    )
+
+
+def _now() -> str:
+    """The figures for the sliders' position."""
+    cards = "".join(
+        f'<div><dt>{label}</dt><dd><span id="{key}">–</span>'
+        f"{'<small id=room></small>' if key == 'peak' else ''}</dd></div>\n"
+        for key, label in FIGURES
+    )
+    return (
+        f'<div class="now"><dl class="figures">\n{cards}</dl></div>\n'
+        '<p class="alarm" id="problem" role="alert" hidden></p>\n<p class="layout needs" id="layout"></p>'
+    )
+
+
+def _section(title: str, note: str, body: str, name: str = "", more: str = "") -> str:
+    name = name or title.lower().replace(" ", "-")
+    words = f'<p class="aside">{note}</p>\n' if note else ""
+    return f'<section aria-labelledby="h-{name}"{more}><h2 id="h-{name}">{title}</h2>\n{words}{body}\n</section>\n'
+
+
+def _sections(data: Mapping[str, Any]) -> str:
+    memory = _keys([(kind, kind) for kind in data["memory"]]) + '<div class="rows" id="memory"></div>'
+    parts = [
+        _section("Memory", "One bar per place in the pipeline, for one device. Red: usable memory.", memory),
+        _section(
+            "Time of a step",
+            "For the rank that computes longest.",
+            '<div class="rows shares" id="shares"></div>',
+        ),
+        f'<div id="pipeline">{_section("Timeline", "", _timeline())}</div>',
+        _section("Roofline", _ROOFLINE, _roofline()),
+        _section("Throughput against memory", _FRONTIER, _frontier()),
+        _section("Found by the search", _SEARCH, _search(data)) if data["search"] else "",
+        _section("The same in the terminal", "", '<pre id="command" tabindex="0"></pre>'),
+        _section("What the sliders show", "", _grid(data)),
+    ]
+    return "".join(parts)
+
+
+_ROOFLINE = (
+    "Each circle is an operation of the model. Its size is its share of the step. Left of the bend operations are "
+    "memory-bound, right of it compute-bound. Both limits come from the data sheet, or for this machine from "
+    "measurements."
+)
+_FRONTIER = (
+    "Each dot is a layout with a microbatch. The line joins the fastest layout for each memory. The ring marks the "
+    "sliders' position."
+)
+_SEARCH = "The valid layouts for the recipe's own sizes that no other beats in both memory and speed."
+
+
+def _keys(kinds: Sequence[tuple[str, str]]) -> str:
+    return (
+        '<ul class="keys">'
+        + "".join(f'<li><i class="{kind}"></i>{escape(words)}</li>' for kind, words in kinds)
+        + "</ul>"
+    )
+
+
+def _timeline() -> str:
+    kinds = [
+        ("F", "forward"),
+        ("B", "backward"),
+        ("I", "input gradient"),
+        ("W", "weight gradient"),
+    ]
+    return f'{_keys(kinds)}<div class="picture" id="timeline"></div><p class="note" id="drawn"></p>'
+
+
+def _table(columns: Sequence[str], body: str) -> str:
+    """A table. columns: names; those starting with `?` are left out on a phone."""
+    head = "".join(
+        f'<th scope="col"{" class=optional" * name.startswith("?")}>{name.removeprefix("?")}</th>'
+        for name in columns
+    )
+    return f'<table><thead><tr>{head}</tr></thead><tbody id="{body}"></tbody></table>'
+
+
+def _roofline() -> str:
+    table = _table(("Operation", "FLOP per byte", "?Reached", "Share of step", "Bound by"), "operations")
+    kinds = [("compute", "compute-bound"), ("memory", "memory-bound")]
+    return f'{_keys(kinds)}<div class="picture" id="roofline"></div>{table}'
+
+
+def _frontier() -> str:
+    head = '<p class="note" id="reach"></p>'
+    columns = ("Layout", "Tokens/s", "Memory", '<span class="sr">Show</span>')
+    return f'<div class="picture" id="frontier"></div>{head}{_table(columns, "best")}'
+
+
+def _search(data: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f'<tr><td class="words">{escape(row["words"]).replace(",", ",<wbr>")}</td><td>{row["tokens_per_s"]:,.0f}</td>'
+        f"<td>{memory_text(row['peak'])}</td></tr>\n"
+        for row in reversed(data["search"]["rows"])
+    )
+    table = _table(("Layout", "Tokens/s", "Memory"), "found").replace("</tbody>", f"{rows}</tbody>")
+    return f'<div class="picture" id="search"></div>{table}'
+
+
+def _grid(data: Mapping[str, Any]) -> str:
+    """The grid in words."""
+    values = "".join(
+        f"<dt>{escape(axis['label'])}</dt><dd>{', '.join(f'{v:,}' for v in axis['values'])}</dd>\n"
+        for axis in data["axes"]
+    )
+    valid = sum(not message for message in data["index"])
+    return (
+        f"<p>All {len(data['index']):,} combinations of these values were predicted when this page was written; "
+        f"{valid:,} are valid. Nothing between them is guessed. With the width, heads and the feed-forward width grow "
+        f'alike; data parallelism fills the devices.</p>\n<dl class="facts">\n{values}</dl>'
+    )

@@ -1,0 +1,224 @@
+"""Pictures of a plan for terminals: memory of each stage, where the step's time goes, the pipeline's timeline, the
+roofline, and a search's frontier. Readable without colour."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from fivefold.observe.format import duration, memory_text
+from fivefold.schedules.pipeline import to_text as timeline_text
+from fivefold.spread.layout import to_text as layout_text
+
+if TYPE_CHECKING:
+    from fivefold.plan.memory import Memory
+    from fivefold.plan.pictures import Pictures, Point, Roofline
+    from fivefold.plan.predict import Plan
+
+GIB = 2**30
+KINDS = {
+    "params": ("█", "blue"),
+    "gradients": ("▓", "green"),
+    "optimizer": ("▒", "yellow"),
+    "activations": ("░", "magenta"),
+    "buffers": ("∙", "cyan"),
+}
+MARKS = "abcdefghijklmnopqrstuvwxyz"
+MOST_ROWS = 8  # of a pipeline's ranks, where not everything is wanted
+NARROWEST = 80  # columns; in fewer, lines wrap
+HEIGHT = 11  # lines of the roofline
+
+
+def draw(found: Pictures, width: int, color: bool, full: bool) -> Iterator[Text]:
+    """The pictures, line by line, at most `width` columns wide. full: all ranks, and the roofline's picture."""
+    width = max(NARROWEST, min(width, 160))
+    yield from memory_bars(found.plan.memory, found.plan.limit, width, full)
+    yield Text()
+    yield from share_bars(found.shares, width)
+    yield from _pipeline(found, width, color, full)
+    if full:
+        yield Text()
+        yield from roofline(found.roofline, found.plan.step.seconds, width)
+
+
+def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) -> Iterator[Text]:
+    """A bar for each pipeline rank, and the device's limit."""
+    most = max(limit, *(m.total for m in stages))
+    room = width - 21
+    legend = Text("memory per device ")
+    for name, (fill, style) in KINDS.items():
+        legend.append(fill, style).append(f" {name}  ")
+    yield legend
+    for position in _shown(len(stages), full):
+        m, bar, end = stages[position], Text(), 0.0
+        for name, (fill, style) in KINDS.items():
+            end += getattr(m, name)
+            bar.append(fill * (round(room * end / most) - len(bar)), style)
+        bar.append(" " * (room - len(bar)))
+        at = min(room - 1, round(room * limit / most))
+        bar = bar[:at] + Text("┃", "bold red") + bar[at + 1 :]
+        yield Text(f"  stage {position:<3}") + bar + Text(f" {memory_text(m.total)}")
+    at, words = min(room - 1, round(room * limit / most)), f"limit {memory_text(limit)}"
+    before = f"{words} ┘".rjust(at + 1)
+    yield Text(" " * 11 + (before if len(before) == at + 1 else f"{'└':>{at + 1}} {words}"), "dim")
+    yield from _left_out(len(stages), full)
+
+
+def share_bars(shares: Mapping[str, float], width: int) -> Iterator[Text]:
+    """The step of the busiest rank by share of its time."""
+    total, room = sum(shares.values()), width - 38
+    yield Text(f"step of the busiest rank, {duration_text(total)}")
+    for name, seconds in shares.items():
+        if seconds >= 0.0005 * total:
+            bar = "█" * max(1, round(room * seconds / total))
+            yield Text(f"  {name:27}{seconds / total:6.1%} ") + Text(bar, _share_style(name))
+
+
+def _share_style(name: str) -> str:
+    return (
+        "blue"
+        if name.startswith("compute")
+        else "yellow"
+        if "memory" in name
+        else "red"
+        if "wait" in name
+        else ""
+    )
+
+
+def _pipeline(found: Pictures, width: int, color: bool, full: bool) -> Iterator[Text]:
+    if found.timeline is None:
+        return
+    s, shown = found.plan.setting, found.timeline
+    few = 1 + max(event.action.microbatch for event in shown.events())
+    some = f"{few} of {s.microbatches}" if few < s.microbatches else f"{few}"
+    yield Text()
+    yield Text(
+        f"pipeline ({s.layout.schedule}), {some} microbatches, {duration_text(shown.makespan)}: "
+        "F forward, B backward"
+    )
+    if few < s.microbatches:
+        yield Text("  (idle shares of these microbatches; those of the whole step are smaller)", "dim")
+    lines = timeline_text(shown, max(30, width - 26), color).splitlines()
+    for rank in _shown(len(lines), full):
+        yield Text("  ") + Text.from_ansi(lines[rank])
+    yield from _left_out(len(lines), full)
+
+
+def roofline(found: Roofline, step: float, width: int) -> Iterator[Text]:
+    """Operations by FLOPs per byte and FLOP/s under the device's roof, with each one's share of the step."""
+    by_share = sorted(found.points, key=lambda p: -p.seconds)
+    marks = dict(zip((p.name for p in by_share), MARKS, strict=False))
+    yield Text(
+        f"roofline: {_quantity(found.peak, 'FLOP/s')}, {_quantity(found.bandwidth, 'B/s')}; memory-bound "
+        f"below {found.ridge:.0f} FLOP per byte"
+    )
+    yield from _plot(found, by_share, marks, width)
+    yield Text(f"    {'operation':18}{'FLOP/byte':>10}{'reached':>15}{'share of step':>15}  bound by")
+    for point in by_share:
+        yield _operation(found, point, marks.get(point.name, " "), step)
+
+
+def _operation(found: Roofline, point: Point, mark: str, step: float) -> Text:
+    bound = found.bound(point)
+    reached = _quantity(point.moved / point.seconds, "B/s")
+    if point.flops:
+        reached = _quantity(point.rate, "FLOP/s")
+    intensity = f"{point.intensity:,.0f}" if point.flops else "-"
+    row = f"  {mark} {point.name:18.18}{intensity:>10}{reached:>15}{point.seconds / step:15.1%}  "
+    return Text(row) + Text(bound, "blue" if bound == "compute" else "yellow")
+
+
+def _plot(found: Roofline, points: Sequence[Point], marks: Mapping[str, str], width: int) -> Iterator[Text]:
+    """The roofline's plot. Both axes are logarithmic: FLOPs per byte to the right, FLOP/s upwards."""
+    there = [p for p in points if p.flops]
+    low = min(found.ridge / 10, *(p.intensity for p in there)) / 1.5
+    high = max(found.ridge * 10, *(p.intensity for p in there)) * 1.5
+    bottom = min(low * found.bandwidth, *(p.rate for p in there)) / 1.5
+    room = width - 14
+
+    def column(intensity: float) -> int:
+        return round((room - 1) * math.log(intensity / low) / math.log(high / low))
+
+    def line(rate: float) -> int:
+        return round((HEIGHT - 1) * math.log(found.peak / rate) / math.log(found.peak / bottom))
+
+    rows = [[Text(" ") for _ in range(room)] for _ in range(HEIGHT)]
+    for x in range(room):
+        intensity = low * (high / low) ** (x / (room - 1))
+        flat = intensity >= found.ridge
+        y = line(min(found.peak, intensity * found.bandwidth))
+        if y < HEIGHT:
+            rows[y][x] = Text("─" if flat else "╱", "dim")
+    for p in reversed(there):  # the largest on top
+        rows[line(p.rate)][column(p.intensity)] = Text(marks.get(p.name, "+"), "bold")
+    for number, row in enumerate(rows):
+        rate = found.peak / (found.peak / bottom) ** (number / (HEIGHT - 1))
+        label = _quantity(rate, "FLOP/s") if number % 5 == 0 else ""
+        yield Text(f"{label:>12} │") + Text().join(row)
+    left, right = f"{low:,.3g}", f"{high:,.0f} FLOP/byte"
+    middle = f"{found.ridge:.0f}"
+    at = column(found.ridge) - len(middle) // 2 - len(left)
+    yield Text(f"{'':12} └" + "─" * room)
+    yield Text(f"{'':14}{left}{' ' * at}{middle}" + right.rjust(room - len(left) - at - len(middle)))
+
+
+def frontier(plans: Sequence[Plan], width: int) -> Iterator[Text]:
+    """The fastest layout for each memory. A text that does not fit beside its bar follows below."""
+    most, left, room = max(plan.tokens_per_s for plan in plans), 22, width // 4
+    yield Text("frontier: no other layout is both smaller and faster than one of these")
+    yield Text(f"  {'GiB':>6} {'tokens/s':>12}")
+    for plan in plans:
+        bar = "█" * max(1, round(room * plan.tokens_per_s / most))
+        words = f"{layout_text(plan.layout)}, microbatch {plan.setting.sizes.B}"
+        line = Text(f"  {plan.peak_bytes / GIB:6.3g} {plan.tokens_per_s:12,.0f} ") + Text(
+            f"{bar:{room}}", "blue"
+        )
+        if left + room + 1 + len(words) <= width:
+            yield line + Text(f" {words}")
+        else:
+            yield line
+            yield from (Text(" " * left + part) for part in _folded(words, width - left))
+
+
+def _folded(words: str, width: int) -> Iterator[str]:
+    """The text in lines, broken after commas."""
+    line = ""
+    for part in re.findall("[^,]+,?", words):
+        if line and len(line) + len(part) > width:
+            yield line
+            line = part.lstrip()
+        else:
+            line += part
+    yield line
+
+
+def _quantity(value: float, unit: str) -> str:
+    """Three digits with the letter of the thousands: 989 TFLOP/s."""
+    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{float(f'{value / factor:.3g}'):g} {letter}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """Short times with their unit: 12.3 ms, 4.56 s."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
+
+
+def _shown(count: int, full: bool) -> list[int]:
+    """The ranks that are drawn."""
+    if full or count <= MOST_ROWS:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)})
+
+
+def _left_out(count: int, full: bool) -> Iterator[Text]:
+    if not full and count > MOST_ROWS:
+        yield Text(f"  {MOST_ROWS} of {count}; --pictures draws all")

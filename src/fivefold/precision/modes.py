@@ -1,0 +1,54 @@
+"""The one table of dtypes: recipes, the trainer, benchmarks and the planner read it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A format of numbers.
+
+    bytes: per element. torch: the name of torch's dtype that holds it. trains: `precision.mode` can name it, so models
+    compute in it, and `precision.reduce`, so gradients can be sent in it. priced: the planner knows which states a
+    program keeps that computes in it. multiplied: torch.matmul takes it, so its rate can be measured.
+    """
+
+    name: str
+    bytes: float
+    torch: str
+    trains: bool = False
+    priced: bool = False
+    multiplied: bool = True
+
+    @property
+    def masters(self) -> bool:
+        """True if training in this dtype needs fp32 master weights beside the working weights (arXiv 1710.03740)."""
+        return self.bytes < DTYPES[MASTER].bytes
+
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype("fp32", 4.0, "float32", trains=True, priced=True),
+        Dtype("tf32", 4.0, "float32"),  # how a GPU may multiply fp32, with 10 bits of fraction
+        Dtype("bf16", 2.0, "bfloat16", trains=True, priced=True),
+        Dtype("fp16", 2.0, "float16", priced=True),
+        Dtype("fp8", 1.0, "float8_e4m3fn", multiplied=False),
+    )
+}
+MASTER = "fp32"
+"""The dtype of master weights, sums of gradients and optimizer states."""
+TRAINED = tuple(dtype.name for dtype in DTYPES.values() if dtype.trains)
+"""The dtypes that models train in."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a name in `DTYPES`."""
+    import torch
+
+    return getattr(torch, DTYPES[name].torch)

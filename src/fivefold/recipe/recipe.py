@@ -1,0 +1,23 @@
+"""A recipe: its sections, checked against each other."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from fivefold.recipe.rules import contradictions
+from fivefold.recipe.schema import Sections
+
+
+class Recipe(Sections):
+    """A recipe. Sections may be left out, because every field but one of steps and tokens has a default.
+
+    Raises:
+        pydantic.ValidationError: a field is wrong, or fields contradict each other (see `rules.py`).
+    """
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Recipe:
+        found = [message for _, message in contradictions(self)]
+        if found:
+            raise ValueError("; ".join(found))
+        return self

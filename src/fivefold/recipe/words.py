@@ -1,0 +1,170 @@
+"""Recipes in words: what each field may hold and means, what errors say, and a recipe as TOML."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from fivefold.errors import did_you_mean
+from fivefold.recipe.schema import Section, Sections
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Sections.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}
+KEYS: dict[str, FieldInfo] = {
+    f"{section}.{name}": field
+    for section, cls in SECTIONS.items()
+    for name, field in cls.model_fields.items()
+}
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a field may hold: `a whole number >= 1`, `one of "ring", "ulysses"`."""
+    return _allowed(field.annotation, field.metadata)
+
+
+def optional(field: FieldInfo) -> bool:
+    """Whether a field may be left unset (None), to be worked out from the others."""
+    return type(None) in get_args(field.annotation)
+
+
+def plain_type(field: FieldInfo) -> Any:
+    """The type of a field without its `| None`."""
+    return _without_none(field.annotation)
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (choice for choice in get_args(annotation) if choice is not type(None))
+    return annotation
+
+
+def _allowed(annotation: Any, metadata: Any) -> str:
+    annotation = _without_none(annotation)
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        items = get_args(annotation)
+        return f"a list of {len(items)}, each {_allowed(items[0], ())}"
+    if get_origin(annotation) is Annotated:
+        inner, info = get_args(annotation)
+        return _allowed(inner, info.metadata)
+    bounds = [
+        f"{sign} {getattr(m, name)}" for m in metadata for name, sign in _SIGNS.items() if hasattr(m, name)
+    ]
+    return f"{_WORDS[annotation]} {' and '.join(bounds)}".strip()
+
+
+class Explained(NamedTuple):
+    """One field; None as value or default means: worked out from the other fields."""
+
+    key: str
+    value: Any
+    type: str
+    default: Any
+    doc: str
+    is_default: bool
+
+
+def explain(recipe: Sections) -> list[Explained]:
+    """All fields in the order of the schema."""
+    values = {
+        f"{section}.{name}": v
+        for section, fields in recipe.model_dump().items()
+        for name, v in fields.items()
+    }
+    rows = []
+    for key, field in KEYS.items():
+        type_ = allowed(field) + (", or unset" if optional(field) else "")
+        doc = " ".join((field.description or "").split())
+        rows.append(Explained(key, values[key], type_, field.default, doc, values[key] == field.default))
+    return rows
+
+
+def bad_value(key: str, value: Any) -> str:
+    """A known key with a value of the wrong type or out of range."""
+    hint, type_ = "", plain_type(KEYS[key])
+    if isinstance(value, str):
+        hint = did_you_mean(value, [choice for choice in get_args(type_) if isinstance(choice, str)])
+    elif isinstance(value, float) and type_ is int and value.is_integer():
+        hint = f": write {int(value)}"
+    return f"{key} = {short(value)}: must be {allowed(KEYS[key])}{hint}"
+
+
+def unknown_key(key: str, value: Any) -> str:
+    """A key that its section does not have."""
+    section, _, name = key.partition(".")
+    near = _home(name) or did_you_mean(name, SECTIONS[section].model_fields)
+    return f"{key} = {short(value)}: [{section}] has no such key" + (
+        near or _has(SECTIONS[section].model_fields)
+    )
+
+
+def unknown_section(name: str, value: Any) -> str:
+    """A section that does not exist, or a key that stands outside of any section."""
+    if isinstance(value, dict):
+        return f"[{name}]: no such section" + (did_you_mean(name, SECTIONS) or _has(SECTIONS))
+    return f"{name} = {short(value)}: stands in no section" + (_home(name) or _has(SECTIONS))
+
+
+def not_a_section(name: str, value: Any) -> str:
+    """A section's name with something else than a table behind it."""
+    return f"{name} = {short(value)}: must be a section: a line [{name}], then its keys"
+
+
+def together(name: str, problems: Sequence[str]) -> str:
+    """One message of all problems."""
+    if len(problems) == 1:
+        return f"{name}: {problems[0]}"
+    listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    return f"{name}: {len(problems)} problems{listed}"
+
+
+def short(value: Any) -> str:
+    """A value as TOML writes it, cut to 60 characters."""
+    text = toml_value(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _home(name: str) -> str:
+    """The section that a key belongs to."""
+    homes = [known for known in KEYS if known.partition(".")[2] == name]
+    return f"; did you mean '{homes[0]}'?" if homes else ""
+
+
+def _has(choices: Any) -> str:
+    return f"; there are: {', '.join(choices)}"
+
+
+def to_toml(recipe: Sections, comment: str = "") -> str:
+    """Every field that is set, section by section; TOML has no None, so unset fields are left out.
+
+    `comment` becomes the first lines, each behind a `#`.
+    """
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    for section, fields in recipe.model_dump().items():
+        lines += [""] if lines else []
+        lines += [f"[{section}]"]
+        lines += [f"{key} = {toml_value(value)}" for key, value in fields.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML writes it. Types that no field has are shown as Python does (in error messages)."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's escapes are JSON's, but it also wants the delete character escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return repr(value)

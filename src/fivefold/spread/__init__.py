@@ -1,0 +1,1 @@
+"""The spread of a model over ranks, as data."""

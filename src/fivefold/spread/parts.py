@@ -1,0 +1,253 @@
+"""The part of each parameter and of each sequence that a rank holds, as data. No torch.
+
+A model's card lists its parameters, and which of them tensor and expert parallelism cut. From these tables the trainer
+builds its shards, the checkpoint places them, and the planner counts them.
+
+A rank's part of a parameter is written as `Ranges`: for each dim, the spans [start, stop) of the whole, in the rank's
+order. A fused matrix (query, key and value heads in one) is cut section by section, so a rank's rows come from several
+spans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Protocol
+
+from fivefold.schedules.pipeline import SCHEDULES, cut, place
+from fivefold.spread.layout import Layout, index_in, stages_of_a_rank
+
+Shape = tuple[int, ...]
+Span = tuple[int, int]
+Ranges = tuple[tuple[Span, ...], ...]
+TIED = "embed.weight"
+"""The parameter that the output layer shares if embeddings are tied."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The division of a parameter: `dim` of the tensor, over `axis` of the mesh. The dim consists of sections, and each
+    section is divided evenly.
+
+    kind: "column" (output features), "row" (input features), "vocab" (rows of the vocabulary), "expert".
+    """
+
+    kind: str
+    dim: int
+    sections: tuple[int, ...]
+
+    @property
+    def axis(self) -> str:
+        return "ep" if self.kind == "expert" else "tp"
+
+
+class Model(Protocol):
+    """The properties of a model that this file needs. A card of `models/` has them.
+
+    parameters: names and shapes, in the module's order. Names `embed...` belong to the beginning, `blocks.N....` to
+    a block, all others to the end. cuts: the parameters that tensor or expert parallelism cuts. costs: FLOPs per
+    token of each block, of the beginning, of the end. tied: the output layer shares the weight `TIED`. whole_sequences:
+    prefixes of parameters that compute with whole sequences under sequence parallelism.
+    """
+
+    @property
+    def parameters(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]: ...
+
+    @property
+    def costs(self) -> tuple[Sequence[float], float, float]: ...
+
+    @property
+    def tied(self) -> bool: ...
+
+    @property
+    def whole_sequences(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a parameter.
+
+    shape: the whole parameter's. computes: the part it computes with. keeps: the part whose master weight and optimizer
+    state it keeps; the same, unless ZeRO shares states. owned: exactly one of the ranks that keep this part owns it.
+    The owner counts it in norms and writes it to checkpoints.
+    """
+
+    shape: Shape
+    computes: Ranges
+    keeps: Ranges
+    owned: bool
+    expert: bool = False
+
+
+def parts(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
+    """The part of each parameter on a rank, as if it had every pipeline stage."""
+    table = model.cuts
+    return {name: _part(shape, table.get(name), layout, rank) for name, shape in model.parameters.items()}
+
+
+def held(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
+    """A rank's part of each parameter of its own pipeline stages, in the module's order. A tied embedding is on the
+    first and on the last stage; the first owns it."""
+    table, mine = parts(model, layout, rank), stages_of(layout, index_in(layout, "pp", rank))
+    by_stage = stage_parameters(model, stage_blocks(model, layout))
+    names = {name for stage in mine for name in by_stage[stage]}
+    owned = {name for stage in mine for name in by_stage[stage] if not _again(name, stage)}
+    return {n: p if n in owned else replace(p, owned=False) for n, p in table.items() if n in names}
+
+
+def stages_of(layout: Layout, pp_index: int) -> list[int]:
+    """The pipeline stages of the ranks with this index on the pp axis."""
+    if layout.pp == 1:
+        return [0]
+    rank_of = place(SCHEDULES[layout.schedule].placement, layout.pp, stages_of_a_rank(layout))
+    return [stage for stage, owner in enumerate(rank_of) if owner == pp_index]
+
+
+def stage_blocks(model: Model, layout: Layout) -> tuple[range, ...]:
+    """The blocks of each pipeline stage, cut as evenly as possible by FLOPs, with embedding and head counted."""
+    return _stage_blocks(model, layout.pp * stages_of_a_rank(layout))
+
+
+@lru_cache(maxsize=1024)
+def _stage_blocks(model: Model, stages: int) -> tuple[range, ...]:
+    blocks, first, last = model.costs
+    return cut(blocks, stages, first, last)
+
+
+def stage_parameters(model: Model, blocks: Sequence[range]) -> list[list[str]]:
+    """Names of the parameters of each pipeline stage, in the module's order. The first stage has the embeddings; the
+    last has the rest and a copy of a tied embedding. blocks: those of each stage."""
+    stage_of = {str(block): stage for stage, part in enumerate(blocks) for block in part}
+    found: list[list[str]] = [[] for _ in blocks]
+    for name in model.parameters:
+        if name.startswith("blocks."):
+            found[stage_of[name.split(".")[1]]].append(name)
+        else:
+            found[0 if name.startswith("embed") else -1].append(name)
+        if name == TIED and model.tied and len(blocks) > 1:
+            found[-1].append(name)
+    return found
+
+
+def _again(name: str, stage: int) -> bool:
+    """True for the last stage's copy of a tied embedding."""
+    return name == TIED and stage > 0
+
+
+def _part(shape: Shape, cut: Cut | None, layout: Layout, rank: int) -> Part:
+    computes, expert = whole(shape), cut is not None and cut.kind == "expert"
+    ranks = 1 if cut is None else layout.ep if expert else layout.tp
+    if cut is not None and ranks > 1:
+        computes = divide(computes, cut, index_in(layout, cut.axis, rank), ranks)
+    first = {name: index_in(layout, name, rank) == 0 for name in ("tp", "replicate", "batch", "edp")}
+    owned = first["tp"] or (cut is not None and cut.axis == "tp")
+    if not layout.zero:
+        return Part(shape, computes, computes, owned and first["edp" if expert else "batch"], expert)
+    group, ranks = sharing_group(layout, expert)
+    dim, (start, stop) = kept_rows(local_shape(computes), index_in(layout, group, rank), ranks)
+    return Part(shape, computes, narrow(computes, dim, start, stop), owned and first["replicate"], expert)
+
+
+def token_spans(layout: Layout, T: int, index: int) -> list[Span]:
+    """The spans [start, stop) of a sequence of T tokens on rank `index` of the context axis, in order. `ring`: a chunk
+    from the front and its mirror image from the back, which balances causal attention. `ulysses`: one chunk."""
+    c = layout.cp
+    if layout.cp_method == "ulysses":
+        return [(T // c * index, T // c * (index + 1))]
+    n = T // (2 * c)
+    return [(n * i, n * (i + 1)) for i in (index, 2 * c - 1 - index)]
+
+
+def sharing_group(layout: Layout, expert: bool = False) -> tuple[str, int]:
+    """The group of ranks that share the states of a parameter, and its size: 1 without ZeRO. expert: True if expert
+    parallelism cuts the parameter."""
+    return ("eshard", max(1, layout.shards // layout.ep)) if expert else ("shard", layout.shards)
+
+
+def kept_rows(shape: Shape, index: int, ranks: int) -> tuple[int, Span]:
+    """The rows of a parameter of this shape that rank `index` of its sharing group keeps: (dim, [start, stop) along
+    it)."""
+    dim = shard_dim(shape, ranks)
+    return dim, chunk(shape[dim], index, ranks)
+
+
+def shard_dim(shape: Shape, ranks: int) -> int:
+    """The dim along which ZeRO divides a parameter between `ranks`, given its shape on a rank: its rows. Experts are a
+    stack of matrices. They are divided by expert, or by the rows of each matrix if only that comes out even, since few
+    experts over many ranks would be mostly padding."""
+    return 1 if len(shape) > 2 and shape[0] % ranks and shape[1] % ranks == 0 else 0
+
+
+def chunk(size: int, index: int, ranks: int) -> Span:
+    """Rows of shard `index` when `size` rows are divided as FSDP2 does: in equal chunks, rounded up. The last ones may
+    be smaller or empty."""
+    rows = -(-size // ranks)
+    return min(size, rows * index), min(size, rows * (index + 1))
+
+
+def whole(shape: Shape) -> Ranges:
+    """All of a parameter."""
+    return tuple(((0, size),) for size in shape)
+
+
+def divide(ranges: Ranges, cut: Cut, index: int, ranks: int) -> Ranges:
+    """The part of a parameter on rank `index` of `ranks`. Before this cut the parameter is whole along the cut's
+    dim."""
+    assert len(ranges[cut.dim]) == 1, "cut before"
+    spans, start = [], 0
+    for size in cut.sections:
+        assert size % ranks == 0, f"section {size} over {ranks} ranks"
+        spans.append((start + size // ranks * index, start + size // ranks * (index + 1)))
+        start += size
+    assert start == ranges[cut.dim][0][1], "the sections are the dim"
+    return (*ranges[: cut.dim], joined(spans), *ranges[cut.dim + 1 :])
+
+
+def narrow(ranges: Ranges, dim: int, start: int, stop: int) -> Ranges:
+    """Elements start .. stop along a dim, in the holder's own numbering."""
+    spans, offset = [], 0
+    for first, last in ranges[dim]:
+        a, b = max(start - offset, 0), min(stop - offset, last - first)
+        if a < b:
+            spans.append((first + a, first + b))
+        offset += last - first
+    return (*ranges[:dim], tuple(spans), *ranges[dim + 1 :])
+
+
+def local_shape(ranges: Ranges) -> Shape:
+    return tuple(sum(stop - start for start, stop in spans) for spans in ranges)
+
+
+def size_of(ranges: Ranges) -> int:
+    """Number of elements."""
+    return math.prod(local_shape(ranges))
+
+
+def boxes(ranges: Ranges) -> Iterator[tuple[tuple[slice, ...], tuple[Span, ...]]]:
+    """The rectangular pieces of a part: (where in the local tensor, which box of the whole)."""
+    placed = []
+    for spans in ranges:
+        offset, dim = 0, []
+        for start, stop in spans:
+            dim.append((slice(offset, offset + stop - start), (start, stop)))
+            offset += stop - start
+        placed.append(dim)
+    for combination in product(*placed):
+        yield tuple(where for where, _ in combination), tuple(box for _, box in combination)
+
+
+def joined(spans: list[Span]) -> tuple[Span, ...]:
+    """Merges neighbouring spans."""
+    out: list[Span] = []
+    for start, stop in spans:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return tuple(out)

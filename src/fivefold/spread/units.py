@@ -1,0 +1,216 @@
+"""The messages that ranks use to gather weights and to scatter or sum gradients, as data. No torch.
+
+Without ZeRO every rank has its parameters whole. Gradients lie in flat buffers, which are summed in buckets. With ZeRO
+they are divided by rows, and FSDP2 gathers and scatters them in units: a block, its experts if fewer ranks share
+these, and the rest of the stage. `parallel` builds both from these tables, and the planner counts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from fivefold.spread.layout import Layout, index_in
+from fivefold.spread.parts import (
+    Model,
+    Shape,
+    kept_rows,
+    sharing_group,
+    stage_blocks,
+    stage_parameters,
+)
+
+BUCKET_BYTES = 25 << 20
+"""Minimum bytes of fp32 gradients per all-reduce."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """A parameter as a rank computes with it. axis: the one that cuts it ("tp" or "ep"), or ""."""
+
+    shape: Shape
+    axis: str = ""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def share(self, ranks: int, index: int = 0) -> int:
+        """Elements that rank `index` of `ranks` keeps when they share the parameter; rank 0 has most."""
+        dim, (start, stop) = kept_rows(self.shape, index, ranks)
+        return (stop - start) * self.size // self.shape[dim]
+
+
+@dataclass(frozen=True)
+class FsdpUnit:
+    """Parameters that FSDP2 gathers and scatters together.
+
+    stage: their pipeline stage. module: name of the wrapped module; "" is the stage itself. group: the ranks that share
+    them. padded: number of elements, with each parameter's rows padded to a multiple of the ranks. across: the
+    parameters that are divided along another dim than the first.
+    """
+
+    stage: int
+    module: str
+    group: str
+    names: tuple[str, ...]
+    padded: int
+    across: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """Parameters that every rank of a group has whole, in the module's order. Their gradients share one flat buffer."""
+
+    group: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets that the buffer is summed in."""
+        return _bucket_count(self.sizes)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The units and buffers for the parameters of some stages of a rank. It covers one stage; or all of a rank's, if
+    these include the model's first and last and share a tied embedding. Inner units come first, each stage itself
+    last."""
+
+    stages: tuple[int, ...]
+    units: tuple[FsdpUnit, ...]
+    buffers: tuple[FlatBuffer, ...]
+
+
+def keepings(
+    model: Model, layout: Layout, stages: Sequence[int], blocks: Sequence[range] | None = None
+) -> list[Keeping]:
+    """The units and buffers of ranks with these pipeline stages. blocks: of every stage, if another program cuts
+    them."""
+    blocks = blocks or stage_blocks(model, layout)
+    by_stage, tied = stage_parameters(model, blocks), model.tied and {0, len(blocks) - 1} <= set(stages)
+    together = [tuple(stages)] if tied else [(stage,) for stage in stages]
+    return [
+        Keeping(
+            stages=some,
+            units=tuple(unit for stage in some for unit in _units(model, layout, stage, by_stage[stage])),
+            buffers=tuple(_buffers(model, layout, {name for stage in some for name in by_stage[stage]})),
+        )
+        for some in together
+    ]
+
+
+def _units(model: Model, layout: Layout, stage: int, names: Sequence[str]) -> list[FsdpUnit]:
+    local, parts = local_parameters(model, layout), dict[tuple[str, str], list[str]]()
+    if sharing_group(layout)[1] == 1:
+        return []
+    parts["", "shard"] = []  # the stage itself, even if it has only blocks
+    for name in names:
+        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
+        if layout.ep > 1 and local[name].axis == "ep":
+            if sharing_group(layout, expert=True)[1] > 1:
+                parts.setdefault((name.rpartition(".")[0], "eshard"), []).append(name)
+        else:
+            parts.setdefault((block, "shard"), []).append(name)
+    found = []
+    for (module, group), members in parts.items():
+        ranks = sharing_group(layout, expert=group == "eshard")[1]
+        padded = sum(local[name].share(ranks) * ranks for name in members)
+        across = tuple(name for name in members if kept_rows(local[name].shape, 0, ranks)[0])
+        found.append(FsdpUnit(stage, module, group, tuple(members), padded, across))
+    return sorted(found, key=lambda unit: len(unit.module.split(".")) if unit.module else 0, reverse=True)
+
+
+def _buffers(model: Model, layout: Layout, names: set[str]) -> list[FlatBuffer]:
+    local, found = local_parameters(model, layout), []
+    for group, expert in (("batch", False), ("edp", True)):
+        if sharing_group(layout, expert)[1] > 1:
+            continue
+        mine = [
+            n for n in model.parameters if n in names and (layout.ep > 1 and local[n].axis == "ep") == expert
+        ]
+        if mine:
+            found.append(FlatBuffer(group, tuple(mine), tuple(local[name].size for name in mine)))
+    return found
+
+
+def buckets(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[range]:
+    """Cuts a buffer into buckets of whole, consecutive parameters. All but the last have at least `bucket_bytes` of
+    fp32 gradients.
+
+    sizes: elements of each parameter in the order of the flat buffer. Returns their indices.
+    """
+    found, filled = [range(0)], 0
+    for index, size in enumerate(sizes):
+        if 4 * filled >= bucket_bytes:
+            found.append(range(index, index))
+            filled = 0
+        found[-1] = range(found[-1].start, index + 1)
+        filled += size
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _bucket_count(sizes: tuple[int, ...]) -> int:
+    return len(buckets(buffer_order(sizes)))
+
+
+def buffer_order(parameters: Sequence[Any]) -> list[Any]:
+    """Orders parameters of the module's order for a flat buffer: backward finishes roughly in reverse."""
+    return list(reversed(parameters))
+
+
+def scattered_once(zero: int, pp: int) -> bool:
+    """True if gradients add up whole on each rank and are scattered once per step, in the last microbatch.
+
+    ZeRO 1 does so. In a pipeline every ZeRO stage does: microbatches overlap, and may defer weight gradients.
+    """
+    return zero == 1 or (zero > 1 and pp > 1)
+
+
+def local_parameters(model: Model, layout: Layout) -> dict[str, Local]:
+    """Every parameter as a rank that has it computes with it, in the module's order."""
+    return _local_parameters(model, layout.tp, layout.ep)
+
+
+@lru_cache(maxsize=256)
+def _local_parameters(model: Model, tp: int, ep: int) -> dict[str, Local]:
+    found = {}
+    for name, shape in model.parameters.items():
+        cut = model.cuts.get(name)
+        if cut is None:
+            found[name] = Local(shape)
+        else:  # equal on every rank; a search also counts layouts that do not divide the model before it drops them
+            ranks, dim = (ep if cut.axis == "ep" else tp), cut.dim
+            found[name] = Local((*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), cut.axis)
+    return found
+
+
+def summed_over_tp(model: Model, layout: Layout, names: Iterable[str]) -> list[str]:
+    """The parameters whose gradients are partial sums over the tensor axis. Under sequence parallelism each rank sees a
+    piece of the sequence, except in modules that compute with whole sequences."""
+    cuts = model.cuts
+    return [
+        name
+        for name in names
+        if layout.sp
+        and not (name in cuts and cuts[name].axis == "tp")
+        and not name.startswith(model.whole_sequences)
+    ]
+
+
+def kept_elements(model: Model, layout: Layout, rank: int, names: Iterable[str]) -> int:
+    """Number of elements of these parameters whose states a rank keeps."""
+    local, total = local_parameters(model, layout), 0
+    for name in names:
+        group, ranks = sharing_group(layout, expert=local[name].axis == "ep")
+        total += local[name].share(ranks, index_in(layout, group, rank) if ranks > 1 else 0)
+    return total

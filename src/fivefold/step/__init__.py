@@ -1,0 +1,1 @@
+"""One optimizer step: the state, and what changes it."""

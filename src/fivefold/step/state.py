@@ -1,0 +1,152 @@
+"""The training state of one rank: its part of the model, the master weights and the optimizer."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.errors import UserError
+from fivefold.host import memory_bytes
+from fivefold.host.machine import has_fast_bf16
+from fivefold.launch.ranks import Ranks
+from fivefold.models.card import card_of
+from fivefold.optim import OPTIMIZERS
+from fivefold.optim.updater import Updater
+from fivefold.parallel.data import DataParallel
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.parallelize import Parallel, parallelize
+from fivefold.parallel.replica import assert_owned_once
+from fivefold.precision import DTYPES, MASTER, torch_dtype
+from fivefold.recipe import OptimSection, Recipe, count_parameters
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import Part, held, size_of, whole
+
+
+@dataclass
+class State:
+    """The training state. `step` counts finished optimizer steps."""
+
+    parallel: Parallel
+    mesh: Mesh
+    step: int = 0
+    updates: int = 0  # steps that changed the weights: those with a finite gradient
+    skipped: int = 0  # steps skipped in a row
+    noise: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # numerator and denominator averages of the noise scale (train/noise.py)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, if this rank computes all of its blocks."""
+        assert len(self.parallel.stages) == 1
+        return self.parallel.stages[0]
+
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's part of the fp32 weights, by name."""
+        return {name: w for replica in self.parallel.replicas for name, w in replica.masters.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the masters, after a step's backward."""
+        return {name: g for replica in self.parallel.replicas for name, g in replica.gradients.items()}
+
+    def moments(self) -> dict[str, Tensor]:
+        """This rank's optimizer states, named as in a checkpoint ("exp_avg.NAME"); empty before a step."""
+        return {name: t for replica in self.parallel.replicas for name, t in replica.updater.states().items()}
+
+
+def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -> State:
+    """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0."""
+    if module is None and ranks.device.type == "cpu":
+        _fits(recipe, Layout.from_recipe(recipe.layout), ranks)
+    state = assemble(recipe, ranks, module)
+    if module is None:
+        assert_owned_once(state.parallel.replicas, state.mesh, count_parameters(recipe.model))
+    return state
+
+
+def assemble(
+    recipe: Recipe,
+    ranks: Ranks,
+    module: nn.Module | None = None,
+    memory: AbstractContextManager[object] | None = None,
+) -> State:
+    """Builds the state without the checks of `build_state`. memory: see `parallelize`."""
+    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks)
+    dtype = torch_dtype(compute_mode(recipe, ranks.device, module is not None))
+    reduce = torch_dtype(recipe.precision.reduce)
+    if module is None:
+        parallel = parallelize(recipe, mesh, dtype, reduce, memory)
+    else:
+        parallel = _replicated(module, mesh, dtype, reduce)
+    return with_optimizer(parallel, mesh, recipe.optim)
+
+
+def with_optimizer(parallel: Parallel, mesh: Mesh, optim: OptimSection) -> State:
+    """The state at step 0, ready to train."""
+    for stage in parallel.stages:
+        stage.train()
+    card = OPTIMIZERS[optim.name]
+    fields = {name: getattr(optim, name) for name in card.fields}
+    assert None not in fields.values(), "a resolved recipe has the optimizer's fields"
+    for replica in parallel.replicas:
+        replica.updater = Updater(card, replica.masters, optim.lr, optim.weight_decay, fields)
+    return State(parallel, mesh)
+
+
+def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
+    """Refuses a model whose states alone do not fit into the machine."""
+    kept = sum(size_of(part.keeps) for part in held(card_of(recipe.model), layout, ranks.rank).values())
+    fp32, optimizer = DTYPES[MASTER].bytes, OPTIMIZERS[recipe.optim.name]
+    a_parameter = fp32 + fp32 + optimizer.bytes  # master weight, gradient, states
+    needed = a_parameter * kept
+    if needed * ranks.local_world > memory_bytes():
+        raise UserError(
+            f"the model needs at least {needed / 2**30:,.1f} GiB per rank ({a_parameter:g} bytes per parameter) for "
+            f"{ranks.local_world} rank(s), and this machine has {memory_bytes() / 2**30:,.1f} GiB"
+        )
+
+
+def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch.dtype) -> Parallel:
+    """Builds the replicas of a user's own module, whole on every rank.
+
+    Raises:
+        UserError: it has frozen parameters, or the layout divides it.
+    """
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise UserError(
+            f"the module has frozen parameters ({', '.join(frozen[:3])}): this version trains all or none"
+        )
+    if mesh.layout.divided:
+        raise UserError(
+            "a module of your own trains on replicas only: nobody knows how to divide it. Use --layout dp=N"
+        )
+    module = module.float().to(mesh.device)
+    if mesh.device.type == "cuda":
+        module.compile()
+    params = dict(module.named_parameters())
+    spans = {name: whole(tuple(p.shape)) for name, p in params.items()}
+    parts = {n: Part(tuple(p.shape), spans[n], spans[n], mesh.index("batch") == 0) for n, p in params.items()}
+    return Parallel([module], [DataParallel(params, parts, dtype, mesh.axis("batch"), reduce)])
+
+
+def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> str:
+    """ "fp32" or "bf16": the recipe's mode, or if that is auto, the one that is fast on the device. A user's own module
+    runs in bf16 only if the recipe says so: its buffers might not follow."""
+    if recipe.precision.mode != "auto":
+        return recipe.precision.mode
+    if own_module:
+        return "fp32"
+    return "bf16" if has_fast_bf16(device.type) else "fp32"
+
+
+def make_equal(state: State) -> None:
+    """Broadcasts rank 0's weights: a user's own module may have been initialised differently on each rank."""
+    for replica in state.parallel.replicas:
+        for weight in replica.masters.values():
+            state.mesh.axis("all").broadcast(weight, 0)
+        replica.refresh()

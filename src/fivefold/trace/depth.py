@@ -1,0 +1,233 @@
+"""The exact figures of a rank: memory, messages, FLOPs and host syncs of its step, for a model of any size.
+
+A small step is traced as it is. A large one is extrapolated from two depths and two numbers of microbatches: each block
+of a stage adds the same amount, and so does each microbatch once the pipeline is full.
+
+Two figures are not linear. The number of gradient messages at ZeRO stage 0 is not, since a bucket ends behind the
+parameter that fills it (their bytes are linear). A peak is not, if it occurs at another moment in the small model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.models.card import card_of
+from fivefold.models.section import ModelSection
+from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, tokens_per_step
+from fivefold.schedules.pipeline import stages_a_rank
+from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.spread.parts import stage_blocks, stages_of
+from fivefold.trace.cache import Entry
+from fivefold.trace.memory import CATEGORIES, Peak
+from fivefold.trace.step import Traced, trace
+
+AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolation: about three seconds
+LEAST_BLOCKS = 3  # blocks of a stage in a small model: under ZeRO the weights of three may be live at once
+
+Figures = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The figures of one rank of a layout, in one step.
+
+    traced: (layers, microbatches) of the models that ran; one entry if nothing is extrapolated. formula: the model's
+    formula for FLOPs per rank, without recomputation, averaged over ranks.
+    """
+
+    layout: str
+    rank: int
+    step: Traced
+    traced: list[tuple[int, int]]
+    formula: float
+    seconds: float
+
+    @property
+    def extrapolated(self) -> bool:
+        return len(self.traced) > 1
+
+    def as_json(self) -> dict[str, Any]:
+        memory, sent = self.step.memory, self.step.sent
+        return {
+            "layout": self.layout,
+            "rank": self.rank,
+            "memory": {"peak_bytes": memory.total, "at_peak": memory.at_peak, "highest": memory.highest},
+            "communication": [
+                {"operation": operation, "axis": axis, "calls": calls, "bytes": size}
+                for (operation, axis), (calls, size) in sent.items()
+            ],
+            "flops": self.step.flops,
+            "flops_formula": self.formula,
+            "host_syncs": [
+                {"operation": operation, "at": place, "times": times}
+                for (operation, place), times in self.step.syncs.items()
+            ],
+            "extrapolated": self.extrapolated,
+            "traced": [{"layers": layers, "microbatches": count} for layers, count in self.traced],
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], seconds: float) -> Exact:
+        """Inverse of `as_json`. Raises KeyError or TypeError for anything else."""
+        memory = found["memory"]
+        sent = {(e["operation"], e["axis"]): (e["calls"], e["bytes"]) for e in found["communication"]}
+        syncs = {(e["operation"], e["at"]): e["times"] for e in found["host_syncs"]}
+        peak = Peak(memory["peak_bytes"], memory["at_peak"], memory["highest"])
+        traced = [(e["layers"], e["microbatches"]) for e in found["traced"]]
+        step = Traced(peak, sent, found["flops"], syncs)
+        return cls(found["layout"], found["rank"], step, traced, found["flops_formula"], seconds)
+
+
+def exact(recipe: Recipe, rank: int = 0, kept: bool = True) -> Exact:
+    """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache.
+
+    Raises:
+        UserError: the layout is not valid, or has no such rank.
+    """
+    layout = Layout.from_recipe(recipe.layout)
+    validate(layout, layout.ranks)
+    if not 0 <= rank < layout.ranks:
+        nearest = min(max(rank, 0), layout.ranks - 1)
+        raise UserError(
+            f"rank {rank}: layout '{to_text(layout)}' has {layout.ranks} ranks, 0 to {layout.ranks - 1}. "
+            f"Nearest valid: {nearest}"
+        )
+    began = time.perf_counter()
+    entry = Entry(recipe, rank) if kept else None
+    found = entry.read() if entry else None
+    if found is not None:
+        with suppress(KeyError, TypeError):
+            return Exact.from_json(found, time.perf_counter() - began)
+    count = microbatches_per_step(recipe)
+    layers, counts = sizes(recipe.model, layout, rank, count)
+    steps = {(L, m): trace(_with_layers(recipe, L), rank, m) for L in layers for m in counts}
+    formula = flops_per_token(recipe.model) * tokens_per_step(recipe) / layout.ranks
+    step = extrapolate(steps, recipe.model.layers, count)
+    result = Exact(to_text(layout), rank, step, list(steps), formula, time.perf_counter() - began)
+    if entry:
+        entry.write(result.as_json())
+    return result
+
+
+def blocks_traced(recipe: Recipe, rank: int) -> int:
+    """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
+    layout = Layout.from_recipe(recipe.layout)
+    count = microbatches_per_step(recipe)
+    layers, counts = sizes(recipe.model, layout, rank, count)
+    position = layout.coordinates(rank)["pp"]
+    blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)
+    return blocks * sum(counts)
+
+
+def sizes(
+    model: ModelSection, layout: Layout, rank: int, microbatches: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work."""
+    position = layout.coordinates(rank)["pp"]
+    layers, counts = (model.layers,), (microbatches,)
+    work = sum(map(sum, _stages(model, layout, position))) * microbatches
+    if work > AS_IT_IS:
+        layers = depths(model, layout, position)
+        work = sum(map(sum, _stages(_deep(model, layers[-1]), layout, position))) * microbatches
+    if work > AS_IT_IS:
+        counts = fewer(microbatches, layout)
+    return layers, counts
+
+
+def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...]:
+    """Two small numbers of layers to extrapolate from, or the model's own if there are none. With them, every stage at
+    this pipeline position loses the same number of blocks."""
+    own = _stages(model, layout, position)
+    everywhere = layout.pp * (stages_a_rank(layout.schedule, layout.virtual_stages) if layout.pp > 1 else 1)
+    found: list[int] = []
+    for less in range(min(map(sum, own)) - LEAST_BLOCKS, 0, -1):
+        small = _deep(model, model.layers - less * everywhere)
+        if _stages(small, layout, position) == [(dense, other - less) for dense, other in own]:
+            found.append(small.layers)
+        if len(found) == 2:
+            return tuple(found)
+    return (model.layers,)
+
+
+def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
+    """Two small numbers of microbatches that fill the pipeline and have the same remainder modulo pp as all of them."""
+    least = 2 * layout.pp * max(2, layout.virtual_stages) if layout.pp > 1 else 2
+    first = least + (microbatches - least) % layout.pp
+    return (first, first + layout.pp) if first + layout.pp < microbatches else (microbatches,)
+
+
+def extrapolate(steps: Mapping[tuple[int, int], Traced], layers: int, microbatches: int) -> Traced:
+    """Extrapolates to a depth and a number of microbatches, from one or two of each."""
+    table = {size: _figures(step) for size, step in steps.items()}
+    depths, counts = (sorted({size[i] for size in table}) for i in (0, 1))
+    at_depth = {
+        depth: _follow({count: table[depth, count] for count in counts}, microbatches) for depth in depths
+    }
+    return _traced(_follow(at_depth, layers))
+
+
+def _follow(table: Mapping[int, Figures], x: int) -> Figures:
+    """Evaluates the line through two points at x. A single point is returned as it is."""
+    if len(table) == 1:
+        return next(iter(table.values()))
+    (x1, first), (x2, second) = table.items()
+
+    def at(name: str) -> int:
+        y1, y2 = first.get(name, 0), second.get(name, 0)
+        return y1 + (y2 - y1) * (x - x1) // (x2 - x1)
+
+    return {name: at(name) for name in {**first, **second}}
+
+
+def _figures(step: Traced) -> Figures:
+    memory = step.memory
+    found = {"flops": step.flops, "total": memory.total}
+    found |= {f"at_peak {name}": memory.at_peak[name] for name in CATEGORIES}
+    found |= {f"highest {name}": memory.highest[name] for name in CATEGORIES}
+    found |= {f"sync {operation} {place}": times for (operation, place), times in step.syncs.items()}
+    for (operation, axis), (calls, size) in step.sent.items():
+        found |= {f"calls {operation} {axis}": calls, f"bytes {operation} {axis}": size}
+    return found
+
+
+def _traced(figures: Figures) -> Traced:
+    def memory(kind: str) -> dict[str, int]:
+        return {name: figures[f"{kind} {name}"] for name in CATEGORIES}
+
+    messages = sorted(tuple(name.split()[1:]) for name in figures if name.startswith("calls "))
+    sent = {
+        (operation, axis): (figures[f"calls {operation} {axis}"], figures[f"bytes {operation} {axis}"])
+        for operation, axis in messages
+    }
+    syncs = {
+        (name.split()[1], name.split()[2]): times
+        for name, times in figures.items()
+        if name.startswith("sync ")
+    }
+    peak = Peak(figures["total"], memory("at_peak"), memory("highest"))
+    return Traced(peak, sent, figures["flops"], syncs)
+
+
+def _stages(model: ModelSection, layout: Layout, position: int) -> list[tuple[int, int]]:
+    """(leading dense blocks, other blocks) of each stage at a pipeline position."""
+    card = card_of(model)
+    blocks, mixed = stage_blocks(card, layout), card.is_mixed
+    found = []
+    for stage in stages_of(layout, position):
+        before = sum(not mixed(number) for number in blocks[stage]) if card.has_experts else 0
+        found.append((before, len(blocks[stage]) - before))
+    return found
+
+
+def _deep(model: ModelSection, layers: int) -> ModelSection:
+    return model.model_copy(update={"layers": layers})
+
+
+def _with_layers(recipe: Recipe, layers: int) -> Recipe:
+    return recipe.model_copy(update={"model": _deep(recipe.model, layers)})

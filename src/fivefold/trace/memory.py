@@ -1,0 +1,280 @@
+"""Tracks the bytes of all live tensors in a step, by category.
+
+    with Tracker(states_of(state)) as tracker:
+        ...  # a training step
+    tracker.peak().total
+
+A dispatch mode sees the arguments and results of every operation. A tensor made out of its sight (by a library, or
+before it began) counts from its first use. Memory is counted per storage, so views cost nothing, and until the storage
+is freed. FSDP2 frees weights by shrinking their storage, which is tracked, too. Workspace inside an operation is not
+seen. Collectives are waited for at once, so the count does not depend on their speed.
+
+Hollow tensors work, too, though they allocate nothing: enter the tracker inside `Hollowing`.
+
+| Category | What is counted |
+|---|---|
+| params | the weights that compute; under ZeRO 1 and 2 these are the gathered ones |
+| gradients | the fp32 sums, and gradients that add up over microbatches before they are summed: whole under ZeRO 1 |
+| optimizer | moments and counts; fp32 masters of weights that compute in another dtype |
+| activations | made by forward, or by its recomputation, and still live when backward continues |
+| buffers | the rest: workspace, gathered weights under ZeRO 3, sent and received tensors, inputs |
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from fivefold.kernels.hollow import FROM_DATA, Hollow, Hollowing
+from fivefold.kernels.private import done_work
+from fivefold.trace import private
+
+if TYPE_CHECKING:
+    from fivefold.step.state import State
+
+CATEGORIES: tuple[str, ...] = ("params", "gradients", "optimizer", "activations", "buffers")
+States = Mapping[str, Callable[[], Iterable[Tensor]]]
+"""Per category, a function that returns its live tensors."""
+
+SETTLE_S = 0.002
+_PLAIN = (Tensor, nn.Parameter, Hollow)
+_TRANSFERS = ("send", "recv_", "recv_any_source_")  # not waited for: they complete when the other side does
+
+
+def states_of(state: State) -> States:
+    """Returns the categories of a trainer's state."""
+    replicas = state.parallel.replicas
+
+    def kept(kind: str) -> list[Tensor]:
+        return [tensor for replica in replicas for tensor in replica.kept().get(kind, [])]
+
+    return {
+        "params": lambda: kept("params"),  # first: where masters compute, they are params
+        "gradients": lambda: [*state.gradients().values(), *kept("gradients")],
+        "optimizer": lambda: [
+            *state.masters().values(),
+            *(t for replica in replicas for t in replica.updater.kept()),
+        ],
+        "buffers": lambda: kept("buffers"),
+    }
+
+
+@dataclass(frozen=True)
+class Peak:
+    """total: the most bytes at once. at_peak: bytes of each category then. highest: the most of each, at any time."""
+
+    total: int
+    at_peak: dict[str, int]
+    highest: dict[str, int]
+
+
+@dataclass(eq=False)
+class _Memory:
+    """A live storage. made: True if it was allocated inside the tracker."""
+
+    address: int
+    size: int
+    made: bool
+    category: str | None = None
+    reference: Any = field(default=None, repr=False)
+
+
+class Tracker(TorchDispatchMode):
+    """Counts from entry to exit. states: tensors of known categories; other memory is activations or buffers. Track one
+    step only: gradients are recognised while they are live."""
+
+    def __init__(self, states: States | None = None) -> None:
+        super().__init__()
+        self.states = states or {}
+        self.there: dict[int, _Memory] = {}  # by the storage's address
+        self.changes: list[tuple[_Memory, int]] = []  # bytes more or less, in order
+        self.of_forward: list[_Memory] = []  # made in forward since backward last ran
+        self.forward = True
+        self.hollowing = False
+
+    def __enter__(self) -> Tracker:
+        self.hollowing = _hollowing_is_on()
+        self._find_states()
+        self._follow_resizing()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
+        self._find_states()
+        self._mark_activations()
+        self.of_forward.clear()
+        for memory in self.there.values():
+            memory.reference = None  # storages freed from here on do not count
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the default wraps the method below in PyTorch's compiler: two seconds to import
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._look_at_phase()
+        given = func in FROM_DATA  # these return their argument, which nobody else has seen
+        if not given:
+            self._walk(args, False)
+            self._walk(kwargs, False)
+        out = self.execute(func, types, args, kwargs)
+        self._walk(out, not given)
+        if func.namespace == "c10d" and (self.hollowing or func.__name__.split(".")[0] not in _TRANSFERS):
+            return _settled(out, list(tensors_in(args)), wait=not self.hollowing)
+        return out
+
+    def execute(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def peak(self) -> Peak:
+        """The figures of everything so far."""
+        now, total = dict.fromkeys(CATEGORIES, 0), 0
+        highest, at_peak, most = dict(now), dict(now), 0
+        for memory, change in self.changes:
+            category = memory.category or "buffers"
+            now[category] += change
+            total += change
+            highest[category] = max(highest[category], now[category])
+            if total > most:
+                most, at_peak = total, dict(now)
+        return Peak(most, at_peak, highest)
+
+    def made(self) -> int:
+        """Bytes that were allocated inside the tracker and are still live."""
+        return sum(memory.size for memory in self.there.values() if memory.made)
+
+    def _look_at_phase(self) -> None:
+        """Forward runs outside of backward, or in it when checkpointing recomputes (its saved-tensor hooks are set
+        then)."""
+        forward = not private.in_backward() or private.saves_by_hooks()
+        if self.forward and not forward:
+            self._mark_activations()
+            self._mark("gradients")
+        self.forward = forward
+
+    def _mark_activations(self) -> None:
+        for memory in self.of_forward:
+            if memory.category is None and self.there.get(memory.address) is memory:
+                memory.category = "activations"
+        self.of_forward.clear()
+
+    def _find_states(self) -> None:
+        for category in self.states:
+            self._mark(category)
+
+    def _mark(self, category: str) -> None:
+        for tensor in self.states.get(category, list)():
+            for memory in self._see(tensor, made=False):
+                if memory.category in (None, "activations"):
+                    memory.category = category
+
+    def _walk(self, found: Any, made: bool) -> None:
+        """Sees all tensors in nested tuples, lists and dictionaries."""
+        kind = type(found)
+        if kind is Hollow:
+            self._count(found.meta.untyped_storage(), made)
+        elif kind is tuple or kind is list:
+            for item in found:
+                self._walk(item, made)
+        elif isinstance(found, Tensor):
+            self._see(found, made)
+        elif kind is dict:
+            for item in found.values():
+                self._walk(item, made)
+
+    def _see(self, tensor: Tensor, made: bool) -> list[_Memory]:
+        """The memory of a tensor; from now on it counts."""
+        return [
+            self._count(plain.untyped_storage(), made)
+            for plain in _plain(tensor)
+            if plain.device.type != "meta"
+            and not isinstance(plain, private.FakeTensor)  # these have shapes only
+        ]
+
+    def _count(self, storage: torch.UntypedStorage, made: bool) -> _Memory:
+        memory = self.there.get(storage._cdata)
+        if memory is None:
+            return self._add(storage, made)
+        if memory.size != (size := storage.nbytes()):
+            self._change(memory, size)
+        return memory
+
+    def _add(self, storage: torch.UntypedStorage, made: bool) -> _Memory:
+        memory = _Memory(storage._cdata, storage.nbytes(), made)
+        memory.reference = weakref.ref(storage, lambda _: self._gone(memory))
+        self.there[memory.address] = memory
+        self.changes.append((memory, memory.size))
+        if made and self.forward:
+            self.of_forward.append(memory)
+        return memory
+
+    def _gone(self, memory: _Memory) -> None:
+        self.changes.append((memory, -memory.size))
+        del self.there[memory.address]
+
+    def _change(self, memory: _Memory, size: int) -> None:
+        self.changes.append((memory, size - memory.size))
+        memory.size = size
+
+    def _follow_resizing(self) -> None:
+        """Watches `resize_`, which is not a dispatched operation, while the tracker is entered."""
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        @wraps(resize)
+        def watched(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            memory = self.there.get(storage._cdata)
+            if memory is not None:
+                self._change(memory, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = watched  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _hollowing_is_on() -> bool:
+    return any(isinstance(mode, Hollowing) for mode in private.modes())
+
+
+def _settled(out: Any, tensors: list[Tensor], wait: bool) -> Any:
+    """The result of a collective, with a handle that keeps its tensors until it is dropped. gloo's handles keep them,
+    or a copy, but its threads release them at any time; fake handles release them at once. With this handle memory is
+    freed where the program frees it, so two runs count the same. wait: waits until the collective is done."""
+    if isinstance(out, tuple | list):
+        return type(out)(_settled(item, tensors, wait) for item in out)
+    if not (isinstance(out, torch.ScriptObject) and out._type().qualified_name().endswith("c10d.Work")):
+        return out
+    if wait:
+        Work.unbox(out).wait()
+        time.sleep(SETTLE_S)
+    return done_work(tensors)
+
+
+def tensors_in(found: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, tuple | list):
+        for item in found:
+            yield from tensors_in(item)
+    elif isinstance(found, dict):
+        yield from tensors_in(tuple(found.values()))
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold memory inside a wrapper such as a DTensor."""
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # pyright: ignore[reportAttributeAccessIssue]
+        yield from _plain(getattr(tensor, name))

@@ -1,0 +1,36 @@
+"""The undocumented parts of PyTorch that a trace uses. Each comment says what breaks without it; tests/test_trace.py
+calls every one."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
+
+# A class of fake tensors. Without it shapes that DTensor asks about would count as memory.
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+__all__ = ["FakeStore", "FakeTensor", "in_backward", "modes", "saves_by_hooks"]
+
+
+def FakeStore() -> torch.distributed.Store:
+    """A store for a process group of any size with this rank only. Without it only one rank can be traced."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore as Store
+
+    return Store()
+
+
+def in_backward() -> bool:
+    """True if autograd runs backward in this thread. Without it activations cannot be told from other memory."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saves_by_hooks() -> bool:
+    """True if hooks see what forward saves. Checkpointing sets them while it repeats forward. Belongs to
+    `in_backward`."""
+    return _top_saved_tensors_default_hooks(True) is not None
+
+
+def modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that are on. Without it a tracker cannot know whether tensors are hollow."""
+    return _get_current_dispatch_mode_stack()

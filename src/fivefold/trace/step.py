@@ -1,0 +1,190 @@
+"""Traces the trainer's own step on one rank of a layout with any number of ranks, in one process, without its memory.
+
+PyTorch's fake process group sends nothing, and hollow tensors have shapes but no bytes. Memory, messages and FLOPs
+match those of a rank that trains on CPUs, to the byte (tests/test_trace.py).
+
+Some shapes depend on values. The trace assumes that gradients are finite, all targets count, experts share tokens
+evenly, and batches mask their usual number of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.kernels.hollow import Hollowing, is_mask
+from fivefold.launch.ranks import Ranks, threads_of
+from fivefold.models.card import card_of
+from fivefold.models.objective import predicted
+from fivefold.models.section import ModelSection
+from fivefold.parallel.context import take
+from fivefold.parallel.expert import AllToAll
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.pipeline import Microbatch
+from fivefold.recipe import Recipe
+from fivefold.spread.layout import Layout
+from fivefold.step.state import State, assemble
+from fivefold.step.step import take_step
+from fivefold.trace import private
+from fivefold.trace.flops import Flops
+from fivefold.trace.memory import Peak, Tracker, states_of
+from fivefold.trace.traffic import Collectives
+
+aten = torch.ops.aten
+SYNCS = (
+    aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default, aten.masked_select.default,
+    aten.bincount.default, aten.repeat_interleave.Tensor, aten._unique2.default,
+)  # fmt: skip
+MASKED = (
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+)  # these count as syncs only where a mask chooses
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+TRACING = (PACKAGE + "trace" + os.sep, PACKAGE + os.path.join("kernels", "hollow.py"))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One step of one rank. sent: {(operation, axis): (calls, bytes)}, as `traffic.Collectives` counts them. syncs:
+    {(operation, "file:line"): times} that the host waits for a value; on a GPU it waits for all work queued before."""
+
+    memory: Peak
+    sent: dict[tuple[str, str], tuple[int, int]]
+    flops: int
+    syncs: dict[tuple[str, str], int] = field(default_factory=dict, compare=False)
+
+
+def trace(recipe: Recipe, rank: int, microbatches: int) -> Traced:
+    """Traces a step of a resolved recipe on a rank of its layout. It is the second step: the first one creates the
+    optimizer's states."""
+    layout = Layout.from_recipe(recipe.layout)
+    hollow = Hollowing(partial(_chosen, recipe.model))
+    with _one_of(rank, layout.ranks) as ranks:
+        state = assemble(recipe, ranks, memory=hollow)
+        try:
+            _share_evenly(state)
+            with hollow:
+                _prime(state)
+                batch = _batch(recipe, state.mesh, microbatches)
+                with Probe(state, hollow) as probe:
+                    take_step(state, recipe, batch)
+        finally:
+            for replica in state.parallel.replicas:
+                replica.close()
+    return probe.found()
+
+
+def _prime(state: State) -> None:
+    """Creates the optimizer's states, as a first step does."""
+    for replica in state.parallel.replicas:
+        gradients = {name: torch.zeros_like(master) for name, master in replica.masters.items()}
+        replica.updater.step(gradients, 0.0, 1.0)
+        for master in replica.masters.values():
+            master.grad = None
+
+
+class Probe(Tracker):
+    """Counts memory, messages and FLOPs of a step on hollow tensors in one dispatch mode instead of three, and executes
+    the operations itself."""
+
+    def __init__(self, state: State, hollow: Hollowing) -> None:
+        super().__init__(states_of(state))
+        self.hollow, self.sent, self.flops = hollow, Collectives(state.mesh), Flops()
+        self.syncs: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self) -> Probe:
+        self.sent.listen()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.sent.leave()
+
+    def execute(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.sent.see(func, args)
+        if func in SYNCS or (func in MASKED and is_mask(args[1])):
+            self.syncs[_name(func), _caller()] += 1
+        out = self.hollow.__torch_dispatch__(func, types, args, kwargs)
+        if out is NotImplemented:  # Hollowing leaves it to the tensors' class
+            out = func(*args, **kwargs)
+        self.flops.see(func, args, kwargs, out)
+        return out
+
+    def found(self) -> Traced:
+        sent = {key: (calls, size) for key, (calls, size) in sorted(self.sent.found.items())}
+        return Traced(self.peak(), sent, self.flops.total, dict(sorted(self.syncs.items())))
+
+
+def _name(func: Any) -> str:
+    return "item" if func is aten._local_scalar_dense.default else func.__name__.split(".")[0].lstrip("_")
+
+
+def _caller() -> str:
+    """File and line of the innermost code of the package that runs an operation, the tracing code left out."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(PACKAGE) and not name.startswith(TRACING):
+            return f"{name[len(PACKAGE) :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd:0"
+
+
+@contextmanager
+def _one_of(rank: int, world: int) -> Iterator[Ranks]:
+    """Acts as one of `world` ranks that share this machine; the others do not exist."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_of(world))  # some kernels have workspace per thread
+    if world > 1:
+        dist.init_process_group("fake", store=private.FakeStore(), rank=rank, world_size=world)
+    try:
+        yield Ranks(rank, world, rank, world, torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def _batch(recipe: Recipe, mesh: Mesh, microbatches: int) -> list[Microbatch]:
+    shape = recipe.train.microbatch_size or 1, recipe.model.seq_len
+
+    def tokens() -> Tensor:
+        return take(torch.empty(shape, dtype=torch.int64, device=mesh.device), mesh)
+
+    return [(tokens(), tokens()) for _ in range(microbatches)]
+
+
+def _share_evenly(state: State) -> None:
+    """Makes every rank send each other rank as many rows as it gets from it."""
+    for stage in state.parallel.stages:
+        for module in stage.modules():
+            if isinstance(module, AllToAll):
+                module.splits = _even  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _even(rows_2G: Tensor, rows: int) -> list[list[int]]:
+    ranks = rows_2G.shape[1]
+    return [[rows // ranks + (index < rows % ranks) for index in range(ranks)]] * 2
+
+
+def _chosen(model: ModelSection, mask: Tensor) -> int:
+    """Number of elements that a mask selects: masked tokens (B, T), or slots (M) that fit their experts' capacity."""
+    if (objective := card_of(model).objective) == "mlm":
+        return mask.shape[0] * predicted(objective, mask.shape[1])
+    assert model.experts, "nothing else is chosen by its values"
+    room = math.ceil(model.capacity_factor * mask.numel() / model.experts)
+    return min(mask.numel(), model.experts * room)

@@ -1,0 +1,54 @@
+"""Prints the exact figures next to those of the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.plan.predict import Plan
+from fivefold.trace.depth import Exact
+from fivefold.trace.memory import CATEGORIES
+
+GIB = 2**30
+
+
+def beside(plan: Plan, exact: Exact) -> Iterator[str]:
+    """Lines of text: memory by category, messages by axis, FLOPs, host syncs."""
+    yield f"exact figures of rank {exact.rank}, {exact.seconds:.1f} s: {_how(exact)}"
+    yield from _memory(plan, exact)
+    yield from _messages(plan, exact)
+    yield (
+        f"  FLOPs          {exact.step.flops:.4g} in matmuls; the model's formula, without recomputation, has "
+        f"{exact.formula:.4g} per rank"
+    )
+    yield f"  host syncs     {sum(exact.step.syncs.values()):,}"
+    for (operation, place), times in exact.step.syncs.items():
+        yield f"    {operation:22}{times:6,}  {place}"
+
+
+def _how(exact: Exact) -> str:
+    if not exact.extrapolated:
+        return "the trainer's own step, traced as a CPU computes it"
+    models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
+    return f"the trainer's own step as a CPU computes it, extrapolated from {models}"
+
+
+def _memory(plan: Plan, exact: Exact) -> Iterator[str]:
+    position = plan.layout.coordinates(exact.rank)["pp"]
+    predicted, memory = plan.memory[position], exact.step.memory
+    yield "  memory, GiB    " + "".join(f"{name:>12}" for name in (*CATEGORIES, "total"))
+    rows = {
+        "at the peak": [*memory.at_peak.values(), memory.total],
+        "predicted": [getattr(predicted, name) for name in (*CATEGORIES, "total")],
+    }
+    for name, values in rows.items():
+        yield f"    {name:13}" + "".join(f"{value / GIB:12.4g}" for value in values)
+
+
+def _messages(plan: Plan, exact: Exact) -> Iterator[str]:
+    """Messages by operation and axis; their bytes are the larger of input and output."""
+    yield "  messages                        calls         GiB"
+    for (operation, axis), (calls, size) in exact.step.sent.items():
+        yield f"    {axis:10}{operation:16}{calls:9,}{size / GIB:12.4g}"
+    if plan.sent:
+        told = ", ".join(f"{axis} {size / GIB:.4g} GiB" for axis, size in plan.sent.items())
+        yield f"    predicted, as rings send them: {told}"

@@ -1,0 +1,113 @@
+"""Counts the messages of a piece of code: every collective and transfer, by mesh axis, in bytes.
+
+with Collectives(mesh) as sent:
+    ...
+sent.found["all_gather", "shard"]  # [calls, bytes], such as [3, 1200]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.comm import axis
+from fivefold.parallel.mesh import Mesh
+from fivefold.spread.layout import first_names
+
+OPS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+class Collectives(TorchDispatchMode):
+    """found: {(operation, axis): [calls, bytes]}. The bytes are the larger of input and output: the tensor that is
+    summed, gathered, scattered or sent. other: the messages in `found` that this mode saw, but that no `Axis` sent.
+
+    Groups with the same ranks are one, named as in `layout.first_names`.
+    """
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.found: dict[tuple[str, str], list[int]] = {}
+        self.other: dict[tuple[str, str], list[int]] = {}
+        self.axis_of: dict[str, str] = {}
+        for name in first_names(mesh.layout).values():
+            group = mesh.axis(name).group
+            if group is not None:
+                self.axis_of[group.group_name] = name
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see trace.memory.Tracker
+
+    def __enter__(self) -> Collectives:
+        self.listen()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.leave()
+
+    def listen(self) -> None:
+        """Makes every axis report its messages, until `leave`."""
+        axis.counters.append(self._sent)
+
+    def leave(self) -> None:
+        axis.counters.remove(self._sent)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.see(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def see(self, func: Any, args: Any) -> None:
+        """Counts an operation that sends, unless an axis has reported it."""
+        if func.namespace in ("c10d", "_c10d_functional") and not axis.handing_over:
+            self._count(func.__name__.split(".")[0], args)
+
+    def _sent(self, over: axis.Axis, operation: str, size: int) -> None:
+        assert over.group is not None
+        _add(self.found, operation, self.axis_of.get(over.group.group_name, over.name), size)
+
+    def _count(self, op: str, args: Any) -> None:
+        name = next((name for arg in args if (name := self._axis(arg))), None)
+        if name is None:  # e.g. a wait
+            return
+        for found in (self.found, self.other):
+            _add(found, OPS.get(op, op), name, max(map(size_of, args)))
+
+    def _axis(self, arg: Any) -> str | None:
+        if isinstance(arg, str):
+            return self.axis_of.get(arg)
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().qualified_name():
+            return self.axis_of[dist.ProcessGroup.unbox(arg).group_name]
+        return None
+
+
+def _add(found: dict[tuple[str, str], list[int]], operation: str, name: str, size: int) -> None:
+    entry = found.setdefault((operation, name), [0, 0])
+    entry[0] += 1
+    entry[1] += size
+
+
+def size_of(arg: Any) -> int:
+    """Bytes of a tensor, or of the tensors in nested lists."""
+    if isinstance(arg, Tensor):
+        return arg.nbytes
+    return sum(map(size_of, arg)) if isinstance(arg, list | tuple) else 0

@@ -1,0 +1,152 @@
+"""Starts a run: settles layout, data and folder, then one rank or several on this machine."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fivefold.data import DataSet, prepare, progress_bar
+from fivefold.errors import UserError
+from fivefold.host.machine import cores, ensure_matmul_rate
+from fivefold.launch import ranks as ranks_
+from fivefold.launch.allocator import keep_freed_memory
+from fivefold.launch.local import start_ranks
+from fivefold.recipe import Recipe, change, resolve
+from fivefold.recipe.rules import allows
+from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.step.state import compute_mode
+from fivefold.train.job import BatchSource, Job
+from fivefold.train.prediction import add_exact
+from fivefold.train.run import run_rank
+
+
+def run_command(
+    recipe: Recipe,
+    nproc: int | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    *,
+    name: str = "run",
+    fork: bool = True,
+    module: nn.Module | None = None,
+    batches: BatchSource | None = None,
+    val_batches: BatchSource | None = None,
+) -> Path:
+    """Trains a recipe and returns its run folder.
+
+    nproc: local ranks to start; None: as many as the layout says. Under torchrun or Slurm their ranks are used.
+    out: run folder; None: a new one, runs/NAME-N. resume: go on from its last checkpoint.
+    fork: local ranks are forked, which is quick, but only safe in a process that has used neither torch's threads nor
+    a GPU, such as the command line's; else they are started afresh, and what they are given is pickled.
+    module, batches, val_batches: the user's own model and data instead of the recipe's.
+
+    Raises:
+        UserError: layout, data, folder or checkpoint is not usable.
+        SystemExit: a signal stopped the run (128 + its number), after saving.
+    """
+    launched = ranks_.found()
+    recipe = _fit_layout(recipe, nproc, launched[1] if launched else None)
+    data = None
+    if batches is None:
+        data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
+        recipe = resolve(recipe, vocab_size=data.vocab_size)
+    else:
+        if module is None and recipe.model.vocab_size is None:
+            raise UserError("with your own data, say how many token ids there are: --set model.vocab_size=N")
+        recipe = resolve(recipe, vocab_size=recipe.model.vocab_size or 2)
+    out = _run_folder(out, name, resume, launched[0] if launched else None)
+    own = module is not None or batches is not None
+    command = (
+        f"fivefold.resume({str(out)!r}, ...)"
+        if own
+        else shlex.join(["fivefold", "train", str(out), "--resume"])
+    )
+    job = Job(recipe, out, data, module, batches, val_batches, resume, command)
+    world = Layout.from_recipe(recipe.layout).ranks
+    keep_freed_memory()
+    if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
+        ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")), cores())
+    if launched or world == 1:
+        with ranks_.join() as ranks:
+            stopped = run_rank(job, ranks)
+    else:
+        stopped = start_ranks(partial(run_rank, job), world, fork, partial(_how_to_resume, job))
+    if stopped is not None:
+        raise SystemExit(128 + stopped)
+    if not launched or launched[0] == 0:
+        add_exact(job)
+    return out
+
+
+def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Recipe:
+    """The recipe with a layout for the available ranks.
+
+    Data-parallel ranks are added or removed as needed, because they change speed but not results. Every other axis must
+    fit as it is.
+    """
+    layout = Layout.from_recipe(recipe.layout)
+    axis = "dp_shard" if layout.zero and layout.dp_replicate == 1 else "dp_replicate"
+    rest = layout.ranks // getattr(layout, axis)
+    world = launched or nproc
+    if world is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if 1 < gpus < layout.ranks:
+            raise UserError(
+                f"layout '{to_text(layout)}' wants {layout.ranks} GPUs, and there are {gpus}: --layout dp={gpus}"
+            )
+        world = layout.ranks if rest > 1 or max(gpus, cores() if not gpus else 1) > 1 else 1
+    if world == layout.ranks:
+        return recipe
+    size = world // rest if world % rest == 0 else getattr(layout, axis)
+    validate(replace(layout, **{axis: size}, microbatches=None), world, partial(allows, recipe))
+    if world == 1 and not nproc and not launched:
+        print(f"note: {to_text(layout)} wants {layout.ranks} devices; running on one", file=sys.stderr)
+    changes = [f"layout.{axis}={size}", "layout.microbatches=none"]
+    rows = recipe.train.microbatch_size
+    if rows and recipe.train.global_batch_size % (layout.dp // getattr(layout, axis) * size * rows):
+        changes.append("train.microbatch_size=none")  # it fitted a rank's share in another layout
+    return change(recipe, changes)
+
+
+def prepare_data(recipe: Recipe, quiet: bool) -> DataSet:
+    if quiet:
+        return prepare(recipe)
+    with progress_bar() as progress:
+        return prepare(recipe, progress)
+
+
+def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | None) -> Path:
+    """The run folder. A given one must be new, or hold the run to resume. Rank 0 of a launcher checks that."""
+    if out is None:
+        if resume:
+            raise UserError("--resume needs the run's folder: fivefold train RUN --resume, or --out RUN")
+        if launched_rank is not None:
+            raise UserError("ranks of torchrun or Slurm need a common run folder; add --out DIR")
+        number = 1
+        while True:
+            try:
+                (folder := Path("runs") / f"{name}-{number}").mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                number += 1
+    if launched_rank:
+        return out
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: this is a file, not a folder")
+    if resume and not (out / "recipe.toml").is_file():
+        raise UserError(f"--resume: {out} holds no run (no recipe.toml)")
+    if not resume and any((out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")):
+        raise UserError(f"{out} already holds a run; add --resume to resume it, or choose another --out")
+    return out
+
+
+def _how_to_resume(job: Job) -> str:
+    if not (job.out / "checkpoints").exists():
+        return ""
+    return f". Resume from the last checkpoint with: {job.resume_command}"

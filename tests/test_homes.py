@@ -1,0 +1,106 @@
+"""Each size by which a kernel or a technique decides stands in one table, which the code executes and `plan` reads."""
+
+import ast
+import operator
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fivefold
+from fivefold.kernels import sizes
+from fivefold.models.operations import Sizes
+from fivefold.plan import software
+from fivefold.recipe import load, resolve
+
+SRC = Path(fivefold.__file__).parent
+TABLES = ("kernels/sizes.py", "spread/units.py")
+DISTINCT = 1 << 20  # smaller numbers mean many things: there the name must give it away
+OTHERS = {"LARGEST = 2**29\n"}  # plan/measured.py: the largest matmul that is timed
+OPERATORS = {
+    ast.LShift: operator.lshift,
+    ast.Mult: operator.mul,
+    ast.Pow: operator.pow,
+    ast.Add: operator.add,
+}
+
+
+def value_of(node: ast.AST) -> float | None:
+    """The number that an expression of literals stands for, or None."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = value_of(node.left), value_of(node.right)
+        if (
+            left is not None
+            and right is not None
+            and right < 64 + (not isinstance(node.op, ast.LShift)) * 1e12
+        ):
+            return OPERATORS[type(node.op)](left, right)
+    return None
+
+
+def constants(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """(name, value) of everything that is assigned in capitals."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                names = target.elts if isinstance(target, ast.Tuple) else [target]
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value] * len(names)
+                for name, value in zip(names, values, strict=False):
+                    if isinstance(name, ast.Name) and name.id.isupper():
+                        yield name.id, value
+
+
+def stated_again(code: str, tables: list[str]) -> list[str]:
+    """What `code` states though one of the tables does."""
+    names: set[str] = set()
+    values: set[float] = set()
+    for table in tables:
+        for name, value in constants(ast.parse(table)):
+            names.add(name)
+            values |= {n for n in map(value_of, ast.walk(value)) if n is not None and n >= DISTINCT}
+    tree = ast.parse(code)
+    found = [f"{name} is assigned" for name, _ in constants(tree) if name in names]
+    return found + [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant | ast.BinOp) and value_of(node) in values
+    ]
+
+
+@pytest.mark.parametrize("file", sorted((SRC / "plan").rglob("*.py")), ids=lambda f: f.stem)
+def test_plan_states_no_size_again(file: Path) -> None:
+    tables = [(SRC / table).read_text() for table in TABLES]
+    code = file.read_text()
+    for other in OTHERS:
+        code = code.replace(other, "")
+    assert not stated_again(code, tables), f"plan/{file.name}: read it from {TABLES}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "MIN_ROWS = 1",
+        "class A:\n    x: float = 16 * 2**20",
+        "CHUNK = 25 << 20",
+        "A, KEEP = 1, 2",
+        "x = 16777216",
+    ],
+)
+def test_a_size_that_is_stated_again_is_found(code: str) -> None:
+    assert stated_again(code, ["MIN_ROWS, KEEP = 128, 3\nA = {'cpu': 16 << 20}\nBUCKET_BYTES = 25 << 20"])
+
+
+def test_the_planner_cuts_the_loss_as_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = resolve(load("quickstart"), vocab_size=4096).model
+    s = Sizes(model, B=8, e=4)
+    assert software.FIVEFOLD_CPU.chunk_bytes == sizes.logits_bytes("cpu")
+    assert software.FIVEFOLD.chunk_bytes == sizes.logits_bytes("cuda")
+    rows = 8 * model.seq_len
+    assert s.chunks(software.FIVEFOLD_CPU, rows) == -(
+        -rows // sizes.rows_at_once(rows, model.vocab_size or 0, 4, sizes.logits_bytes("cpu"))
+    )
+    before = s.chunks(software.FIVEFOLD_CPU, rows)
+    monkeypatch.setattr(sizes, "MIN_ROWS", 2 * rows)
+    assert s.chunks(software.FIVEFOLD_CPU, rows) == 1 < before

@@ -1,0 +1,117 @@
+"""PyTorch's private names are there, and do what `parallel/private.py` assumes."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fivefold.launch.ranks import Ranks
+from fivefold.parallel import private
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.unit_messages import UnitMessages
+from fivefold.spread.layout import Layout
+
+
+class Twice(nn.Module):
+    """Two layers of 4 x 4, the second a unit within the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def unit(rank: int, world: int) -> tuple[Twice, list[FSDPModule]]:
+    mesh = Mesh(Layout(dp_shard=world, zero=2), Ranks(rank, world, rank, world, torch.device("cpu")))
+    torch.manual_seed(0)
+    module, policy = Twice(), MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (module.second, module):
+        fully_shard(part, mesh=mesh.device_mesh("shard"), reshard_after_forward=False, mp_policy=policy)
+        assert isinstance(part, FSDPModule)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+        UnitMessages(mesh, "shard", "unit", torch.float32).attach(part)
+    assert isinstance(module, FSDPModule)
+    assert isinstance(module.second, FSDPModule)
+    return module, [module, module.second]
+
+
+def whole_and_scattered(rank: int, world: int) -> None:
+    module, units = unit(rank, world)
+    assert [len(private.groups(part)) for part in units] == [1, 1]
+    assert not any(tensor.untyped_storage().size() for part in units for tensor in private.gathered(part))
+    private.gather_in_background(units[0])
+    units[0].set_requires_gradient_sync(False)
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    for _ in range(2):
+        module(x).sum().backward()
+    gathered = [tensor for part in units for tensor in private.gathered(part)]
+    assert [(t.numel(), t.dtype) for t in gathered] == [(16, torch.bfloat16)] * 2
+    added = [gradient for part in units for gradient in private.whole_gradients(part)]
+    assert [(tuple(g.shape), g.dtype) for g in added] == [((4, 4), torch.float32)] * 2
+    added = [gradient.clone() for gradient in added]
+    units[0].set_requires_gradient_sync(True)
+    for part in reversed(units):
+        private.take_deferred_gradients(part)
+    private.end_backward(units[0])
+    for part in units:
+        part.reshard()
+    for parameter, whole in zip((module.first.weight, module.second.weight), added, strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.to_local(), world * whole.chunk(world)[rank])
+    private.forget_gradients(units[1])
+    assert module.second.weight.grad is None
+    assert module.first.weight.grad is not None
+
+
+def divided_alone(rank: int, world: int) -> None:
+    mesh = Mesh(Layout(dp_shard=world, zero=2), Ranks(rank, world, rank, world, torch.device("cpu")))
+    with torch.device("meta"):
+        module = Twice()
+    fully_shard(module, mesh=mesh.device_mesh("shard"), ignored_params={module.first.weight})
+    private.give_memory(module, torch.device("cpu"))
+    assert [p.is_meta for p in module.parameters()] == [True, False]
+    assert isinstance(module, FSDPModule)
+    (group,) = private.groups(module)
+    assert [p.sharded_param for p in group.fsdp_params] == [module.second.weight]
+
+
+def one_memory(rank: int, world: int) -> None:
+    module, units = unit(rank, world)
+    first, second = module.first.weight, module.second.weight
+    assert isinstance(first, DTensor)
+    assert isinstance(second, DTensor)
+    private.share_memory(units, second, first)
+    with torch.no_grad():
+        first.to_local().fill_(2.0)
+    assert second.to_local().eq(2.0).all()
+    units[1].unshard()
+    assert module.second.weight.float().eq(2.0).all()
+
+
+@pytest.mark.parametrize("what", [whole_and_scattered, divided_alone, one_memory])
+def test_fsdp_does_what_is_assumed(what) -> None:
+    run_ranks(2, what)
+
+
+def test_private_names_stand_in_one_file() -> None:
+    """Elsewhere in parallel/ and comm/ no attribute of PyTorch's begins with an underscore."""
+    src, found = Path(private.__file__).parents[1], []
+    for file in [*src.glob("parallel/*.py"), *src.glob("comm/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and re.match("_[a-z]", node.attr)
+                and file.name != "private.py"
+            ):
+                found.append(f"{file.name}: {ast.unparse(node)}")
+    own = re.compile(r": (self\.|_Run\(|sys\._getframe)")
+    assert [name for name in found if not own.search(name)] == []

@@ -1,0 +1,237 @@
+"""A trace counts what a real rank has, sends and computes: every byte of every category."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from steps import Evenly, Numbers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app
+from fivefold.errors import UserError
+from fivefold.launch.ranks import Ranks
+from fivefold.recipe import Recipe, load, resolve
+from fivefold.spread.layout import Layout
+from fivefold.step.state import build_state
+from fivefold.step.step import take_step
+from fivefold.trace import depth, private
+from fivefold.trace.cache import Entry
+from fivefold.trace.depth import depths, exact, extrapolate, fewer, sizes
+from fivefold.trace.flops import Flops
+from fivefold.trace.memory import Tracker, states_of
+from fivefold.trace.step import Traced, trace
+from fivefold.trace.traffic import Collectives
+from fivefold.train.share import share_of
+
+V, T, B = 96, 32, 16
+TINY = [
+    "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=80", f"model.seq_len={T}",
+    f"model.vocab_size={V}", f"train.global_batch_size={B}", "train.microbatch_size=2", "train.sample_every=0",
+    "train.steps=4", "optim.warmup_steps=0", "model.tie_embeddings=true",
+]  # fmt: skip
+MOE = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2"]
+LAYOUTS = [
+    "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "pp=2,schedule=1f1b",
+    "pp=2,schedule=zbv,virtual_stages=2", "cp=2", "cp=2,cp_method=ulysses", "dp=2,ep=2", "dp=2,recompute=full",
+    "tp=2,sp=true,recompute=selective", "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,zero=2",
+]  # fmt: skip
+FP32 = ["dp=2,zero=3", "tp=2", "pp=2,schedule=1f1b"]  # the others in fp32: `make test-all`
+EIGHT = ["dp=2,tp=2,pp=2,zero=1,schedule=1f1b", "dp=2,tp=2,pp=2,sp=true,zero=3,schedule=zbv,virtual_stages=2"]
+
+
+def recipe_of(layout: str, mode: str = "fp32", *overrides: str) -> Recipe:
+    base = [*TINY, f"precision.mode={mode}", *(MOE if "ep=" in layout else []), *overrides]
+    return resolve(load("quickstart", base, layout), vocab_size=V)
+
+
+def measured(rank: int, world: int, recipe: Recipe) -> Traced:
+    """The second step of training, on a rank that is there."""
+    state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
+
+    def batch(step: int):
+        train = recipe.train
+        return share_of(
+            Numbers(recipe), step, train.global_batch_size, train.microbatch_size or 1, state.mesh
+        )
+
+    try:
+        with Evenly(state.mesh.index("ep")):
+            take_step(state, recipe, batch(0))
+            share = batch(1)
+            with Tracker(states_of(state)) as memory, Collectives(state.mesh) as sent, Flops() as flops:
+                take_step(state, recipe, share)
+    finally:
+        for replica in state.parallel.replicas:
+            replica.close()
+    found = {key: (calls, size) for key, (calls, size) in sorted(sent.found.items())}
+    return Traced(memory.peak(), found, flops.total)
+
+
+def compare(recipe: Recipe) -> None:
+    layout = Layout.from_recipe(recipe.layout)
+    alone = layout.ranks == 1
+    real = [measured(0, 1, recipe)] if alone else run_ranks(layout.ranks, measured, recipe, timeout_s=60)
+    count = B // (layout.dp * (recipe.train.microbatch_size or 1))
+    for rank, wanted in enumerate(real):
+        assert trace(recipe, rank, count) == wanted, f"rank {rank}"
+        assert wanted.memory.total == sum(wanted.memory.at_peak.values())
+        assert wanted.memory.at_peak["optimizer"] >= 2 * wanted.memory.at_peak["params"] // 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        *((layout, "bf16") for layout in LAYOUTS),
+        *(
+            (layout, "fp32") if layout in FP32 else pytest.param(layout, "fp32", marks=pytest.mark.slow)
+            for layout in LAYOUTS
+        ),
+    ],
+)
+def test_trace_is_the_real_step(layout: str, mode: str) -> None:
+    compare(recipe_of(layout, mode))
+
+
+@pytest.mark.parametrize("layout", EIGHT)
+def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:
+    compare(recipe_of(layout, "bf16"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.arch=gpt2", "model.kv_heads=4", "model.dropout=0.1"],
+        ["model.tie_embeddings=false", "precision.reduce=bf16"],
+        [*MOE, "model.capacity_factor=1.0", "model.shared_experts=1"],
+        ["model.arch=bert", "model.kv_heads=4"],
+    ],
+    ids=["gpt2", "untied", "moe", "bert"],
+)  # fmt: skip
+def test_trace_of_other_models(overrides: list[str]) -> None:
+    compare(recipe_of("dp=2", "bf16", *overrides))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=3",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in ("dp=2,zero=1", "tp=2,sp=true,recompute=full")
+        ),
+        "pp=2,schedule=1f1b",
+    ],
+)
+def test_small_models_say_what_a_deep_one_does(layout: str) -> None:
+    """Of all categories, messages and FLOPs; but of ZeRO 0, whose buckets end where a parameter does."""
+    recipe = recipe_of(layout, "bf16", "model.layers=20", "train.global_batch_size=32")
+    chosen = Layout.from_recipe(recipe.layout)
+    count = 32 // (chosen.dp * 2)
+    layers, counts = depths(recipe.model, chosen, 0), fewer(count, chosen)
+    assert len(layers) == 2
+    assert max(layers) < 20
+    deep = recipe.model_copy
+
+    def small(L: int, m: int) -> Traced:
+        return trace(deep(update={"model": recipe.model.model_copy(update={"layers": L})}), 0, m)
+
+    steps = {(L, m): small(L, m) for L in layers for m in counts}
+    assert extrapolate(steps, 20, count) == trace(recipe, 0, count)
+
+
+def test_small_things_are_traced_as_they_are() -> None:
+    recipe = recipe_of("dp=2")
+    assert sizes(recipe.model, Layout.from_recipe(recipe.layout), 0, 4) == ((4,), (4,))
+    found = exact(recipe, 1)
+    assert not found.extrapolated
+    assert found.step == trace(recipe, 1, 4)
+
+
+def test_flops_are_those_of_the_formula() -> None:
+    """6 N a token and causal attention; one block of queries sees all keys, so its half is not left out."""
+    recipe = recipe_of("dp=1")
+    found = exact(recipe)
+    hidden = 6 * recipe.model.layers * recipe.model.dim * T * B * T  # computed, and masked
+    assert found.step.flops == found.formula + hidden
+
+
+def test_a_rank_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"rank 2: layout 'dp=2' has 2 ranks, 0 to 1. Nearest valid: 1"):
+        exact(recipe_of("dp=2"), 2)
+
+
+def test_host_syncs_are_counted_where_they_are() -> None:
+    """The loss reads twice per microbatch, clipping and agreeing of the ranks once per step."""
+    found = trace(recipe_of("dp=1"), 0, 3).syncs
+    assert {operation for operation, _ in found} == {"item"}
+    times = dict.fromkeys(("kernels/loss.py", "parallel/replica.py", "step/step.py"), 0)
+    for (_, place), count in found.items():
+        times[place.split(":")[0]] += count
+    assert times == {"kernels/loss.py": 6, "parallel/replica.py": 1, "step/step.py": 2}
+
+
+def test_figures_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By recipe and rank; what is broken is made anew."""
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
+    recipe = recipe_of("dp=2")
+    first = exact(recipe, 1)
+    [path] = (tmp_path / "traces").iterdir()
+    monkeypatch.setattr(depth, "trace", lambda *_: pytest.fail("it is there already"))
+    assert exact(recipe, 1).as_json() == first.as_json() | {"seconds": pytest.approx(0, abs=5)}
+    monkeypatch.undo()
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
+    for broken in ("", "[]", "{}", '{"memory": 3}'):
+        path.write_text(broken)
+        assert exact(recipe, 1).step == first.step
+    assert exact(recipe, 0).rank == 0
+    assert len(list((tmp_path / "traces").iterdir())) == 2
+
+
+def test_figures_are_kept_by_the_dtype_that_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, paths = recipe_of("dp=1", "auto"), set()
+    for fast in (True, False):
+        monkeypatch.setattr("fivefold.step.state.has_fast_bf16", lambda _, fast=fast: fast)
+        paths.add(Entry(recipe, 0).path)
+    assert len(paths) == 2
+
+
+def command(*arguments: str) -> str:
+    sets = [part for text in [*TINY, "precision.mode=bf16"] for part in ("--set", text)]
+    chosen = ["--layout", "dp=2,zero=3", "--cluster", "h100:2", "--exact"]
+    result = CliRunner().invoke(app, ["plan", "quickstart", *sets, *chosen, *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_command_shows_both() -> None:
+    text = command()
+    for words in ("exact figures of rank 0", "at the peak", "predicted", "all_gather", "FLOPs"):
+        assert words in text
+    said = json.loads(command("--rank", "1", "--json", "--dry-run"))
+    found = said["exact"]
+    assert found == said["dry_run"], "its earlier name"
+    assert said["memory"]["source"] == "formula"
+    assert found["rank"] == 1
+    assert found["memory"]["peak_bytes"] == sum(found["memory"]["at_peak"].values())
+    assert {"operation", "axis", "calls", "bytes"} == set(found["communication"][0])
+
+
+def test_what_is_used_of_pytorch_that_is_not_documented() -> None:
+    """Raising torch: each of `trace/private.py` is there, and does what its line says."""
+    x = torch.ones(2, requires_grad=True)
+    seen: list[bool] = []
+    y = x * 2
+    y.register_hook(lambda _: seen.append(private.in_backward()))
+    y.sum().backward()
+    assert (seen, private.in_backward()) == ([True], False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert private.saves_by_hooks()
+    assert not private.saves_by_hooks()
+    with Flops() as mode:
+        assert private.modes() == [mode]
+    with FakeTensorMode():
+        assert isinstance(torch.empty(3), private.FakeTensor)
+    assert private.FakeStore() is not None

@@ -1,0 +1,1 @@
+"""A fifth architecture that only the tests know: Llama without rotary positions, one norm per block."""

@@ -1,0 +1,51 @@
+"""The fifth architecture beside a model of transformers that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.models.hf_map import Entry, same
+from fivefold.models.section import ModelSection
+
+MODEL_TYPE = "tiny"
+ARCHITECTURE = "TinyForCausalLM"
+TIED = {"head.weight": "wte.weight"}
+SUPPORTED: dict[str, tuple[Any, ...]] = {}
+
+
+def entries(model: ModelSection) -> list[Entry]:
+    table = same("embed", "wte") + same("embed_positions", "wpe")
+    for i in range(model.layers):
+        for name in ("norm1", "attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
+            table += same(f"blocks.{i}.{name}", f"h.{i}.{name}")
+    return table + same("norm", "ln") + ([] if model.tie_embeddings else same("head", "head"))
+
+
+def to_config(model: ModelSection) -> dict[str, Any]:
+    return {"model_type": MODEL_TYPE, **{name: getattr(model, name) for name in FIELDS}}
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"arch": "tiny", **{name: config[name] for name in FIELDS}}
+
+
+def problems(config: Mapping[str, Any]) -> list[str]:
+    return []
+
+
+def rename(name: str) -> str | None:
+    return name
+
+
+FIELDS = (
+    "layers",
+    "dim",
+    "heads",
+    "kv_heads",
+    "ffn_dim",
+    "vocab_size",
+    "seq_len",
+    "tie_embeddings",
+    "norm_eps",
+)

@@ -1,0 +1,57 @@
+"""The fifth architecture as a module."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fivefold.models.base import LanguageModel, block_dict
+from fivefold.models.cache import LayerCache, cached_attention
+from fivefold.models.layers import AttentionCore, Embedding, Linear, RMSNorm, Sublayer
+from fivefold.models.llama.module import FeedForward
+from fivefold.models.section import ModelSection
+
+
+class Attention(Sublayer):
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        self.qkv = Linear(model.dim, 3 * model.dim, bias=False)
+        self.core = AttentionCore(model.heads, model.heads)
+        self.out = Linear(model.dim, model.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:
+        qkv = self.qkv(x_BTD)
+        if cache is None:
+            return self.finish(qkv)
+        return self.out(cached_attention(qkv, self.core.heads, self.core.kv_heads, None, None, cache))
+
+    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+        return self.out(self.core(product))
+
+
+class Block(nn.Module):
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        self.norm1 = RMSNorm(model.dim, model.norm_eps or 0.0)
+        self.attention = Attention(model)
+        self.mlp = FeedForward(model)
+
+    def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:
+        normed_BTD = self.norm1(x_BTD)
+        return x_BTD + self.attention(normed_BTD, cache) + self.mlp(normed_BTD)
+
+
+class Model(LanguageModel):
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        assert model.vocab_size is not None
+        self.embed = Embedding(model.vocab_size, model.dim)
+        self.embed_positions = Embedding(model.seq_len, model.dim)
+        self.blocks = block_dict([Block(model) for _ in range(model.layers)])
+        self.norm = RMSNorm(model.dim, model.norm_eps or 0.0)
+        self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
+
+    def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
+        return self.embed(tokens_BT) + self.embed_positions(positions_T)
+
+    def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)
