@@ -1,4 +1,4 @@
-"""Seconds that a user waits: for `--help`, for `check`, and from the command to quickstart's first training step.
+"""Seconds that a user waits: for `--help`, for `check`, until quickstart's first step, and for the lines of a step.
 
     python benchmarks/startup.py [--repeat 5] [--out benchmarks/results/startup.json]
 
@@ -9,6 +9,7 @@ not count. The first step is timed on the run's own output: from the start of th
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import shutil
 import subprocess
@@ -31,12 +32,13 @@ def main() -> None:
         "fivefold --help": lambda: whole("--help"),
         "fivefold check quickstart": lambda: whole("check", "quickstart"),
         "first step of fivefold train quickstart": first_step,
+        "a step's lines: console and metrics.jsonl": lines_of_a_step,
     }
     found = {}
     for name, measure in measures.items():
         measure()  # fills caches
         found[name] = median(measure() for _ in range(args.repeat))
-        print(f"{name:42} {found[name]:6.2f} s")
+        print(f"{name:42} {found[name]:9.5f} s")
     if args.out:
         from fivefold.host.machine import describe
 
@@ -65,6 +67,26 @@ def first_step() -> float:
                 raise SystemExit("the run printed no step")
             process.stdout.read()
         return seconds
+
+
+def lines_of_a_step(steps: int = 300) -> float:
+    """Seconds that a step spends on what it tells: its line on a terminal and its line in metrics.jsonl."""
+    from fivefold.observe.console import Console
+    from fivefold.observe.metrics import MetricsWriter
+
+    facts = {"tokens": 4096, "loss": 5.4, "grad_norm": 0.75, "lr": 1e-3, "tokens_per_s": 3900.0, "mfu": 0.72}
+    facts |= {"step_s": 0.5, "data_wait_s": 0.005, "peak_memory_bytes": 2**30}
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Console(steps, file=screen, terminal=True) as console,
+        MetricsWriter(Path(folder)) as writer,
+    ):
+        began = time.perf_counter()
+        for step in range(1, steps + 1):
+            console.step({"step": step, **facts})
+            writer.write({"step": step, **facts})
+        return (time.perf_counter() - began) / steps
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The command line: help, speed of the answer, JSON, exit codes."""
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -61,25 +60,6 @@ def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"Usage: fivefold {name}" in out
     examples = out.partition("Examples:\n")[2].split("\n")
     assert [line.strip() for line in examples if line.strip()] == COMMANDS[name].EXAMPLES
-
-
-def processor_time(*arguments: str) -> float:
-    """Processor seconds of a command, the least of 3 tries: how long it takes on a quiet machine; on
-    a busy one the others' work does not count."""
-    times = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, "-m", "fivefold.cli.main", *arguments], check=True, capture_output=True
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(times)
-
-
-def test_answers_at_once() -> None:
-    assert processor_time("--help") < 0.3
-    assert processor_time("check", "quickstart") < 1.0
 
 
 def test_check_does_not_import_torch() -> None:

@@ -124,9 +124,7 @@ def test_the_standard_library_is_a_source(tmp_path: Path):
     data = prepare(recipe)
     assert data.info["documents"]["train"] > 300
     assert 0.03 < data.info["bytes"]["val"] / sum(data.info["bytes"].values()) <= 0.05
-    began = time.process_time()
     assert prepare(recipe).info["cached"]
-    assert time.process_time() - began < 2  # 0.1 s; tokenizing anew takes many
 
 
 def test_jsonl_and_parquet_give_the_same_documents(tmp_path: Path):
@@ -361,9 +359,7 @@ def test_progress_is_told(tmp_path: Path):
 def test_check_estimates_first_and_knows_afterwards(tmp_path: Path):
     path = write(tmp_path / "a.txt", "some text " * 1000)
     recipe = recipe_of(path, tmp_path / "cache", seq_len=9, batch=10, steps=200, val_fraction=0.1)
-    began = time.process_time()
     facts = check(recipe)
-    assert time.process_time() - began < 2
     assert facts == [
         "data: 1 file(s), 0.0 MB",
         "tokens: about 9,000 for training (not tokenized yet)",
