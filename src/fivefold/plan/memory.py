@@ -49,11 +49,11 @@ class Elements:
             self.experts_keep + other.experts_keep,
         )
 
-    def groups(self) -> tuple[tuple[float, float, str], tuple[float, float, str]]:
-        """(elements computed with, elements stored, group prefix) of dense parameters, then of experts."""
+    def groups(self) -> tuple[tuple[float, float, bool], tuple[float, float, bool]]:
+        """(elements computed with, elements stored, False) of dense parameters, and (.., .., True) of experts."""
         return (
-            (self.computes - self.experts, self.keeps - self.experts_keep, ""),
-            (self.experts, self.experts_keep, "e"),
+            (self.computes - self.experts, self.keeps - self.experts_keep, False),
+            (self.experts, self.experts_keep, True),
         )
 
 
@@ -111,16 +111,26 @@ def rank_states(
     """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
     if there is one data rank, and experts if expert parallelism takes all ranks that share."""
     found = [0.0, 0.0, 0.0]
-    for computes, keeps, kind in own.groups():
-        zero = layout.zero if sharing_group(layout, expert=kind == "e")[1] > 1 else 0
+    for computes, keeps, expert in own.groups():
+        zero = layout.zero if sharing_group(layout, expert)[1] > 1 else 0
         some = state_bytes(bytes_a_parameter, zero, computes, keeps, microbatches, layout.pp)
         found = [a + b for a, b in zip(found, some, strict=True)]
     return found[0], found[1], found[2]
 
 
-def count(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements, Elements, Elements]:
+Counted = tuple[list[Elements], Elements, Elements, Elements]
+
+
+def elements(model: ModelSection, layout: Layout) -> Counted:
     """Elements on the first rank, which has most: of each block, of the parameters before the blocks, of those behind
     them, and of the last stage's copy of a tied embedding."""
+    hashed: Any = model
+    return _elements(hashed, layout.tp, layout.ep, layout.shards, layout.zero > 0)
+
+
+@lru_cache(maxsize=4096)
+def _elements(model: ModelSection, tp: int, ep: int, shards: int, shared: bool) -> Counted:
+    layout = Layout(tp=tp, ep=ep, dp_shard=shards, zero=int(shared))
     kinds: dict[str, Elements] = {}
     blocks = [Elements() for _ in range(model.layers)]
     before = behind = Elements()
@@ -338,15 +348,3 @@ def live_schedule(layout: Layout, microbatches: int) -> tuple[Schedule | None, i
     elif microbatches % layout.pp == 0:
         microbatches = min(microbatches, enough)
     return schedule(layout.schedule, layout.pp, microbatches, layout.virtual_stages), times
-
-
-def elements(model: ModelSection, layout: Layout) -> tuple[list[Elements], Elements, Elements, Elements]:
-    hashed: Any = model
-    return _count(hashed, layout.tp, layout.ep, layout.shards, layout.zero > 0)
-
-
-@lru_cache(maxsize=4096)
-def _count(
-    model: ModelSection, tp: int, ep: int, shards: int, shared: bool
-) -> tuple[list[Elements], Elements, Elements, Elements]:
-    return count(model, Layout(tp=tp, ep=ep, dp_shard=shards, zero=int(shared)))

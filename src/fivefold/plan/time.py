@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import KEPT, Operation, Work
 from fivefold.optim import update_traffic
-from fivefold.plan import communication, memory, rates
+from fivefold.plan import communication, memory, rates, volume
 from fivefold.plan.communication import exposed, group
 from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
 from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed
 from fivefold.spread.layout import Layout
-from fivefold.spread.units import scattered_once
+from fivefold.spread.parts import sharing_group
+from fivefold.spread.units import Sync, scattered_once
 
 
 @dataclass
@@ -172,29 +173,18 @@ def accumulate(elements: float, s: Setting) -> Cost:
 
 
 def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
-    """Cost of ZeRO's communication for a block in every microbatch.
+    """Cost of the messages of data parallelism that a block sends in every microbatch.
 
-    Stage 3 gathers weights before forward and before backward. Stages 2 and 3 reduce-scatter gradients, unless that
-    happens once per step. Both overlap with the neighbouring block if the software overlaps. Experts have groups of
-    their own. Rows of each parameter are padded to a multiple of the ranks.
+    They overlap with the neighbouring block if the software overlaps.
     """
-    if s.layout.zero < 2 or s.layout.shards == 1:
-        return Cost()
-    b, gathers = s.software.states[s.dtype], s.layout.zero == 3
-    scatters = not scattered_once(s.layout.zero, s.layout.pp)
     forward = scattered = into = out = 0.0
-    for _, keeps, kind in own.groups():
-        shards = group(s.layout, s.cluster, f"{kind}shard")
-        if not keeps or shards.ranks == 1:
-            continue
-        padded = keeps * shards.ranks
-        copied = _copied(padded, shards.ranks, s)
-        if gathers:
-            forward += communication.all_gather(padded * b.working, shards, s.cluster)
-            into += copied[0]
-        if scatters:
-            scattered += communication.scatter_gradients(padded * b.reduce, shards, s.cluster)
-            out += copied[1]
+    for sync, seconds, copied in _synced(own, s):
+        if sync.each and sync.what == "gather":  # before forward and before backward
+            forward, into = forward + seconds, into + copied
+        elif sync.each:
+            scattered, out = scattered + seconds, out + copied
+    if not forward + scattered:
+        return Cost()
     backward = forward + scattered
     if s.software.overlap_data:
         forward = exposed(forward, cost.forward, s.cluster)
@@ -202,16 +192,32 @@ def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
     return Cost(forward + into, backward + into + out, 0.0, forward, backward)
 
 
-def _copied(elements: float, shards: int, s: Setting) -> tuple[float, float]:
-    """Seconds of FSDP2's copies: (into and out of a gather with its cast, into a scatter).
+PRICES = {
+    "gather": communication.all_gather,
+    "scatter": communication.scatter_gradients,
+    "sum": communication.all_reduce,
+}
+
+
+def _synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
+    """(message, its seconds, seconds of FSDP2's copies for it) of data parallelism for a rank's elements."""
+    for _, keeps, expert in own.groups():
+        whole = keeps * sharing_group(s.layout, expert)[1]
+        for sync, size in volume.synced(s, whole, expert):
+            seconds = PRICES[sync.what](size, group(s.layout, s.cluster, sync.group), s.cluster)
+            yield sync, seconds, _copied(sync, keeps, whole, s)
+
+
+def _copied(sync: Sync, keeps: float, whole: float, s: Setting) -> float:
+    """Seconds of FSDP2's copies: into and out of a gather, with its cast, or into a scatter.
 
     On an accelerator they are negligible beside the messages.
     """
     device, e = s.cluster.device, s.sizes.e
-    if not device.measured:
-        return 0.0, 0.0
-    gather = elements / shards * (4 + e) + 2 * elements * e
-    return rates.stream(gather, device, "", s.dtype), rates.stream(elements * (e + 4), device, "", s.dtype)
+    if not device.measured or sync.what == "sum":
+        return 0.0
+    moved = keeps * (4 + e) + 2 * whole * e if sync.what == "gather" else whole * (e + 4)
+    return rates.stream(moved, device, "", s.dtype)
 
 
 Run = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
@@ -279,29 +285,16 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
 
     backward, forward: seconds of one of its microbatches, with which they overlap.
     """
-    layout, b = s.layout, s.software.states[s.dtype]
-    blocks = max(1, s.model.layers // layout.pp)
+    blocks = max(1, s.model.layers // s.layout.pp)
     reduced = gathered = 0.0
     copies = [0.0, 0.0]  # into scatters, out of gathers
-    for computes, keeps, kind in own.groups():
-        if not computes:
+    for sync, seconds, copied in _synced(own, s):
+        if sync.each:
             continue
-        if layout.zero == 0:
-            summing = group(layout, s.cluster, f"{kind}dp" if kind else "batch")
-            reduced += communication.all_reduce(computes * b.reduce, summing, s.cluster)
-            continue
-        shards = group(layout, s.cluster, f"{kind}shard")
-        if layout.dp_replicate > 1:
-            replicas = group(layout, s.cluster, "replicate")
-            reduced += communication.all_reduce(keeps * b.reduce, replicas, s.cluster)
-        padded = keeps * shards.ranks
-        copied = _copied(padded, shards.ranks, s)
-        if scattered_once(layout.zero, layout.pp):
-            reduced += communication.scatter_gradients(padded * b.reduce, shards, s.cluster)
-            copies[0] += copied[1]
-        if layout.zero < 3:
-            gathered += communication.all_gather(padded * b.working, shards, s.cluster)
-            copies[1] += copied[0]
+        if sync.what == "gather":
+            gathered, copies[1] = gathered + seconds, copies[1] + copied
+        else:
+            reduced, copies[0] = reduced + seconds, copies[0] + copied
     if s.software.overlap_data:
         most = 1 - 1 / blocks  # share of the computation that can hide a message
         reduced = max(unhidden(reduced, backward, blocks), exposed(reduced, backward * most, s.cluster))

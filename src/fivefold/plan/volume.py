@@ -19,8 +19,8 @@ from fivefold.plan.communication import group
 from fivefold.plan.cost import Setting
 from fivefold.schedules.ring_attention import turns
 from fivefold.spread.layout import Layout, first_names, groups, index_in
-from fivefold.spread.parts import TIED, stage_parameters, stages_of
-from fivefold.spread.units import keepings, kept_elements, scattered_once, summed_over_tp
+from fivefold.spread.parts import TIED, sharing_group, stage_parameters, stages_of
+from fivefold.spread.units import Sync, keepings, kept_elements, summed_over_tp, syncs
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""
@@ -160,19 +160,13 @@ def _gradients(tally: Tally, s: Setting, rank: int, mine: list[int]) -> None:
     """Adds weight gathers and gradient sums: over the data axes; over "tp" for parameters that saw only part of the
     sequence; over "pp" where two stages share an embedding."""
     card, blocks = card_of(s.model), memory.stages(s.model, s.layout, s.software.partition)
-    kept = keepings(card, s.layout, mine, blocks)
-    b, m = s.software.states[s.dtype], s.microbatches
-    for unit in (unit for keeping in kept for unit in keeping.units):
-        gathers = 2 * m if s.layout.zero == 3 else 1
-        scatters = 1 if scattered_once(s.layout.zero, s.layout.pp) else m
-        n = group(s.layout, s.cluster, unit.group).ranks
-        tally.add("all_gather", unit.group, unit.padded * b.working, gathers)
-        tally.add(s.software.scatter, unit.group, unit.padded * b.reduce, scatters)
-        if s.layout.dp_replicate > 1:
-            tally.add("all_reduce", "replicate", unit.padded / n * 4)  # what arrived is fp32
-    for buffer in (buffer for keeping in kept for buffer in keeping.buffers):
-        if group(s.layout, s.cluster, buffer.group).ranks > 1:
-            tally.add("all_reduce", buffer.group, buffer.size * b.reduce, calls=buffer.buckets)
+    names = {"gather": "all_gather", "scatter": s.software.scatter, "sum": "all_reduce"}
+    for keeping in keepings(card, s.layout, mine, blocks):
+        parts = [(unit.padded, unit.group, 1) for unit in keeping.units]
+        parts += [(buffer.size, buffer.group, buffer.buckets) for buffer in keeping.buffers]
+        for whole, name, calls in parts:
+            for sync, size in synced(s, whole, expert=name in ("eshard", "edp")):
+                tally.add(names[sync.what], sync.group, size, sync.each * s.microbatches or 1, calls)
     names = stage_parameters(card, blocks)
     partial = summed_over_tp(card, s.layout, [name for stage in mine for name in names[stage]])
     tally.add("all_reduce", "tp", 4 * kept_elements(card, s.layout, rank, partial))
@@ -180,6 +174,19 @@ def _gradients(tally: Tally, s: Setting, rank: int, mine: list[int]) -> None:
         rows = 4 * kept_elements(card, s.layout, rank, [TIED])
         tally.add("send", "pp", rows)
         tally.add("receive", "pp", rows)
+
+
+def synced(s: Setting, whole: float, expert: bool) -> Iterator[tuple[Sync, float]]:
+    """The messages of data parallelism for parameters with so many elements, with the bytes of each: of the larger of
+    its input and output. whole: with each parameter's rows padded to a multiple of the ranks that share them."""
+    if not whole:
+        return
+    b = s.software.states[s.dtype]
+    for sync in syncs(s.layout, expert):
+        if sync.rows:  # what arrived is as exact as the sum over microbatches
+            yield sync, whole / sharing_group(s.layout, expert)[1] * b.gradient
+        elif group(s.layout, s.cluster, sync.group).ranks > 1:
+            yield sync, whole * (b.working if sync.what == "gather" else b.reduce)
 
 
 def _control(tally: Tally, s: Setting) -> None:

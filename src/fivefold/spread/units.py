@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from fivefold.spread.layout import Layout, index_in
 from fivefold.spread.parts import (
@@ -80,6 +80,40 @@ class FlatBuffer:
 
 
 @dataclass(frozen=True)
+class Sync:
+    """A message by which ranks with the same parameters share weights or sum gradients.
+
+    what: "gather" weights from the ranks that keep them; "scatter" sums of gradients to these; "sum" gradients. each:
+    times per microbatch, in forward and again in backward if twice; 0: once per step. rows: only those that a rank
+    keeps.
+    """
+
+    what: Literal["gather", "scatter", "sum"]
+    group: str
+    each: int = 0
+    rows: bool = False
+
+
+def syncs(layout: Layout, expert: bool = False) -> tuple[Sync, ...]:
+    """The messages for parameters in a step. expert: those that expert parallelism cuts.
+
+    Whole parameters are summed once. Of divided ones, stage 3 gathers weights before forward and before backward, the
+    other stages after the update. Gradients are scattered, and a hybrid then sums its rows over the replicas.
+    """
+    group, ranks = sharing_group(layout, expert)
+    return _syncs(group, ranks > 1, layout.zero, layout.pp > 1, layout.dp_replicate > 1)
+
+
+@lru_cache
+def _syncs(group: str, shared: bool, zero: int, pipeline: bool, hybrid: bool) -> tuple[Sync, ...]:
+    if not shared:
+        return (Sync("sum", {"shard": "batch", "eshard": "edp"}[group]),)
+    once = scattered_once(zero, 2 if pipeline else 1)
+    found = Sync("gather", group, 2 if zero == 3 else 0), Sync("scatter", group, 0 if once else 1)
+    return (*found, Sync("sum", "replicate", rows=True)) if hybrid else found
+
+
+@dataclass(frozen=True)
 class Keeping:
     """The units and buffers for the parameters of some stages of a rank. It covers one stage; or all of a rank's, if
     these include the model's first and last and share a tied embedding. Inner units come first, each stage itself
@@ -131,14 +165,15 @@ def _units(model: Model, layout: Layout, stage: int, names: Sequence[str]) -> li
 
 def _buffers(model: Model, layout: Layout, names: set[str]) -> list[FlatBuffer]:
     local, found = local_parameters(model, layout), []
-    for group, expert in (("batch", False), ("edp", True)):
+    for expert in (False, True):
         if sharing_group(layout, expert)[1] > 1:
             continue
+        (sync,) = syncs(layout, expert)
         mine = [
             n for n in model.parameters if n in names and (layout.ep > 1 and local[n].axis == "ep") == expert
         ]
         if mine:
-            found.append(FlatBuffer(group, tuple(mine), tuple(local[name].size for name in mine)))
+            found.append(FlatBuffer(sync.group, tuple(mine), tuple(local[name].size for name in mine)))
     return found
 
 
