@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -312,10 +312,9 @@ def optimizer(s: Setting, own: Elements) -> float:
     b = s.software.states[s.dtype]
     kept = own.keeps if s.layout.zero else own.computes
     size = kept * update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
-    norm = communication.all_reduce(4, group(s.layout, s.cluster, "all"), s.cluster)
     oversubscription = s.cluster.machine.oversubscription(s.layout.ranks) if s.cluster.machine else 1.0
     update = oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
-    return s.software.optimizer_passes * update + 2 * norm
+    return s.software.optimizer_passes * update + _seconds(volume.control(s), s)
 
 
 def step(s: Setting, run: Run = pipeline, shared: Parts | None = None) -> Step:
@@ -336,11 +335,11 @@ def step(s: Setting, run: Run = pipeline, shared: Parts | None = None) -> Step:
         late = ends[position] + r + g + u - makespan
         if late > extra:
             extra, reduced, gathered, updated = late, r, g, u
-    tied = _tied(s)
+    shared_sums = max(_seconds(volume.shared(s, position), s) for position in range(p))
     worst = max(range(p), key=lambda position: busy[position])
     besides = fixed(s)
-    seconds = makespan + max(0.0, extra) + tied + besides
-    exposed = {"model": waits[worst], "data": max(0.0, min(extra, reduced + gathered)) + tied}
+    seconds = makespan + max(0.0, extra) + shared_sums + besides
+    exposed = {"model": waits[worst], "data": max(0.0, min(extra, reduced + gathered)) + shared_sums}
     compute = busy[worst] - waits[worst] + updated + besides
     bubble = seconds - compute - sum(exposed.values())
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
@@ -354,7 +353,7 @@ def step(s: Setting, run: Run = pipeline, shared: Parts | None = None) -> Step:
         ("exposed gradient sums", reduced),
         ("exposed weight gathers", gathered),
         ("optimizer", updated),
-        ("tied embedding sum", tied),
+        ("sums of shared weights", shared_sums),
         ("fixed per step", besides),
     ]
     return Step(seconds, compute, exposed, max(0.0, bubble), terms)
@@ -373,10 +372,12 @@ def fixed(s: Setting) -> float:
     )
 
 
-def _tied(s: Setting) -> float:
-    """Seconds in which the first and the last stage sum the gradient of their tied embedding."""
-    tied = memory.elements(s.model, s.layout)[3].computes
-    if s.layout.pp == 1 or not tied:
-        return 0.0
-    ends = communication.Group(2, 1 if group(s.layout, s.cluster, "pp").nodes > 1 else 2)
-    return communication.all_reduce(tied * s.software.states[s.dtype].reduce, ends, s.cluster)
+def _seconds(messages: Iterable[volume.Sent], s: Setting) -> float:
+    """Seconds of messages, one after the other."""
+    total = 0.0
+    for what, axis, size in messages:
+        if what == "send":
+            total += communication.send(size, group(s.layout, s.cluster, axis).nodes > 1, s.cluster)
+        elif what != "receive":  # which goes on beside a send
+            total += getattr(communication, what)(size, group(s.layout, s.cluster, axis), s.cluster)
+    return total

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
+from fivefold.models.section import ModelSection
 from fivefold.plan import memory, operations
 from fivefold.plan.communication import group
 from fivefold.plan.cost import Setting
+from fivefold.plan.software import Partition
 from fivefold.schedules.ring_attention import turns
 from fivefold.spread.layout import Layout, first_names, groups, index_in
 from fivefold.spread.parts import TIED, sharing_group, stage_parameters, stages_of
@@ -112,8 +116,9 @@ def _tally(s: Setting, rank: int) -> Tally:
     if len(by_stage) - 1 in mine:
         _operations(tally, s, rank, card.end_operations(s.sizes, s.software), 1, "none")
     _transfers(tally, s, position, len(by_stage))
-    _gradients(tally, s, rank, mine)
-    _control(tally, s)
+    _gradients(tally, s, mine)
+    for what, axis, size in [*shared(s, position, index_in(s.layout, "shard", rank)), *control(s)]:
+        tally.add(what, axis, size)
     return tally
 
 
@@ -156,9 +161,8 @@ def _transfers(tally: Tally, s: Setting, position: int, stages: int) -> None:
             tally.add("receive", "pp", activation, s.microbatches)
 
 
-def _gradients(tally: Tally, s: Setting, rank: int, mine: list[int]) -> None:
-    """Adds weight gathers and gradient sums: over the data axes; over "tp" for parameters that saw only part of the
-    sequence; over "pp" where two stages share an embedding."""
+def _gradients(tally: Tally, s: Setting, mine: list[int]) -> None:
+    """Adds weight gathers and gradient sums over the data axes."""
     card, blocks = card_of(s.model), memory.stages(s.model, s.layout, s.software.partition)
     names = {"gather": "all_gather", "scatter": s.software.scatter, "sum": "all_reduce"}
     for keeping in keepings(card, s.layout, mine, blocks):
@@ -167,13 +171,6 @@ def _gradients(tally: Tally, s: Setting, rank: int, mine: list[int]) -> None:
         for whole, name, calls in parts:
             for sync, size in synced(s, whole, expert=name in ("eshard", "edp")):
                 tally.add(names[sync.what], sync.group, size, sync.each * s.microbatches or 1, calls)
-    names = stage_parameters(card, blocks)
-    partial = summed_over_tp(card, s.layout, [name for stage in mine for name in names[stage]])
-    tally.add("all_reduce", "tp", 4 * kept_elements(card, s.layout, rank, partial))
-    if card.tied and s.layout.pp > 1 and (0 in mine) != (len(blocks) - 1 in mine):
-        rows = 4 * kept_elements(card, s.layout, rank, [TIED])
-        tally.add("send", "pp", rows)
-        tally.add("receive", "pp", rows)
 
 
 def synced(s: Setting, whole: float, expert: bool) -> Iterator[tuple[Sync, float]]:
@@ -189,14 +186,47 @@ def synced(s: Setting, whole: float, expert: bool) -> Iterator[tuple[Sync, float
             yield sync, whole * (b.working if sync.what == "gather" else b.reduce)
 
 
-def _control(tally: Tally, s: Setting) -> None:
-    """Adds the numbers that all ranks agree on once per step: the squared norm (fp64) where states are divided, the
-    loss and whether to stop (2 fp32), and expert loads (fp64, with four more numbers per block)."""
+Sent = tuple[str, str, float]
+"""(operation, axis, bytes)."""
+
+
+def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
+    """The messages that sum gradients once per step over other axes than the data's, for a rank at a position of the
+    pipeline: over "tp" those of parameters that saw only part of the sequence; over "pp" those of an embedding that two
+    stages share. index: the rank's among those that share its states; the first has most.
+    """
+    if not (s.layout.sp or (s.model.tie_embeddings and s.layout.pp > 1)):
+        return []
+    hashed: Any = s.model
+    of_rank = replace(s.layout, recompute="none", microbatches=None, cp_method="ring")
+    partial, tied = _shared(hashed, of_rank, s.software.partition, position, index)
+    each = s.software.states[s.dtype].gradient
+    found = [("all_reduce", "tp", partial * each)] if partial else []
+    return found + [("send", "pp", tied * each), ("receive", "pp", tied * each)] * (tied > 0)
+
+
+@lru_cache(maxsize=4096)
+def _shared(
+    model: ModelSection, layout: Layout, how: Partition, position: int, index: int
+) -> tuple[int, int]:
+    """Elements whose gradients a rank sums over "tp", and those that it sums with the other end of the pipeline."""
+    card, blocks, mine = card_of(model), memory.stages(model, layout, how), stages_of(layout, position)
+    names = stage_parameters(card, blocks)
+    partial = summed_over_tp(card, layout, [name for stage in mine for name in names[stage]])
+    one_end = card.tied and (0 in mine) != (len(blocks) - 1 in mine)
+    rank = layout.rank({"pp": position}) + index * groups(layout)["shard"][1]
+    return (
+        kept_elements(card, layout, rank, partial),
+        kept_elements(card, layout, rank, [TIED]) if one_end else 0,
+    )
+
+
+def control(s: Setting) -> list[Sent]:
+    """The numbers that all ranks agree on once per step: the loss and whether to stop (2 fp32), the squared norm (fp64)
+    where states are divided, and expert loads (fp64, with four more numbers per block)."""
     if s.layout.ranks == 1:
-        return
-    tally.add("all_reduce", "all", 8)
-    if s.layout.divided:
-        tally.add("all_reduce", "all", 8)
-    card = card_of(s.model)
+        return []
+    card, sizes = card_of(s.model), [8.0] * (2 if s.layout.divided else 1)
     if card.has_experts:
-        tally.add("all_reduce", "all", 8 * card.mixed_blocks() * ((s.model.experts or 0) + 4))
+        sizes.append(8.0 * card.mixed_blocks() * ((s.model.experts or 0) + 4))
+    return [("all_reduce", "all", size) for size in sizes]
