@@ -219,6 +219,7 @@ def nanotron_setting(row: Row, model: ModelSection, cluster: Cluster) -> Setting
         host += FITTED["far"] / 2 / (model.layers / pp) * (count - 1) / count
     software = Software(
         name="nanotron",
+        states={"bf16": States()},  # not FSDP2: gradients are whole under ZeRO 1
         partition="greedy",
         selective="core",
         fused=False,

@@ -198,9 +198,11 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     if not (s.layout.sp or (s.model.tie_embeddings and s.layout.pp > 1)):
         return []
     hashed: Any = s.model
-    of_rank = replace(s.layout, recompute="none", microbatches=None, cp_method="ring")
+    b = s.software.states[s.dtype]
+    zero = s.layout.zero if s.layout.zero > (not b.cast) else 0  # other programs sum whole gradients under ZeRO 1
+    of_rank = replace(s.layout, zero=zero, recompute="none", microbatches=None, cp_method="ring")
     partial, tied = _shared(hashed, of_rank, s.software.partition, position, index)
-    each = s.software.states[s.dtype].gradient
+    each = b.gradient
     found = [("all_reduce", "tp", partial * each)] if partial else []
     return found + [("send", "pp", tied * each), ("receive", "pp", tied * each)] * (tied > 0)
 
