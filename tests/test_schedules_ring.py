@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.schedules.ring_attention import turns
+from fivefold.schedules.ring_attention import longest, messages, turns
 
 
 def halves(rank: int, ranks: int) -> tuple[int, int]:
@@ -43,3 +43,13 @@ def test_what_one_sends_another_receives(ranks: int, causal: bool) -> None:
             assert visited.owner == index
             assert turn.comes_home == (visited.keys if number else 0)
         assert own[-1].sends == own[-1].receives == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_ring_waits_for_whole_keys_in_every_message(ranks, causal):
+    assert longest(ranks, causal, backward=False) == (1.0,) * (ranks - 1)
+    assert longest(ranks, causal, backward=True) == (1.0,) * (2 * (ranks - 1))
+    sent = sum(messages(ranks, index, causal, backward=True)[0][0] for index in range(ranks))
+    received = sum(messages(ranks, index, causal, backward=True)[0][1] for index in range(ranks))
+    assert sent == received

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation, Sizes
 from fivefold.models.section import ModelSection
 from fivefold.plan import communication, rates
@@ -12,6 +13,7 @@ from fivefold.plan.communication import exposed, group
 from fivefold.plan.devices import Cluster
 from fivefold.plan.operations import repeated
 from fivefold.plan.software import Software
+from fivefold.schedules.ring_attention import longest
 from fivefold.spread.layout import Layout
 
 
@@ -91,12 +93,12 @@ class Setting:
     microbatches: int
 
 
-def message(sent: Message, s: Setting) -> float:
+def message(sent: Message, s: Setting, backward: bool) -> float:
     """Seconds of a collective without overlap."""
-    if sent.what == "ring":  # from neighbour to neighbour, cp - 1 times
-        hops = s.layout.cp - 1
-        crosses = group(s.layout, s.cluster, "cp").nodes > 1
-        return hops * communication.send(sent.size / hops, crosses, s.cluster)
+    if sent.what == "ring":
+        shares = longest(s.layout.cp, card_of(s.model).causal, backward)
+        keys, crosses = sent.size / len(shares), group(s.layout, s.cluster, "cp").nodes > 1
+        return sum(communication.send(keys * share, crosses, s.cluster) for share in shares)
     price = getattr(communication, sent.what)
     return price(sent.size, group(s.layout, s.cluster, sent.axis), s.cluster, s.dtype)
 
@@ -125,8 +127,8 @@ def operation(op: Operation, s: Setting) -> Cost:
         length, head = model.seq_len, model.dim / model.heads
         forward += rates.attention(op.attention, length, head, device, dtype, False, ring)
         inputs += rates.attention(op.attention, length, head, device, dtype, True, ring)
-    sent_forward = _exposed(op.sent_forward, forward, s)
-    sent_backward = _exposed(op.sent_backward, inputs, s)
+    sent_forward = _exposed(op.sent_forward, forward, s, False) if op.sent_forward else 0.0
+    sent_backward = _exposed(op.sent_backward, inputs, s, True) if op.sent_backward else 0.0
     return Cost(
         forward + sent_forward,
         inputs + sent_backward,
@@ -137,10 +139,15 @@ def operation(op: Operation, s: Setting) -> Cost:
     )
 
 
-def _exposed(messages: Iterable[Message], beside: float, s: Setting) -> float:
+def _exposed(messages: Iterable[Message], beside: float, s: Setting, backward: bool) -> float:
     """Exposed seconds of messages."""
-    hidden = sum(message(m, s) for m in messages if m.hidden)
-    return sum(message(m, s) for m in messages if not m.hidden) + exposed(hidden, beside, s.cluster)
+    seconds = hidden = 0.0
+    for one in messages:
+        if one.hidden:
+            hidden += message(one, s, backward)
+        else:
+            seconds += message(one, s, backward)
+    return seconds + exposed(hidden, beside, s.cluster)
 
 
 def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:

@@ -21,7 +21,7 @@ from fivefold.plan import memory, operations
 from fivefold.plan.communication import group
 from fivefold.plan.cost import Setting
 from fivefold.plan.software import Partition
-from fivefold.schedules.ring_attention import turns
+from fivefold.schedules import ring_attention
 from fivefold.spread.layout import Layout, first_names, groups, index_in
 from fivefold.spread.parts import TIED, sharing_group, stage_parameters, stages_of
 from fivefold.spread.units import Sync, keepings, kept_elements, summed_over_tp, syncs
@@ -139,13 +139,12 @@ def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator
     if message.what != "ring":
         yield message.what, message.size, message.calls
         return
-    way = turns(s.layout.cp, index_in(s.layout, "cp", rank), card_of(s.model).causal)
-    times = 2 if backward else 1  # backward also returns gradients to their owners
-    keys, calls = message.size / (len(way) - 1) / times, (len(way) - 1) * times
-    home = [(turn.keys, turn.comes_home) for turn in way[1:]] if backward else []
-    moved = [(turn.sends, turn.receives) for turn in way] + home
-    yield "send", keys * sum(sent for sent, _ in moved), calls
-    yield "receive", keys * sum(received for _, received in moved), calls
+    moved = ring_attention.messages(
+        s.layout.cp, index_in(s.layout, "cp", rank), card_of(s.model).causal, backward
+    )
+    keys = message.size / len(moved)
+    yield "send", keys * sum(sent for sent, _ in moved), len(moved)
+    yield "receive", keys * sum(received for _, received in moved), len(moved)
 
 
 def _transfers(tally: Tally, s: Setting, position: int, stages: int) -> None:
@@ -199,7 +198,9 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
         return []
     hashed: Any = s.model
     b = s.software.states[s.dtype]
-    zero = s.layout.zero if s.layout.zero > (not b.cast) else 0  # other programs sum whole gradients under ZeRO 1
+    zero = (
+        s.layout.zero if s.layout.zero > (not b.cast) else 0
+    )  # other programs sum whole gradients under ZeRO 1
     of_rank = replace(s.layout, zero=zero, recompute="none", microbatches=None, cp_method="ring")
     partial, tied = _shared(hashed, of_rank, s.software.partition, position, index)
     each = b.gradient

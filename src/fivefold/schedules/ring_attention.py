@@ -5,7 +5,7 @@ mirror image from the back. So under a causal mask, keys of a later rank are see
 an earlier rank are seen by all queries, but only their early half. The keys of rank j first visit ranks j-1 .. 0, then
 c-1 .. j+1: from rank 0 on, only their early half travels.
 
-`parallel/context.py` runs the turns; `plan/volume.py` adds up their bytes.
+`parallel/context.py` runs the turns; `plan` adds up their bytes (`messages`) and prices them (`longest`).
 """
 
 from __future__ import annotations
@@ -51,3 +51,19 @@ def turns(ranks: int, index: int, causal: bool) -> tuple[Turn, ...]:
         late, home = causal and owner > index, keys(visited, turn) if turn else 0.0
         found.append(Turn(owner, keys(index, turn), late, *moves, visited, home))
     return tuple(found)
+
+
+@cache
+def messages(ranks: int, index: int, causal: bool, backward: bool) -> tuple[tuple[float, float], ...]:
+    """The shares of keys and values that rank `index` (sends, receives) in each of its messages. Backward also returns
+    gradients to the owners of the keys."""
+    way = turns(ranks, index, causal)
+    home = tuple((turn.keys, turn.comes_home) for turn in way[1:]) if backward else ()
+    return tuple((turn.sends, turn.receives) for turn in way[:-1]) + home
+
+
+@cache
+def longest(ranks: int, causal: bool, backward: bool) -> tuple[float, ...]:
+    """The largest share in each message of any rank: the ring waits for it."""
+    of_ranks = [messages(ranks, index, causal, backward) for index in range(ranks)]
+    return tuple(max(map(max, some)) for some in zip(*of_ranks, strict=True))
