@@ -11,7 +11,7 @@ import torch
 
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.recipe import Recipe, load, resolve
+from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
@@ -106,8 +106,7 @@ def _seconds(recipe: Recipe, ranks: Ranks, steps: int) -> float:
     state = build_state(recipe, ranks)
     mine = recipe.model.seq_len // recipe.layout.cp
     tokens = torch.zeros(1, mine, dtype=torch.int64, device=ranks.device)
-    microbatches = recipe.train.global_batch_size // Layout.from_recipe(recipe.layout).dp
-    batch: list[Microbatch] = [(tokens, tokens)] * microbatches
+    batch: list[Microbatch] = [(tokens, tokens)] * microbatches_per_step(recipe)
     laps = []
     for _ in range(steps):
         began = time.perf_counter()

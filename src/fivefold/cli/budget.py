@@ -1,10 +1,8 @@
-"""Budget questions of `fivefold plan`: their options and their lines of output."""
+"""Budget questions of `fivefold plan`: reads them from its options and prints the answers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.plan.devices import Cluster
@@ -12,30 +10,6 @@ if TYPE_CHECKING:
     from fivefold.plan.questions import Questions
     from fivefold.plan.software import Software
     from fivefold.recipe import Recipe
-
-TokensOption = Annotated[
-    float | None,
-    typer.Option("--tokens", help="Budget: tokens to train on, such as 1.4e12. [default: the recipe's]"),
-]
-DeadlineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--deadline",
-        metavar="TIME",
-        help="Budget: devices needed to finish within TIME, such as 30d (m, h, d, w).",
-    ),
-]
-PriceOption = Annotated[float | None, typer.Option("--price", help="Budget: price per device-hour.")]
-NoiseOption = Annotated[
-    float | None,
-    typer.Option("--noise-scale", help="Budget: gradient noise scale in tokens, as a run measured it."),
-]
-ParamsOption = Annotated[
-    float | None,
-    typer.Option(
-        "--params", metavar="N", help="Plan a model with about N parameters instead of the recipe's."
-    ),
-]
 
 
 def questions(

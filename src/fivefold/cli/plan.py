@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from fivefold.cli import budget
+from fivefold.cli import budget, plan_options
 from fivefold.cli.local import ensure_measured, run_calibration
 from fivefold.cli.options import (
     JsonOption,
@@ -45,59 +43,26 @@ EXAMPLES = [
 
 def plan(
     recipe: RecipeArgument,
-    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more: plan_options.MoreArgument = None,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            metavar="NAME:DEVICES",
-            help="a100, h100, h200, b200, mi300x, local or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4.",
-        ),
-    ] = "h100",
-    search: Annotated[bool, typer.Option("--search", help="Find the fastest layouts that fit.")] = False,
-    top: Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts that --search lists.")] = 10,
-    explain: Annotated[bool, typer.Option("--explain", help="Print every term of the prediction.")] = False,
-    save: Annotated[
-        Path | None,
-        typer.Option("--save", help="Write the recipe with the planned (best) layout to this file."),
-    ] = None,
-    pictures: Annotated[
-        bool, typer.Option("--pictures", help="Draw all pictures, even into a file or a pipe.")
-    ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a page with the pictures and with sliders for the sizes."),
-    ] = None,
-    params: budget.ParamsOption = None,
-    tokens: budget.TokensOption = None,
-    deadline: budget.DeadlineOption = None,
-    price: budget.PriceOption = None,
-    noise_scale: budget.NoiseOption = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="Fit this machine's table to finished runs: --calibrate RUN...; undo: --calibrate reset.",
-        ),
-    ] = False,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact", help="Trace the trainer's own step on one rank: exact bytes, messages and FLOPs."
-        ),
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", hidden=True)] = False,
-    rank: Annotated[int, typer.Option("--rank", help="The rank that --exact traces.")] = 0,
-    expert_load: Annotated[
-        float | None,
-        typer.Option(
-            "--expert-load",
-            metavar="X",
-            help="Load of the busiest expert rank relative to an even split. [default: 1]",
-        ),
-    ] = None,
+    cluster: plan_options.ClusterOption = "h100",
+    search: plan_options.SearchOption = False,
+    top: plan_options.TopOption = 10,
+    explain: plan_options.ExplainOption = False,
+    save: plan_options.SaveOption = None,
+    pictures: plan_options.PicturesOption = False,
+    html: plan_options.HtmlOption = None,
+    params: plan_options.ParamsOption = None,
+    tokens: plan_options.TokensOption = None,
+    deadline: plan_options.DeadlineOption = None,
+    price: plan_options.PriceOption = None,
+    noise_scale: plan_options.NoiseOption = None,
+    calibrate: plan_options.CalibrateOption = False,
+    exact: plan_options.ExactOption = False,
+    dry_run: plan_options.DryRunOption = False,
+    rank: plan_options.RankOption = 0,
+    expert_load: plan_options.ExpertLoadOption = None,
     json: JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
@@ -119,11 +84,11 @@ def plan(
     typed = (recipe, set_ or [], cluster)
     loaded, machine, software = _read(typed, "dp=1" if search else layout, search, params, expert_load)
     asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
-    job = Job(recipe, loaded, machine, software, asked, explain, save, json)
+    request = Request(recipe, loaded, machine, software, asked, explain, save, json)
     if search:
-        draw_search(_search(job, top), wanted, loaded, typed)
+        draw_search(_search(request, top), wanted, loaded, typed)
     else:
-        draw_plan(_predict(job, rank if exact else None, dry_run), wanted, loaded, typed)
+        draw_plan(_predict(request, rank if exact else None, dry_run), wanted, loaded, typed)
 
 
 def _agree(search: bool, layout: str | None, exact: bool, rank: int) -> None:
@@ -153,7 +118,7 @@ def _read(
 
 
 @dataclass(frozen=True)
-class Job:
+class Request:
     """One request: recipe, cluster, software, budget questions, and what to show and save."""
 
     name: str
@@ -166,24 +131,24 @@ class Job:
     json: bool
 
 
-def _predict(job: Job, rank: int | None, dry_run: bool = False) -> Plan:
+def _predict(request: Request, rank: int | None, dry_run: bool = False) -> Plan:
     """Predicts one layout and prints it. rank: the rank to trace, or None for the formula alone. dry_run: the trace
     was asked for by its earlier name."""
     from fivefold.plan.predict import predict
 
-    result = predict(job.recipe, job.machine, job.software)
-    answers = budget.answers(job.asked, result, job.recipe, job.machine)
-    if job.save is not None:
-        _save(job.save, job.recipe, result)
-    traced = _exact(job.recipe, result, rank) if rank is not None else None
-    if job.json:
-        besides = ({"terms": dict(result.step.terms)} if job.explain else {}) | answers
+    result = predict(request.recipe, request.machine, request.software)
+    answers = budget.answers(request.asked, result, request.recipe, request.machine)
+    if request.save is not None:
+        _save(request.save, request.recipe, result)
+    traced = _exact(request.recipe, result, rank) if rank is not None else None
+    if request.json:
+        besides = ({"terms": dict(result.step.terms)} if request.explain else {}) | answers
         names = ("exact", "dry_run") if dry_run else ("exact",)
         print_json(
             result.as_json() | besides | ({name: traced.as_json() for name in names} if traced else {})
         )
     else:
-        print("\n".join(_text(job.name, result, job.explain, traced)))
+        print("\n".join(_text(request.name, result, request.explain, traced)))
         budget.print_answers(answers)
     return result
 
@@ -197,25 +162,29 @@ def _exact(recipe: Recipe, result: Plan, rank: int) -> Exact:
     return exact(resolved(recipe.model_copy(update={"precision": precision})), rank)
 
 
-def _search(job: Job, top: int) -> Found:
+def _search(request: Request, top: int) -> Found:
     """Searches for the fastest layouts and prints them."""
     from fivefold.plan.search import search
 
-    found = search(job.recipe, job.machine, top, job.software)
-    if not found.plans and (job.save is not None or not job.json):
-        raise UserError(f"{job.name} on {job.machine.name}:{job.machine.devices}: {found.nothing}")
-    if job.save is not None:
-        _save(job.save, job.recipe, found.plans[0])
+    found = search(request.recipe, request.machine, top, request.software)
+    if not found.plans and (request.save is not None or not request.json):
+        raise UserError(
+            f"{request.name} on {request.machine.name}:{request.machine.devices}: {found.nothing}"
+        )
+    if request.save is not None:
+        _save(request.save, request.recipe, found.plans[0])
     answers = {}
     if found.plans:
-        answers = budget.answers(job.asked, found.plans[0], job.recipe, job.machine, job.software)
-    if job.json:
+        answers = budget.answers(
+            request.asked, found.plans[0], request.recipe, request.machine, request.software
+        )
+    if request.json:
         print_json(found.as_json() | answers)
         return found
-    print("\n".join(_table(job.name, found)))
+    print("\n".join(_table(request.name, found)))
     budget.print_answers(answers)
-    if job.explain:
-        print("\n".join(["", *_text(job.name, found.plans[0], True)]))
+    if request.explain:
+        print("\n".join(["", *_text(request.name, found.plans[0], True)]))
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.plan.budget import noise_parts
-from fivefold.recipe import Recipe, tokens_per_step
+from fivefold.recipe import Recipe, microbatches_per_step, tokens_per_step
 from fivefold.spread.parts import Part, size_of
 from fivefold.spread.units import scattered_once
 from fivefold.step.state import State
@@ -38,9 +38,8 @@ class NoiseScale:
         self.tokens, self.memory = tokens_per_step(recipe), memory
         shared = layout.zero > 0 and state.mesh.size("shard") > 1
         once = shared and scattered_once(layout.zero, layout.pp)
-        self.parts = state.mesh.size("dp")  # number of gradients that add up to the batch's
-        if not once:
-            self.parts = train.global_batch_size // (train.microbatch_size or 1)
+        # number of gradients that add up to the batch's
+        self.parts = state.mesh.size("dp") * (1 if once else microbatches_per_step(recipe))
         if self.parts < 2:
             raise UserError(
                 "observe.noise_scale: a step is one gradient, and noise shows only between two. Nearest valid: "

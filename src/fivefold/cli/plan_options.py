@@ -1,0 +1,78 @@
+"""Options of `fivefold plan`: names, types and help texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MoreArgument = Annotated[list[str] | None, typer.Argument(hidden=True)]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="NAME:DEVICES",
+        help="a100, h100, h200, b200, mi300x, local or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4.",
+    ),
+]
+SearchOption = Annotated[bool, typer.Option("--search", help="Find the fastest layouts that fit.")]
+TopOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts that --search lists.")]
+ExplainOption = Annotated[bool, typer.Option("--explain", help="Print every term of the prediction.")]
+SaveOption = Annotated[
+    Path | None,
+    typer.Option("--save", help="Write the recipe with the planned (best) layout to this file."),
+]
+PicturesOption = Annotated[
+    bool, typer.Option("--pictures", help="Draw all pictures, even into a file or a pipe.")
+]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a page with the pictures and with sliders for the sizes."),
+]
+CalibrateOption = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate",
+        help="Fit this machine's table to finished runs: --calibrate RUN...; undo: --calibrate reset.",
+    ),
+]
+ExactOption = Annotated[
+    bool,
+    typer.Option(
+        "--exact", help="Trace the trainer's own step on one rank: exact bytes, messages and FLOPs."
+    ),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", hidden=True)]
+RankOption = Annotated[int, typer.Option("--rank", help="The rank that --exact traces.")]
+ExpertLoadOption = Annotated[
+    float | None,
+    typer.Option(
+        "--expert-load",
+        metavar="X",
+        help="Load of the busiest expert rank relative to an even split. [default: 1]",
+    ),
+]
+TokensOption = Annotated[
+    float | None,
+    typer.Option("--tokens", help="Budget: tokens to train on, such as 1.4e12. [default: the recipe's]"),
+]
+DeadlineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--deadline",
+        metavar="TIME",
+        help="Budget: devices needed to finish within TIME, such as 30d (m, h, d, w).",
+    ),
+]
+PriceOption = Annotated[float | None, typer.Option("--price", help="Budget: price per device-hour.")]
+NoiseOption = Annotated[
+    float | None,
+    typer.Option("--noise-scale", help="Budget: gradient noise scale in tokens, as a run measured it."),
+]
+ParamsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--params", metavar="N", help="Plan a model with about N parameters instead of the recipe's."
+    ),
+]
