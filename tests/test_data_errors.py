@@ -234,7 +234,7 @@ def test_a_worker_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
     monkeypatch.setattr("fivefold.data.encode.COMMAND", ["/bin/sh", "-c", "read setup; exit 7"])
     path = write(tmp_path / "a.txt", "x" * 100)
-    with pytest.raises(UserError, match=r"a tokenizing process died at job 1 .*7"):
+    with pytest.raises(UserError, match=r"a tokenizing process died at task 1 .*7"):
         prepare(recipe_of(path, tmp_path / "cache"), workers=2)
 
 

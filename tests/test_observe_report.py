@@ -16,10 +16,10 @@ from observe_run import make_run
 
 import fivefold.observe
 from fivefold.errors import UserError
-from fivefold.observe.axis import linear_axis, log_axis, tick_labels, ticks
 from fivefold.observe.chart import Chart, Series, draw, smooth, thin
 from fivefold.observe.metrics import MetricsWriter
 from fivefold.observe.report import write_report
+from fivefold.observe.scale import linear_scale, log_scale, tick_labels, ticks
 
 
 class Page(HTMLParser):
@@ -226,17 +226,17 @@ def test_smooth_is_a_centred_mean_of_finite_values() -> None:
 )
 def test_axes_hold_the_data_and_have_round_ticks(low: float, high: float) -> None:
     for zero in (False, True):
-        axis = linear_axis(low, high, zero)
-        assert axis.low <= low
-        assert axis.high >= high
-        assert 2 <= len(axis.ticks) <= 9
-        assert all(-0.001 <= axis.height(tick) <= 1.001 for tick in axis.ticks)
-        labels = tick_labels(axis.ticks)
+        scale = linear_scale(low, high, zero)
+        assert scale.low <= low
+        assert scale.high >= high
+        assert 2 <= len(scale.ticks) <= 9
+        assert all(-0.001 <= scale.height(tick) <= 1.001 for tick in scale.ticks)
+        labels = tick_labels(scale.ticks)
         assert len(set(labels)) == len(labels)
     if 0 < low < high:
-        axis = log_axis(low, high)
-        assert 0 <= axis.height(low) < axis.height(high) <= 1
-        assert 2 <= len(axis.ticks) <= 13
+        scale = log_scale(low, high)
+        assert 0 <= scale.height(low) < scale.height(high) <= 1
+        assert 2 <= len(scale.ticks) <= 13
 
 
 def test_tick_labels_and_ticks() -> None:

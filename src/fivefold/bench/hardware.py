@@ -33,10 +33,10 @@ TOKENS, HEADS = (128, 512, 2048), (32, 128)  # attention's sequence lengths and 
 ROWS, DIM = 2048, 512  # shape of element-wise operations
 VOCABULARY = 4096
 UNDISTURBED, TRIES = 0.9, 4  # share of its cores' time that suffices; tries for a disturbed measurement
-Work = Callable[[], object]
+Call = Callable[[], object]
 
 
-def timed(work: Sequence[Work], device: torch.device, seconds: float = 0.006, least: int = 3) -> float:
+def timed(work: Sequence[Call], device: torch.device, seconds: float = 0.006, least: int = 3) -> float:
     """Median seconds of pieces of work that take turns, started by all ranks together.
 
     It is the better of two medians. More are tried if other processes took this one's cores.
@@ -55,7 +55,7 @@ def timed(work: Sequence[Work], device: torch.device, seconds: float = 0.006, le
     return best
 
 
-def _laps(work: Sequence[Work], device: torch.device, seconds: float, least: int) -> tuple[float, float]:
+def _laps(work: Sequence[Call], device: torch.device, seconds: float, least: int) -> tuple[float, float]:
     """(median seconds, share of its threads' time that this process got)."""
     laps: list[float] = []
     began, cpu = time.perf_counter(), time.process_time()
@@ -81,7 +81,7 @@ def products(
         if m * n * k > largest:
             continue
         sets = [[_random(size, dtype, device) for size in ((m, k), (n, k), (m, n))] for _ in range(COPIES)]
-        roles: dict[str, list[Work]] = {
+        roles: dict[str, list[Call]] = {
             "forward": [lambda x=x, w=w: kernels.linear(x, w) for x, w, _ in sets],
             "input": [lambda w=w, dy=dy: kernels.linear(dy, w.t()) for _, w, dy in sets],
             "weight": [lambda x=x, dy=dy: dy.t() @ x for x, _, dy in sets],
@@ -140,7 +140,7 @@ def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
     (`models/work.py`)."""
     e, size = DTYPES[dtype].bytes, ROWS * DIM
 
-    def rate(forward: Sequence[Work], moved: float, backward: Sequence[Work], back: float) -> list[float]:
+    def rate(forward: Sequence[Call], moved: float, backward: Sequence[Call], back: float) -> list[float]:
         return [moved / timed(forward, device), back / timed(backward, device)]
 
     norms, gates, gelus = _norms(dtype, device), _gates(dtype, device), _gelus(dtype, device)
@@ -150,10 +150,10 @@ def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
     table = _random((VOCABULARY, DIM), dtype, device).requires_grad_()
     tokens = torch.randint(VOCABULARY, (ROWS,), device=device)
     rows = F.embedding(tokens, table)
-    copy: list[Work] = [lambda x=x, y=y: x.copy_(y) for x, y in zip(flat, flat[MANY:], strict=False)]
-    drop: list[Work] = [lambda x=x: F.dropout(x, 0.1) for x in flat]
-    loss: list[Work] = [lambda x=x: _loss(x, tokens[: ROWS // 2]) for x in logits]
-    add: list[Work] = [
+    copy: list[Call] = [lambda x=x, y=y: x.copy_(y) for x, y in zip(flat, flat[MANY:], strict=False)]
+    drop: list[Call] = [lambda x=x: F.dropout(x, 0.1) for x in flat]
+    loss: list[Call] = [lambda x=x: _loss(x, tokens[: ROWS // 2]) for x in logits]
+    add: list[Call] = [
         lambda t=t, g=g: add_gradient(t, g.view(-1), False) for t, g in zip(totals, flat, strict=False)
     ]
     moved = size * e
@@ -197,8 +197,8 @@ def optimizer(dtype: str, device: torch.device) -> list[float]:
     return [moved / timed([update], device, seconds=0.05)] * 2
 
 
-def _norms(dtype: str, device: torch.device) -> tuple[list[Work], list[Work]]:
-    def one() -> tuple[Work, Work]:
+def _norms(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
+    def one() -> tuple[Call, Call]:
         x, residual = (_random((ROWS, DIM), dtype, device).requires_grad_() for _ in range(2))
         w = _random((DIM,), dtype, device).requires_grad_()
         total, normed = kernels.add_rms_norm(x, residual, w, 1e-5)
@@ -211,8 +211,8 @@ def _norms(dtype: str, device: torch.device) -> tuple[list[Work], list[Work]]:
     return _both(one)
 
 
-def _gates(dtype: str, device: torch.device) -> tuple[list[Work], list[Work]]:
-    def one() -> tuple[Work, Work]:
+def _gates(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
+    def one() -> tuple[Call, Call]:
         x = _random((ROWS, 2 * DIM), dtype, device).requires_grad_()
         y = kernels.swiglu(x)
         dy = torch.ones_like(y)
@@ -221,8 +221,8 @@ def _gates(dtype: str, device: torch.device) -> tuple[list[Work], list[Work]]:
     return _both(one)
 
 
-def _gelus(dtype: str, device: torch.device) -> tuple[list[Work], list[Work]]:
-    def one() -> tuple[Work, Work]:
+def _gelus(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
+    def one() -> tuple[Call, Call]:
         x = _random((ROWS, DIM), dtype, device).requires_grad_()
         y = F.gelu(x, approximate="tanh")
         dy = torch.ones_like(y)
@@ -231,7 +231,7 @@ def _gelus(dtype: str, device: torch.device) -> tuple[list[Work], list[Work]]:
     return _both(one)
 
 
-def _both(one: Callable[[], tuple[Work, Work]]) -> tuple[list[Work], list[Work]]:
+def _both(one: Callable[[], tuple[Call, Call]]) -> tuple[list[Call], list[Call]]:
     pairs = [one() for _ in range(COPIES)]
     return [forward for forward, _ in pairs], [backward for _, backward in pairs]
 

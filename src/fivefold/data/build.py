@@ -12,8 +12,8 @@ import numpy as np
 
 from fivefold.data.documents import Bad, row_groups
 from fivefold.data.encode import MIN_PARALLEL, Chunk, Setup, Summary, run, training_texts
-from fivefold.data.jobs import VAL, Job, hub_jobs, jobs, split_files
 from fivefold.data.sources import File, Source
+from fivefold.data.tasks import VAL, Task, hub_tasks, split_files, tasks
 from fivefold.data.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
@@ -28,7 +28,7 @@ from fivefold.recipe.schema import DataSection
 
 Progress = Callable[[str, int, int | None], None]  # (stage, bytes done, total bytes if known)
 BPE_SAMPLE = 16 << 20  # characters of training text that BPE learns from; more hardly changes the merges
-BPE_SAMPLE_PER_JOB = 2 << 20  # keeps one job with a huge row group from being the whole sample
+BPE_SAMPLE_PER_TASK = 2 << 20  # keeps one task with a huge row group from being the whole sample
 
 
 def build(
@@ -73,14 +73,14 @@ def build(
     }
 
 
-def _work(source: Source, data: DataSection) -> tuple[list[File], Callable[[], Iterable[Job]]]:
-    """The files of a source, and a function that lists its jobs from the start."""
+def _work(source: Source, data: DataSection) -> tuple[list[File], Callable[[], Iterable[Task]]]:
+    """The files of a source, and a function that lists its tasks from the start."""
     if source.hub:
         name = source.hub
-        return [File(source.spec, Path(source.spec), "text", 0)], lambda: hub_jobs(name, data.text_key)
+        return [File(source.spec, Path(source.spec), "text", 0)], lambda: hub_tasks(name, data.text_key)
     groups = {i: row_groups(f) for i, f in enumerate(source.files) if f.kind == "parquet"}
     split = split_files(source.files, data.val_fraction, groups)
-    return source.files, lambda: jobs(split)
+    return source.files, lambda: tasks(split)
 
 
 def is_named(tokenizer: str) -> bool:
@@ -116,7 +116,7 @@ def _tokenizer(
     data: DataSection,
     mask: bool,
     setup: Setup,
-    work: Callable[[], Iterable[Job]],
+    work: Callable[[], Iterable[Task]],
     workers: int,
     size: int | None,
     tell: Progress,
@@ -126,7 +126,7 @@ def _tokenizer(
     if data.tokenizer == "chars":
         # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
         found = Summary()
-        for result in run(work(), dataclasses.replace(setup, task="characters"), workers):
+        for result in run(work(), dataclasses.replace(setup, mode="characters"), workers):
             if isinstance(result, Summary):
                 found.add(result)
                 tell("collecting characters", found.read, size)
@@ -137,21 +137,21 @@ def _tokenizer(
     return load_tokenizer(Path(data.tokenizer).expanduser(), mask)
 
 
-def _sample(work: Iterable[Job], setup: Setup, size: int | None, tell: Progress) -> Iterator[str]:
-    """About BPE_SAMPLE characters of training text, from jobs spread evenly over the source.
+def _sample(work: Iterable[Task], setup: Setup, size: int | None, tell: Progress) -> Iterator[str]:
+    """About BPE_SAMPLE characters of training text, from tasks spread evenly over the source.
 
     A streamed set gives its beginning. The same source gives the same sample.
     """
     taken, every = 0, max(1, (size or 0) // BPE_SAMPLE)
-    for job in islice(work, 0, None, every):
+    for task in islice(work, 0, None, every):
         here = 0
-        for text in training_texts(job, setup):
+        for text in training_texts(task, setup):
             for piece in cut_text(text):
                 yield piece
                 here += len(piece)
-                if here >= BPE_SAMPLE_PER_JOB:
+                if here >= BPE_SAMPLE_PER_TASK:
                     break
-            if here >= BPE_SAMPLE_PER_JOB:
+            if here >= BPE_SAMPLE_PER_TASK:
                 break
         taken += here
         tell("learning the vocabulary", taken, min(size or BPE_SAMPLE, BPE_SAMPLE))
@@ -160,7 +160,7 @@ def _sample(work: Iterable[Job], setup: Setup, size: int | None, tell: Progress)
 
 
 def _encode(
-    work: Iterable[Job],
+    work: Iterable[Task],
     setup: Setup,
     folder: Path,
     max_bad_fraction: float,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from fivefold.data.jobs import BY_RULE, Span
 from fivefold.data.sources import File
+from fivefold.data.tasks import BY_RULE, FileSpan
 
 LINE_SEARCH = 1 << 17  # bytes searched for a line break; without one, a text is cut between characters
 LONGEST_LINE = 1 << 28  # bytes of a .jsonl line, which is held in memory as a whole
@@ -38,7 +38,7 @@ class Bad(NamedTuple):
     reason: str
 
 
-def read_span(files: list[File], span: Span, text_key: str) -> Iterator[Document | Bad]:
+def read_span(files: list[File], span: FileSpan, text_key: str) -> Iterator[Document | Bad]:
     """The documents of a span. An unreadable one comes as `Bad`, and reading continues."""
     file = files[span.file]
     try:
@@ -60,7 +60,7 @@ def row_groups(file: File) -> int:
         return 1
 
 
-def _text(path: Path, span: Span) -> Iterator[Document | Bad]:
+def _text(path: Path, span: FileSpan) -> Iterator[Document | Bad]:
     with open(path, "rb") as f:
         start, stop = (_border(f, p, span.low, span.high) for p in (span.start, span.stop))
         f.seek(start)
@@ -97,7 +97,7 @@ def _border(f: BinaryIO, position: int, low: int, high: int) -> int:
     return position - 1 + at
 
 
-def _jsonl(path: Path, span: Span, text_key: str) -> Iterator[Document | Bad]:
+def _jsonl(path: Path, span: FileSpan, text_key: str) -> Iterator[Document | Bad]:
     with open(path, "rb") as f:
         if span.start > 0:  # a line belongs to the span in which it begins
             f.seek(span.start - 1)
@@ -145,7 +145,7 @@ def document_of(file: int, place: int, row: dict[str, Any], text_key: str) -> Do
     return Document(file, place, text, BY_RULE)
 
 
-def _parquet(path: Path, span: Span, text_key: str) -> Iterator[Document | Bad]:
+def _parquet(path: Path, span: FileSpan, text_key: str) -> Iterator[Document | Bad]:
     """Reads rows in batches of 64, so that a row group of gigabytes is never decoded as a whole."""
     try:
         parquet = _open_parquet(path)

@@ -1,8 +1,8 @@
-"""Turns jobs (spans of files, or rows of a streamed set) into token ids, in worker processes on all cores.
+"""Turns tasks (spans of files, or rows of a streamed set) into token ids, in worker processes on all cores.
 
 Workers are plain child processes behind pipes. Unlike multiprocessing's, they neither fork a process that may hold
-threads nor import the user's main script again. Job j goes to worker j mod N, and results are read in the order of
-jobs, so shards do not depend on timing. A worker that is ahead waits once its own buffer is full, so memory is bounded.
+threads nor import the user's main script again. Task j goes to worker j mod N, and results are read in the order of
+tasks, so shards do not depend on timing. A worker that is ahead waits once its buffer is full, so memory is bounded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fivefold.data.documents import Bad, Document, document_of, read_span
-from fivefold.data.jobs import BY_RULE, SPAN, TRAIN, VAL, Job, Span, document_hash
 from fivefold.data.sources import File
+from fivefold.data.tasks import BY_RULE, SPAN, TRAIN, VAL, FileSpan, Task, document_hash
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError
 
 FLUSH = 1 << 18  # tokens gathered before they are passed on
-REPORTED_BAD = 20  # bad documents that a job describes; further ones are only counted
+REPORTED_BAD = 20  # bad documents that a task describes; further ones are only counted
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Setup:
 
     files: list[File]
     text_key: str
-    task: Literal["encode", "characters"]
+    mode: Literal["encode", "characters"]
     threshold: int = 0
     cut: float = 0.0
     tokenizer: str = ""
@@ -51,11 +51,11 @@ class Setup:
 
 @dataclass
 class Summary:
-    """Counts of a job.
+    """Counts of a task.
 
     documents, bytes (of UTF-8 text): for train and validation. pieces: documents, where each span of a long text counts
     as one. low, high: lowest and highest hash of documents split by rule. read: bytes of the files. characters: the
-    distinct ones, for the task `characters`.
+    distinct ones, for the mode `characters`.
     """
 
     documents: list[int] = field(default_factory=lambda: [0, 0])
@@ -90,17 +90,17 @@ class Chunk(NamedTuple):
     ids: np.ndarray
 
 
-def run_job(job: Job, setup: Setup, tokenizer: Tokenizer | None) -> Iterator[Chunk | Summary]:
-    """The ids of a job's documents in order, in chunks of bounded size, then the job's Summary."""
-    summary = Summary(read=sum(_read_size(setup.files, item) for item in job))
+def run_task(task: Task, setup: Setup, tokenizer: Tokenizer | None) -> Iterator[Chunk | Summary]:
+    """The ids of a task's documents in order, in chunks of bounded size, then the task's Summary."""
+    summary = Summary(read=sum(_read_size(setup.files, item) for item in task))
     waiting: list[list[np.ndarray]] = [[], []]
     sizes = [0, 0]
-    for document in _documents(job, setup):
+    for document in _documents(task, setup):
         summary.pieces += 1
         if isinstance(document, Bad):
             summary.bad_count += 1
             summary.bad = [*summary.bad, document][:REPORTED_BAD]
-        elif setup.task == "characters":
+        elif setup.mode == "characters":
             summary.characters = "".join(set(summary.characters).union(document.text))
         else:
             assert tokenizer is not None
@@ -117,23 +117,23 @@ def run_job(job: Job, setup: Setup, tokenizer: Tokenizer | None) -> Iterator[Chu
     yield summary
 
 
-def training_texts(job: Job, setup: Setup) -> Iterator[str]:
-    """The texts of a job's training documents, without bad ones."""
-    for document in _documents(job, setup):
+def training_texts(task: Task, setup: Setup) -> Iterator[str]:
+    """The texts of a task's training documents, without bad ones."""
+    for document in _documents(task, setup):
         if isinstance(document, Document):
             yield from (text for split, text, _ in _split(document, setup, Summary()) if split == TRAIN)
 
 
-def _documents(job: Job, setup: Setup) -> Iterator[Document | Bad]:
-    for item in job:
-        if isinstance(item, Span):
+def _documents(task: Task, setup: Setup) -> Iterator[Document | Bad]:
+    for item in task:
+        if isinstance(item, FileSpan):
             yield from read_span(setup.files, item, setup.text_key)
         else:
             yield document_of(0, *item, setup.text_key)
 
 
 def _read_size(files: list[File], item: Any) -> int:
-    if not isinstance(item, Span):
+    if not isinstance(item, FileSpan):
         return len(str(item[1]))
     if files[item.file].kind == "parquet":
         return files[item.file].size // max(1, item.high)
@@ -172,7 +172,7 @@ def open_tokenizer(setup: Setup) -> Tokenizer | None:
     return load_tokenizer(Path(setup.tokenizer)) if setup.tokenizer else None
 
 
-# A worker reads a line with the setup and then one line per job from stdin. For each job it writes its chunks to
+# A worker reads a line with the setup and then one line per task from stdin. For each task it writes its chunks to
 # stdout (a line [split, count], then the ids) and its summary as a line. It is JSON and raw arrays; nothing is pickled.
 
 
@@ -204,8 +204,8 @@ def worker() -> None:
     writer.start()
     for line in sys.stdin.buffer:
         kind, items = json.loads(line)
-        job: Job = [Span(*i) for i in items] if kind == "spans" else [(n, row) for n, row in items]
-        for result in run_job(job, setup, tokenizer):
+        task: Task = [FileSpan(*i) for i in items] if kind == "spans" else [(n, row) for n, row in items]
+        for result in run_task(task, setup, tokenizer):
             if isinstance(result, Chunk):
                 ready.put(to_line([result.split, len(result.ids)]) + result.ids.tobytes())
             else:
@@ -229,15 +229,15 @@ MIN_PARALLEL = 4 << 20  # bytes of text; for less, starting processes costs more
 COMMAND = [sys.executable, "-c", "from fivefold.data.encode import worker; worker()"]
 
 
-def run(jobs: Iterable[Job], setup: Setup, workers: int) -> Iterator[Chunk | Summary]:
-    """The results of all jobs in order: each job's chunks, then its summary. One worker runs in this process."""
+def run(tasks: Iterable[Task], setup: Setup, workers: int) -> Iterator[Chunk | Summary]:
+    """The results of all tasks in order: each task's chunks, then its summary. One worker runs in this process."""
     if workers <= 1:
         tokenizer = open_tokenizer(setup)
-        for job in jobs:
-            yield from run_job(job, setup, tokenizer)
+        for task in tasks:
+            yield from run_task(task, setup, tokenizer)
         return
     processes = [_start(setup) for _ in range(workers)]
-    feeder = _Feeder(jobs, processes)
+    feeder = _Feeder(tasks, processes)
     feeder.start()
     finished = 0
     try:
@@ -274,25 +274,25 @@ def _stop(processes: list[subprocess.Popen[bytes]], feeder: _Feeder) -> None:
 
 
 class _Feeder(threading.Thread):
-    """A thread that hands out the jobs, because a pipe to a busy worker blocks.
+    """A thread that hands out the tasks, because a pipe to a busy worker blocks.
 
-    It never blocks forever. The worker it waits for has only unread results of jobs already handed out, and these get
+    It never blocks forever. The worker it waits for has only unread results of tasks already handed out, and these get
     read.
     """
 
-    def __init__(self, jobs: Iterable[Job], processes: list[subprocess.Popen[bytes]]):
+    def __init__(self, tasks: Iterable[Task], processes: list[subprocess.Popen[bytes]]):
         super().__init__(name="fivefold-feeder", daemon=True)
-        self.jobs, self.processes = jobs, processes
+        self.tasks, self.processes = tasks, processes
         self.fed = 0
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            for job in self.jobs:
-                kind = "spans" if isinstance(job[0], Span) else "rows"
+            for task in self.tasks:
+                kind = "spans" if isinstance(task[0], FileSpan) else "rows"
                 stdin = self.processes[self.fed % len(self.processes)].stdin
                 assert stdin is not None
-                stdin.write(to_line([kind, job]))
+                stdin.write(to_line([kind, task]))
                 stdin.flush()
                 self.fed += 1
         except BrokenPipeError:
@@ -306,7 +306,7 @@ class _Feeder(threading.Thread):
 
 
 def _results(process: subprocess.Popen[bytes], dtype: str) -> Iterator[Chunk | Summary]:
-    """Yields the results of one job. Returns (through `yield from`) False if the worker has no more."""
+    """Yields the results of one task. Returns (through `yield from`) False if the worker has no more."""
     assert process.stdout is not None
     while line := process.stdout.readline():
         head: Any = json.loads(line)
@@ -320,7 +320,7 @@ def _results(process: subprocess.Popen[bytes], dtype: str) -> Iterator[Chunk | S
 
 
 def _check_end(processes: list[subprocess.Popen[bytes]], feeder: _Feeder, finished: int) -> None:
-    """Raises an error if the results ended before the jobs."""
+    """Raises an error if the results ended before the tasks."""
     feeder.join(timeout=10)
     if feeder.error is not None:
         raise feeder.error
@@ -331,5 +331,5 @@ def _check_end(processes: list[subprocess.Popen[bytes]], feeder: _Feeder, finish
             processes[finished % len(processes)].wait(10)
         codes = [p.poll() for p in processes]
         raise UserError(
-            f"a tokenizing process died at job {finished + 1} (exit codes {codes}; -9 often means out of memory)"
+            f"a tokenizing process died at task {finished + 1} (exit codes {codes}; -9 often means out of memory)"
         )

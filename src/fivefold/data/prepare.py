@@ -17,8 +17,8 @@ from fivefold.data import tokenfiles
 from fivefold.data.batches import objective_of, require_enough
 from fivefold.data.build import Progress, build, is_named, require_few_bad
 from fivefold.data.fingerprint import Memo, remembered, sha256_file
-from fivefold.data.jobs import hub_fingerprint
 from fivefold.data.sources import Source, find
+from fivefold.data.tasks import hub_fingerprint
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import FORMAT, NAMES, DataSet, open_tokens, read_manifest, write_manifest
 from fivefold.errors import UserError

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from fivefold.errors import UserError
 
-Kind = Literal["text", "jsonl", "parquet"]
-KINDS: dict[str, Kind] = {
+FileKind = Literal["text", "jsonl", "parquet"]
+KINDS: dict[str, FileKind] = {
     ".txt": "text",
     ".md": "text",
     ".py": "text",
@@ -36,7 +36,7 @@ class File(NamedTuple):
 
     name: str
     path: Path
-    kind: Kind
+    kind: FileKind
     size: int
 
 

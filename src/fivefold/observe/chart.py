@@ -17,8 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from fivefold.observe.axis import Axis, linear_axis, log_axis, tick_labels, ticks
 from fivefold.observe.format import short_number
+from fivefold.observe.scale import Scale, linear_scale, log_scale, tick_labels, ticks
 
 # The x axis is divided into this many stretches. A line keeps at most four points of each (first, lowest, highest,
 # last). It looks the same as with all points, with its spikes (M4, VLDB 2014, doi 10.14778/2732951.2732953).
@@ -67,9 +67,9 @@ def draw(chart: Chart) -> str:
         return ""
     values = [value for series in drawn for value in series.values if math.isfinite(value)]
     log = chart.log and min(values) > 0 and max(values) > min(values)
-    scales = [_scale(chart, drawn, linear_axis(min(values), max(values), chart.zero), "linear")]
+    scales = [_scale(chart, drawn, linear_scale(min(values), max(values), chart.zero), "linear")]
     if log:
-        scales.append(_scale(chart, drawn, log_axis(min(values), max(values)), "log"))
+        scales.append(_scale(chart, drawn, log_scale(min(values), max(values)), "log"))
     x_axis = "".join(
         f'<span style="left:{_percent(step, chart.span)}">{short_number(step)}</span>'
         for step in ticks(*chart.span, count=6)
@@ -139,17 +139,17 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
         return np.where(finite, (sums[high] - sums[low]) / (counts[high] - counts[low]), np.nan).tolist()
 
 
-def _scale(chart: Chart, drawn: Sequence[Series], axis: Axis, name: str) -> str:
+def _scale(chart: Chart, drawn: Sequence[Series], scale: Scale, name: str) -> str:
     """Grid, labels and lines of one vertical scale, with x and y in thousandths of the box."""
-    grid = "".join(f"M0 {1000 - 1000 * axis.height(tick):.1f}h1000" for tick in axis.ticks)
-    labels = _labels("left", axis.ticks, axis, 1.0, chart.unit)
+    grid = "".join(f"M0 {1000 - 1000 * scale.height(tick):.1f}h1000" for tick in scale.ticks)
+    labels = _labels("left", scale.ticks, scale, 1.0, chart.unit)
     if chart.right:  # round numbers of its own, beside the grid lines
         factor, unit = chart.right
-        own = linear_axis(axis.low * factor, axis.high * factor, chart.zero).ticks
-        inside = [tick for tick in own if tick <= axis.high * factor * 1.001]
-        labels += _labels("right", inside, axis, factor, unit)
+        own = linear_scale(scale.low * factor, scale.high * factor, chart.zero).ticks
+        inside = [tick for tick in own if tick <= scale.high * factor * 1.001]
+        labels += _labels("right", inside, scale, factor, unit)
     bad = "".join(f"M{_across(step, chart.span):.1f} 1000v-1000" for step in _spread(chart.bad))
-    lines = "".join(_line(series, chart.span, axis) for series in drawn)
+    lines = "".join(_line(series, chart.span, scale) for series in drawn)
     return (
         f'<div class="scale {name}" aria-hidden="true">{labels}<svg viewBox="0 0 1000 1000" '
         f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>'
@@ -158,22 +158,22 @@ def _scale(chart: Chart, drawn: Sequence[Series], axis: Axis, name: str) -> str:
     )
 
 
-def _labels(side: str, values: Sequence[float], axis: Axis, factor: float, unit: str) -> str:
+def _labels(side: str, values: Sequence[float], scale: Scale, factor: float, unit: str) -> str:
     """Labels of `values` at the heights of `values` / factor."""
     return "".join(
-        f'<span class="{side}" style="top:{100 - 100 * axis.height(value / factor):.2f}%">{text}</span>'
+        f'<span class="{side}" style="top:{100 - 100 * scale.height(value / factor):.2f}%">{text}</span>'
         for value, text in zip(values, tick_labels(values, unit), strict=True)
     )
 
 
-def _line(series: Series, span: tuple[int, int], axis: Axis) -> str:
+def _line(series: Series, span: tuple[int, int], scale: Scale) -> str:
     """The path of one series. A single point becomes a dot (a line of length 0 with round ends)."""
     path, dots, pen = [], [], False
     for index, (step, value) in enumerate(zip(series.steps, series.values, strict=True)):
-        if not math.isfinite(value) or (axis.log and value <= 0):
+        if not math.isfinite(value) or (scale.log and value <= 0):
             pen = False
             continue
-        point = f"{_across(step, span):.1f} {1000 - 1000 * axis.height(value):.1f}"
+        point = f"{_across(step, span):.1f} {1000 - 1000 * scale.height(value):.1f}"
         following = series.values[index + 1] if index + 1 < len(series.values) else math.nan
         if series.dots or not (pen or math.isfinite(following)):
             dots.append(f"M{point}h0")

@@ -13,7 +13,7 @@ from fivefold.observe.format import size
 from fivefold.observe.summary import column, finite
 
 
-class Row(NamedTuple):
+class Comparison(NamedTuple):
     """One figure; `error` is predicted over measured, less 1."""
 
     name: str
@@ -41,16 +41,16 @@ def step_seconds(lines: Sequence[dict[str, Any]]) -> float | None:
     return median(kept) if kept else None
 
 
-def rows(plan: Mapping[str, Any]) -> list[Row]:
+def rows(plan: Mapping[str, Any]) -> list[Comparison]:
     """The figures of plan.json that are both predicted and measured."""
     predicted, measured = plan.get("predicted"), plan.get("measured")
     if not isinstance(predicted, dict) or not isinstance(measured, dict):
         return []
-    found: list[Row] = []
+    found: list[Comparison] = []
 
     def add(name: str, said: Any, came: Any, show: Callable[[float], str]) -> None:
         if isinstance(said, int | float) and isinstance(came, int | float) and came > 0:
-            found.append(Row(name, show(said), show(came), said / came - 1))
+            found.append(Comparison(name, show(said), show(came), said / came - 1))
 
     add("step time", predicted["time"]["step_s"], measured.get("step_s"), lambda s: f"{s:.4g} s")
     add("tensors of rank 0", _tensors(plan), measured.get("memory_bytes"), size)

@@ -11,7 +11,7 @@ from fivefold.observe.chart import Chart, Series, draw, smooth
 from fivefold.observe.summary import column, finite
 
 Lines = Sequence[dict[str, Any]]
-Span = tuple[int, int]
+StepRange = tuple[int, int]
 
 
 def run_charts(lines: Lines) -> str:
@@ -38,7 +38,7 @@ def run_charts(lines: Lines) -> str:
     return f'<div class="charts">\n{"".join(html for _, html in drawn)}</div>\n{none}'
 
 
-def loss_chart(lines: Lines, span: Span) -> Chart:
+def loss_chart(lines: Lines, span: StepRange) -> Chart:
     """Train loss per step (faint) under its moving mean, and validation loss as points."""
     steps, losses = column(lines, "loss")
     bad = [step for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
@@ -48,7 +48,7 @@ def loss_chart(lines: Lines, span: Span) -> Chart:
     return Chart("loss", "Loss", series, span, log=True, bad=bad, wide=True, note=note)
 
 
-def throughput_chart(lines: Lines, span: Span) -> Chart:
+def throughput_chart(lines: Lines, span: StepRange) -> Chart:
     """Tokens per second, with MFU on the right axis, which is proportional to them."""
     pairs = [(line.get("mfu"), line.get("tokens_per_s")) for line in lines]
     ratios = finite([mfu / speed for mfu, speed in pairs if mfu and speed])
@@ -58,7 +58,7 @@ def throughput_chart(lines: Lines, span: Span) -> Chart:
     return Chart("speed", title, series, span, zero=True, right=right)
 
 
-def wait_chart(lines: Lines, span: Span) -> Chart:
+def wait_chart(lines: Lines, span: StepRange) -> Chart:
     """Share of each step's time spent waiting for its batch."""
     found = [line for line in lines if line.get("step_s") and line.get("data_wait_s") is not None]
     shares = [100 * line["data_wait_s"] / line["step_s"] for line in found]

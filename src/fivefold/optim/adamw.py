@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fivefold.optim.card import OptimizerCard, State
+from fivefold.optim.card import OptimizerCard, OptimizerState
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ CARDS = (
         source="arXiv 1711.05101",
         build=adamw,
         fields={"betas": (0.9, 0.95), "eps": 1e-8},
-        states=(State("exp_avg"), State("exp_avg_sq")),
+        states=(OptimizerState("exp_avg"), OptimizerState("exp_avg_sq")),
         counts=True,
         second_moment="exp_avg_sq",
     ),

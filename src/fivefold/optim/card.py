@@ -18,7 +18,7 @@ itself."""
 
 
 @dataclass(frozen=True)
-class State:
+class OptimizerState:
     """A tensor per parameter, of the parameter's shape. name: the key in torch's optimizer, and in a checkpoint
     (`NAME.PARAMETER`). dtype: of its elements."""
 
@@ -45,7 +45,7 @@ class OptimizerCard:
     source: str
     build: Build
     fields: Mapping[str, Any] = field(default_factory=dict)
-    states: Sequence[State] = ()
+    states: Sequence[OptimizerState] = ()
     counts: bool = False
     second_moment: str | None = None
 

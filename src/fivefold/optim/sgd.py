@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fivefold.optim.card import OptimizerCard, State
+from fivefold.optim.card import OptimizerCard, OptimizerState
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def nesterov(groups: list[dict[str, Any]], lr: float, momentum: float) -> torch.
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True, fused=True)
 
 
-VELOCITY = (State("momentum_buffer"),)
+VELOCITY = (OptimizerState("momentum_buffer"),)
 CARDS = (
     OptimizerCard("sgd", source="Robbins and Monro, 1951", build=sgd),
     OptimizerCard(

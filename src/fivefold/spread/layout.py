@@ -20,7 +20,7 @@ from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_a_rank
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
-class Section(Protocol):
+class LayoutFields(Protocol):
     """The `[layout]` section of a recipe. It has the fields of `Layout`."""
 
     def model_dump(self) -> dict[str, Any]: ...
@@ -45,7 +45,7 @@ class Layout:
     recompute: str = "none"
 
     @classmethod
-    def from_recipe(cls, section: Section) -> Layout:
+    def from_recipe(cls, section: LayoutFields) -> Layout:
         return cls(**section.model_dump())
 
     @property

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fivefold.observe.axis import linear_axis, tick_labels
 from fivefold.observe.format import memory_text
+from fivefold.observe.scale import linear_scale, tick_labels
 
 if TYPE_CHECKING:
     from fivefold.plan.pictures import Point, Roofline
@@ -126,8 +126,8 @@ def _with_room(products: Sequence[Point], x: Any, y: Any) -> list[Point]:
 def frontier(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str:
     """Throughput against memory, with a list of the layouts. rows: {peak, tokens_per_s, words}, by memory."""
     floor, right = 330, WIDTH - 24
-    across = linear_axis(0, limit / GIB, True)
-    up = linear_axis(0, max(row["tokens_per_s"] for row in rows), True)
+    across = linear_scale(0, limit / GIB, True)
+    up = linear_scale(0, max(row["tokens_per_s"] for row in rows), True)
 
     def x(size: float) -> float:
         return LEFT + (right - LEFT) * across.height(size / GIB)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-Cost = Callable[[int, int, int], float]
+StageCost = Callable[[int, int, int], float]
 """(stage, its first block, the block after its last) -> cost of the stage."""
 
 
@@ -40,7 +40,7 @@ def _run_costs(before: tuple[float, ...], first: float, last: float) -> list[flo
     return sorted(run + extra for run in runs for extra in (0.0, first, last))
 
 
-def _possible(blocks: int, stages: int, cost: Cost, limit: float) -> bool:
+def _possible(blocks: int, stages: int, cost: StageCost, limit: float) -> bool:
     """True if no stage needs to cost more than `limit`. Each stage takes as many blocks as it may, and leaves one for
     each later stage."""
     start = 0
@@ -54,7 +54,7 @@ def _possible(blocks: int, stages: int, cost: Cost, limit: float) -> bool:
     return cost(stages - 1, start, blocks) <= limit
 
 
-def _most_even(blocks: int, stages: int, cost: Cost, limit: float) -> list[int]:
+def _most_even(blocks: int, stages: int, cost: StageCost, limit: float) -> list[int]:
     """The ends of the stages such that none costs more than `limit` and the sum of squares is least."""
     totals: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # after each stage: {end: (sum, its start)}
     for stage in range(stages):

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
-class Axis:
+class Scale:
     """A vertical scale: its lowest and highest value, and its ticks."""
 
     low: float
@@ -23,7 +23,7 @@ class Axis:
         return (value - low) / (high - low)
 
 
-def linear_axis(low: float, high: float, zero: bool) -> Axis:
+def linear_scale(low: float, high: float, zero: bool) -> Scale:
     """A linear scale between round numbers. It starts at 0 if `zero` is set and no value is negative."""
     if zero and low >= 0:
         low = 0.0
@@ -33,10 +33,10 @@ def linear_axis(low: float, high: float, zero: bool) -> Axis:
     marks = ticks(low, high, count=5)
     gap = marks[1] - marks[0] if len(marks) > 1 else high - low
     low, high = gap * math.floor(low / gap + 1e-9), gap * math.ceil(high / gap - 1e-9)
-    return Axis(low, high, [m for m in ticks(low, high, count=5) if low - gap / 9 <= m <= high + gap / 9])
+    return Scale(low, high, [m for m in ticks(low, high, count=5) if low - gap / 9 <= m <= high + gap / 9])
 
 
-def log_axis(low: float, high: float) -> Axis:
+def log_scale(low: float, high: float) -> Scale:
     """A logarithmic scale with ticks at powers of ten, also at 2 and 5 if they are few, or at round numbers."""
     decades = math.log10(high / low)
     if decades < 1:
@@ -48,7 +48,7 @@ def log_axis(low: float, high: float) -> Axis:
         marks = marks[:: math.ceil(len(marks) / 12)]
     margin = (high / low) ** 0.03
     low, high = low / margin, high * margin
-    return Axis(low, high, [m for m in marks if low <= m <= high], log=True)
+    return Scale(low, high, [m for m in marks if low <= m <= high], log=True)
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Cuts a source into jobs of about a megabyte, the unit of parallel work. Their size bounds memory.
+"""Cuts a source into tasks of about a megabyte, the unit of parallel work. Their size bounds memory.
 
 Files are cut into spans. A span is pure arithmetic (file, nominal start and stop), so cutting a terabyte reads nothing.
 Its reader moves both ends to a line border by the same rule, so that neighbours meet exactly. Data sets of the Hugging
@@ -25,7 +25,7 @@ TRAIN, VAL, BY_RULE = (
 )  # BY_RULE: the span holds many documents, and each one's hash chooses its split
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes [start, stop) of files[file] (row groups for parquet), inside the document [low, high) of a text.
 
     end: an end token follows the document's last span.
@@ -40,7 +40,7 @@ class Span(NamedTuple):
     end: bool
 
 
-Job = list[Span] | list[tuple[int, dict[str, Any]]]  # spans, or (number, row) of a streamed data set
+Task = list[FileSpan] | list[tuple[int, dict[str, Any]]]  # spans, or (number, row) of a streamed data set
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,18 @@ def split_files(files: list[File], val_fraction: float, row_groups: dict[int, in
     return FileSplit(files, frozenset(chosen or {smallest}), row_groups=row_groups)
 
 
-def jobs(split: FileSplit) -> Iterator[list[Span]]:
-    """The spans of every file in order. Small ones are gathered into jobs of about SPAN bytes."""
-    job: list[Span] = []
+def tasks(split: FileSplit) -> Iterator[list[FileSpan]]:
+    """The spans of every file in order. Small ones are gathered into tasks of about SPAN bytes."""
+    task: list[FileSpan] = []
     size = 0
     for span, span_size in _spans(split):
-        job.append(span)
+        task.append(span)
         size += span_size
         if size >= SPAN:
-            yield job
-            job, size = [], 0
-    if job:
-        yield job
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
 
 
 def document_hash(name: str, offset: int = 0) -> int:
@@ -125,22 +125,22 @@ def _character_starts(file: File) -> Iterator[tuple[int, np.ndarray]]:
             yield f.tell() - len(chunk), (np.frombuffer(chunk, np.uint8) & 0xC0) != 0x80
 
 
-def _spans(split: FileSplit) -> Iterator[tuple[Span, int]]:
+def _spans(split: FileSplit) -> Iterator[tuple[FileSpan, int]]:
     for i, file in enumerate(split.files):
         if file.kind == "parquet":
             groups = split.row_groups.get(i, 1)
             for g in range(groups):
-                yield Span(i, g, g + 1, 0, groups, BY_RULE, True), max(1, file.size // groups)
+                yield FileSpan(i, g, g + 1, 0, groups, BY_RULE, True), max(1, file.size // groups)
         elif file.kind == "jsonl":
             for start, stop in _cut(0, file.size):
-                yield Span(i, start, stop, 0, file.size, BY_RULE, True), stop - start
+                yield FileSpan(i, start, stop, 0, file.size, BY_RULE, True), stop - start
         else:
             parts = [(0, file.size, VAL if i in split.val else TRAIN)]
             if split.cut is not None:
                 parts = [(0, split.cut, TRAIN), (split.cut, file.size, VAL)]
             for low, high, goes in parts:
                 for start, stop in _cut(low, high):
-                    yield Span(i, start, stop, low, high, goes, not split.single), stop - start
+                    yield FileSpan(i, start, stop, low, high, goes, not split.single), stop - start
 
 
 def _cut(low: int, high: int) -> Iterator[tuple[int, int]]:
@@ -159,20 +159,20 @@ def hub_fingerprint(name: tuple[str, str | None]) -> list[str]:
     return ["hf", name[0], builder.config.name, str(builder.hash), str(builder.info.version)]
 
 
-def hub_jobs(name: tuple[str, str | None], text_key: str) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-    """(number, row) of every row of a hub data set, gathered into jobs of about SPAN characters."""
-    job: list[tuple[int, dict[str, Any]]] = []
+def hub_tasks(name: tuple[str, str | None], text_key: str) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    """(number, row) of every row of a hub data set, gathered into tasks of about SPAN characters."""
+    task: list[tuple[int, dict[str, Any]]] = []
     size = 0
     for number, row in enumerate(_rows(name)):
         text = row.get(text_key)
         # Only the text goes to the worker. For a row without text, the names of its fields go, for the message.
-        job.append((number, {text_key: text} if isinstance(text, str) else dict.fromkeys(map(str, row))))
+        task.append((number, {text_key: text} if isinstance(text, str) else dict.fromkeys(map(str, row))))
         size += len(text) if isinstance(text, str) else 1
         if size >= SPAN:
-            yield job
-            job, size = [], 0
-    if job:
-        yield job
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
 
 
 def _rows(name: tuple[str, str | None]) -> Iterator[dict[str, Any]]:
