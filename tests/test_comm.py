@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_come(how: str) -> None:
     assert text is not None
     operation = {"at once": "all_reduce", "later": "all_gather", "receive": "receive"}[how]
     assert text.startswith(f"rank 0: {operation} over axis tp (ranks 0, 1)")
-    assert "timed out after 2 s: not all of these ranks came to it" in text
+    assert "timed out after 2 s: not all of these ranks took part" in text
     lines = re.findall(r"test_comm\.py:(\d+)", text)
     source = Path(__file__).read_text().splitlines()
     code = [source[int(line) - 1].strip() for line in lines]

@@ -262,7 +262,7 @@ def test_broken_files_are_named(exported, tmp_path):
     path = exported / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
-    assert "model.safetensors is not a whole safetensors file" in refusal(exported, tmp_path)
+    assert "model.safetensors is not a complete safetensors file" in refusal(exported, tmp_path)
     path.unlink()
     assert "neither model.safetensors nor" in refusal(exported, tmp_path)
     path.write_bytes(whole)
@@ -292,10 +292,10 @@ def test_weights_of_a_module_of_the_users_own_are_named(tmp_path):
     write.save_whole(
         store.folder_of(tmp_path, 1), {"mine.weight": torch.zeros(2)}, None, {"step": 1, "tokens": 1}
     )
-    with pytest.raises(UserError, match="a model of your own"):
+    with pytest.raises(UserError, match="custom module"):
         export_run(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match="a model of your own"):
+    with pytest.raises(UserError, match="custom module"):
         open_run(tmp_path)
 
 

@@ -56,12 +56,12 @@ def test_slurm(clean):
 def test_variables_of_a_launcher_that_make_no_sense(clean):
     clean.setenv("RANK", "one")
     clean.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="RANK = 'one' in the environment is no number"):
+    with pytest.raises(UserError, match="RANK = 'one' must be a number"):
         ranks.found()
     clean.delenv("RANK")
     for name, value in {"PROCID": "0", "NTASKS": "2", "STEP_ID": "0"}.items():
         clean.setenv(f"SLURM_{name}", value)
-    with pytest.raises(UserError, match="SLURM_LOCALID = '' in the environment is no number"):
+    with pytest.raises(UserError, match="SLURM_LOCALID = '' must be a number"):
         ranks.found()
 
 
@@ -158,7 +158,7 @@ def test_data_parallel_ranks_are_added_or_left_out(machine, layout, nproc, launc
         (
             "dp=2,tp=2,zero=1",
             2,
-            "zero=1 shares states between ranks: it needs dp_shard > 1 .*Nearest valid: tp=2",
+            "zero=1 shards states between ranks: it needs dp_shard > 1 .*Nearest valid: tp=2",
         ),
         ("dp=2", 3, "global_batch_size"),
     ],
@@ -174,7 +174,7 @@ def test_one_core_runs_replicas_in_one_process(machine, capsys):
     machine(cores=1)
     for layout in ("dp=4", "dp=4,zero=1"):
         assert fit(layout).layout.dp_replicate * fit(layout).layout.dp_shard == 1
-        assert "wants 4 devices; running on one" in capsys.readouterr().err
+        assert "needs 4 devices; running on one" in capsys.readouterr().err
     for layout in ("tp=2", "dp=2,tp=2"):
         assert text_of(fit(layout)) == layout
         assert not capsys.readouterr().err
@@ -189,11 +189,11 @@ def test_a_microbatch_that_no_longer_fits_is_chosen_anew(machine):
 
 def test_fewer_gpus_than_ranks_are_refused(machine):
     machine(gpus=2)
-    with pytest.raises(UserError, match=r"wants 4 GPUs, and there are 2: --layout dp=2"):
+    with pytest.raises(UserError, match=r"needs 4 GPUs, but this machine has 2. Use --layout dp=2"):
         fit("dp=4")
     machine(gpus=1)
     with pytest.raises(
-        UserError, match=r"2 ranks on this machine want 2 GPUs, and it has 1.*CUDA_VISIBLE_DEVICES="
+        UserError, match=r"2 ranks on this machine need 2 GPUs, but it has 1.*CUDA_VISIBLE_DEVICES="
     ):
         local.start_ranks(print, 2, fork=True)
 

@@ -124,20 +124,20 @@ def test_wrong_number_of_ranks_shows_equation_and_nearest() -> None:
     [
         (
             Layout(dp_shard=2),
-            "dp_shard=2 shares states between ranks: it needs zero=1, 2 or 3. Nearest valid: dp=2",
+            "dp_shard=2 shards states between ranks: it needs zero=1, 2 or 3. Nearest valid: dp=2",
         ),
         (
             Layout(tp=2, zero=1),
-            "zero=1 shares states between ranks: it needs dp_shard > 1 (or cp > 1). Nearest valid: tp=2 or",
+            "zero=1 shards states between ranks: it needs dp_shard > 1 (or cp > 1). Nearest valid: tp=2 or",
         ),
         (
             Layout(dp_replicate=2, zero=3),
-            "zero=3 shares states between ranks: it needs dp_shard > 1 (or cp > 1). Nearest valid: dp=2 or",
+            "zero=3 shards states between ranks: it needs dp_shard > 1 (or cp > 1). Nearest valid: dp=2 or",
         ),
         (Layout(dp_replicate=2, ep=4), "ep=4 must divide dp_replicate x dp_shard x cp = 2"),
         (Layout(dp_replicate=2, sp=True), "it needs tp > 1"),
         (Layout(dp_replicate=2, virtual_stages=2), "needs pp > 1"),
-        (Layout(dp_replicate=2, schedule="1f2b"), "schedule: '1f2b' is not known; did you mean '1f1b'?"),
+        (Layout(dp_replicate=2, schedule="1f2b"), "schedule: '1f2b' is unknown; did you mean '1f1b'?"),
         (Layout(pp=2, virtual_stages=2), "virtual_stages=1, or schedule=interleaved"),
         (Layout(pp=2, schedule="interleaved"), "virtual_stages=2, or schedule=1f1b"),
     ],

@@ -399,5 +399,5 @@ def test_mixtral_survives_the_way_out_and_back(mixtral):
 
 def test_what_mixtral_lacks_is_not_exported():
     model = section(shared_experts=1, balance="bias")
-    with pytest.raises(UserError, match=r'no place for model.shared_experts = 1, model.balance = "bias"'):
+    with pytest.raises(UserError, match=r'format has no model.shared_experts = 1, model.balance = "bias"'):
         to_hf(build(model, device="cpu").state_dict(), model)

@@ -125,7 +125,7 @@ def test_every_layout_measures_the_same(layout: str, parts: int) -> None:
         ("cp=2", [], "a rank sees parts of sequences"),
         ("tp=2,sp=true", [], "gradients of norms are sums"),
         ("dp=2,tp=2,zero=1", [], "Nearest valid: layout.zero = 0"),
-        ("pp=2", ["model.tie_embeddings=true"], "two stages have a part"),
+        ("pp=2", ["model.tie_embeddings=true"], "two stages each have a part"),
         ("dp=2,ep=2", ["model.arch=moe"], "tokens of several ranks"),
     ],
 )

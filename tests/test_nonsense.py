@@ -96,7 +96,7 @@ def test_without_a_model_any_layout_may_be_proposed() -> None:
     assert nearest(Layout(), 7, 1) != nearest(
         Layout(), 7, 1, lambda layout: layout.pp == 1 and layout.tp == 1
     )
-    with pytest.raises(UserError, match=r"Nearest valid: dp=4 \(4 ranks; the model has none for 7\)"):
+    with pytest.raises(UserError, match=r"Nearest valid: dp=4 \(4 ranks; the model has no layout for 7\)"):
         validate(
             Layout(dp_replicate=5), 7, lambda layout: layout.dp in (1, 2, 4) and layout.dp == layout.ranks
         )

@@ -55,8 +55,8 @@ def test_own_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("devices = 4", "base: must be the preset"),
-        ('base = "a100"\nmemory = 3', "'memory' is not known; did you mean 'memory_gb'"),
+        ("devices = 4", "base: must be a preset"),
+        ('base = "a100"\nmemory = 3', "unknown key 'memory'; did you mean 'memory_gb'"),
         ('base = "a100"\ndevices = 0', "devices: must be a whole number above 0 and at most 1e"),
         ('base = "a100"\ndevices = 1.5', "whole number"),
         ('base = "a100"\nintra_share = 1.5', "at most 1"),

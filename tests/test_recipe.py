@@ -92,7 +92,7 @@ def test_not_found() -> None:
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
     assert "a folder, not a recipe file" in errors(tmp_path)
     path = write(tmp_path, "[train]\nsteps = 3\n")
-    assert f"{path} is its recipe" in errors(tmp_path)  # a run's folder
+    assert f"or pass its recipe, {path}" in errors(tmp_path)  # a run's folder
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_not_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[model]\nheadz = 3", "line 2: model.headz = 3: [model] has no such key; did you mean 'heads'?"),
-        ("[model]\nlr = 3", "line 2: model.lr = 3: [model] has no such key; did you mean 'optim.lr'?"),
-        ("[modle]\ndim = 3", "line 1: [modle]: no such section; did you mean 'model'?"),
-        ("lr = 3", "line 1: lr = 3: stands in no section; did you mean 'optim.lr'?"),
-        ("model = 3", "line 1: model = 3: must be a section: a line [model], then its keys"),
+        ("[model]\nheadz = 3", "line 2: model.headz = 3: unknown key; did you mean 'heads'?"),
+        ("[model]\nlr = 3", "line 2: model.lr = 3: unknown key; did you mean 'optim.lr'?"),
+        ("[modle]\ndim = 3", "line 1: [modle]: unknown section; did you mean 'model'?"),
+        ("lr = 3", "line 1: lr = 3: this key is in no section; did you mean 'optim.lr'?"),
+        ("model = 3", "line 1: model = 3: must be a section; write a line [model], then its keys"),
         ('[model]\ndim = "big"', 'line 2: model.dim = "big": must be a whole number >= 1'),
         ("[model]\ndim = true", "model.dim = true: must be a whole number >= 1"),
         ("[model]\ndim = 0", "model.dim = 0: must be a whole number >= 1"),
@@ -132,13 +132,13 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[optim]\nbetas = [0.9]", "betas = [0.9]: must be a list of 2"),
         ("[observe]\ntensorboard = 1", "observe.tensorboard = 1: must be true or false"),
         ("[data]\nsource = 1979-05-27", "data.source = datetime.date(1979, 5, 27): must be text"),
-        # What fields must agree on
+        # Rules between fields
         ("[model]\ndim = 10", "model.dim = 10 must be divisible by model.heads = 6"),
         ("[model]\ndim = 18", "model.dim / model.heads = 3 must be even"),
         ("[model]\nkv_heads = 4", "model.kv_heads = 4 must divide model.heads = 6"),
-        ('[model]\narch = "gpt2"\nkv_heads = 3', "gpt2 has as many kv_heads as heads"),
+        ('[model]\narch = "gpt2"\nkv_heads = 3', "gpt2 needs kv_heads = heads"),
         ('[model]\narch = "gpt2"\nrope_theta = 5e5', "gpt2 has no rotary positions"),
-        ('[model]\narch = "bert"\n[train]\nsample_every = 5', "bert sees both sides of a token"),
+        ('[model]\narch = "bert"\n[train]\nsample_every = 5', "bert is bidirectional"),
         ("[optim]\nwarmup_steps = 30", "optim.warmup_steps = 30 must be at most the run's 20 steps"),
         ("[optim]\nmin_lr = 1", "optim.min_lr = 1.0 must be at most optim.lr = 0.001"),
         (
@@ -150,7 +150,7 @@ def test_not_utf8(tmp_path: Path) -> None:
             "global_batch_size = 16 must be divisible by 3 (3 data-parallel ranks)",
         ),
         ("[train]\nmicrobatch_size = 2\n[layout]\nmicrobatches = 2", "global_batch_size = 16 must be 4"),
-        ("[layout]\ndp_shard = 2", "layout: dp_shard=2 shares states between ranks"),
+        ("[layout]\ndp_shard = 2", "layout: dp_shard=2 shards states between ranks"),
         ("[layout]\ntp = 4", "layout.tp = 4 must divide model.heads = 6"),
         ("[layout]\ncp = 3", "2 x layout.cp = 6 must divide model.seq_len = 256"),
         (
@@ -159,8 +159,8 @@ def test_not_utf8(tmp_path: Path) -> None:
         ),
         (
             '[layout]\npp = 8\nschedule = "zbv"',
-            "pp = 8 x zbv's 2 = 16 stages, more than model.layers = 6: each has at "
-            "least one. Nearest valid: layout.pp = 3",
+            "pp = 8 x zbv's 2 = 16 stages, more than model.layers = 6: each stage has at "
+            "least one block. Nearest valid: layout.pp = 3",
         ),
     ],
 )
@@ -172,8 +172,8 @@ def test_one_error(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_length_must_be_given_once(tmp_path: Path) -> None:
-    assert "train.steps or train.tokens must be given" in errors(write(tmp_path, ""))
-    assert "are both given" in errors(write(tmp_path, "[train]\nsteps = 3\ntokens = 3\n"))
+    assert "set train.steps or train.tokens" in errors(write(tmp_path, ""))
+    assert "are both set" in errors(write(tmp_path, "[train]\nsteps = 3\ntokens = 3\n"))
 
 
 def test_all_errors_together(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_all_errors_together(tmp_path: Path) -> None:
     assert len(found.splitlines()) == 10
     for part in (
         "layout 'tp=x'",
-        "--set foo: must look like section.key=value",
+        "--set foo: must have the form section.key=value",
         "line 6: [optmi]",
         'line 2: model.dim = "big"',
         "line 5: model.hedas = 1",
@@ -246,7 +246,7 @@ def test_steps_and_tokens_replace_each_other() -> None:
     recipe = load("quickstart", ["train.tokens=10000"])
     assert (recipe.train.steps, recipe.train.tokens) == (None, 10_000)
     assert total_steps(recipe) == math.ceil(10_000 / tokens_per_step(recipe))
-    assert "are both given" in errors("quickstart", ["train.tokens=10000", "train.steps=3"])
+    assert "are both set" in errors("quickstart", ["train.tokens=10000", "train.steps=3"])
 
 
 def test_layout_replaces_the_section() -> None:
@@ -467,4 +467,4 @@ def test_keys_of_older_versions_are_read_by_their_new_names(
     wrong = errors(write(tmp_path, old.replace("0.5", '"much"')))
     assert 'line 2: optim.lr = "much": must be a number' in wrong
     both = errors(write(tmp_path, old.replace("0.5", "0.5\nlr = 0.1")))
-    assert "optim.learning_rate = 0.5: [optim] has no such key" in both
+    assert "optim.learning_rate = 0.5: unknown key" in both

@@ -196,7 +196,7 @@ def test_no_memory_for_a_sample_does_not_end_a_run(base: Recipe, tmp_path: Path)
     assert stopped is None
     assert other == (None, [])
     said = [note for note in notes if "no sample" in note]
-    assert said == [f"step {n}: no sample: the CPU has no memory for it beside training" for n in (1, 2)]
+    assert said == [f"step {n}: no sample: not enough CPU memory for it during training" for n in (1, 2)]
     assert len(lines(tmp_path, "loss")) == 2
     assert lines(tmp_path, "sample") == []
 
@@ -251,7 +251,7 @@ def test_a_damaged_file_stops_every_rank(base: Recipe, tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     recipe = change(base, ["train.steps=2"], "dp=2,zero=1")
     said = run_ranks(2, error_of, recipe, tmp_path)
-    assert said == [f"{damaged} is damaged: its content is not what the manifest's hash says"] * 2
+    assert said == [f"{damaged} is damaged: its content does not match the hash in the manifest"] * 2
 
 
 def error_of(rank: int, world: int, recipe: Recipe, out: Path) -> str:

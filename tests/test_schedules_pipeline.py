@@ -176,9 +176,9 @@ def test_a_file_may_have_gaps_pairs_and_shard_actions() -> None:
     [
         ("", "is empty"),
         ("0F0,0Q0\n", "line of rank 0: '0Q0' is not an action"),
-        ("0F0,0B0\n0UNSHARD\n", "line of rank 1: it computes nothing"),
+        ("0F0,0B0\n0UNSHARD\n", "line of rank 1: it has no computation"),
         ("0F0,1F0\n1B0,0B0\n", "0F0: stage 0 is on ranks 0 and 1"),
-        ("0F0,2F0,2B0,0B0\n", "nothing of stage 1"),
+        ("0F0,2F0,2B0,0B0\n", "no action of stage 1"),
     ],
 )
 def test_what_files_are_refused(text: str, message: str) -> None:

@@ -43,7 +43,7 @@ def test_saving_again_replaces(saved):
     [
         (lambda p: p.unlink(), "is missing"),
         (lambda p: p.write_bytes(p.read_bytes()[:-1]), "bytes, the manifest says"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-1] + b"\xff"), "not what the manifest's hash says"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-1] + b"\xff"), "does not match the hash in the manifest"),
     ],
 )
 def test_damaged_files_are_named(saved, damage, says):

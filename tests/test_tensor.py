@@ -185,7 +185,7 @@ def test_vocabulary_parallel_loss(chunks, native):
     ("overrides", "message"),
     [
         (["layout.tp=4", "model.heads=4", "model.kv_heads=2"],
-         "layout.tp = 4 must divide model.kv_heads = 2: a rank has whole heads. "
+         "layout.tp = 4 must divide model.kv_heads = 2: each rank has whole heads. "
          "Nearest valid: layout.tp = 2, or model.kv_heads = 4"),
         (["layout.tp=4", "model.ffn_dim=66"], "= 66: .* Nearest valid: layout.tp = 2, or model.ffn_dim = 64"),
         (["layout.tp=2", "model.vocab_size=257"], "Nearest valid: layout.tp = 1, or model.vocab_size = 258"),

@@ -247,7 +247,7 @@ def test_run_folder_and_its_errors(text, tmp_path, monkeypatch):
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000002"]
     with pytest.raises(UserError, match="already holds a run"):
         run_command(recipe, out=out)
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run folder"):
         run_command(recipe, out=tmp_path / "other", resume=True)
     with pytest.raises(UserError, match="does not fit the recipe"):
         run_command(change(recipe, ["model.dim=64", "train.steps=3"]), out=out, resume=True)

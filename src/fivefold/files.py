@@ -45,7 +45,7 @@ def writable(folder: Path) -> Iterator[None]:
             raise
         raise UserError(
             f"cannot write the cache {error.filename or folder}: {error.strerror}; "
-            "set data.cache or $FIVEFOLD_CACHE to a folder with room"
+            "set data.cache or $FIVEFOLD_CACHE to a folder with free space"
         ) from error
 
 

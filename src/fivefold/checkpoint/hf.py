@@ -126,18 +126,18 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
         except FileNotFoundError:
             raise UserError(f"{source / file} is missing, though {INDEX} names it") from None
         except SafetensorError as error:
-            raise UserError(f"{source / file} is not a whole safetensors file: {error}") from None
+            raise UserError(f"{source / file} is not a complete safetensors file: {error}") from None
     return weights
 
 
 def _no_weights(source: Path) -> str:
     pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in source.glob(pattern))
     if not pickles:
-        return f"{source}: neither {WEIGHTS} nor {INDEX} is there"
+        return f"{source} has neither {WEIGHTS} nor {INDEX}"
     return (
-        f"{source / pickles[0]}: pickle files are refused, for opening one can run any code it holds. Use "
-        f"the model's safetensors files ({WEIGHTS}); where it has none and you trust it, load it with "
-        "transformers and write it anew with save_pretrained(FOLDER), on a machine that you can throw away"
+        f"{source / pickles[0]}: pickle files are refused, because opening one can run any code. Use the "
+        f"model's safetensors files ({WEIGHTS}). If it has none and you trust it, load it with transformers on a "
+        "disposable machine and write it with save_pretrained(FOLDER)"
     )
 
 

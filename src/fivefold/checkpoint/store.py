@@ -76,7 +76,7 @@ class Reader:
         if filled != math.prod(sizes):
             raise UserError(
                 f"{self.folder / MANIFEST}: the pieces of {kind} tensor '{name}', shape {list(shape)}, hold {filled} "
-                f"of the {math.prod(sizes)} elements in {[list(span) for span in box]}: the checkpoint is not whole"
+                f"of the {math.prod(sizes)} elements in {[list(span) for span in box]}: the checkpoint is incomplete"
             )
         return torch.empty(sizes) if out is None else out  # None: an empty box
 
@@ -98,7 +98,7 @@ class Reader:
         """
         if file not in self.manifest["files"]:
             raise UserError(
-                f"{self.folder / MANIFEST}: tensors lie in '{file}', which is not among its files"
+                f"{self.folder / MANIFEST}: tensors refer to '{file}', which is not among its files"
             )
         if file not in self._checked:
             _verify(self.folder / file, self.manifest["files"][file])
@@ -162,7 +162,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not known or not all(isinstance(manifest.get(key), dict) for key in ("files", "meta", "tensors")):
         raise UserError(f"{path}: not a manifest of format {FORMAT}, the one that this version reads")
     if any(Path(name).name != name for name in manifest["files"]):
-        raise UserError(f"{path}: names a file outside its folder")
+        raise UserError(f"{path}: it names a file outside its folder")
     return manifest
 
 
@@ -204,7 +204,7 @@ def _verify(path: Path, expected: Mapping[str, Any]) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if found != expected["sha256"]:
-        raise UserError(f"{path} is damaged: its content is not what the manifest's hash says")
+        raise UserError(f"{path} is damaged: its content does not match the hash in the manifest")
 
 
 def sha256(path: Path) -> str:

@@ -74,7 +74,7 @@ def plan(
         run_calibration([recipe, *(more or [])], json)
         return
     if more:
-        raise UserError(f"plan takes one recipe, followed by options; '{more[0]}' is one too many")
+        raise UserError(f"plan takes one recipe and options; unexpected argument '{more[0]}'")
     exact = exact or dry_run  # its name in earlier versions
     _agree(search, layout, exact, rank)
     wanted = Wanted(pictures, html, json, expert_load)

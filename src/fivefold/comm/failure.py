@@ -50,7 +50,7 @@ def verdict(
     if started is not None and str(started) != place:
         place = f"{started}, waited for at {place}"
     if "timed out" in low or "timeout" in low:
-        said = f"timed out after {timeout_s:g} s: not all of these ranks came to it"
+        said = f"timed out after {timeout_s:g} s: not all of these ranks took part"
     else:
         said = "failed: one of these ranks has ended, or cannot be reached"
     return f"{what}, at {place}, {said}. The backend said: {text[:300]}"

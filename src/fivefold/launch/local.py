@@ -33,25 +33,24 @@ def start_ranks(
     """Runs `work` on `world` local ranks, on GPUs if there are any. Returns the signal that stopped them, or None.
 
     work: returns the signal that stopped it, or None. fork: forks the ranks on CPUs. This is quick, but only
-    safe if the process has not used torch's threads. Otherwise ranks are spawned, and `work` is pickled. advice: what
-    to tell the user, besides, when a rank has failed.
+    safe if the process has not used torch's threads. Otherwise ranks are spawned, and `work` is pickled. advice: text
+    to add to the message when a rank has failed.
 
     Raises:
-        UserError: there are fewer GPUs than ranks; a rank raised it, or failed otherwise: the message says which and
-            how.
+        UserError: there are fewer GPUs than ranks, or a rank failed. The message names the rank and the failure.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < world:
         raise UserError(
-            f"{world} ranks on this machine want {world} GPUs, and it has {gpus}. On its CPU instead: put "
-            "CUDA_VISIBLE_DEVICES= (nothing behind it) before the command"
+            f"{world} ranks on this machine need {world} GPUs, but it has {gpus}. To use its CPU, put "
+            "CUDA_VISIBLE_DEVICES= (with no value) before the command"
         )
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     start_method = "fork" if fork and not torch.cuda.is_available() else "spawn"
-    # _verdict tells in one message what the agent logs about a failed rank.
+    # _verdict says in one message what the agent logs about a failed rank.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     handled = ["SIGTERM", "SIGINT"]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup: it stays so
@@ -131,7 +130,7 @@ def _verdict(error: object, folder: Path, advice: Callable[[], str]) -> UserErro
     elif rank in lost:
         return UserError(lost[rank] + advice())
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    text = f"rank {rank} failed first ({how}); the others were stopped. Its own message stands above"
+    text = f"rank {rank} failed first ({how}); the others were stopped. Its own message is above"
     return UserError(text + advice())
 
 

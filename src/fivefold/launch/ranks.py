@@ -60,7 +60,7 @@ def _number(name: str, default: str = "") -> int:
     first = said.split("(")[0].split(",")[0]
     if not first.isdigit():
         raise UserError(
-            f"{name} = {said!r} in the environment is no number, though a launcher seems to start us"
+            f"the environment variable {name} = {said!r} must be a number, as torchrun or Slurm sets it"
         )
     return int(first)
 
@@ -73,9 +73,7 @@ def device_for(local_rank: int) -> torch.device:
         # Slurm's --gpus-per-task=1 shows each rank its own GPU only
         if torch.cuda.device_count() == 1 and "SLURM_PROCID" in os.environ:
             return torch.device("cuda", 0)
-        raise UserError(
-            f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}"
-        )
+        raise UserError(f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}")
     return torch.device("cuda", local_rank)
 
 

@@ -193,7 +193,7 @@ def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise UserError(
             f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {vocab_size} tokens; "
-            "make it larger or leave it out"
+            "increase it or leave it unset"
         )
     filled = card_of(model).defaults() | {"vocab_size": round_up(vocab_size, 64)}
     return model.model_copy(update={name: v for name, v in filled.items() if getattr(model, name) is None})

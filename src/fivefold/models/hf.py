@@ -32,7 +32,7 @@ def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]
     """
     entries = file_of(model.arch, "hf").entries(model)
     if state.keys() != {entry.ours for entry in entries}:
-        raise UserError(f"the weights are of a model of your own, not of the recipe's {model.arch}")
+        raise UserError(f"the weights belong to a custom module, not to the recipe's {model.arch}")
     theirs: dict[str, Tensor] = {}
     for entry in entries:
         tensor = state[entry.ours]

@@ -23,7 +23,8 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
     if not card.grouped_queries and model.kv_heads and model.kv_heads != model.heads:
         yield (
             {"model.kv_heads", "model.heads"},
-            f"{model.arch} has as many kv_heads as heads (only {having('grouped_queries')} have fewer)",
+            f"model.kv_heads = {model.kv_heads}: {model.arch} needs kv_heads = heads "
+            f"(only {having('grouped_queries')} allow fewer)",
         )
     if not card.rotary and model.rope_theta != PLAIN.rope_theta:
         yield (
@@ -43,7 +44,7 @@ def _heads(model: ModelSection, card: Card, tp: int) -> Iterator[Contradiction]:
         message = f"model.dim = {model.dim} must be divisible by model.heads = {model.heads}"
         yield fields, message + _fitting_heads(model, card, tp)
     elif card.rotary and width % 2:
-        message = f"model.dim / model.heads = {width} must be even: RoPE turns pairs"
+        message = f"model.dim / model.heads = {width} must be even: RoPE rotates pairs"
         yield fields, message + _fitting_heads(model, card, tp)
     if model.kv_heads and model.heads % model.kv_heads:
         yield (

@@ -1,4 +1,4 @@
-"""Predicted beside measured: RUN/plan.json has what the planner said before the run, and at its end what came."""
+"""Compares the predictions in RUN/plan.json with the measurements that the run adds at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fivefold.observe.summary import column, finite
 
 
 class Comparison(NamedTuple):
-    """One figure; `error` is predicted over measured, less 1."""
+    """One figure, predicted and measured. `error`: predicted over measured, less 1."""
 
     name: str
     predicted: str
@@ -26,7 +26,7 @@ class Comparison(NamedTuple):
 
 
 def read(run: Path) -> dict[str, Any]:
-    """The file; {} where it is missing or broken."""
+    """The content of plan.json; {} if it is missing or broken."""
     try:
         found = json.loads((run / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -35,7 +35,7 @@ def read(run: Path) -> dict[str, Any]:
 
 
 def step_seconds(lines: Sequence[dict[str, Any]]) -> float | None:
-    """Median seconds of a step, without the first tenth and at least two, in which caches warm up."""
+    """Median seconds of a step. The first tenth of the steps, at least two, are left out: caches warm up in them."""
     seconds = finite(column(lines, "step_s")[1])
     kept = seconds[max(2, len(seconds) // 10) :]
     return median(kept) if kept else None
@@ -62,7 +62,7 @@ def rows(plan: Mapping[str, Any]) -> list[Comparison]:
 
 
 def _tensors(plan: Mapping[str, Any]) -> float:
-    """Peak bytes of rank 0: exact where they were traced, else by the formula."""
+    """Peak bytes of rank 0: exact if they were traced, else by the formula."""
     exact = plan.get("exact")
     if isinstance(exact, list):  # earlier versions put a sentence there
         return exact[0]["memory"]["peak_bytes"]
@@ -70,7 +70,7 @@ def _tensors(plan: Mapping[str, Any]) -> float:
 
 
 def section(plan: Mapping[str, Any]) -> str:
-    """The report's part."""
+    """The section of the report, as HTML."""
     found = rows(plan)
     if not found:
         why = plan.get("why") or "This run has no prediction."
@@ -86,11 +86,11 @@ def section(plan: Mapping[str, Any]) -> str:
 
 
 def _tracked(plan: Mapping[str, Any]) -> str:
-    """What is said of memory where no tensors were followed."""
+    """A note on memory, for a run that did not track its tensors."""
     if plan["measured"].get("memory_bytes") is not None:
         return ""
     return (
-        f"<p>Tensors of rank 0: {size(_tensors(plan))}, predicted. They were not measured: peak memory elsewhere is "
-        "the process&#x27;s, with Python and its libraries. <code>observe.memory = true</code> follows every tensor in "
-        "the second step.</p>"
+        f"<p>Tensors of rank 0: {size(_tensors(plan))}, predicted but not measured. Peak memory elsewhere on this page "
+        "is that of the process, with Python and its libraries. <code>observe.memory = true</code> tracks every tensor "
+        "in the second step.</p>"
     )

@@ -103,8 +103,8 @@ def _preset(name: str, text: str) -> Cluster:
         known = [*PRESETS, "local"]
         near = did_you_mean(name.lower(), known)
         raise UserError(
-            f"cluster '{text}': '{name}' is not known{near} (one of {', '.join(known)}, with a "
-            "number of devices such as h100:64; or the path of a .toml file)"
+            f"cluster '{text}': unknown name '{name}'{near} (valid: {', '.join(known)}, with a "
+            "number of devices such as h100:64, or the path of a .toml file)"
         )
     return PRESETS[name.lower()]
 
@@ -113,14 +113,14 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
     found = re.fullmatch(r"(\d{1,9})(?:x(\d{1,9}))?", count, re.ASCII)
     if not found:
         raise UserError(
-            f"cluster '{text}': '{count}' is not a number of devices: 64, or 8x4 for 8 nodes of 4"
+            f"cluster '{text}': '{count}' is not a number of devices; write 64, or 8x4 for 8 nodes of 4"
         )
     devices = int(found[1]) * int(found[2] or 1)
     if not 1 <= devices <= MOST_DEVICES:
         limit = f"at most {MOST_DEVICES:,}" if devices else "at least 1"
         raise UserError(f"cluster '{text}': {devices:,} devices; {limit}")
     if cluster.machine and found[2]:
-        raise UserError(f"cluster '{text}': the machine at hand is one node: local:{devices}")
+        raise UserError(f"cluster '{text}': this machine is one node; write local:{devices}")
     sized = cluster.for_ranks(devices)
     return replace(sized, per_node=int(found[2])) if found[2] else sized
 
@@ -162,9 +162,7 @@ def _own(path: Path) -> Cluster:
         raise UserError(f"cluster '{path}': not valid TOML: {str(error)[:200]}") from None
     base = table.pop("base", None)
     if not isinstance(base, str) or base not in PRESETS:
-        raise UserError(
-            f"cluster '{path}': base: must be the preset that it resembles, one of {', '.join(PRESETS)}"
-        )
+        raise UserError(f"cluster '{path}': base: must be a preset, one of {', '.join(PRESETS)}")
     values = {key: _number(path, key, value) for key, value in table.items()}
     return _changed(PRESETS[base], values, path.stem)
 
@@ -172,7 +170,7 @@ def _own(path: Path) -> Cluster:
 def _number(path: Path, key: str, value: Any) -> float:
     if key not in _KEYS:
         near = did_you_mean(key, _KEYS)
-        raise UserError(f"cluster '{path}': '{key}' is not known{near} (keys: base, {', '.join(_KEYS)})")
+        raise UserError(f"cluster '{path}': unknown key '{key}'{near} (keys: base, {', '.join(_KEYS)})")
     rule = _KEYS[key]
     whole = key not in _WHOLE or isinstance(value, int)
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -210,7 +210,7 @@ def with_load(software: Software, model: ModelSection, load: float | None) -> So
     if load is None:
         return software
     if not card_of(model).has_experts:
-        raise UserError(f"--expert-load: {model.arch} has no experts: leave it out")
+        raise UserError(f"--expert-load: {model.arch} has no experts; leave the option out")
     most = resolve_model(model, vocab_size=1).experts or 1
     if not 1 <= load <= most:
         raise UserError(

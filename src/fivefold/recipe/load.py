@@ -1,4 +1,4 @@
-"""Reads a recipe: finds it, reads its TOML, applies overrides, and tells everything that is wrong at once."""
+"""Reads a recipe: finds it, parses its TOML, applies overrides, and reports all errors at once."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _SHIPPED = Path(__file__).parent.parent / "recipes"
 
 
 def load(name_or_path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
-    """Reads a recipe file, or a recipe that is shipped with Fivefold by its name.
+    """Reads a recipe: a file, or the name of a shipped recipe.
 
     Args:
         name_or_path: `quickstart`, or `path/to/recipe.toml`.
         overrides: `section.key=value` texts as after `--set`; values are TOML (`3e-4`, `true`,
             `[0.9, 0.99]`), else plain text; `none` unsets a field that may be unset. Setting one of
             `train.steps` and `train.tokens` drops the other.
-        layout: text as after `--layout`, such as `dp=2,zero=1`. It replaces the whole `[layout]` section:
-            what it does not name has its default. `overrides` come after it.
+        layout: text as after `--layout`, such as `dp=2,zero=1`. It replaces the whole `[layout]` section. Fields that
+            it does not name have their defaults. `overrides` come after it.
 
     Raises:
-        UserError: naming the file, and every key that is wrong with its line, its value and what is allowed.
+        UserError: it names the file and every wrong key, with its line, its value and what is allowed.
     """
     path = find(name_or_path)
     text = _read(path)
@@ -42,7 +42,7 @@ def load(name_or_path: str | Path, overrides: Sequence[str] = (), layout: str | 
 
 
 def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
-    """A copy of a recipe with overrides as for `load`.
+    """Returns a copy of a recipe with overrides, as in `load`.
 
     Raises:
         UserError: as `load`.
@@ -51,7 +51,7 @@ def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = N
 
 
 def shipped() -> dict[str, str]:
-    """The recipes that come with Fivefold: name -> the first line of its comment."""
+    """The shipped recipes: {name: first line of its comment}."""
     files = sorted(_SHIPPED.glob("*.toml"))
     return {file.stem: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files}
 
@@ -69,7 +69,7 @@ def find(name_or_path: str | Path) -> Path:
     """The file of a shipped name or a path.
 
     Raises:
-        UserError: there is none; says which shipped name is nearest.
+        UserError: there is none; the message names the nearest shipped recipe.
     """
     names = [file.stem for file in sorted(_SHIPPED.glob("*.toml"))]
     if str(name_or_path) in names:
@@ -79,11 +79,13 @@ def find(name_or_path: str | Path) -> Path:
         return path
     if (path / "recipe.toml").is_file():
         raise UserError(
-            f"recipe '{path}': a folder with a run: `fivefold train {path} --resume` goes on with it, "
-            f"{path / 'recipe.toml'} is its recipe"
+            f"recipe '{path}': this is a run folder. Resume the run with `fivefold train {path} --resume`, or pass "
+            f"its recipe, {path / 'recipe.toml'}"
         )
     what = (
-        "a folder, not a recipe file" if path.is_dir() else "no such file, and no shipped recipe of this name"
+        "this is a folder, not a recipe file"
+        if path.is_dir()
+        else "no such file, and no shipped recipe of this name"
     )
     hint = did_you_mean(path.stem, names)
     raise UserError(f"recipe '{name_or_path}': {what}{hint or '.'} Shipped recipes: {', '.join(names)}")
@@ -126,7 +128,7 @@ def _lines(text: str) -> dict[str, str]:
 
 
 class _Draft:
-    """A recipe on its way from a parsed table to a `Recipe`, gathering what is wrong with it."""
+    """Turns a parsed table into a `Recipe` and collects its errors."""
 
     def __init__(self, table: dict[str, Any], origins: dict[str, str]):
         self.table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
@@ -135,7 +137,7 @@ class _Draft:
         self.wrong: set[str] = set()  # keys that have a problem of their own
 
     def finish(self, name: str, overrides: Sequence[str], layout: str | None) -> Recipe:
-        """Applies layout and overrides, checks each field, then what fields must agree on."""
+        """Applies layout and overrides, checks each field, then the rules between fields."""
         if layout is not None:
             self._set_layout(layout)
         self._override(overrides)
@@ -146,7 +148,7 @@ class _Draft:
         draft = Recipe.model_construct(**sections)
         self.problems += [message for keys, message in contradictions(draft) if not keys & self.wrong]
         if not (draft.train.steps or draft.train.tokens or {"train.steps", "train.tokens"} & self.wrong):
-            self.problems.append("train.steps or train.tokens must be given: how long to train")
+            self.problems.append("set train.steps or train.tokens, the length of the run")
         if self.problems:
             raise UserError(words.together(name, self.problems))
         return Recipe(**sections)
@@ -170,7 +172,7 @@ class _Draft:
             key, equals, raw = (part.strip() for part in text.partition("="))
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
-                self.problems.append(f"--set {text}: must look like section.key=value")
+                self.problems.append(f"--set {text}: must have the form section.key=value")
                 continue
             values = self.table.setdefault(section, {})
             if not isinstance(values, dict):
@@ -186,7 +188,7 @@ class _Draft:
                 self.table["train"].pop(other, None)
 
     def _section(self, section: str) -> Any:
-        """One section, checked; what is wrong is noted and left at its default, and checking goes on."""
+        """Checks one section. A wrong field is reported and gets its default, so that checking can continue."""
         values, cls = self.table.get(section, {}), SECTIONS[section]
         if not isinstance(values, dict):
             self._problem(section, words.not_a_section(section, values))
@@ -205,7 +207,7 @@ class _Draft:
 
 
 def _override_value(key: str, raw: str) -> Any:
-    """The value of an override: TOML if it reads as that and the field wants it, else the text itself."""
+    """The value of an override: parsed as TOML, or the text itself if it is not TOML or the field holds text."""
     try:
         parsed = tomllib.loads(f"v = {raw}")
     except (ValueError, RecursionError):  # not TOML, or beyond what Python reads

@@ -9,8 +9,8 @@ RENAMED: dict[str, str] = {}
 
 
 def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A parsed recipe with today's keys. origins: where each key was written, which follows it to its new name. A key
-    that is given by both names keeps the old one, too, which is then reported as unknown."""
+    """Returns a parsed recipe with today's keys, and `origins` (where each key was written) under the same keys. If a
+    recipe has both names of a key, the old one stays and is reported as unknown."""
     moved = {section: dict(v) if isinstance(v, dict) else v for section, v in table.items()}
     origins = dict(origins)
     for old, new in RENAMED.items():

@@ -1,4 +1,4 @@
-"""Fills in what a recipe leaves open, so that a saved recipe is explicit."""
+"""Fills in the unset fields of a recipe, so that a saved recipe is explicit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def total_steps(recipe: Recipe) -> int:
         return recipe.train.steps
     if recipe.train.tokens:
         return -(-recipe.train.tokens // tokens_per_step(recipe))
-    raise UserError("recipe: train.steps or train.tokens must be given: how long to train")
+    raise UserError("recipe: set train.steps or train.tokens, the length of the run")
 
 
 def tokens_per_step(recipe: Recipe) -> int:
@@ -37,17 +37,17 @@ def microbatches_per_step(recipe: Recipe) -> int:
 
 
 def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
-    """The same recipe with every open field filled in; what is given stays. Resolving twice changes nothing.
+    """Fills in every unset field of a recipe. Set fields stay. Resolving twice changes nothing.
 
-    `layout.microbatches` is turned into `train.microbatch_size`, and `train.tokens` into `train.steps`, which
-    say the same. Left as they are: `data.cache` and `precision.mode = "auto"`, matters of the machine.
+    `layout.microbatches` becomes `train.microbatch_size`, and `train.tokens` becomes `train.steps`. `data.cache` and
+    `precision.mode = "auto"` stay as they are, because they depend on the machine.
 
     Args:
-        vocab_size: ids that the data may hold (the tokenizer's size).
+        vocab_size: number of token ids in the data (the tokenizer's size).
 
     Raises:
         UserError: `model.vocab_size` is smaller than `vocab_size`, the length of the run is not given, or the layout
-            cannot divide a size that only now is known.
+            cannot divide a size that is known only now.
     """
     steps = total_steps(recipe)
     train: dict[str, Any] = {
@@ -80,8 +80,8 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
 
 
 def _microbatch_size(recipe: Recipe) -> int:
-    """The given one; else as `layout.microbatches` wants it; else the share's largest divisor up to 8, with which a
-    pipeline has at least twice as many microbatches as ranks where that is possible."""
+    """The microbatch size: the recipe's, or the one that `layout.microbatches` implies. Without either, it is the
+    largest divisor of a rank's share up to 8. A pipeline gets at least two microbatches per rank, if possible."""
     if recipe.train.microbatch_size:
         return recipe.train.microbatch_size
     share = recipe.train.global_batch_size // (recipe.layout.dp_replicate * recipe.layout.dp_shard)

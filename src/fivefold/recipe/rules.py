@@ -1,4 +1,4 @@
-"""What fields of a recipe must agree on. Each rule names the fields it looked at."""
+"""The rules between the fields of a recipe. Each names the fields that it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Sections)
 
 
 def contradictions(recipe: Sections) -> Iterator[Contradiction]:
-    """Every rule that a recipe breaks, its single fields being valid."""
+    """Yields every rule that a recipe breaks. Its single fields are valid."""
     yield from model_rules(recipe.model, recipe.layout.tp)
     yield from _generates(recipe)
     yield from _experts(recipe)
@@ -33,7 +33,7 @@ def with_layout(recipe: R, layout: Layout, **train: Any) -> R:
 
 
 def allows(recipe: Sections, layout: Layout) -> bool:
-    """Whether the recipe with this layout breaks no rule."""
+    """True if the recipe with this layout breaks no rule."""
     return not any(contradictions(with_layout(recipe, layout)))
 
 
@@ -41,12 +41,12 @@ def _generates(recipe: Sections) -> Iterator[Contradiction]:
     if not card_of(recipe.model).causal and recipe.train.sample_every:
         yield (
             {"train.sample_every"},
-            f"train.sample_every: {recipe.model.arch} sees both sides of a token and generates no text",
+            f"train.sample_every: {recipe.model.arch} is bidirectional and generates no text",
         )
 
 
 def _experts(recipe: Sections) -> Iterator[Contradiction]:
-    """What a mixture of experts and the layout must agree on."""
+    """Rules between a mixture of experts and the layout."""
     model, layout = recipe.model, recipe.layout
     if not card_of(model).has_experts:
         if layout.ep > 1:
@@ -60,14 +60,14 @@ def _experts(recipe: Sections) -> Iterator[Contradiction]:
         nearest = max(n for n in range(1, layout.ep + 1) if experts % n == 0)
         yield (
             {"model.experts", "layout.ep"},
-            f"layout.ep = {layout.ep} must divide model.experts = {experts}: a rank has whole experts. "
+            f"layout.ep = {layout.ep} must divide model.experts = {experts}: each rank has whole experts. "
             f"Nearest valid: layout.ep = {nearest}, or model.experts = {-(-experts // layout.ep) * layout.ep}",
         )
     if (layout.cp > 1 or layout.sp) and model.capacity_factor:
         name = "layout.cp > 1" if layout.cp > 1 else "layout.sp"
         yield (
             {"model.capacity_factor", "layout.cp", "layout.sp"},
-            f"model.capacity_factor: with {name} no rank knows who comes first in an expert's queue. "
+            f"model.capacity_factor is not supported with {name}: an expert's queue would span several ranks. "
             "Nearest valid: capacity_factor = 0",
         )
 
@@ -75,7 +75,7 @@ def _experts(recipe: Sections) -> Iterator[Contradiction]:
 def _length(recipe: Sections) -> Iterator[Contradiction]:
     train, optim = recipe.train, recipe.optim
     if train.steps and train.tokens:
-        yield {"train.steps", "train.tokens"}, "train.steps and train.tokens are both given: give one of them"
+        yield {"train.steps", "train.tokens"}, "train.steps and train.tokens are both set; set only one"
     steps = train.steps or (
         train.tokens and -(-train.tokens // (train.global_batch_size * recipe.model.seq_len))
     )
@@ -92,7 +92,7 @@ def _length(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def _optimizer(recipe: Sections) -> Iterator[Contradiction]:
-    """Fields that only other optimizers have are left out."""
+    """Refuses fields that only other optimizers have."""
     optim = recipe.optim
     own = OPTIMIZERS[optim.name].fields
     for name in FIELDS:
@@ -142,7 +142,7 @@ def _batch(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
-    """Every rule between layout and model that a recipe breaks."""
+    """Yields every rule between layout and model that a recipe breaks."""
     for names, message in problems(Layout.from_recipe(recipe.layout)):
         yield {f"layout.{name}" for name in names}, f"layout: {message}"
     yield from _tensor(recipe)
@@ -152,16 +152,16 @@ def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def _tensor(recipe: Sections) -> Iterator[Contradiction]:
-    """What tensor and sequence parallelism divide must be divisible."""
+    """The sizes that tensor and sequence parallelism divide must be divisible."""
     layout, tp = recipe.layout, recipe.layout.tp
-    model = resolve_model(recipe.model, vocab_size=1)  # what is left open gets its default
+    model = resolve_model(recipe.model, vocab_size=1)  # unset fields get their defaults
     heads = "kv_heads" if recipe.model.kv_heads else "heads"
-    divided = {heads: (model.kv_heads or 1, "a rank has whole heads")}
-    divided["ffn_dim"] = (model.ffn_dim or 1, "a rank has equally many columns")
+    divided = {heads: (model.kv_heads or 1, "each rank has whole heads")}
+    divided["ffn_dim"] = (model.ffn_dim or 1, "each rank has the same number of columns")
     model = model.model_copy(update={"vocab_size": expected_vocab_size(recipe) or tp})
-    divided["vocab_size"] = (model.vocab_size or tp, "a rank has equally many rows")
+    divided["vocab_size"] = (model.vocab_size or tp, "each rank has the same number of rows")
     if layout.sp:
-        divided["seq_len"] = (model.seq_len // layout.cp, "with sp a rank has equally many tokens")
+        divided["seq_len"] = (model.seq_len // layout.cp, "with sp, each rank has the same number of tokens")
     fitting = max(n for n in range(1, tp + 1) if not any(size % n for size, _ in divided.values()))
     for name, (size, why) in divided.items():
         if size % tp:
@@ -176,7 +176,7 @@ def _tensor(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def _context(recipe: Sections) -> Iterator[Contradiction]:
-    """Ranks of the context axis have equally many tokens, and with `ulysses` whole heads."""
+    """Ranks of the context axis have the same number of tokens, and whole heads with `ulysses`."""
     T, layout, kv_heads = recipe.model.seq_len, recipe.layout, recipe.model.kv_heads or recipe.model.heads
     cp, ulysses = layout.cp, layout.cp_method == "ulysses"
     keys = {"model.seq_len", "layout.cp", "layout.cp_method"}
@@ -191,13 +191,13 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
         more = -(-T // (2 * cp)) * 2 * cp
         yield (
             keys,
-            f"2 x layout.cp = {2 * cp} must divide model.seq_len = {T}: in the ring a rank has a chunk from the front "
+            f"2 x layout.cp = {2 * cp} must divide model.seq_len = {T}: a ring rank has a chunk from the front "
             f"and one from the back. Nearest valid: layout.cp = {nearest}, or model.seq_len = {more}",
         )
     if cp > 1 and ulysses and T % cp:
         yield (
             keys,
-            f"layout.cp = {cp} must divide model.seq_len = {T}: a rank has equally many tokens. "
+            f"layout.cp = {cp} must divide model.seq_len = {T}: each rank has the same number of tokens. "
             f"Nearest valid: layout.cp = {nearest}, or model.seq_len = {-(-T // cp) * cp}",
         )
     if cp > 1 and ulysses and kv_heads % (cp * layout.tp):
@@ -205,12 +205,12 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
         yield (
             {f"model.{name}", "layout.cp", "layout.tp", "layout.cp_method"},
             f"layout.cp x layout.tp = {cp * layout.tp} must divide model.{name} = {kv_heads}: with cp_method = ulysses "
-            f"a rank has whole heads. Nearest valid: layout.cp = {nearest}, or layout.cp_method = ring",
+            f"each rank has whole heads. Nearest valid: layout.cp = {nearest}, or layout.cp_method = ring",
         )
 
 
 def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
-    """The value of a field of the model, closest to its own, that `ranks` divides; of those that the model can have."""
+    """The nearest value of a model field that `ranks` divides and the model allows."""
     size = getattr(model, name) or 0
     multiples = range(ranks, max(size, model.heads) + ranks, ranks)
     if name == "heads":  # heads of even width, as many as divide the model's
@@ -218,24 +218,24 @@ def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
     elif name == "kv_heads":
         multiples = [n for n in multiples if model.heads % n == 0]
     elif name == "vocab_size":
-        multiples = [n for n in multiples if n >= size]  # the tokens there are
+        multiples = [n for n in multiples if n >= size]  # the existing tokens
     elif name == "seq_len":
-        return None  # shorter or longer sequences are another task
+        return None  # another length would change what is trained
     return min(multiples, key=lambda n: abs(n - size), default=None)
 
 
 def _noise(recipe: Sections) -> Iterator[Contradiction]:
-    """Where no rank sees the gradients of single microbatches, or of its own share, whole."""
+    """The noise scale needs ranks that see the whole gradient of a microbatch, or of their own share."""
     layout, model = recipe.layout, recipe.model
     tied = resolve_model(model, vocab_size=1).tie_embeddings
     parts = (
         ({"layout.cp"}, layout.cp > 1, "cp: a rank sees parts of sequences"),
         ({"layout.ep"}, layout.ep > 1, "ep: experts get tokens of several ranks at once"),
         ({"layout.sp"}, layout.sp, "sp: gradients of norms are sums over the tensor axis"),
-        ({"layout.tp", "layout.zero"}, layout.tp > 1 and layout.zero > 0, "tp under ZeRO: what tensor ranks share "
-            "and what each has of its own is sent together"),
-        ({"layout.pp", "model.tie_embeddings"}, layout.pp > 1 and tied, "pp with tied embeddings: two stages have a "
-            "part of the gradient each"),
+        ({"layout.tp", "layout.zero"}, layout.tp > 1 and layout.zero > 0, "tp under ZeRO: a message "
+            "holds both shared and sharded gradients"),
+        ({"layout.pp", "model.tie_embeddings"}, layout.pp > 1 and tied, "pp with tied embeddings: "
+            "two stages each have a part of the gradient"),
     )  # fmt: skip
     for keys, wrong, why in parts:
         if recipe.observe.noise_scale and wrong:
@@ -247,7 +247,7 @@ def _noise(recipe: Sections) -> Iterator[Contradiction]:
 def _pipeline(recipe: Sections) -> Iterator[Contradiction]:
     model, layout = recipe.model, Layout.from_recipe(recipe.layout)
     if any({"schedule", "virtual_stages"} & names for names, _ in problems(layout)):
-        return  # said already
+        return  # already reported
     a_rank = stages_of_a_rank(layout)
     if layout.pp * a_rank > model.layers:
         name = "layout.virtual_stages" if layout.virtual_stages == a_rank else f"{layout.schedule}'s"
@@ -255,13 +255,13 @@ def _pipeline(recipe: Sections) -> Iterator[Contradiction]:
         yield (
             {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
             f"layout.pp = {layout.pp} x {name} {a_rank} = {layout.pp * a_rank} stages, more than model.layers = "
-            f"{model.layers}: each has at least one. Nearest valid: layout.pp = {fitting}",
+            f"{model.layers}: each stage has at least one block. Nearest valid: layout.pp = {fitting}",
         )
 
 
 def expected_vocab_size(recipe: Sections) -> int | None:
-    """V as far as the recipe alone tells it, before any text is read: `model.vocab_size`, or what `bpe:N` and
-    `bytes` come to; None for `chars` and for tokenizer files."""
+    """V before any text is read: `model.vocab_size`, or the size of `bpe:N` and `bytes`. None for `chars` and for
+    tokenizer files."""
     if recipe.model.vocab_size:
         return recipe.model.vocab_size
     kind, _, size = recipe.data.tokenizer.partition(":")

@@ -36,11 +36,12 @@ class DataSection(Section):
     text_key: str = "text"
     """Name of the text field in .jsonl and .parquet files and in `hf:` data sets."""
     max_bad_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of documents that may be unreadable (not UTF-8, broken JSON). They are counted and skipped. With more
-    the run stops with an error that names file and offset. (Each megabyte of a long text counts as a document.)
+    """Share of documents that may be unreadable (not UTF-8, broken JSON). They are counted and skipped. If there are
+    more, the run stops with an error that names file and offset. (Each megabyte of a long text is a document.)
     Empty documents are skipped without limit."""
     max_epochs: int = Field(default=0, ge=0)
-    """Maximum number of passes over the training set; more is an error. 0: any number, reshuffled."""
+    """Maximum number of passes over the training set; a run that needs more is an error. 0: no limit. Each pass is
+    shuffled anew."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in .bin files of `tokens:PATH` without a header (nanoGPT's)."""
     cache: str | None = None
@@ -156,8 +157,8 @@ class ObserveSection(Section):
     The metric is `noise_scale`, averaged over about 50 steps. Not supported with cp, ep, sp, tp under ZeRO, or a
     pipeline whose first and last stage share the embedding."""
     memory: bool = False
-    """Follow every tensor in the second step, on CPUs: the peak of rank 0's tensors goes into plan.json and the report.
-    That step is slower. Without it the report has the peak memory of the process."""
+    """Track every tensor in the second step, on CPUs. The peak of rank 0's tensors goes into plan.json and the report.
+    That step is slower. Without it, the report has the peak memory of the process."""
     trace_step: int = Field(default=0, ge=0)
     """With pp > 1: the step whose pipeline is measured, action by action. RUN/traces gets a picture of the measured and
     the planned timeline. 0: none."""

@@ -1,4 +1,4 @@
-"""Recipes in words: what each field may hold and means, what errors say, and a recipe as TOML."""
+"""Recipes as text: the type and meaning of each field, error messages, and a recipe as TOML."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ KEYS: dict[str, FieldInfo] = {
 }
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_SECTION_NAMES = f"; valid sections: {', '.join(SECTIONS)}"
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -33,7 +34,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def optional(field: FieldInfo) -> bool:
-    """Whether a field may be left unset (None), to be worked out from the others."""
+    """True if a field may be unset (None); its value is then derived from other fields."""
     return type(None) in get_args(field.annotation)
 
 
@@ -65,7 +66,7 @@ def _allowed(annotation: Any, metadata: Any) -> str:
 
 
 class Explained(NamedTuple):
-    """One field; None as value or default means: worked out from the other fields."""
+    """One field. A value or default of None is derived from other fields."""
 
     key: str
     value: Any
@@ -104,25 +105,25 @@ def unknown_key(key: str, value: Any) -> str:
     """A key that its section does not have."""
     section, _, name = key.partition(".")
     near = _home(name) or did_you_mean(name, SECTIONS[section].model_fields)
-    return f"{key} = {short(value)}: [{section}] has no such key" + (
-        near or _has(SECTIONS[section].model_fields)
+    return f"{key} = {short(value)}: unknown key" + (
+        near or f"; valid keys in [{section}]: {', '.join(SECTIONS[section].model_fields)}"
     )
 
 
 def unknown_section(name: str, value: Any) -> str:
-    """A section that does not exist, or a key that stands outside of any section."""
+    """An unknown section, or a key outside of any section."""
     if isinstance(value, dict):
-        return f"[{name}]: no such section" + (did_you_mean(name, SECTIONS) or _has(SECTIONS))
-    return f"{name} = {short(value)}: stands in no section" + (_home(name) or _has(SECTIONS))
+        return f"[{name}]: unknown section" + (did_you_mean(name, SECTIONS) or _SECTION_NAMES)
+    return f"{name} = {short(value)}: this key is in no section" + (_home(name) or _SECTION_NAMES)
 
 
 def not_a_section(name: str, value: Any) -> str:
-    """A section's name with something else than a table behind it."""
-    return f"{name} = {short(value)}: must be a section: a line [{name}], then its keys"
+    """A section's name with a value that is not a table."""
+    return f"{name} = {short(value)}: must be a section; write a line [{name}], then its keys"
 
 
 def together(name: str, problems: Sequence[str]) -> str:
-    """One message of all problems."""
+    """All problems in one message."""
     if len(problems) == 1:
         return f"{name}: {problems[0]}"
     listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
@@ -139,10 +140,6 @@ def _home(name: str) -> str:
     """The section that a key belongs to."""
     homes = [known for known in KEYS if known.partition(".")[2] == name]
     return f"; did you mean '{homes[0]}'?" if homes else ""
-
-
-def _has(choices: Any) -> str:
-    return f"; there are: {', '.join(choices)}"
 
 
 def to_toml(recipe: Sections, comment: str = "") -> str:

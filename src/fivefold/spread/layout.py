@@ -222,7 +222,7 @@ def describe(layout: Layout) -> str:
     if layout.sp:
         words.append("sequence parallel")
     if layout.pp > 1:
-        words.append(f"schedule {layout.schedule} with {stages_of_a_rank(layout)} stage(s) a rank")
+        words.append(f"schedule {layout.schedule} with {stages_of_a_rank(layout)} stage(s) per rank")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     return ", ".join(words)
@@ -239,12 +239,12 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     if layout.dp_shard > 1 and layout.zero == 0:
         yield (
             {"dp_shard", "zero"},
-            f"dp_shard={layout.dp_shard} shares states between ranks: it needs zero=1, 2 or 3",
+            f"dp_shard={layout.dp_shard} shards states between ranks: it needs zero=1, 2 or 3",
         )
     if layout.zero and layout.ranks > 1 and layout.dp_shard * layout.cp == 1:
         yield (
             {"zero", "dp_shard", "cp"},
-            f"zero={layout.zero} shares states between ranks: it needs dp_shard > 1 (or cp > 1)",
+            f"zero={layout.zero} shards states between ranks: it needs dp_shard > 1 (or cp > 1)",
         )
     if (layout.dp * layout.cp) % layout.ep:
         yield (
@@ -297,7 +297,7 @@ def _proposal(layout: Layout, ranks: int, allowed: Callable[[Layout], bool]) -> 
             other = (
                 ""
                 if fewer == ranks
-                else f" ({fewer} rank{'s' * (fewer != 1)}; the model has none for {ranks})"
+                else f" ({fewer} rank{'s' * (fewer != 1)}; the model has no layout for {ranks})"
             )
             return f". Nearest valid: {text}{other}"
     return ""

@@ -119,12 +119,10 @@ def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
     if frozen:
         raise UserError(
-            f"the module has frozen parameters ({', '.join(frozen[:3])}): this version trains all or none"
+            f"the module has frozen parameters ({', '.join(frozen[:3])}): this version trains all parameters"
         )
     if mesh.layout.divided:
-        raise UserError(
-            "a module of your own trains on replicas only: nobody knows how to divide it. Use --layout dp=N"
-        )
+        raise UserError("custom modules support plain data parallelism only. Use --layout dp=N")
     module = module.float().to(mesh.device)
     if mesh.device.type == "cuda":
         module.compile()
@@ -136,7 +134,7 @@ def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch
 
 def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> str:
     """ "fp32" or "bf16": the recipe's mode, or if that is auto, the one that is fast on the device. A user's own module
-    runs in bf16 only if the recipe says so: its buffers might not follow."""
+    runs in bf16 only if the recipe says so, because its buffers may need fp32."""
     if recipe.precision.mode != "auto":
         return recipe.precision.mode
     if own_module:

@@ -1,4 +1,4 @@
-"""The Python interface: functions that do what the commands do."""
+"""The Python interface. Its functions do the same as the commands."""
 
 from __future__ import annotations
 

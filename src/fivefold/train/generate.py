@@ -45,7 +45,7 @@ class Sampling:
             ("seed", 0 <= self.seed < 2**63, "0 to 2^63 - 1"),
         ):
             if not valid:
-                raise UserError(f"{name} = {getattr(self, name)}: allowed is {allowed}")
+                raise UserError(f"{name} = {getattr(self, name)}: must be {allowed}")
 
 
 def open_run(
@@ -61,14 +61,14 @@ def open_run(
         dtype: of the weights; None: as stored.
 
     Raises:
-        UserError: the folder is no run, has no checkpoint, or one of another model than the recipe's.
+        UserError: the folder is not a run, has no checkpoint, or its weights are not those of the recipe's model.
     """
     recipe = load(run / "recipe.toml")
     module = build(recipe.model)
     state = store.load(checkpoint or store.latest(run), kinds=("model",)).model
     if state.keys() != module.state_dict().keys():
         raise UserError(
-            f"{run}: its weights are of a model of your own, not of the recipe's {recipe.model.arch}"
+            f"{run}: its weights belong to a custom module, not to the recipe's {recipe.model.arch}"
         )
     module.load_state_dict({name: t.to(device, dtype) for name, t in state.items()}, assign=True)
     tokenizer_file = run / "tokenizer.json"
@@ -105,7 +105,7 @@ def generate(
         vocab_size: only ids below it are sampled (a model's vocabulary may be padded). None: all.
 
     Raises:
-        UserError: the model's tokens see both sides, the prompt is empty or holds an id that the model lacks, or the
+        UserError: the model is bidirectional, the prompt is empty or holds an id that the model lacks, or the
             model's output is not finite.
     """
     _check(model, prompt)
@@ -194,7 +194,7 @@ def stream_text(
 def _check(model: ModelSection, prompt: Sequence[int]) -> None:
     if not card_of(model).causal:
         raise UserError(
-            f"{model.arch} sees both sides of a token and generates no text; use a run of {having('causal', 'or')}"
+            f"{model.arch} is bidirectional and generates no text; use a run of {having('causal', 'or')}"
         )
     if not prompt:
         raise UserError("cannot generate from an empty prompt: give at least one token")

@@ -74,7 +74,7 @@ class RunHooks:
             path = write_pipeline_trace(self.job.out / "traces", line["step"], *pipeline.recorded)
             self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
         if self.state.skipped:
-            self.console.note(f"step {line['step']}: the gradient is not finite, its update is skipped")
+            self.console.note(f"step {line['step']}: the gradient is not finite; its update is skipped")
 
     def validate(self, step: int) -> None:
         job = self.job
@@ -98,7 +98,7 @@ class RunHooks:
             return
         try:
             text = self._sample(step, tokenizer)
-        except UserError as error:  # a diverged model cannot write: no reason to end the run here
+        except UserError as error:  # a diverged model cannot write; the run continues
             self.console.note(f"step {step}: no sample: {error}")
             return
         self._write({"step": step, "sample": text})
@@ -120,7 +120,7 @@ class RunHooks:
             if not _out_of_memory(error):
                 raise
             where = "CPU" if self.state.mesh.device.type == "cpu" else "GPU"
-            raise UserError(f"the {where} has no memory for it beside training") from None
+            raise UserError(f"not enough {where} memory for it during training") from None
 
     def save(self, step: int) -> None:
         meta = identity(self.job) | {"tokens": step * self.tokens}
@@ -154,9 +154,7 @@ def _whole_model(state: State, job: Job, step: int) -> nn.Module:
     if not layout.divided:
         return state.module
     if store.folder_of(job.out, step) not in store.checkpoints(job.out):
-        raise UserError("the ranks divide the model, and only steps that are saved write samples then")
+        raise UserError("the model is divided between ranks, so only saved steps can write samples")
     if count_parameters(job.recipe.model) > MAX_SAMPLED:
-        raise UserError(
-            "the ranks divide the model, which is too large for one of them: use `fivefold generate`"
-        )
+        raise UserError("the model is divided between ranks and too large for one; use `fivefold generate`")
     return open_run(job.out, checkpoint=store.folder_of(job.out, step), device=state.mesh.device)[0]

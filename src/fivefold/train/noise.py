@@ -42,8 +42,8 @@ class NoiseScale:
         self.parts = state.mesh.size("dp") * (1 if once else microbatches_per_step(recipe))
         if self.parts < 2:
             raise UserError(
-                "observe.noise_scale: a step is one gradient, and noise shows only between two. Nearest valid: "
-                f"train.microbatch_size = {max(1, train.global_batch_size // 2)}, or two data-parallel ranks"
+                "observe.noise_scale compares gradients within a step, but a step of this run has only one. Nearest "
+                f"valid: train.microbatch_size = {max(1, train.global_batch_size // 2)}, or two data-parallel ranks"
             )
         self.square = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
         for replica in state.parallel.replicas:

@@ -90,9 +90,7 @@ def resume(state: State, job: Job) -> bool:
                 )
     load_checkpoint(state, checkpoint)
     if state.step > steps:
-        raise UserError(
-            f"train.steps = {steps}, but {folder} is already beyond it; set at least {state.step}"
-        )
+        raise UserError(f"train.steps = {steps}, but {folder} is beyond it; set at least {state.step}")
     return True
 
 

@@ -1,4 +1,4 @@
-"""Starts a run: settles layout, data and folder, then one rank or several on this machine."""
+"""Starts a run: chooses layout, data and folder, then starts one or more local ranks."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def run_command(
     """Trains a recipe and returns its run folder.
 
     nproc: local ranks to start; None: as many as the layout says. Under torchrun or Slurm their ranks are used.
-    out: run folder; None: a new one, runs/NAME-N. resume: go on from its last checkpoint.
-    fork: local ranks are forked, which is quick, but only safe in a process that has used neither torch's threads nor
-    a GPU, such as the command line's; else they are started afresh, and what they are given is pickled.
+    out: run folder; None: a new one, runs/NAME-N. resume: continue from its last checkpoint.
+    fork: forks local ranks. This is quick, but only safe in a process that has used neither torch's threads nor a GPU,
+    such as the command line's. Otherwise ranks are spawned, and their arguments are pickled.
     module, batches, val_batches: the user's own model and data instead of the recipe's.
 
     Raises:
-        UserError: layout, data, folder or checkpoint is not usable.
+        UserError: the layout, data, folder or checkpoint is not valid.
         SystemExit: a signal stopped the run (128 + its number), after saving.
     """
     launched = ranks_.found()
@@ -58,7 +58,9 @@ def run_command(
         recipe = resolve(recipe, vocab_size=data.vocab_size)
     else:
         if module is None and recipe.model.vocab_size is None:
-            raise UserError("with your own data, say how many token ids there are: --set model.vocab_size=N")
+            raise UserError(
+                "your own data needs model.vocab_size, the number of token ids: --set model.vocab_size=N"
+            )
         recipe = resolve(recipe, vocab_size=recipe.model.vocab_size or 2)
     out = _run_folder(out, name, resume, launched[0] if launched else None)
     own = module is not None or batches is not None
@@ -98,7 +100,8 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if 1 < gpus < layout.ranks:
             raise UserError(
-                f"layout '{to_text(layout)}' wants {layout.ranks} GPUs, and there are {gpus}: --layout dp={gpus}"
+                f"layout '{to_text(layout)}' needs {layout.ranks} GPUs, but this machine has {gpus}. "
+                f"Use --layout dp={gpus}"
             )
         world = layout.ranks if rest > 1 or max(gpus, cores() if not gpus else 1) > 1 else 1
     if world == layout.ranks:
@@ -106,11 +109,11 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     size = world // rest if world % rest == 0 else getattr(layout, axis)
     validate(replace(layout, **{axis: size}, microbatches=None), world, partial(allows, recipe))
     if world == 1 and not nproc and not launched:
-        print(f"note: {to_text(layout)} wants {layout.ranks} devices; running on one", file=sys.stderr)
+        print(f"note: {to_text(layout)} needs {layout.ranks} devices; running on one", file=sys.stderr)
     changes = [f"layout.{axis}={size}", "layout.microbatches=none"]
     rows = recipe.train.microbatch_size
     if rows and recipe.train.global_batch_size % (layout.dp // getattr(layout, axis) * size * rows):
-        changes.append("train.microbatch_size=none")  # it fitted a rank's share in another layout
+        changes.append("train.microbatch_size=none")  # it was valid for another layout
     return change(recipe, changes)
 
 
@@ -140,7 +143,7 @@ def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | 
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: this is a file, not a folder")
     if resume and not (out / "recipe.toml").is_file():
-        raise UserError(f"--resume: {out} holds no run (no recipe.toml)")
+        raise UserError(f"--resume: {out} is not a run folder (it has no recipe.toml)")
     if not resume and any((out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")):
         raise UserError(f"{out} already holds a run; add --resume to resume it, or choose another --out")
     return out

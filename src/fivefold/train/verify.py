@@ -162,7 +162,7 @@ def verify(
 
 
 def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple[Recipe, list[str]]:
-    """The recipe as it is compared, and notes on what was changed for that."""
+    """(the recipe as it is compared, notes on the fields that were changed for that)."""
     if mode not in TRAINED:
         raise UserError(f"mode '{mode}': must be {' or '.join(TRAINED)}")
     if steps < 1:
@@ -170,7 +170,9 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
     changes, notes = [f"precision.mode={mode}"], []
     if recipe.model.dropout:
         changes.append("model.dropout=0.0")
-        notes.append(f"dropout is 0 here, not {recipe.model.dropout}: ranks draw other elements to drop")
+        notes.append(
+            f"dropout is 0 here (the recipe has {recipe.model.dropout}): layouts drop different elements"
+        )
     if mode == "fp32" and recipe.precision.reduce != "fp32":
         changes.append("precision.reduce=fp32")
         notes.append("gradients are summed in fp32 here; --mode bf16 compares bf16 sums")

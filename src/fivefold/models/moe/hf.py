@@ -66,7 +66,7 @@ def _check(model: ModelSection) -> None:
     if model.balance == "bias":
         found.append('model.balance = "bias"')
     if found:
-        raise UserError(f"Mixtral has no place for {', '.join(found)}: such a model cannot be exported")
+        raise UserError(f"this model cannot be exported: Mixtral's format has no {', '.join(found)}")
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:

@@ -42,9 +42,7 @@ def parse(text: str) -> Action:
     """
     found = TEXT.fullmatch(text)
     if not found:
-        raise UserError(
-            f"'{text}' is not an action: those look like 0F3, 1B2, 1I2, 1W2, 0SEND_F3 or 1RECV_F3"
-        )
+        raise UserError(f"'{text}' is not an action; examples are 0F3, 1B2, 1I2, 1W2, 0SEND_F3 or 1RECV_F3")
     return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
 
 

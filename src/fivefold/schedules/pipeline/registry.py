@@ -59,7 +59,7 @@ def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
     chunks = stages_a_rank(name, virtual_stages)
     for field, value in (("pp", ranks), ("microbatches", microbatches)):
         if value < 1:
-            raise UserError(f"layout.{field}: {value} is not possible with a pipeline; at least 1")
+            raise UserError(f"layout.{field}: {value} is not possible with a pipeline; must be at least 1")
     rows = tuple(tuple(build_row(name, rank, ranks, microbatches, chunks)) for rank in range(ranks))
     return Schedule(name, microbatches, place(SCHEDULES[name].placement, ranks, chunks), rows)
 
@@ -82,7 +82,7 @@ def stages_a_rank(name: str, virtual_stages: int) -> int:
     if name not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise UserError(
-            f"layout.schedule: '{name}' is not known{did_you_mean(name, SCHEDULES)} (one of {known})"
+            f"layout.schedule: '{name}' is unknown{did_you_mean(name, SCHEDULES)} (valid: {known})"
         )
     least, most = SCHEDULES[name].stages
     if least == most and virtual_stages == 1:
@@ -91,7 +91,7 @@ def stages_a_rank(name: str, virtual_stages: int) -> int:
         allowed = f"exactly {least}" if least == most else f"at least {least}"
         other = f", or schedule={SCHEDULES[name].instead}" if virtual_stages >= 1 else ""
         raise UserError(
-            f"layout.virtual_stages: {virtual_stages} stage(s) a rank do not go with schedule '{name}', which has "
-            f"{allowed}. Nearest valid: virtual_stages={least}{other}"
+            f"layout.virtual_stages: {virtual_stages} stage(s) per rank are not possible with schedule '{name}', which "
+            f"needs {allowed}. Nearest valid: virtual_stages={least}{other}"
         )
     return virtual_stages

@@ -84,7 +84,7 @@ def from_csv(text: str, name: str = "own") -> Schedule:
         except UserError as error:
             raise UserError(f"schedule '{name}', line of rank {len(rows)}: {error}") from None
         if not rows[-1]:
-            raise UserError(f"schedule '{name}', line of rank {len(rows) - 1}: it computes nothing")
+            raise UserError(f"schedule '{name}', line of rank {len(rows) - 1}: it has no computation")
     if not rows:
         raise UserError(
             f"schedule '{name}' is empty: it needs one line per rank, for example 0F0,0F1,0B0,0B1"
@@ -95,11 +95,11 @@ def from_csv(text: str, name: str = "own") -> Schedule:
             if rank_of[action.stage] != rank:
                 both = f"ranks {rank} and {rank_of[action.stage]}"
                 raise UserError(
-                    f"schedule '{name}': {action}: stage {action.stage} is on {both}, but can be on one"
+                    f"schedule '{name}': {action}: stage {action.stage} is on {both}, but must be on one rank"
                 )
     for stage in range(len(rank_of)):
         if stage not in rank_of:
-            raise UserError(f"schedule '{name}' has stage {max(rank_of)}, but nothing of stage {stage}")
+            raise UserError(f"schedule '{name}' has stage {max(rank_of)}, but no action of stage {stage}")
     microbatches = 1 + max(action.microbatch for row in rows for action in row)
     return Schedule(name, microbatches, tuple(rank_of[stage] for stage in range(len(rank_of))), tuple(rows))
 
