@@ -1,6 +1,7 @@
 """A trace counts what a real rank has, sends and computes: every byte of every category."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
-from fivefold.recipe import Recipe, load, resolve
+from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
+from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
@@ -127,19 +129,35 @@ def test_trace_of_other_models(overrides: list[str]) -> None:
 )
 def test_small_models_say_what_a_deep_one_does(layout: str) -> None:
     """Of all categories, messages and FLOPs; but of ZeRO 0, whose buckets end where a parameter does."""
-    recipe = recipe_of(layout, "bf16", "model.layers=20", "train.global_batch_size=32")
+    compare_with_small(layout, 0, layers=20, batch=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_few_microbatches_say_what_many_do(schedule: str, rank: int) -> None:
+    """For every schedule, though a trace of few microbatches need not reach the peak."""
+    chunks = max(1, min(2, SCHEDULES[schedule].stages[1] or 2))
+    layout = f"pp=4,schedule={schedule},virtual_stages={chunks}"
+    compare_with_small(layout, rank, layers=32 * chunks, batch=128)
+
+
+def compare_with_small(layout: str, rank: int, layers: int, batch: int) -> None:
+    recipe = recipe_of(layout, "bf16", f"model.layers={layers}", f"train.global_batch_size={batch}")
     chosen = Layout.from_recipe(recipe.layout)
-    count = 32 // (chosen.dp * 2)
-    layers, counts = depths(recipe.model, chosen, 0), fewer(count, chosen)
-    assert len(layers) == 2
-    assert max(layers) < 20
-    deep = recipe.model_copy
+    count = microbatches_per_step(recipe)
+    depths_ = depths(recipe.model, chosen, chosen.coordinates(rank)["pp"])
+    counts = fewer(count, chosen)
+    assert len(depths_) == len(counts) == 2
+    assert max(depths_) < layers
+    assert max(counts) < count
 
     def small(L: int, m: int) -> Traced:
-        return trace(deep(update={"model": recipe.model.model_copy(update={"layers": L})}), 0, m)
+        model = recipe.model.model_copy(update={"layers": L})
+        return trace(recipe.model_copy(update={"model": model}), rank, m)
 
-    steps = {(L, m): small(L, m) for L in layers for m in counts}
-    assert extrapolate(steps, 20, count) == trace(recipe, 0, count)
+    steps = {(L, m): small(L, m) for L in depths_ for m in counts}
+    assert extrapolate(steps, layers, count) == trace(recipe, rank, count)
 
 
 def test_small_things_are_traced_as_they_are() -> None:
@@ -147,7 +165,9 @@ def test_small_things_are_traced_as_they_are() -> None:
     assert sizes(recipe.model, Layout.from_recipe(recipe.layout), 0, 4) == ((4,), (4,))
     found = exact(recipe, 1)
     assert not found.extrapolated
+    hook = sys.excepthook
     assert found.step == trace(recipe, 1, 4)
+    assert sys.excepthook is hook
 
 
 def test_flops_are_those_of_the_formula() -> None:

@@ -2,8 +2,9 @@
 
     python benchmarks/planner/trace_speed.py [--base CHECKOUT] > benchmarks/results/trace_speed.json
 
-Each case runs in a process of its own, on one thread. CPU seconds are counted after `import torch`: of importing the
-package, and of tracing, without the cache.
+Each case runs in a process of its own, on one thread. CPU seconds are counted after importing torch (with
+torch._dynamo, which the constructor of any of its optimizers imports): of importing the package, and of tracing,
+without the cache.
 """
 
 import argparse
@@ -22,10 +23,12 @@ CASES = [
     ("llama-7b", "dp=64,zero=1", ["train.global_batch_size=1024"]),
     ("llama-7b", "dp=4,tp=8,cp=2,sp=true,zero=1", ["train.global_batch_size=1024"]),
     ("llama-7b", "dp=8,tp=4,pp=2,zero=1", ["train.global_batch_size=1024"]),
+    ("llama-7b", "tp=8,pp=8", ["train.global_batch_size=1024"]),
+    ("llama-7b", "dp=2,tp=8,pp=4,schedule=interleaved,virtual_stages=4", ["train.global_batch_size=1024"]),
 ]
 WORKER = """
 import json, sys, time
-import torch
+import torch, torch._dynamo
 began = time.process_time()
 from fivefold.plan.predict import resolved
 from fivefold.recipe import load

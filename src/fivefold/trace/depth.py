@@ -19,7 +19,7 @@ from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, tokens_per_step
-from fivefold.schedules.pipeline import stages_a_rank
+from fivefold.schedules.pipeline import FILLING, stages_a_rank
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.parts import stage_blocks, stages_of
 from fivefold.trace.cache import Entry
@@ -27,7 +27,10 @@ from fivefold.trace.memory import CATEGORIES, Peak
 from fivefold.trace.step import Traced, trace
 
 AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolation: about three seconds
-LEAST_BLOCKS = 3  # blocks of a stage in a small model: under ZeRO the weights of three may be live at once
+LEAST_BLOCKS, LEAST_SHARDED = (
+    2,
+    3,
+)  # blocks of a stage in a small model; ZeRO may hold the weights of three at once
 
 Figures = Mapping[str, int]
 
@@ -146,7 +149,8 @@ def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...
     own = _stages(model, layout, position)
     everywhere = layout.pp * (stages_a_rank(layout.schedule, layout.virtual_stages) if layout.pp > 1 else 1)
     found: list[int] = []
-    for less in range(min(map(sum, own)) - LEAST_BLOCKS, 0, -1):
+    least = LEAST_SHARDED if layout.zero and layout.shards > 1 else LEAST_BLOCKS
+    for less in range(min(map(sum, own)) - least, 0, -1):
         small = _deep(model, model.layers - less * everywhere)
         if _stages(small, layout, position) == [(dense, other - less) for dense, other in own]:
             found.append(small.layers)
@@ -156,8 +160,13 @@ def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...
 
 
 def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
-    """Two small numbers of microbatches that fill the pipeline and have the same remainder modulo pp as all of them."""
-    least = 2 * layout.pp * max(2, layout.virtual_stages) if layout.pp > 1 else 2
+    """Two small numbers of microbatches that fill the pipeline and have the same remainder modulo pp as all of them.
+
+    FILLING per pipeline rank reach the most live activations. The sends under way and the batches held repeat after
+    another one, or two where a rank has several stages (found by tracing every schedule; tested).
+    """
+    stages = stages_a_rank(layout.schedule, layout.virtual_stages) if layout.pp > 1 else 0
+    least = (FILLING + min(stages, 2)) * layout.pp
     first = least + (microbatches - least) % layout.pp
     return (first, first + layout.pp) if first + layout.pp < microbatches else (microbatches,)
 

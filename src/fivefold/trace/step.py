@@ -149,12 +149,14 @@ def _one_of(rank: int, world: int) -> Iterator[Ranks]:
     """Acts as one of `world` ranks that share this machine; the others do not exist."""
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_of(world))  # some kernels have workspace per thread
+    hook = sys.excepthook  # a process group replaces it by one that starts every line with [rankN]
     if world > 1:
         dist.init_process_group("fake", store=private.FakeStore(), rank=rank, world_size=world)
     try:
         yield Ranks(rank, world, rank, world, torch.device("cpu"))
     finally:
         torch.set_num_threads(threads)
+        sys.excepthook = hook
         if world > 1:
             dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ from fivefold.schedules.pipeline.action import Action, Kind, parse
 from fivefold.schedules.pipeline.check import check
 from fivefold.schedules.pipeline.cut import cut
 from fivefold.schedules.pipeline.draw import to_svg, to_text
-from fivefold.schedules.pipeline.facts import ends_upwards, holds_all, most_live
+from fivefold.schedules.pipeline.facts import FILLING, ends_upwards, holds_all, most_live
 from fivefold.schedules.pipeline.memory import peak_live
 from fivefold.schedules.pipeline.registry import DEFAULT, SCHEDULES, build, stages_a_rank
 from fivefold.schedules.pipeline.schedule import Schedule, from_csv, place, to_csv
@@ -20,6 +20,7 @@ from fivefold.schedules.timeline import Event, Timeline
 
 __all__ = [
     "DEFAULT",
+    "FILLING",
     "SCHEDULES",
     "SENDS_PER_RANK",
     "Action",

@@ -8,7 +8,7 @@ from functools import cache
 
 from fivefold.schedules.pipeline.registry import build_row
 
-FEW = 2
+FILLING = 2
 """Microbatches per pipeline rank that fill the pipeline. More do not raise any rank's memory, unless it holds all."""
 
 
@@ -20,7 +20,7 @@ def most_live(
 
     chunks: stages per rank.
     """
-    some = min(microbatches, FEW * ranks)
+    some = min(microbatches, FILLING * ranks)
     if some < microbatches and holds_all(name, ranks, chunks):
         return (microbatches,) * chunks, (0,) * chunks
     return _most_live(name, rank, ranks, some, chunks)
@@ -29,8 +29,8 @@ def most_live(
 @cache
 def holds_all(name: str, ranks: int, chunks: int) -> bool:
     """True if all microbatches are live at once, for any number. It suffices to check enough to fill the pipeline."""
-    live, _ = _most_live(name, 0, ranks, FEW * ranks, chunks)
-    return sum(live) == FEW * ranks * chunks
+    live, _ = _most_live(name, 0, ranks, FILLING * ranks, chunks)
+    return sum(live) == FILLING * ranks * chunks
 
 
 @cache
@@ -58,7 +58,7 @@ def _most_live(
 def ends_upwards(name: str, ranks: int, microbatches: int, chunks: int) -> bool:
     """True if every backward is one action, and each rank's last action is the backward of its first stage. Then the
     backward of all earlier stages comes after a rank's end."""
-    some = min(microbatches, FEW * ranks)
+    some = min(microbatches, FILLING * ranks)
     for rank in range(ranks):
         row = build_row(name, rank, ranks, some, chunks)
         if row[-1].kind != "B" or row[-1].stage != min(row).stage or any(kind == "I" for _, kind, _ in row):
