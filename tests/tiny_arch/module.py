@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache, cached_attention
-from fivefold.models.layers import AttentionCore, Embedding, Linear, RMSNorm, Sublayer
+from fivefold.models.layers import AttentionCore, Embedding, Linear, Positions, RMSNorm, Sublayer
 from fivefold.models.llama.module import FeedForward
 from fivefold.models.section import ModelSection
 
@@ -45,7 +45,7 @@ class Model(LanguageModel):
         super().__init__()
         assert model.vocab_size is not None
         self.embed = Embedding(model.vocab_size, model.dim)
-        self.embed_positions = Embedding(model.seq_len, model.dim)
+        self.embed_positions = Positions(model.seq_len, model.dim)
         self.blocks = block_dict([Block(model) for _ in range(model.layers)])
         self.norm = RMSNorm(model.dim, model.norm_eps or 0.0)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)

@@ -31,6 +31,7 @@ from torch import Tensor
 from fivefold.comm.failure import Place, caller, verdict
 from fivefold.errors import CommunicationError
 from fivefold.launch.ranks import Ranks
+from fivefold.spread.regions import Collective
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -151,6 +152,13 @@ class Axis:
             return Started(self, "all_to_all", x)
         out, larger = self._room(x, taken)
         return self._start("all_to_all", out, larger, dist.all_to_all_single, out, x, taken, given)
+
+    def run(self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False) -> Tensor:
+        """Runs a collective of `spread/regions.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
+        what = collective.backward if backward else collective.forward
+        assert what is not None, f"{collective}: nothing is sent back"
+        assert collective.number in (0, x.element_size()), f"{collective} of {x.dtype}"
+        return getattr(self, what)(x, *rows)
 
     def _room(self, x: Tensor, taken: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """(output tensor of an all-to-all, the larger of x and the output)."""

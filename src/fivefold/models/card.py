@@ -44,7 +44,8 @@ class Card(ABC):
     has_experts = False
     """True if some blocks have a mixture of experts as feed-forward."""
     whole_sequences: tuple[str, ...] = ()
-    """Prefixes of parameters at the model's end that compute with whole sequences under sequence parallelism."""
+    """Modules at the model's end that compute with whole sequences under sequence parallelism, in their order, as
+    prefixes of names (`norm.`). The sequence is gathered before the first of them; the output layer follows them."""
 
     def __init__(self, model: ModelSection) -> None:
         self.model = model
@@ -133,6 +134,12 @@ class Card(ABC):
     def mixed_blocks(self) -> int:
         """Number of blocks with experts."""
         return sum(map(self.is_mixed, range(self.model.layers))) if self.has_experts else 0
+
+    @property
+    def load_sums(self) -> tuple[int, int]:
+        """Shape of the sums over all ranks, once per step: for each block with experts the slots of each expert,
+        dropped slots, load-balance term, z term, number of passes (`models.mixture.Tally`)."""
+        return self.mixed_blocks(), (self.model.experts or 0) + 4
 
     def work(self, s: Sizes, program: Program) -> Work:
         """All operations of the model on one rank. s: sizes of the card's model."""

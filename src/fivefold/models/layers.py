@@ -30,6 +30,10 @@ class Embedding(nn.Embedding):
         """Does nothing, as in `Linear`."""
 
 
+class Positions(Embedding):
+    """Learned positions: (T) -> (T, D). With sequence parallelism a rank looks up its piece only."""
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, over the last dim, in fp32 inside (arXiv 1910.07467)."""
 

@@ -12,19 +12,10 @@ from typing import Literal
 
 from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
-from fivefold.spread.regions import SUM, WHOLE
+from fivefold.spread.regions import SUM, WHOLE, Collective, What
 
 Role = Literal["input", "stream", "product", "copied", "core", "inner"]
-KEPT: dict[str, dict[str, set[Role]]] = {
-    "none": {"core": {"input", "stream", "product", "core", "inner"}},
-    "selective": {
-        "core": {"input", "stream", "product", "copied", "inner"},
-        "sublayer": {"input", "stream", "product", "copied"},
-        "operations": {"input", "product", "copied"},
-    },
-    "full": {"core": {"input"}},
-}
-"""Roles of the tensors that each recomputation mode keeps, by the program's meaning of "selective"."""
+Part = Literal["", "core", "inner", "out", "never"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class Message:
     a ring; `size` is for all of them going all the way. hidden: it overlaps with the operation. calls: number of calls
     it is cut into."""
 
-    what: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring"]
+    what: What | Literal["ring"]
     axis: str
     size: float
     hidden: bool = False
@@ -67,10 +58,10 @@ class Operation:
     """One step of forward, and its backward.
 
     attention: FLOPs of fused attention in forward. forward, backward: bytes moved by element-wise work. kernels: number
-    of kernels in forward. part: what recomputes it. "core" and "inner" are as in `Saved`; "out" is the matmul behind
-    these, and only its messages are repeated; "" is repeated by "full" only; "never" is not repeated. workspace: bytes
-    that its backward (for the loss: its forward) holds besides saved tensors. random: numbers drawn in forward, for
-    dropout.
+    of kernels in forward. part: where it stands, which says what recomputes it (models/recomputation.py). "core" and
+    "inner" are as in `Saved`; "out" is the matmul behind these; "" is outside of sublayers' second halves; "never":
+    backward does not need it. workspace: bytes that its backward (for the loss: its forward) holds besides saved
+    tensors. random: numbers drawn in forward, for dropout.
     """
 
     name: str
@@ -82,7 +73,7 @@ class Operation:
     sent_forward: tuple[Message, ...] = ()
     sent_backward: tuple[Message, ...] = ()
     saved: tuple[Saved, ...] = ()
-    part: Literal["", "core", "inner", "out", "never"] = ""
+    part: Part = ""
     workspace: float = 0.0
     random: float = 0.0
 
@@ -93,11 +84,10 @@ class Program:
 
     attention: "flash" keeps no probabilities; "plain" does; "blocks", ours on CPUs, keeps them for short sequences.
     masks: dropout keeps "bytes", or "numbers" in the compute dtype. probability_dropout: attention's probabilities have
-    dropout, too. selective: what "selective" recomputes. "core": attention's core only (arXiv 2205.05198). "sublayer":
-    everything behind each sublayer's first matmul (parallel/recompute.py). "operations": every second matmul and all
-    operations between matmuls (torchtitan's default, which keeps attention's result). fused: consecutive element-wise
-    operations are one pass over memory. loss: logits exist in "chunks"; or whole, in the compute dtype ("fused": the
-    gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at once, if in chunks.
+    dropout, too. selective: the region that "selective" recomputes (models/recomputation.py). fused: consecutive
+    element-wise operations are one pass over memory. loss: logits exist in "chunks"; or whole, in the compute dtype
+    ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at once, if in
+    chunks.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -160,6 +150,15 @@ class Sizes:
     def sum(self) -> tuple[Message, ...]:
         """The message that sums partial activations."""
         return (Message(SUM[self.sp], "tp", self.N * self.model.dim * self.e),) if self.tp > 1 else ()
+
+    def sends(
+        self, collective: Collective, numbers: float, calls: int = 1
+    ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Messages of a collective in forward and backward. numbers: how many the larger of input and output has."""
+        axis, size = collective.axis, numbers * (collective.number or self.e)
+        ways = (collective.forward, collective.backward) if getattr(self, axis) > 1 else (None, None)
+        forward, backward = ((Message(what, axis, size, calls=calls),) if what else () for what in ways)
+        return forward, backward
 
 
 @dataclass(frozen=True)

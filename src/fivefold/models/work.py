@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fivefold.kernels import sizes
 from fivefold.models.operations import Matmul, Message, Operation, Program, Role, Saved, Sizes
-from fivefold.spread.regions import SUM, sequence_axes
+from fivefold.spread.regions import COUNTS, HEADS, LOSS_STATISTICS, ROWS, STATISTICS, SUM, TARGETS, loads
 
 
 def block(s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation]) -> list[Operation]:
@@ -83,14 +83,10 @@ def _loss_messages(
     targets together."""
     if program.loss != "chunks":
         return *s.enter(), (Message("all_reduce", "tp", 3 * 4 * rows),) if s.tp > 1 else ()
-    head = rows * s.model.dim * s.e
-    total = (Message("all_reduce", "cp", 8),) if s.cp > 1 else ()
-    if s.tp == 1:
-        return (), (), total
-    statistics = (Message("all_gather", "tp", s.tp * 3 * 4 * rows, calls=s.chunks(program, rows)), *total)
-    if s.sp and not whole:
-        return s.whole(), s.sum(), statistics
-    return s.whole(), (Message(SUM[False], "tp", head),), statistics
+    told, _ = s.sends(STATISTICS, s.tp * LOSS_STATISTICS * rows, calls=s.chunks(program, rows))
+    counted, _ = s.sends(TARGETS, 1)
+    back = (Message(SUM[s.sp and not whole], "tp", rows * s.model.dim * s.e),) if s.tp > 1 else ()
+    return s.whole(), back, (*told, *counted)
 
 
 def dropout_mask(s: Sizes, program: Program) -> float:
@@ -141,7 +137,8 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
     forward: tuple[Message, ...] = (Message("ring", "cp", ring, hidden=True),) if s.cp > 1 else ()
     backward: tuple[Message, ...] = (Message("ring", "cp", 2 * ring, hidden=True),) if s.cp > 1 else ()
     if s.cp > 1 and s.cp_method == "ulysses":  # tokens are exchanged for heads, and back
-        forward = backward = tuple(Message("all_to_all", "cp", N * x * e) for x in (qkv, D / s.tp))
+        (there, there_back), (home, home_back) = (s.sends(HEADS, N * x) for x in (qkv, D / s.tp))
+        forward, backward = (*there, *home), (*there_back, *home_back)
     turned = 2 * N * (qkv - (qkv - D / s.tp) / 2) * e if rotary else 0.0
     turned *= 1.0 if program.fused else 3.0
     if program.attention != "plain":
@@ -285,8 +282,8 @@ def mixture(s: Sizes) -> list[Operation]:
     model, D, e, N = s.model, s.model.dim, s.e, s.n
     E, k, F = model.experts or 1, model.experts_per_token or 1, model.expert_ffn_dim or model.ffn_dim or 0
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
-    exchange = (Message("all_to_all", "ep", max(routed, received) * D * e),) if s.ep > 1 else ()
-    counts = (Message("all_to_all", "ep", 8 * E),) if s.ep > 1 else ()  # int64, one per expert
+    exchange, exchange_back = s.sends(ROWS, max(routed, received) * D)
+    counts, _ = s.sends(COUNTS, E)
     rows = received / here  # of each expert
     wide = (Saved("router input in fp32", N * D * 4, "stream"),) if e != 4 else ()
     router = Operation("router", Matmul(N, E, D), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=wide)
@@ -300,7 +297,7 @@ def mixture(s: Sizes) -> list[Operation]:
             2 * routed * D * e,
             4,
             sent_forward=(*counts, *exchange),
-            sent_backward=exchange,
+            sent_backward=exchange_back,
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
         Operation(
@@ -325,7 +322,7 @@ def mixture(s: Sizes) -> list[Operation]:
             3 * routed * D * e,
             4,
             sent_forward=exchange,
-            sent_backward=exchange,
+            sent_backward=exchange_back,
             saved=(Saved("experts' output", routed * D * e, "stream"),),
         ),
     ]
@@ -352,8 +349,7 @@ def mixture(s: Sizes) -> list[Operation]:
 def _balance(s: Sizes) -> list[Operation]:
     """Sums the counts of each expert over ranks that have parts of a sequence, for the router's own loss terms. If
     these terms have a gradient, recomputation repeats the sum."""
-    axes = [axis for axis in sequence_axes(s.sp) if getattr(s, axis) > 1]
-    total = tuple(Message("all_reduce", axis, 8 * (s.model.experts or 1)) for axis in axes)
+    total = tuple(m for load in loads(s.sp) for m in s.sends(load, s.model.experts or 1)[0])
     model = s.model
     learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
     return (

@@ -38,6 +38,7 @@ from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.ring_attention import Turn, turns
 from fivefold.spread.parts import token_spans
+from fivefold.spread.regions import HEADS, TARGETS
 
 
 def positions(T: int, mesh: Mesh) -> Tensor:
@@ -89,7 +90,7 @@ class CountedLoss(Output):
             return found
         count = (targets_BT >= 0).sum()
         total = count.clone()
-        self.axis.all_reduce(total)
+        self.axis.run(TARGETS, total)
         return found * (count * self.axis.size / total.clamp(min=1))
 
 
@@ -227,7 +228,7 @@ class _WholeSequence(Function):
         ctx.save_for_backward(cos, sin)
         ctx.axis, ctx.sections = axis, [x.shape[1] // axis.size for x in (q, k, v)]
         of_each = [x.unflatten(1, (axis.size, -1)).transpose(0, 1) for x in (q, k, v)]  # (c, B, heads, t, d)
-        arrived = axis.all_to_all(torch.cat(of_each, dim=2))
+        arrived = axis.run(HEADS, torch.cat(of_each, dim=2))
         return arrived.permute(1, 0, 3, 2, 4).flatten(1, 2).flatten(2)  # sorted by source rank: in order
 
     @staticmethod
@@ -235,7 +236,9 @@ class _WholeSequence(Function):
     def backward(ctx: Any, *grads: Tensor):
         (cos, sin), c = ctx.saved_tensors, ctx.axis.size
         dwhole = grads[0].unflatten(1, (c, -1)).unflatten(3, (sum(ctx.sections), -1))  # (B, c, t, heads, d)
-        arrived = ctx.axis.all_to_all(dwhole.permute(1, 0, 3, 2, 4).contiguous())  # (c, B, heads, t, d)
+        arrived = ctx.axis.run(
+            HEADS, dwhole.permute(1, 0, 3, 2, 4).contiguous(), backward=True
+        )  # (c, B, heads, t, d)
         dq, dk, dv = (x.transpose(0, 1).flatten(1, 2) for x in arrived.split(ctx.sections, dim=2))
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5
 
@@ -246,8 +249,8 @@ class _WholeHeads(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        arrived = axis.all_to_all(
-            x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
+        arrived = axis.run(
+            HEADS, x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
         )  # (c, B, t, H/c d)
         return arrived.permute(1, 2, 0, 3).flatten(2)
 
@@ -255,4 +258,4 @@ class _WholeHeads(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         leaving = grads[0].unflatten(2, (ctx.axis.size, -1)).permute(2, 0, 1, 3).contiguous()
-        return ctx.axis.all_to_all(leaving).transpose(0, 1).flatten(1, 2), None
+        return ctx.axis.run(HEADS, leaving, backward=True).transpose(0, 1).flatten(1, 2), None

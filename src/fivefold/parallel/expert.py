@@ -27,7 +27,7 @@ from fivefold.models.mixture import Exchange, Mixture, Total
 from fivefold.models.section import ModelSection
 from fivefold.parallel.mesh import Mesh
 from fivefold.spread.parts import Part, local_shape
-from fivefold.spread.regions import sequence_axes
+from fivefold.spread.regions import COUNTS, ROWS, Collective, loads
 
 
 def mixtures(stage: LanguageModel) -> Iterator[tuple[int, Mixture]]:
@@ -42,12 +42,12 @@ def apply(stage: LanguageModel, mesh: Mesh, table: dict[str, Part]) -> None:
     """Shards the experts of a model on "meta" over "ep", in place. Routers that see a part of each sequence get the
     counts of the whole sequence."""
     for number, mixture in mixtures(stage):
-        sequence = [mesh.axis(name) for name in sequence_axes(mesh.layout.sp) if mesh.size(name) > 1]
-        if sequence:
-            mixture.total = SummedTotal(sequence)
-        if mesh.size("ep") == 1:
+        sums = [(mesh.axis(load.axis), load) for load in loads(mesh.layout.sp) if mesh.size(load.axis) > 1]
+        if sums:
+            mixture.total = SummedTotal(sums)
+        if mesh.size(ROWS.axis) == 1:
             continue
-        mixture.experts.exchange = AllToAll(mesh.axis("ep"))
+        mixture.experts.exchange = AllToAll(mesh.axis(ROWS.axis))
         for name, whole in list(mixture.experts.named_parameters()):
             shape = local_shape(table[f"blocks.{number}.mlp.experts.{name}"].computes)
             setattr(mixture.experts, name, nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta")))
@@ -56,14 +56,14 @@ def apply(stage: LanguageModel, mesh: Mesh, table: dict[str, Part]) -> None:
 class SummedTotal(Total):
     """Sums counts over all ranks that have parts of the same sequences. Counts carry no gradient."""
 
-    def __init__(self, axes: Sequence[Axis]):
+    def __init__(self, sums: Sequence[tuple[Axis, Collective]]):
         super().__init__()
-        self.axes = axes
+        self.sums = sums
 
     def forward(self, counts_E: Tensor) -> Tensor:
         total = counts_E.clone()
-        for axis in self.axes:
-            axis.all_reduce(total)
+        for axis, load in self.sums:
+            axis.run(load, total)
         return total
 
 
@@ -79,7 +79,7 @@ class AllToAll(Exchange):
     ) -> Tensor:
         """compute(rows sorted by this rank's experts, rows per expert) returns the results, row by row."""
         mine_Ge = counts_E.view(self.axis.size, -1)
-        theirs_Ge = self.axis.all_to_all(mine_Ge)
+        theirs_Ge = self.axis.run(COUNTS, mine_Ge)
         sent, received = self.splits(torch.stack([mine_Ge.sum(1), theirs_Ge.sum(1)]), len(rows_MD))
         rows_RD = _Send.apply(rows_MD, received, sent, self.axis)
         # The rows arrive sorted by source, then expert. Experts need them sorted by expert, then source.
@@ -101,13 +101,13 @@ class _Send(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, taken: list[int], given: list[int], axis: Axis) -> Tensor:
         ctx.splits, ctx.axis = (taken, given), axis
-        return axis.all_to_all(rows.contiguous(), taken, given)
+        return axis.run(ROWS, rows.contiguous(), taken, given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         taken, given = ctx.splits
-        return ctx.axis.all_to_all(grads[0].contiguous(), given, taken), None, None, None
+        return ctx.axis.run(ROWS, grads[0].contiguous(), given, taken, backward=True), None, None, None
 
 
 class _Permute(Function):
@@ -147,9 +147,8 @@ class Balance:
 
     def finish(self) -> None:
         """Sums over ranks: one all-reduce of a few numbers per block."""
-        model, mesh = self.model, self.mesh
-        assert model.experts, "a resolved recipe has experts"
-        self.sums = torch.zeros(len(self.rows), model.experts + 4, dtype=torch.float64, device=mesh.device)
+        mesh, shape = self.mesh, card_of(self.model).load_sums
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
         if mesh.layout.sp or mesh.index("tp") == 0:  # without sp the ranks of tp have the same tokens
             for number, mixture in self.layers.items():
                 if mixture.tally.sums is not None:

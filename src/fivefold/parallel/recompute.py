@@ -1,4 +1,5 @@
-"""Recomputes activations in backward instead of keeping them from forward: less memory for more work.
+"""Recomputes activations in backward instead of keeping them from forward: less memory for more work. It wraps the
+methods that `models/recomputation.py` names.
 
 - "full": a block keeps its input only; backward runs the whole block again (Chen et al., arXiv 1604.06174). About a
   third more work.
@@ -28,17 +29,18 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import Sublayer
+from fivefold.models.recomputation import region
 
 
-def apply(stage: LanguageModel, how: str) -> None:
-    """Makes the blocks of a stage recompute activations: `how` is "none", "selective" or "full"."""
+def apply(stage: LanguageModel, mode: str) -> None:
+    """Makes the blocks of a stage recompute activations: mode is "none", "selective" or "full"."""
+    if (runs := region(mode).runs) is None:
+        return
+    kind, method = runs
     for block in stage.blocks.values():
-        if how == "full":
-            _set(block, "forward")
-        elif how == "selective":
-            for sublayer in block.modules():
-                if isinstance(sublayer, Sublayer):
-                    _set(sublayer, "finish")
+        for module in (block,) if kind == "block" else block.modules():
+            if kind == "block" or isinstance(module, Sublayer):
+                _set(module, method)
 
 
 def _set(module: nn.Module, method: str) -> None:

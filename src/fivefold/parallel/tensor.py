@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from fivefold import kernels
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
-from fivefold.models.layers import AttentionCore, Embedding, Linear, Output
+from fivefold.models.layers import AttentionCore, Embedding, Linear, Output, Positions
 from fivefold.models.section import ModelSection
 from fivefold.parallel.deferred import Deferred, weight_gradient
 from fivefold.parallel.mesh import Mesh
@@ -42,41 +42,41 @@ def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection, sp: bool) -> li
     Returns the names of parameters that are whole on every rank but have partial gradients, each from this rank's piece
     of the sequence; `sum_gradients` sums them. There are none without sp.
     """
-    axis = TensorAxis(mesh.axis("tp"), sp)
+    card, axis = card_of(model), TensorAxis(mesh.axis("tp"), sp)
     assert axis.size > 1, "one rank needs no tensor parallelism"
-    table = {name: cut for name, cut in card_of(model).cuts.items() if cut.axis == "tp"}
+    table = {name: cut for name, cut in card.cuts.items() if cut.axis == "tp"}
     for name, module in list(stage.named_modules()):
         cut = table.get(f"{name}.weight")
         if isinstance(module, AttentionCore):
             module.heads, module.kv_heads = module.heads // axis.size, module.kv_heads // axis.size
         elif isinstance(module, Embedding) and cut is not None:
             stage.set_submodule(name, VocabularyEmbedding(module, axis))
+        elif isinstance(module, Positions) and sp:
+            stage.set_submodule(name, PiecePositions(module, axis))
         elif isinstance(module, Linear) and cut is not None and cut.kind in ("column", "row"):
             kind = ColumnLinear if cut.kind == "column" else RowLinear
-            attends = hasattr(stage.get_submodule(name.rpartition(".")[0]), "core")
+            beside = stage.get_submodule(name.rpartition(".")[0]).children()
+            attends = any(
+                isinstance(child, AttentionCore) for child in beside
+            )  # it needs the tokens in order
             stage.set_submodule(name, kind(module, replace(axis, ordered=attends)))
-    _outside_blocks(stage, axis)
+    if sp and stage.last:
+        _gather_before(stage, card.whole_sequences, axis)
+    assert type(stage.output) is Output, "replaced before"
+    stage.output = VocabularyOutput(replace(axis, sp=sp and not card.whole_sequences))
     _cut_parameters(
-        stage, {n: p.computes for n, p in parts(card_of(model), mesh.layout, mesh.rank).items() if n in table}
+        stage, {n: p.computes for n, p in parts(card, mesh.layout, mesh.rank).items() if n in table}
     )
     if mesh.device.type == "cuda":
         _compile_around(stage)
-    return summed_over_tp(card_of(model), mesh.layout, [name for name, _ in stage.named_parameters()])
+    return summed_over_tp(card, mesh.layout, [name for name, _ in stage.named_parameters()])
 
 
-def _outside_blocks(stage: LanguageModel, axis: TensorAxis) -> None:
-    """Shards the beginning and the end of the model."""
-    output = axis
-    if axis.sp:
-        positions, select = getattr(stage, "embed_positions", None), getattr(stage, "select", None)
-        if positions is not None:
-            stage.embed_positions = PiecePositions(positions, axis)
-        if select is not None:
-            # Masked tokens are spread unevenly over the pieces, so the model's end works on whole sequences.
-            stage.select = WholeFirst(select, axis)
-            output = replace(axis, sp=False)
-    assert type(stage.output) is Output, "replaced before"
-    stage.output = VocabularyOutput(output)
+def _gather_before(stage: LanguageModel, whole_sequences: tuple[str, ...], axis: TensorAxis) -> None:
+    """Gathers the sequence before the first module that computes with whole sequences."""
+    if whole_sequences:
+        first = stage.get_submodule(whole_sequences[0].removesuffix("."))
+        first.register_forward_pre_hook(lambda _, inputs: (Whole.apply(inputs[0], axis), *inputs[1:]))
 
 
 def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
@@ -190,14 +190,3 @@ class PiecePositions(nn.Module):
 
     def forward(self, positions_T: Tensor) -> Tensor:
         return nn.functional.embedding(piece(positions_T, self.axis, 0), self.weight)
-
-
-class WholeFirst(nn.Module):
-    """Gathers the sequence before another module sees it."""
-
-    def __init__(self, inner: nn.Module, axis: TensorAxis):
-        super().__init__()
-        self.inner, self.axis = inner, axis
-
-    def forward(self, x_BtD: Tensor, targets_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.inner(Whole.apply(x_BtD, self.axis), targets_BT)

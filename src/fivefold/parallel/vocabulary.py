@@ -22,6 +22,7 @@ from fivefold.kernels.loss import add_chunk, rows_at_once
 from fivefold.kernels.vocabulary import vocabulary_gradient, vocabulary_loss, vocabulary_statistics
 from fivefold.models.layers import Embedding, Output
 from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis
+from fivefold.spread.regions import LOSS_STATISTICS, STATISTICS
 
 
 class VocabularyEmbedding(nn.Module):
@@ -134,7 +135,7 @@ def _chunk(
     first, targets = axis.index * weight.shape[0], targets.contiguous()
     logits = kernels.linear(x, weight, bias)
     mine = vocabulary_statistics(logits, targets, first)
-    everyone = axis.axis.all_gather(mine)  # (tp 3, n)
-    lse, loss = vocabulary_loss(everyone.view(axis.size, *mine.shape))
+    everyone = axis.axis.run(STATISTICS, mine)  # (tp 3, n)
+    lse, loss = vocabulary_loss(everyone.view(axis.size, LOSS_STATISTICS, -1))
     losses.copy_(loss)
     return vocabulary_gradient(logits, targets, lse, first, scale)

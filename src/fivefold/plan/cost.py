@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation, Sizes
+from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
 from fivefold.plan import communication, rates
 from fivefold.plan.communication import exposed, group
 from fivefold.plan.devices import Cluster
-from fivefold.plan.operations import repeated
 from fivefold.plan.software import Software
 from fivefold.schedules.ring_attention import longest
 from fivefold.spread.layout import Layout
@@ -159,6 +159,6 @@ def together(ops: Sequence[Operation], costs: Sequence[Cost], s: Setting, recomp
     total = sum(costs, Cost())
     again = Cost()
     for op, cost in zip(ops, costs, strict=True):
-        if times := repeated(op, recompute, s.software, s.layout.tp):
+        if times := region(recompute, s.software).repeated(op, s.layout.tp > 1):
             again += cost.times(times)
     return total + Cost(0, again.forward, 0, 0, again.sent_forward, again.host / 2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fivefold.models.operations import KEPT, Operation, Role, Work
+from fivefold.models.operations import Operation, Role, Work
+from fivefold.models.recomputation import region
 from fivefold.plan.software import Software
 
 ByRole = dict[Role, float]
@@ -58,7 +59,7 @@ def saved(operations: Iterable[Operation]) -> ByRole:
 def kept(operations: Iterable[Operation] | ByRole, recompute: str, software: Software) -> float:
     """Bytes kept from forward to backward, from operations or from their sums by role."""
     found: ByRole = operations if isinstance(operations, dict) else saved(operations)  # pyright: ignore[reportAssignmentType]
-    return _of(found, _roles(recompute, software))
+    return _of(found, region(recompute, software).keeps)
 
 
 def owed(operations: Iterable[Operation], e: float) -> float:
@@ -71,7 +72,7 @@ def owed(operations: Iterable[Operation], e: float) -> float:
 def largest_backward(found: Sums, recompute: str, software: Software) -> tuple[float, float]:
     """(recomputed bytes, workspace) at the moment when their sum is largest. Full recomputation repeats the whole
     block, the other modes one part at a time."""
-    again = _roles("none", software) - _roles(recompute, software)
+    again = region("none").keeps - region(recompute, software).keeps
     workspace = max(workspace for _, workspace in found.parts)
     if not again:
         return 0.0, workspace
@@ -79,29 +80,5 @@ def largest_backward(found: Sums, recompute: str, software: Software) -> tuple[f
     return (sum(size for size, _ in made), workspace) if recompute == "full" else max(made, key=sum)
 
 
-def _of(sizes: ByRole, roles: set[Role]) -> float:
+def _of(sizes: ByRole, roles: frozenset[Role]) -> float:
     return sum(size for role, size in sizes.items() if role in roles)
-
-
-def repeated(op: Operation, recompute: str, software: Software, tp: int) -> float:
-    """Average number of times that backward repeats this operation's forward."""
-    if recompute != "selective":
-        return 1.0 if recompute == "full" else 0.0
-    if software.selective == "operations":
-        return 0.0 if op.attention else 0.5 if op.matmul else 1.0
-    sublayer = software.selective == "sublayer"
-    # A layer that communicates saves its input after its matmul only (parallel/recompute.py).
-    return float(op.part == "core" or (sublayer and (op.part == "inner" or (op.part == "out" and tp > 1))))
-
-
-def repeats_messages(op: Operation, recompute: str, software: Software) -> bool:
-    """True if backward repeats an operation's forward messages."""
-    if recompute == "full":
-        return op.part != "never"
-    sublayer = software.selective == "sublayer"
-    return recompute == "selective" and (op.part == "core" or (op.part == "out" and sublayer))
-
-
-def _roles(recompute: str, software: Software) -> set[Role]:
-    table = KEPT[recompute]
-    return table.get(software.selective, table["core"])

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul, Operation
+from fivefold.models.recomputation import region
 from fivefold.plan import memory, rates, time
 from fivefold.plan.cost import Cost, Setting, operation
-from fivefold.plan.operations import repeated
 from fivefold.plan.predict import Plan
 from fivefold.schedules.pipeline import Costs, Timeline, simulate
 from fivefold.spread.parts import stages_of
@@ -151,7 +151,7 @@ def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], s
 
 def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     """The point of an operation that occurs `count` times."""
-    cost, forward = operation(op, s), 1 + repeated(op, recompute, s.software, s.layout.tp)
+    cost, forward = operation(op, s), 1 + region(recompute, s.software).repeated(op, s.layout.tp > 1)
     flops, moved = _work(op, s)
     seconds = _alone(cost, forward)
     back = (2.5 if op.attention else 2.0) * flops

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fivefold.models.card import card_of
-from fivefold.models.operations import KEPT, Operation, Work
+from fivefold.models.operations import Operation, Work
+from fivefold.models.recomputation import MODES
 from fivefold.optim import update_traffic
 from fivefold.plan import communication, memory, rates, volume
 from fivefold.plan.communication import exposed, group
@@ -54,7 +55,7 @@ def parts(s: Setting, work: Work) -> Parts:
     found = {}
     for mixed, ops in work.block.items():
         costs = [operation(op, s) for op in ops]
-        for recompute in KEPT:
+        for recompute in MODES:
             found[mixed, recompute] = together(ops, costs, s, recompute)
     return Parts(found, part(work.begin, s), end_cost(s, work.end))
 

@@ -8,6 +8,7 @@ experts get equal numbers of rows, and masked tokens are spread evenly over cont
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,9 @@ from typing import Any
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
+from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
-from fivefold.plan import memory, operations
+from fivefold.plan import memory
 from fivefold.plan.communication import group
 from fivefold.plan.cost import Setting
 from fivefold.plan.software import Partition
@@ -127,7 +129,7 @@ def _operations(
 ) -> None:
     """Adds the messages of `count` equal blocks, over all microbatches."""
     for op in ops:
-        forward = 1 + operations.repeats_messages(op, recompute, s.software)
+        forward = 1 + region(recompute, s.software).repeats_messages(op)
         for times, messages, back in ((forward, op.sent_forward, False), (1, op.sent_backward, True)):
             for message in messages:
                 for what, size, calls in _pieces(message, s, rank, back):
@@ -231,5 +233,5 @@ def control(s: Setting) -> list[Sent]:
         return []
     card, sizes = card_of(s.model), [8.0] * (2 if s.layout.divided else 1)
     if card.has_experts:
-        sizes.append(8.0 * card.mixed_blocks() * ((s.model.experts or 0) + 4))
+        sizes.append(8.0 * math.prod(card.load_sums))
     return [("all_reduce", "all", size) for size in sizes]

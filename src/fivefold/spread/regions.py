@@ -1,21 +1,58 @@
-"""Messages of tensor-parallel regions, as data: `parallel/` sends them, the operations of a model count them. No torch.
+"""Messages of the forward and backward passes, as data: `parallel/` sends them, the operations of a model
+(`models/work.py`) count them. No torch.
 
-Between two regions an activation is whole on every rank, or with sequence parallelism (sp) cut along the sequence
-(Megatron-LM, arXiv 1909.08053 and 2205.05198). Where a region begins, forward makes activations whole (`WHOLE`) and
-backward sums their gradients (`SUM`). Where it ends, forward sums and backward makes whole.
+Between two tensor-parallel regions an activation is whole on every rank, or with sequence parallelism (sp) cut along
+the sequence (Megatron-LM, arXiv 1909.08053 and 2205.05198). Where a region begins, forward makes activations whole
+(`WHOLE`) and backward sums their gradients (`SUM`). Where it ends, forward sums and backward makes whole. The other
+messages are `Collective`s.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-WHOLE: dict[bool, Literal["all_gather"] | None] = {False: None, True: "all_gather"}
+What = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+
+WHOLE: dict[bool, What | None] = {False: None, True: "all_gather"}
 """By sp: the collective that makes an activation whole. None: every rank has it. With sp a layer keeps only its piece,
 so backward gathers it once more, beside the matmul of the input's gradient."""
-SUM: dict[bool, Literal["all_reduce", "reduce_scatter"]] = {False: "all_reduce", True: "reduce_scatter"}
+SUM: dict[bool, What] = {False: "all_reduce", True: "reduce_scatter"}
 """By sp: the collective that adds up the ranks' partial sums, whole or each rank's piece."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of forward on an axis, and the one that sends its gradient in backward.
+
+    number: bytes of each number that is sent; 0: those of the compute dtype.
+    """
+
+    axis: str
+    forward: What
+    backward: What | None = None
+    number: int = 0
+
+
+HEADS = Collective("cp", "all_to_all", "all_to_all")
+"""Ulysses: all heads of some tokens for some heads of all tokens, and back."""
+STATISTICS = Collective("tp", "all_gather", number=4)
+"""What ranks with parts of the vocabulary tell each other: `LOSS_STATISTICS` numbers per row of logits."""
+LOSS_STATISTICS = 3
+"""The largest logit, the sum of exponentials, the target's logit."""
+TARGETS = Collective("cp", "all_reduce", number=8)
+"""The number of targets: ranks with parts of a sequence have different ones."""
+COUNTS = Collective("ep", "all_to_all", number=8)
+"""Rows for each expert. They go before the rows."""
+ROWS = Collective("ep", "all_to_all", "all_to_all")
+"""Rows on their way to the experts, and results on their way back."""
 
 
 def sequence_axes(sp: bool) -> tuple[str, ...]:
     """The axes whose ranks have different tokens of the same sequences."""
     return ("cp", "tp") if sp else ("cp",)
+
+
+def loads(sp: bool) -> list[Collective]:
+    """Sums of the rows that chose each expert, over ranks with parts of the same sequences."""
+    return [Collective(axis, "all_reduce", number=8) for axis in sequence_axes(sp)]

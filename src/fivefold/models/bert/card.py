@@ -15,7 +15,7 @@ class Card(card.Card):
     objective = "mlm"
     causal = False
     biased = True
-    whole_sequences = ("transform.", "norm.")  # the head picks masked tokens, unevenly many in each piece
+    whole_sequences = ("select.", "transform.", "norm.")  # masked tokens are spread unevenly over the pieces
 
     def defaults(self) -> dict[str, Any]:
         model = self.model

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.bert.card import TOKEN_TYPES
-from fivefold.models.layers import AttentionCore, Embedding, Linear, Sublayer
+from fivefold.models.layers import AttentionCore, Embedding, Linear, Positions, Sublayer
 from fivefold.models.section import ModelSection
 
 
@@ -89,7 +89,7 @@ class Model(LanguageModel):
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
         self.dropout = model.dropout
         self.embed = Embedding(model.vocab_size, model.dim)
-        self.embed_positions = Embedding(model.seq_len, model.dim)
+        self.embed_positions = Positions(model.seq_len, model.dim)
         self.embed_types = Embedding(TOKEN_TYPES, model.dim)
         self.embed_norm = nn.LayerNorm(model.dim, model.norm_eps)
         self.blocks = block_dict([Block(model) for _ in range(model.layers)])
