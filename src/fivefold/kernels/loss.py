@@ -50,6 +50,7 @@ class _LinearCrossEntropy(Function):
                 dweight = add_chunk(dweight, weight_gradient(dlogits, x[part]), rows >= N)
             if needs_bias:
                 dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
+            del logits, dlogits  # before the next chunk's
         if N == 0:  # no target counts here, but other ranks expect a gradient to sum
             dweight = torch.zeros_like(weight) if needs_weight else None
             dbias = torch.zeros_like(bias) if needs_bias and bias is not None else None
@@ -74,17 +75,19 @@ def rows_at_once(x: Tensor, V: int) -> int:
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: float) -> Tensor:
-    """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V) if possible."""
+    """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V)."""
     if native.usable(logits):
         assert int(targets.max()) < logits.shape[1], "a target beyond the vocabulary"
         native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, *logits.shape, scale)
         return logits
-    log_p = torch.log_softmax(logits.float(), dim=-1)
     counted = targets >= 0
     index = targets.clamp(min=0)[:, None]
-    losses.copy_(-log_p.gather(1, index)[:, 0] * counted)
-    gradient = log_p.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=log_p.dtype))
-    return gradient.mul_(counted[:, None] * scale).to(logits.dtype)
+    for part in sizes.fp32_parts(*logits.shape):
+        log_p = torch.log_softmax(logits[part].float(), dim=-1)
+        losses[part] = -log_p.gather(1, index[part])[:, 0] * counted[part]
+        gradient = log_p.exp_().scatter_add_(1, index[part], -torch.ones_like(index[part], dtype=log_p.dtype))
+        logits[part] = gradient.mul_(counted[part, None] * scale)
+    return logits
 
 
 def add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:

@@ -11,8 +11,14 @@ import math
 LOGITS_BYTES = {"cpu": 16 << 20, "accelerator": 512 << 20}
 """Bytes of one chunk of logits, in the compute dtype. A CPU should keep a chunk in its last cache (2048 rows at V 4096
 in bf16). An accelerator needs thousands of rows for a fast matmul, and after each chunk it adds a gradient of the whole
-output layer in fp32. Its figure comes from counting these bytes at V = 128k and has not been measured: without a fused
-kernel the loss also holds an fp32 copy and its log-softmax, about five times a chunk in bf16."""
+output layer in fp32. Its figure comes from counting these bytes at V = 128k and has not been measured."""
+FP32_BYTES = 64 << 20
+"""Where the loss has no fused kernel: bytes of the fp32 copy of a chunk's logits that exists at once. An accelerator
+reads and writes that much in tens of microseconds, several times what it takes to start a kernel."""
+FP32_COPIES = 2
+"""Tensors of that size: the copy and its log-softmax, or its exponentials. In fp32 the logits need no copy."""
+FP32_PASSES = 4
+"""How often such a copy is written and read: copy, log-softmax, exponential, scale."""
 MIN_ROWS = 128
 """Minimum rows of logits at once: with fewer the matmuls are slow."""
 
@@ -39,6 +45,21 @@ def loss_chunks(N: float, V: float, element_size: float, at_once: float) -> int:
 def rows_at_once(N: int, V: int, element_size: int, at_once: float) -> int:
     """Rows per chunk of the loss: the same number in each except the last."""
     return -(-N // loss_chunks(N, V, element_size, at_once))
+
+
+def fp32_parts(N: int, V: int) -> list[slice]:
+    """The rows of N x V logits whose fp32 copies exist at once."""
+    rows = fp32_rows(N, V)
+    return [slice(start, start + rows) for start in range(0, N, rows)]
+
+
+def fp32_rows(N: float, V: float) -> int:
+    return int(max(1, min(N, FP32_BYTES // (4 * V))))
+
+
+def fp32_bytes(N: float, V: float, element_size: float) -> float:
+    """Bytes of the fp32 tensors that the loss of N x V logits holds at once without a fused kernel."""
+    return 4 * (FP32_COPIES - (element_size == 4)) * fp32_rows(N, V) * V
 
 
 def query_blocks(T: int, causal: bool, element_size: int) -> list[tuple[int, int, int]]:

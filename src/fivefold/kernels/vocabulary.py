@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fivefold.kernels import native
+from fivefold.kernels import native, sizes
+from fivefold.spread.regions import LOSS_STATISTICS
 
 
 def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -17,14 +18,17 @@ def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor
     target's logit, or 0 if another rank has it. logits (n, V), targets (n) int64 in the whole vocabulary, negative for
     "not counted"."""
     if native.usable(logits):
-        out = torch.empty(3, len(logits), dtype=torch.float32)
+        out = torch.empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
         native.call("vocabulary_statistics", logits.dtype, logits, targets, out, *logits.shape, first)
         return out
-    whole = logits.float()
-    top = whole.amax(1)
     here, index = _local(targets, first, logits.shape[1])
-    at_target = whole.gather(1, index[:, None])[:, 0] * here
-    return torch.stack([top, (whole - top[:, None]).exp().sum(1), at_target])
+    out = logits.new_empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
+    for part in sizes.fp32_parts(*logits.shape):
+        whole = logits[part].float()
+        top = whole.amax(1)
+        at_target = whole.gather(1, index[part, None])[:, 0] * here[part]
+        out[:, part] = torch.stack([top, (whole - top[:, None]).exp_().sum(1), at_target])
+    return out
 
 
 def vocabulary_loss(statistics: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,17 +40,19 @@ def vocabulary_loss(statistics: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: float) -> Tensor:
-    """scale * (softmax - onehot) of this rank's columns, zero where the target is negative. The native kernel
-    overwrites the logits with it."""
+    """scale * (softmax - onehot) of this rank's columns, zero where the target is negative. It overwrites
+    the logits."""
     if native.usable(logits):
         native.call(
             "vocabulary_gradient", logits.dtype, logits, targets, lse.contiguous(), *logits.shape, first, scale
         )  # fmt: skip
         return logits
     here, index = _local(targets, first, logits.shape[1])
-    gradient = (logits.float() - lse[:, None]).exp()
-    gradient.scatter_add_(1, index[:, None], -here.float()[:, None])
-    return gradient.mul_((targets >= 0)[:, None] * scale).to(logits.dtype)
+    for part in sizes.fp32_parts(*logits.shape):
+        gradient = (logits[part].float() - lse[part, None]).exp_()
+        gradient.scatter_add_(1, index[part, None], -here[part].float()[:, None])
+        logits[part] = gradient.mul_((targets[part] >= 0)[:, None] * scale)
+    return logits
 
 
 def _local(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:

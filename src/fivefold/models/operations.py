@@ -87,7 +87,7 @@ class Program:
     dropout, too. selective: the region that "selective" recomputes (models/recomputation.py). fused: consecutive
     element-wise operations are one pass over memory. loss: logits exist in "chunks"; or whole, in the compute dtype
     ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at once, if in
-    chunks.
+    chunks. fp32_parts: without a fused kernel, parts of a chunk are copied to fp32.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -97,6 +97,7 @@ class Program:
     fused: bool = True
     loss: Literal["chunks", "fused", "plain"] = "chunks"
     chunk_bytes: float = sizes.logits_bytes("cuda")
+    fp32_parts: bool = True
 
 
 @dataclass(frozen=True)

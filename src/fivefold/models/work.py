@@ -55,8 +55,10 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
             Saved("gradient of the output's input", (rows + (n if s.sp else 0)) * D * e, "stream"),
             Saved("gradient of the output's weight", weight * (e if cut == 1 else 4), "stream"),
         ]
-        at_once = rows / cut * columns * e
-        besides = (at_once + rows * D * e) if cut == 1 else (2 * at_once + rows * D * e + weight * e)
+        copies = sizes.fp32_bytes(rows / cut, columns, e) if program.fp32_parts else 0.0
+        besides = rows / cut * columns * e + rows * D * e + max(copies, weight * e if cut > 1 else 0.0)
+        if program.fp32_parts:
+            forward = 2 * e + 2 * 4 * sizes.FP32_PASSES
     if kept:
         saved.append(Saved("logits", kept * rows * columns, "stream"))
     return [

@@ -99,6 +99,7 @@ class _Loss(Function):
                 dweight = add_chunk(dweight, kernels.weight_gradient(dlogits, x_ND[part]), rows >= N)
             if needs_bias:
                 dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
+            del dlogits  # before the next chunk's
         if N == 0:  # no target counts here, but other ranks expect a gradient to sum
             ctx.dx = (lambda: torch.zeros_like(x)) if needs_x else None
             dweight = torch.zeros_like(weight) if needs_weight else None

@@ -96,6 +96,7 @@ FIVEFOLD_CPU = replace(
     masks="numbers",
     scatter="all_to_all",
     chunk_bytes=sizes.logits_bytes("cpu"),
+    fp32_parts=False,
 )
 """This program on CPUs. gloo has no reduce-scatter, so each rank sends every other one its part (parallel/zero.py)."""
 
