@@ -8,6 +8,7 @@ from fivefold import kernels
 from fivefold.kernels import native, private, sizes
 from fivefold.kernels.hollow import Hollow, Hollowing
 from fivefold.parallel.flat import add_gradient
+from fivefold.trace.memory import Tracker
 
 # bf16 keeps 8 bits: an operation rounds by up to 2^-9, and the longest chain here (PyTorch's own attention with
 # grouped queries: scores, probabilities, their gradients, a sum over heads) rounds about ten times.
@@ -166,6 +167,21 @@ def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, monkeypatch):
     (3 * wanted).backward()
     for a, b in zip(low, high, strict=True):
         close(a.grad, b.grad, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_loss_holds_what_is_counted(path, dtype, chunks, monkeypatch):
+    """A chunk of logits, fp32 tensors of a part of it if there is no fused kernel, and what is given or returned."""
+    rows, D, V, e = 256, 8, 2048, dtype.itemsize
+    monkeypatch.setitem(sizes.LOGITS_BYTES, "cpu", rows * V * e)
+    monkeypatch.setattr(sizes, "FP32_BYTES", 64 * V * 4)
+    x, weight = (torch.randn(n, D, dtype=dtype, requires_grad=True) for n in (chunks * rows, V))
+    with Tracker() as tracker:
+        kernels.linear_cross_entropy(x, weight, torch.arange(chunks * rows))
+    logits = rows * V * e + (sizes.fp32_bytes(rows, V, e) if path == "plain" else 0)
+    around = (2 * x.numel() + 2 * weight.numel()) * e + weight.numel() * (4 if chunks > 1 else 0)
+    assert logits < tracker.peak().total < logits + 1.1 * around
 
 
 def test_linear_cross_entropy_where_nothing_counts(path):

@@ -1,5 +1,7 @@
 """Recompute: the gradients of recompute=none bit for bit, dropout included, and less memory."""
 
+from typing import get_args
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -8,8 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.kernels import matmul
 from fivefold.models.build import build
+from fivefold.models.operations import Role
+from fivefold.models.recomputation import MODES, REGIONS, region
 from fivefold.parallel import recompute
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.recipe.schema import LayoutSection
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import forward_backward
@@ -147,3 +152,10 @@ def test_nothing_is_kept_for_later_without_gradients():
         wanted = module(tokens)
         recompute.apply(module, "full")  # type: ignore[arg-type]
         assert torch.equal(module(tokens), wanted)
+
+
+def test_one_table_names_the_modes():
+    assert set(MODES) == set(get_args(LayoutSection.model_fields["recompute"].annotation))
+    assert [region(mode).runs for mode in MODES] == [None, ("sublayer", "finish"), ("block", "forward")]
+    everything = {role for found in REGIONS.values() for role in found.keeps}
+    assert everything == set(get_args(Role))

@@ -80,14 +80,19 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: f
         assert int(targets.max()) < logits.shape[1], "a target beyond the vocabulary"
         native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, *logits.shape, scale)
         return logits
+    for part in sizes.fp32_parts(*logits.shape):
+        _plain_loss_and_gradient(logits[part], targets[part], losses[part], scale)
+    return logits
+
+
+def _plain_loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: float) -> None:
+    """Holds `sizes.FP32_COPIES` fp32 tensors of the logits' size."""
+    log_p = torch.log_softmax(logits.float(), dim=-1)
     counted = targets >= 0
     index = targets.clamp(min=0)[:, None]
-    for part in sizes.fp32_parts(*logits.shape):
-        log_p = torch.log_softmax(logits[part].float(), dim=-1)
-        losses[part] = -log_p.gather(1, index[part])[:, 0] * counted[part]
-        gradient = log_p.exp_().scatter_add_(1, index[part], -torch.ones_like(index[part], dtype=log_p.dtype))
-        logits[part] = gradient.mul_(counted[part, None] * scale)
-    return logits
+    losses.copy_(-log_p.gather(1, index)[:, 0] * counted)
+    gradient = log_p.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=log_p.dtype))
+    logits.copy_(gradient.mul_(counted[:, None] * scale))
 
 
 def add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:

@@ -28,6 +28,7 @@ def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor
         top = whole.amax(1)
         at_target = whole.gather(1, index[part, None])[:, 0] * here[part]
         out[:, part] = torch.stack([top, (whole - top[:, None]).exp_().sum(1), at_target])
+        del whole  # before the next part's
     return out
 
 
@@ -52,6 +53,7 @@ def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int
         gradient = (logits[part].float() - lse[part, None]).exp_()
         gradient.scatter_add_(1, index[part, None], -here[part].float()[:, None])
         logits[part] = gradient.mul_((targets[part] >= 0)[:, None] * scale)
+        del gradient  # before the next part's
     return logits
 
 
