@@ -39,13 +39,14 @@ class Region:
         return self.collectives and op.part in self.repeats
 
 
+WITHIN: frozenset[Role] = frozenset({"core", "inner"})
 BESIDES: frozenset[Role] = frozenset({"input", "stream", "product", "copied"})
-"""Tensors saved outside of the second half of a sublayer, and its input."""
+"""Tensors saved in the second half of a sublayer; those saved outside of it, with its input."""
 REGIONS = {
-    "nothing": Region(None, BESIDES - {"copied"} | {"core", "inner"}, frozenset()),
+    "nothing": Region(None, (BESIDES | WITHIN) - {"copied"}, frozenset()),
     "block": Region(("block", "forward"), frozenset({"input"}), frozenset({"", "core", "inner", "out"})),
     "sublayer": Region(("sublayer", "finish"), BESIDES, frozenset({"core", "inner", "out"}), last="out"),
-    "core": Region(None, BESIDES | {"inner"}, frozenset({"core"})),
+    "core": Region(None, (BESIDES | WITHIN) - {"core"}, frozenset({"core"})),
     "operations": Region(
         None,
         BESIDES - {"stream"},
