@@ -91,8 +91,8 @@ def measure(work: str, layout: str, steps: int) -> dict[str, float]:
     """A rank's part: its fastest step, in seconds, and the growth of its peak memory, in MiB."""
     import torch
 
+    from fivefold.host.memory import keep_freed_memory
     from fivefold.launch import ranks as ranks_
-    from fivefold.launch.allocator import keep_freed_memory
     from fivefold.recipe import load, resolve
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from fivefold import kernels
+from fivefold.host.memory import keep_freed_memory
 from fivefold.kernels import native
-from fivefold.launch.allocator import keep_freed_memory
 
 B, T, H, d, D, FFN, V = 4, 256, 6, 64, 384, 1024, 4096
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fivefold.host.machine import current_memory_bytes, peak_memory_bytes
-from fivefold.launch.allocator import keep_freed_memory
+from fivefold.host.memory import keep_freed_memory
 from fivefold.models.base import LanguageModel
 from fivefold.models.build import build
 from fivefold.parallel import recompute

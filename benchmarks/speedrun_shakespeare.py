@@ -153,7 +153,7 @@ def baseline(data: dict) -> dict:
 
 def fivefold(data: dict, ours: dict) -> dict:
     """The trainer's own step, on a recipe that a user could write."""
-    from fivefold.launch.allocator import keep_freed_memory
+    from fivefold.host.memory import keep_freed_memory
     from fivefold.launch.ranks import Ranks
     from fivefold.recipe import load, resolve
     from fivefold.step.state import build_state

@@ -23,13 +23,13 @@ from fivefold.recipe import (
     explain,
     flops_per_token,
     load,
-    migrate,
     resolve,
     shipped,
     to_toml,
     tokens_per_step,
     total_steps,
 )
+from fivefold.recipe.load import RENAMED
 
 SHIPPED = [
     "bert-base-mlm", "gpt2-124m", "llama-7b", "mixtral-8x7b", "moe-tiny", "quickstart", "shakespeare",
@@ -459,8 +459,8 @@ def test_unsetting_the_steps_keeps_the_tokens() -> None:
 def test_keys_of_older_versions_are_read_by_their_new_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(migrate.RENAMED, "optim.learning_rate", "optim.lr")
-    monkeypatch.setitem(migrate.RENAMED, "data.length", "model.seq_len")
+    monkeypatch.setitem(RENAMED, "optim.learning_rate", "optim.lr")
+    monkeypatch.setitem(RENAMED, "data.length", "model.seq_len")
     old = "[optim]\nlearning_rate = 0.5\n[data]\nlength = 64\n[train]\nsteps = 5\n"
     recipe = load(write(tmp_path, old))
     assert (recipe.optim.lr, recipe.model.seq_len, recipe.train.steps) == (0.5, 64, 5)

@@ -23,7 +23,7 @@ from fivefold.bench import hardware, links, overhead
 from fivefold.host import cores, memory_bytes
 from fivefold.host.cpu import has_cpu_bf16
 from fivefold.host.machine import device_peak
-from fivefold.launch.allocator import keep_freed_memory
+from fivefold.host.memory import keep_freed_memory
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.plan import devices, measured

@@ -28,7 +28,7 @@ from fivefold.cli import (
     verify,
 )
 from fivefold.errors import CheckFailed, CommunicationError, UserError
-from fivefold.host import restart_with_huge_pages
+from fivefold.host.memory import restart_with_huge_pages
 
 # Plain help texts: rich alone takes 0.1 s to import
 app = typer.Typer(

@@ -8,11 +8,8 @@ from __future__ import annotations
 import math
 import os
 import platform
-import sys
 from pathlib import Path
 
-TUNABLES = "GLIBC_TUNABLES"
-HUGE_PAGES = {TUNABLES: "glibc.malloc.hugetlb=1"}
 _V1_MEMORY = "memory/memory.limit_in_bytes"
 
 
@@ -88,17 +85,3 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def restart_with_huge_pages() -> None:
-    """Restarts this command in the same process with memory pages of 2 MiB instead of 4 KiB, where glibc can do that.
-
-    Large matrices then miss the address cache less (benchmarks/train_speed.py). glibc reads the setting only when a
-    process starts. Returns if there is nothing to gain: another C library, a kernel without the choice, or the user's
-    own GLIBC_TUNABLES.
-    """
-    choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if platform.libc_ver()[0] != "glibc" or TUNABLES in os.environ or not choice.is_file():
-        return
-    if "[madvise]" in choice.read_text():
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | HUGE_PAGES)

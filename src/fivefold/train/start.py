@@ -14,8 +14,8 @@ from torch import nn
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import UserError
 from fivefold.host.machine import cores, ensure_matmul_rate
+from fivefold.host.memory import keep_freed_memory
 from fivefold.launch import ranks as ranks_
-from fivefold.launch.allocator import keep_freed_memory
 from fivefold.launch.local import start_ranks
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.rules import allows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fivefold.errors import UserError
 from fivefold.schedules.pipeline.action import Action
-from fivefold.schedules.pipeline.memory import peak_live
+from fivefold.schedules.pipeline.facts import peak_live
 from fivefold.schedules.pipeline.schedule import Schedule
 
 

@@ -1,15 +1,44 @@
-"""Facts about schedules for a search over thousands of layouts. They are read from the rows of few microbatches,
-once."""
+"""Facts about schedules: live activations, and how rows end. They depend on the order of actions, not on their costs. A
+search over thousands of layouts reads them once, from the rows of few microbatches."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 
 from fivefold.schedules.pipeline.registry import build_row
+from fivefold.schedules.pipeline.schedule import Schedule
 
 FILLING = 2
 """Microbatches per pipeline rank that fill the pipeline. More do not raise any rank's memory, unless it holds all."""
+
+
+def peak_live(
+    schedule: Schedule, size: Sequence[float] | None = None, after_input: Sequence[float] | None = None
+) -> list[float]:
+    """The most activations that each rank holds at once.
+
+    `size[s]`: bytes that a microbatch holds at stage s, from its F to its B or W. The default is 1, which counts
+    microbatches times stages. `after_input[s]`: the bytes still held from I to W. The default is all.
+    """
+    size = size or [1] * schedule.stages
+    after_input = after_input or size
+    change = {
+        "F": size,
+        "B": [-s for s in size],
+        "I": [left - s for s, left in zip(size, after_input, strict=True)],
+        "W": [-left for left in after_input],
+    }
+    peaks = []
+    for row in schedule.rows:
+        held = peak = 0.0
+        for action in row:
+            held += change[action.kind][action.stage]
+            if held > peak:
+                peak = held
+        peaks.append(peak)
+    return peaks
 
 
 def most_live(
