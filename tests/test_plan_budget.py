@@ -24,7 +24,7 @@ GPT3 = ["model.arch=gpt2", "model.layers=96", "model.dim=12288", "model.heads=96
 
 def test_gpt3_within_a_month() -> None:
     """GPT-3, 300B tokens, 160 TFLOP/s a device: about 800 devices for a month."""
-    devices = budget.devices_for(175e9, 300e9, 30 * budget.DAY, 160e12)
+    devices = budget.devices_for(budget.training_flops(175e9, 300e9), 30 * budget.DAY, 160e12)
     assert devices == pytest.approx(760, abs=1)
     assert round(devices, -2) == 800
 
@@ -33,8 +33,9 @@ def test_end_to_end_examples_of_megatron() -> None:
     """arXiv 2104.04473, section 5.1: 34 days for 175B, 300B tokens, 1024 devices at 140 TFLOP/s; 84 days for 1T, 450B,
     3072 at 163."""
     days = 34 * budget.DAY, 84 * budget.DAY
-    assert budget.devices_for(175e9, 300e9, days[0], 140e12, recompute=True) == pytest.approx(1024, rel=0.015)
-    assert budget.devices_for(1e12, 450e9, days[1], 163e12, recompute=True) == pytest.approx(3072, rel=0.012)
+    work = [budget.training_flops(n, d, recompute=True) for n, d in ((175e9, 300e9), (1e12, 450e9))]
+    assert budget.devices_for(work[0], days[0], 140e12) == pytest.approx(1024, rel=0.015)
+    assert budget.devices_for(work[1], days[1], 163e12) == pytest.approx(3072, rel=0.012)
 
 
 def test_chinchilla_itself() -> None:

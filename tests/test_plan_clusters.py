@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.errors import UserError
 from fivefold.plan import communication
-from fivefold.plan.clusters import PRESETS, parse
+from fivefold.plan.clusters import PRESETS, of_gpu, parse
 from fivefold.spread.layout import Layout
 
 
@@ -111,3 +111,20 @@ def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
     ranks = communication.Group(64, 8)
     both = communication.reduce_scatter(8e9, ranks, cluster) + communication.all_gather(8e9, ranks, cluster)
     assert communication.all_reduce(8e9, ranks, cluster) == pytest.approx(both, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("AMD Instinct MI300X", "mi300x")],
+)
+def test_preset_of_a_gpu(name: str, preset: str) -> None:
+    assert of_gpu(name) is PRESETS[preset]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GB200", "NVIDIA L4", "NVIDIA A100 MIG 1g.10gb", "other"],
+)
+def test_other_gpus_get_no_other_figures(name: str) -> None:
+    with pytest.raises(UserError, match=rf"no figures of {name} \(it has those of a100, h100"):
+        of_gpu(name)

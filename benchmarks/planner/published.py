@@ -20,12 +20,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan import time
 from fivefold.plan.clusters import parse
 from fivefold.plan.cost import Setting, part
-from fivefold.plan.devices import GIB, Cluster
+from fivefold.plan.devices import Cluster
 from fivefold.plan.predict import price, setting
 from fivefold.plan.software import PAPER, Software, States
 from fivefold.recipe import resolve_model

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from fivefold.bench import hardware, links, overhead
 from fivefold.host import cores, memory_bytes
-from fivefold.host.cpu import has_cpu_bf16
-from fivefold.host.machine import device_peak
+from fivefold.host.machine import device_peak, has_fast_bf16
 from fivefold.host.memory import keep_freed_memory
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
@@ -41,7 +40,7 @@ def measure(say: Callable[[str], None] = lambda text: None) -> Measured:
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     units = gpus or cores()
-    dtypes = list(TRAINED) if gpus or has_cpu_bf16() else [MASTER]
+    dtypes = list(TRAINED) if has_fast_bf16("cuda" if gpus else "cpu") else [MASTER]
     keep_freed_memory()
     found: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="fivefold-") as folder:

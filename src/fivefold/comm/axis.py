@@ -144,15 +144,6 @@ class Axis:
         self._run("all_to_all", larger, dist.all_to_all_single, out, x, taken, given)
         return out
 
-    def start_all_to_all(
-        self, x: Tensor, taken: Sequence[int] | None = None, given: Sequence[int] | None = None
-    ) -> Started:
-        """Starts an `all_to_all`."""
-        if self.group is None:
-            return Started(self, "all_to_all", x)
-        out, larger = self._room(x, taken)
-        return self._start("all_to_all", out, larger, dist.all_to_all_single, out, x, taken, given)
-
     def run(self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False) -> Tensor:
         """Runs a collective of `spread/regions.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
         what = collective.backward if backward else collective.forward

@@ -24,6 +24,7 @@ from fivefold.data.tokenizer import (
 )
 from fivefold.data.tokens import FORMAT, NAMES, ShardWriter
 from fivefold.errors import UserError
+from fivefold.precision import token_bytes
 from fivefold.recipe.schema import DataSection
 
 Progress = Callable[[str, int, int | None], None]  # (stage, bytes done, total bytes if known)
@@ -45,7 +46,7 @@ def build(
     while True:  # runs once, and again if validation got no document or all of them
         tokenizer = _tokenizer(data, mask, setup, work, workers, size, tell)
         tokenizer.save(folder / "tokenizer.json")
-        dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        dtype = f"<u{token_bytes(tokenizer.vocab_size)}"
         setup = dataclasses.replace(setup, tokenizer=str(folder / "tokenizer.json"), dtype=dtype)
         summary, shards = _encode(work(), setup, folder, data.max_bad_fraction, workers, size, tell)
         other = _other_rule(setup, summary, data.val_fraction)

@@ -19,9 +19,10 @@ from fivefold.models.card import card_of
 from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
+from fivefold.precision import DTYPES, torch_dtype
 
 WRONG = "config.json has a wrong value (fields named as in our recipes)"
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+NAMES = {torch_dtype(d.name): d.torch for d in DTYPES.values() if d.stored and d.multiplied}
 
 
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
@@ -79,8 +80,8 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
                 problems.append(
                     f"weight {name} has shape {tuple(part.shape)}, config.json asks for {(rows, *rest)}"
                 )
-            elif part.dtype not in DTYPES or part.dtype != parts[0].dtype:
-                allowed = f"{', '.join(DTYPES.values())}, the same for {' and '.join(entry.theirs)}"
+            elif part.dtype not in NAMES or part.dtype != parts[0].dtype:
+                allowed = f"{', '.join(NAMES.values())}, the same for {' and '.join(entry.theirs)}"
                 problems.append(f"weight {name} has dtype {str(part.dtype)[6:]}; allowed: {allowed}")
         if not problems:
             tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -95,7 +96,7 @@ def hf_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[s
     return {
         "architectures": [exchange.ARCHITECTURE],
         **exchange.to_config(model),
-        "torch_dtype": DTYPES[dtype],
+        "torch_dtype": NAMES[dtype],
     }
 
 

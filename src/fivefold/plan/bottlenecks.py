@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fivefold.host.devices import GIB
 from fivefold.plan import time
 from fivefold.plan.cost import Setting
 from fivefold.plan.devices import Cluster, Device, Link
@@ -15,7 +16,6 @@ from fivefold.plan.predict import Plan, price
 from fivefold.spread.layout import to_text
 from fivefold.spread.parts import stages_of
 
-GIB = 2**30
 WORTH = 0.001  # a smaller share is not mentioned
 
 

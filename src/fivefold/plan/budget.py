@@ -14,16 +14,14 @@ from fivefold.recipe import count_parameters, resolve_model
 DAY = 86400.0
 
 
-def training_flops(parameters: float, tokens: float) -> float:
-    """6 N D: two FLOPs per weight and token in forward, four in backward (Kaplan et al., arXiv 2001.08361)."""
-    return 6.0 * parameters * tokens
+def training_flops(parameters: float, tokens: float, recompute: bool = False) -> float:
+    """6 N D: two FLOPs per weight and token in forward, four in backward (Kaplan et al., arXiv 2001.08361). Full
+    recomputation repeats forward."""
+    return (8.0 if recompute else 6.0) * parameters * tokens
 
 
-def devices_for(
-    parameters: float, tokens: float, seconds: float, flops: float, recompute: bool = False
-) -> int:
-    """Devices that finish within `seconds` at `flops` FLOP/s each. Full recomputation makes it 8 N D FLOPs."""
-    work = (8.0 if recompute else 6.0) * parameters * tokens
+def devices_for(work: float, seconds: float, flops: float) -> int:
+    """Devices that finish `work` FLOPs within `seconds` at `flops` FLOP/s each."""
     return math.ceil(work / (seconds * flops))
 
 

@@ -10,32 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
-from fivefold.host.devices import BY_NAME
+from fivefold.host.devices import BY_NAME, GB, sheet_of
 from fivefold.plan import measured
-from fivefold.plan.devices import GB, Cluster, Device, Link, of_table
+from fivefold.plan.devices import Cluster, Device, Link, of_table
+from fivefold.precision import DTYPES
 
 MOST_DEVICES = 1_000_000
-
-
-RATED = ("bf16", "fp16", "fp32", "fp8")
+RATED = tuple(dtype.name for dtype in DTYPES.values() if dtype.stored)
 """The dtypes whose rates a cluster has."""
 
 
 def _device(name: str, matmul: float, **shares: Any) -> Device:
-    """The device of a data sheet. matmul and shares: the shares of its figures that programs reach."""
+    """The device of a data sheet. matmul: FLOP/s in bf16 that programs reach. shares: of the sheet's other figures."""
     sheet = BY_NAME[name]
     peak = {dtype: rate for dtype in RATED if (rate := sheet.rate(dtype))}
-    return Device(name, peak, matmul, sheet.units, sheet.memory, sheet.bandwidth, **shares)
+    return Device(name, peak, matmul / peak["bf16"], sheet.units, sheet.memory, sheet.bandwidth, **shares)
 
 
-def _preset_of(device: Device, share: float, network: Link, **link: Any) -> Cluster:
-    """A cluster with nodes of 8. share: the share of the links inside a node that collectives reach."""
-    return Cluster(device.name, device, 0, 8, Link(BY_NAME[device.name].link, share, _HOP, **link), network)
+def _preset_of(device: Device, ring: float, network: Link, **link: Any) -> Cluster:
+    """A cluster with nodes of 8. ring: bytes/s that collectives reach inside a node."""
+    wire = BY_NAME[device.name].link
+    return Cluster(device.name, device, 0, 8, Link(wire, ring / wire, _HOP, **link), network)
 
 
-# Specifications come from the data sheets (host/devices.py). These are the shares of them that programs reach.
+# Specifications come from the data sheets (host/devices.py). These are the rates that programs reach.
 # "matmul" is the highest bf16 rate that a search over shapes found (stas00/ml-engineering, "MAMF" table). B200's rate
-# falls under its power limit when large matmuls follow one another, so its share is that of large shapes in a published
+# falls under its power limit when large matmuls follow one another, so its rate is that of large shapes in a published
 # sweep (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json, also for its attention and streaming shares).
 # NVLink's share is what nccl-tests' rings reach with 16 GiB on 8 devices (ml-engineering, network/README.md).
 # InfiniBand's is NVIDIA's 24 of 25 and 48 of 50 GB/s. Latencies per hop come from NCCL's own tuning model (ring,
@@ -43,26 +43,41 @@ def _preset_of(device: Device, share: float, network: Link, **link: Any) -> Clus
 # figures 5 and 6, on H100 figure 7.
 _HOP, _NETWORK_HOP = 3.4e-6, 14e-6
 _HDR, _NDR = Link(25 * GB, 24 / 25, _NETWORK_HOP), Link(50 * GB, 48 / 50, _NETWORK_HOP)
-_HOPPER, _HOPPER_ATTENTION = 794.5 / 989, (0.37, 0.31)
+_HOPPER, _HOPPER_ATTENTION = 794.5e12, (0.37, 0.31)
 
 PRESETS = {
     cluster.name: cluster
     for cluster in (
-        _preset_of(_device("a100", 271.2 / 312, attention=(0.60, 0.55)), 234.9 / 300, _HDR),
-        _preset_of(_device("h100", _HOPPER, attention=_HOPPER_ATTENTION), 367.2 / 450, _NDR, reduce=480 * GB),
-        _preset_of(_device("h200", _HOPPER, attention=_HOPPER_ATTENTION), 367.2 / 450, _NDR, reduce=480 * GB),
+        _preset_of(_device("a100", 271.2e12, attention=(0.60, 0.55)), 234.9 * GB, _HDR),
+        _preset_of(_device("h100", _HOPPER, attention=_HOPPER_ATTENTION), 367.2 * GB, _NDR, reduce=480 * GB),
+        _preset_of(_device("h200", _HOPPER, attention=_HOPPER_ATTENTION), 367.2 * GB, _NDR, reduce=480 * GB),
         _preset_of(
-            _device("b200", 0.50, streaming=0.67, attention=(0.52, 0.42)), 682.2 / 900, _NDR, reduce=845 * GB
+            _device("b200", 1125e12, streaming=0.67, attention=(0.52, 0.42)),
+            682.2 * GB,
+            _NDR,
+            reduce=845 * GB,
         ),
         # All 8 devices reach 312.9 GB/s. The network is the builder's choice; 400 Gb/s per device are assumed.
         _preset_of(
-            _device("mi300x", 668.4 / 1307.4, streaming=0.8, attention=(0.40, 0.27)),
-            312.9 / 448,
+            _device("mi300x", 668.4e12, streaming=0.8, attention=(0.40, 0.27)),
+            312.9 * GB,
             _NDR,
             mesh=True,
         ),
     )
 }
+
+
+def of_gpu(name: str) -> Cluster:
+    """The preset of the GPU that calls itself `name`.
+
+    Raises:
+        UserError: there is none.
+    """
+    sheet = sheet_of(name)
+    if sheet is None or sheet.name not in PRESETS:
+        raise UserError(f"the planner has no figures of {name} (it has those of {', '.join(PRESETS)})")
+    return PRESETS[sheet.name]
 
 
 def parse(text: str) -> Cluster:

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from fivefold.host.devices import GB, GIB
 from fivefold.plan.measured import Measured, Share
 
-GIB = 2**30
-GB = 1e9
-RUNTIME = 0.25 * 2**30
+RUNTIME = 0.25 * GIB
 """Bytes per process for Python and PyTorch's libraries on a CPU."""
 
 

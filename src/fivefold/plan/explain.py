@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Saved
 from fivefold.plan import memory, operations, volume
 from fivefold.plan.cost import operation
 from fivefold.plan.predict import Plan
 from fivefold.spread.layout import describe
-
-GIB = 2**30
 
 
 def summary(plan: Plan) -> list[str]:

@@ -18,7 +18,7 @@ from fivefold.plan.memory import Memory
 from fivefold.plan.software import FIVEFOLD, Software, of
 from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Parts, Step, step
-from fivefold.precision import DTYPES
+from fivefold.precision import DTYPES, chosen
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, to_text, validate
@@ -221,10 +221,8 @@ def with_load(software: Software, model: ModelSection, load: float | None) -> So
 
 
 def dtype_of(recipe: Recipe, cluster: Cluster) -> str:
-    """The compute dtype. `auto` is bf16 if the device has it."""
-    mode = recipe.precision.mode
-    if mode == "auto":
-        return "bf16" if "bf16" in cluster.device.peak else "fp32"
+    """The compute dtype. Clusters have a rate of bf16 if it is faster than fp32."""
+    mode = chosen(recipe.precision.mode, "bf16" in cluster.device.peak)
     if mode not in cluster.device.peak or not DTYPES[mode].priced:
         known = ", ".join(name for name in cluster.device.peak if DTYPES[name].priced)
         raise UserError(f"precision.mode = {mode}: the planner prices {known} on {cluster.device.name}")

@@ -74,7 +74,7 @@ def answer(plan: Plan, q: Questions) -> dict[str, Any]:
     if q.deadline is not None:
         work = flops_per_token(model) * q.tokens
         found["deadline_days"] = q.deadline / budget.DAY
-        found["devices_for_deadline"] = math.ceil(work / (q.deadline * plan.model_flops_per_gpu))
+        found["devices_for_deadline"] = budget.devices_for(work, q.deadline, plan.model_flops_per_gpu)
     best, other = budget.chinchilla(flops), budget.kaplan(flops)
     found["optimal_tokens"] = 20.0 * active
     found["chinchilla"] = {"parameters": best.parameters, "tokens": best.tokens}

@@ -56,7 +56,6 @@ def attention(
 
     parts: number of partial attentions that a ring merges. Heads narrower than 128 are slower, because they do as many
     exponentials for fewer FLOPs."""
-    dtype = "bf16" if dtype == "fp8" else dtype
     if device.measured:
         rate = device.measured.attended(tokens / parts, head, dtype, backward, parts > 1)
         return flops * (2.5 if backward else 1.0) / rate

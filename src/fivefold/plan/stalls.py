@@ -8,10 +8,8 @@ from typing import Any
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan import rates
 from fivefold.plan.cost import Setting
-from fivefold.precision import DTYPES, MASTER
+from fivefold.precision import DTYPES, MASTER, token_bytes
 from fivefold.recipe import Recipe, count_parameters
-
-SMALL_VOCABULARY = 2**16  # ids of a vocabulary up to this size take two bytes, others four (data/build.py)
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     saved = DTYPES[MASTER].bytes + OPTIMIZERS[recipe.optim.name].bytes  # masters and the optimizer's states
     size = round(saved * count_parameters(recipe.model))
     tokens = recipe.train.global_batch_size * recipe.model.seq_len
-    width = 2 if (recipe.model.vocab_size or 0) <= SMALL_VOCABULARY else 4
-    reading = tokens * width / nodes / s.cluster.disk
+    reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.disk
     return Stalls(
         checkpoint=size,
         saving=size / nodes / s.cluster.disk,

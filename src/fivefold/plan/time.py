@@ -16,6 +16,7 @@ from fivefold.plan.communication import exposed, group
 from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
+from fivefold.precision import DTYPES
 from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import sharing_group
@@ -163,7 +164,7 @@ def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
 def accumulate(elements: float, s: Setting) -> Cost:
     """Cost of adding a microbatch's gradient to the sum."""
     measured = s.cluster.device.measured
-    if s.microbatches == 1 and s.dtype == "fp32" and not measured:
+    if s.microbatches == 1 and not DTYPES[s.dtype].masters and not measured:
         return Cost()
     if (
         measured and s.layout.zero and not scattered_once(s.layout.zero, s.layout.pp)

@@ -19,7 +19,7 @@ from fivefold.parallel.data import DataParallel
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
-from fivefold.precision import DTYPES, MASTER, torch_dtype
+from fivefold.precision import DTYPES, MASTER, chosen, torch_dtype
 from fivefold.recipe import OptimSection, Recipe, count_parameters
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, held, size_of, whole
@@ -135,11 +135,7 @@ def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch
 def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> str:
     """ "fp32" or "bf16": the recipe's mode, or if that is auto, the one that is fast on the device. A user's own module
     runs in bf16 only if the recipe says so, because its buffers may need fp32."""
-    if recipe.precision.mode != "auto":
-        return recipe.precision.mode
-    if own_module:
-        return "fp32"
-    return "bf16" if has_fast_bf16(device.type) else "fp32"
+    return chosen(recipe.precision.mode, not own_module and has_fast_bf16(device.type))
 
 
 def make_equal(state: State) -> None:

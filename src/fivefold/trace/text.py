@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fivefold.host.devices import GIB
 from fivefold.plan.predict import Plan
 from fivefold.trace.depth import Exact
 from fivefold.trace.memory import CATEGORIES
-
-GIB = 2**30
 
 
 def beside(plan: Plan, exact: Exact) -> Iterator[str]:

@@ -20,7 +20,7 @@ from fivefold.observe.format import size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan.clusters import PRESETS
+from fivefold.plan.clusters import of_gpu
 from fivefold.plan.devices import Cluster, of_table
 from fivefold.plan.measured import load
 from fivefold.plan.predict import predict
@@ -155,13 +155,7 @@ def _save(run: Path, plan: dict[str, Any]) -> None:
 def _cluster(ranks: Ranks) -> Cluster:
     """The machine of this run, as a cluster of the planner."""
     if ranks.device.type == "cuda":
-        name = torch.cuda.get_device_name(ranks.device).lower()
-        found = next(
-            (preset for known, preset in PRESETS.items() if known in name and "mig" not in name.split()), None
-        )
-        if found is None:
-            raise UserError(f"the planner has no figures of {name}")
-        return replace(found, per_node=ranks.local_world)
+        return replace(of_gpu(torch.cuda.get_device_name(ranks.device)), per_node=ranks.local_world)
     if ranks.world != ranks.local_world:
         raise UserError("the network between machines without GPUs is not measured")
     table = load()

@@ -42,7 +42,7 @@ from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.optim import OPTIMIZERS
-from fivefold.precision import TRAINED
+from fivefold.precision import MASTER, TRAINED
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.rules import allows
 from fivefold.recipe.schema import LayoutSection
@@ -125,7 +125,7 @@ class Report:
 
 
 def verify(
-    recipe: Recipe, layout: str | None = None, *, steps: int = 3, mode: str = "fp32", fork: bool = False
+    recipe: Recipe, layout: str | None = None, *, steps: int = 3, mode: str = MASTER, fork: bool = False
 ) -> Report | None:
     """Compares a layout with one process, over `steps` steps of a recipe in `mode` ("fp32" or "bf16").
 
@@ -173,9 +173,9 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
         notes.append(
             f"dropout is 0 here (the recipe has {recipe.model.dropout}): layouts drop different elements"
         )
-    if mode == "fp32" and recipe.precision.reduce != "fp32":
-        changes.append("precision.reduce=fp32")
-        notes.append("gradients are summed in fp32 here; --mode bf16 compares bf16 sums")
+    if mode == MASTER and recipe.precision.reduce != MASTER:
+        changes.append(f"precision.reduce={MASTER}")
+        notes.append(f"gradients are summed in {MASTER} here; --mode bf16 compares bf16 sums")
     if recipe.train.steps and recipe.train.steps < steps:
         changes.append(f"train.steps={steps}")
     return change(recipe, changes, layout), notes
@@ -226,15 +226,15 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
     """Computes the reference in this process, unless it exists, and compares it with `folder`/layout, which the
     layout's ranks wrote. In bf16 there are two references, one in fp32 and one in bf16."""
     layout, mode = Layout.from_recipe(recipe.layout), recipe.precision.mode
-    for other in {"fp32", mode}:
+    for other in {MASTER, mode}:
         if not (folder / other).exists():
             precision = recipe.precision.model_copy(update={"mode": other})
             one = recipe.model_copy(update={"layout": LayoutSection(), "precision": precision})
             compute(Side(one, data, steps, folder / other), alone(), reference=True)
     report = Report(to_text(layout), layout.ranks, mode, steps)
     second = OPTIMIZERS[recipe.optim.name].second_moment
-    own = {} if mode == "fp32" else dict(_differences(folder / mode, folder / "fp32", second, together=True))
-    for (kind, where), rel in _differences(folder / "layout", folder / "fp32", second, bool(own)):
+    own = {} if mode == MASTER else dict(_differences(folder / mode, folder / MASTER, second, together=True))
+    for (kind, where), rel in _differences(folder / "layout", folder / MASTER, second, bool(own)):
         allowed = TOLERANCE[kind]
         if kind in ("loss", "grad_norm") and own:
             allowed = max(FLOOR_BF16, *(TIMES_BF16 * rel for (k, _), rel in own.items() if k == kind))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from fivefold.host.devices import GIB
 from fivefold.observe.format import memory_text
 from fivefold.observe.scale import linear_scale, tick_labels
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from fivefold.plan.pictures import Point, Roofline
     from fivefold.plan.predict import Plan
 
-GIB = 2**30
 WIDTH, LEFT, RIGHT, TOP = 760, 84, 96, 62  # pixels
 KINDS = ("params", "gradients", "optimizer", "activations", "buffers")
 STYLE = """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from fivefold.host.devices import GIB
 from fivefold.observe.format import duration, memory_text
 from fivefold.schedules.pipeline import to_text as timeline_text
 from fivefold.spread.layout import to_text as layout_text
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from fivefold.plan.pictures import Pictures, Point, Roofline
     from fivefold.plan.predict import Plan
 
-GIB = 2**30
 KINDS = {
     "params": ("█", "blue"),
     "gradients": ("▓", "green"),
