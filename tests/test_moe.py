@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fivefold.errors import UserError
-from fivefold.kernels.mixture import combine, dispatch, grouped_linear, plan
+from fivefold.kernels.mixture import assign, combine, dispatch, grouped_linear
 from fivefold.models.build import build
 from fivefold.models.cache import Cache
 from fivefold.models.card import card_of
@@ -96,7 +96,7 @@ def test_equals_a_loop_over_experts(kind, dtype, empty):
             layer.router.weight[:, 0] = torch.tensor([1.0, -9, 1, 1, 1, -9])
     tensors = [x.requires_grad_(), *layer.parameters()]
     got, wanted = layer(x), by_loop(layer, x, model)
-    sums = layer.tally
+    sums = layer.stats
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     mine = torch.autograd.grad(got, tensors, direction)
     theirs = torch.autograd.grad(wanted, tensors, direction)
@@ -125,14 +125,14 @@ def test_no_rows_at_all():
 def test_the_way_there_and_back():
     """Slots are sorted by expert; each token's rows come back to it, weighted."""
     chosen = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]])
-    way = plan(chosen, 4)
+    way = assign(chosen, 4)
     assert way.counts_E.tolist() == way.chosen_E.tolist() == [3, 1, 4, 0]
     assert way.tokens_M.tolist() == [2, 0, 3, 1, 0, 1, 3, 2]  # first choices before second ones
     x = torch.randn(4, 5)
     assert torch.equal(dispatch(x, way), x[way.tokens_M])
     weights = torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.1, 0.9]])
     torch.testing.assert_close(combine(dispatch(x, way), weights, way), x)
-    limited = plan(chosen, 4, capacity=2)
+    limited = assign(chosen, 4, capacity=2)
     assert limited.tokens_M.tolist() == [2, 0, 1, 0, 1]
     assert limited.counts_E.tolist() == [2, 1, 2, 0]
     kept = torch.tensor(
@@ -157,8 +157,8 @@ def test_capacity_drops_what_is_beyond(factor):
         strict=True,
     ):
         assert (a - b).norm() <= 1e-5 * b.norm()
-    assert layer.tally.sums is not None
-    slots, dropped = layer.tally.sums[:6], layer.tally.sums[6].item()
+    assert layer.stats.sums is not None
+    slots, dropped = layer.stats.sums[:6], layer.stats.sums[6].item()
     assert dropped == (slots - capacity).clamp(min=0).sum().item() > 0
     layer.eval()
     torch.testing.assert_close(layer(x), by_loop(layer, x, model), atol=1e-5, rtol=1e-5)
@@ -182,15 +182,15 @@ def test_router_losses_have_their_gradient(score):
     share = F.one_hot(scores.topk(2).indices, 6).sum((0, 1)) / 80
     mean = (scores / scores.sum(-1, keepdim=True)).mean(0)
     aux, z = 6 * (share * mean).sum(), logits.exp().sum(-1).log().square().mean()
-    layer.tally.scale = 0.7
+    layer.stats.scale = 0.7
     whole = 0.7 * (by_loop(layer, x, model).square().mean() + 0.3 * aux + 0.05 * z)
     tensors = [x, *layer.parameters()]
     wanted = torch.autograd.grad(whole, tensors)
     got = torch.autograd.grad(layer(x).square().mean(), tensors, torch.tensor(0.7))
     for a, b in zip(got, wanted, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
-    assert layer.tally.sums is not None
-    assert layer.tally.sums[-3:].tolist() == pytest.approx([aux.item(), z.item(), 1.0], rel=1e-5)
+    assert layer.stats.sums is not None
+    assert layer.stats.sums[-3:].tolist() == pytest.approx([aux.item(), z.item(), 1.0], rel=1e-5)
 
 
 @pytest.mark.parametrize("how", ["none", "full", "selective"])
@@ -205,7 +205,7 @@ def test_what_is_computed_again_counts_once(how):
         tokens = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(2))
         model(tokens, tokens).backward()
         mixtures = [m for m in model.modules() if isinstance(m, Mixture)]
-        found.append([*(m.tally.sums for m in mixtures), *(p.grad for p in model.parameters())])
+        found.append([*(m.stats.sums for m in mixtures), *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert found[0][0][-1] == 1
 
@@ -214,7 +214,7 @@ def test_validation_counts_nothing():
     layer = mixture()
     with torch.no_grad():
         layer(torch.randn(1, 8, 32))
-    assert layer.tally.sums is None
+    assert layer.stats.sums is None
 
 
 def test_the_cache_gives_the_logits_of_the_whole_text():

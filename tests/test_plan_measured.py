@@ -10,7 +10,7 @@ from measured import FLOPS, table
 from fivefold.errors import UserError
 from fivefold.models.operations import Matmul
 from fivefold.plan import communication, measured, rates
-from fivefold.plan.calibrate import Run, fit
+from fivefold.plan.calibrate import FinishedRun, fit
 from fivefold.plan.clusters import parse
 from fivefold.plan.communication import Group
 from fivefold.plan.devices import of_table
@@ -204,7 +204,10 @@ def test_calibration_finds_the_factors() -> None:
     machine.host.update(block=2e-3, step=5e-3)
     true = replace(machine, factors={"compute": 1.2, "messages": 0.7, "host": 1.5})
     layouts = ["dp=1", "dp=2", "tp=2", "tp=2,sp=true", "dp=2,zero=3", "cp=2", "pp=2"]
-    runs = [Run(name, recipe(name), predict(recipe(name), of_table(true)).step.seconds) for name in layouts]
+    runs = [
+        FinishedRun(name, recipe(name), predict(recipe(name), of_table(true)).step.seconds)
+        for name in layouts
+    ]
     found = fit(machine, runs)
     assert max(map(abs, found.before)) > 0.1
     assert max(map(abs, found.after)) < 0.03

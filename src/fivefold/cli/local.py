@@ -55,11 +55,11 @@ def run_calibration(names: Sequence[str], json: bool) -> None:
 def _run(folder: Path):
     from fivefold.observe.metrics import read_metrics
     from fivefold.observe.prediction import step_seconds
-    from fivefold.plan.calibrate import Run
+    from fivefold.plan.calibrate import FinishedRun
     from fivefold.recipe import load
 
     require_run(folder)
     seconds = step_seconds(read_metrics(folder / "metrics.jsonl"))
     if seconds is None:
         raise UserError(f"--calibrate: {folder} has too few steps; it needs at least 3")
-    return Run(folder.name, load(str(folder / "recipe.toml")), seconds)
+    return FinishedRun(folder.name, load(str(folder / "recipe.toml")), seconds)

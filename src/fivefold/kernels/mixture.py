@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 
-class Plan(NamedTuple):
+class Assignment(NamedTuple):
     """The assignment of tokens to rows. Slot s of token n has index s N + n, so first choices come before second ones.
 
     order_M: the slot of each row; rows are sorted by expert, then by slot. place_NK: the row of each slot, or M if it
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
         return self.order_M % self.place_NK.shape[0]
 
 
-def plan(chosen_NK: Tensor, experts: int, capacity: int = 0) -> Plan:
+def assign(chosen_NK: Tensor, experts: int, capacity: int = 0) -> Assignment:
     """Sorts slots by expert. capacity: most rows per expert; the first slots are kept. 0: no limit."""
     slots = chosen_NK.t().reshape(-1)
     order = slots.argsort(stable=True)
@@ -45,17 +45,17 @@ def plan(chosen_NK: Tensor, experts: int, capacity: int = 0) -> Plan:
         counts = counts.clamp(max=capacity)
     place = torch.full_like(slots, len(order))
     place[order] = torch.arange(len(order), device=order.device)
-    return Plan(order, place.view(chosen_NK.shape[::-1]).t().contiguous(), counts, chosen)
+    return Assignment(order, place.view(chosen_NK.shape[::-1]).t().contiguous(), counts, chosen)
 
 
-def dispatch(x_ND: Tensor, plan: Plan) -> Tensor:
+def dispatch(x_ND: Tensor, assignment: Assignment) -> Tensor:
     """The rows that experts compute: each token once for each of its experts. (M, D)."""
-    return _Dispatch.apply(x_ND, plan)
+    return _Dispatch.apply(x_ND, assignment)
 
 
-def combine(rows_MD: Tensor, weights_NK: Tensor, plan: Plan) -> Tensor:
+def combine(rows_MD: Tensor, weights_NK: Tensor, assignment: Assignment) -> Tensor:
     """The weighted sum of each token's rows; dropped ones count as zero. (N, D) in the rows' dtype."""
-    return _Combine.apply(rows_MD, weights_NK.to(rows_MD.dtype), plan)
+    return _Combine.apply(rows_MD, weights_NK.to(rows_MD.dtype), assignment)
 
 
 def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
@@ -67,34 +67,34 @@ def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Ten
 
 class _Dispatch(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan) -> Tensor:
-        ctx.plan = plan
-        return x.index_select(0, plan.tokens_M)
+    def forward(ctx: Any, x: Tensor, assignment: Assignment) -> Tensor:
+        ctx.assignment = assignment
+        return x.index_select(0, assignment.tokens_M)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        return _sum_rows(grads[0], ctx.plan.place_NK), None
+        return _sum_rows(grads[0], ctx.assignment.place_NK), None
 
 
 class _Combine(Function):
     """Rows (M, D), weights (N, K) -> (N, D)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-        ctx.plan = plan
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
+        ctx.assignment = assignment
         ctx.save_for_backward(rows, weights)
-        return _sum_rows(rows, plan.place_NK, weights)
+        return _sum_rows(rows, assignment.place_NK, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (rows, weights), plan = ctx.saved_tensors, ctx.plan
-        dout_MD = grads[0].index_select(0, plan.tokens_M)
+        (rows, weights), assignment = ctx.saved_tensors, ctx.assignment
+        dout_MD = grads[0].index_select(0, assignment.tokens_M)
         dslots = torch.zeros(weights.numel(), dtype=torch.float32, device=rows.device)
-        dslots[plan.order_M] = (dout_MD * rows).sum(-1, dtype=torch.float32)
+        dslots[assignment.order_M] = (dout_MD * rows).sum(-1, dtype=torch.float32)
         dweights = dslots.view(weights.shape[::-1]).t().to(weights.dtype)
-        slot_weights_M = weights.t().reshape(-1)[plan.order_M]
+        slot_weights_M = weights.t().reshape(-1)[assignment.order_M]
         return dout_MD.mul_(slot_weights_M[:, None]), dweights, None
 
 

@@ -138,7 +138,7 @@ class Card(ABC):
     @property
     def load_sums(self) -> tuple[int, int]:
         """Shape of the sums over all ranks, once per step: for each block with experts the slots of each expert,
-        dropped slots, load-balance term, z term, number of passes (`models.mixture.Tally`)."""
+        dropped slots, load-balance term, z term, number of passes (`models.mixture.RouterStats`)."""
         return self.mixed_blocks(), (self.model.experts or 0) + 4
 
     def work(self, s: Sizes, program: Program) -> Work:

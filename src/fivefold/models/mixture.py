@@ -23,13 +23,13 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.kernels.mixture import combine, dispatch, grouped_linear, plan
+from fivefold.kernels.mixture import assign, combine, dispatch, grouped_linear
 from fivefold.models.layers import Sublayer
 from fivefold.models.llama.module import FeedForward
 from fivefold.models.section import ModelSection
 
 
-class Tally:
+class RouterStats:
     """Numbers exchanged between the trainer and one layer.
 
     scale: factor on the gradient of the loss; the router's own terms use it, too. sums: totals over the backward passes
@@ -45,18 +45,18 @@ class Tally:
 
 
 class _Attach(Function):
-    """Identity in forward. In backward the router's loss gets its gradient, and the tally its facts: once per
+    """Identity in forward. In backward the router's loss gets its gradient, and the stats its facts: once per
     microbatch, even if forward is recomputed, or if this pipeline stage never sees the loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, tally: Tally, facts: Tensor) -> Tensor:
-        ctx.tally, ctx.facts = tally, facts
+    def forward(ctx: Any, x: Tensor, loss: Tensor, stats: RouterStats, facts: Tensor) -> Tensor:
+        ctx.stats, ctx.facts = stats, facts
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        ctx.tally.add(ctx.facts)
-        return grads[0], torch.full((), ctx.tally.scale, device=ctx.facts.device), None, None
+        ctx.stats.add(ctx.facts)
+        return grads[0], torch.full((), ctx.stats.scale, device=ctx.facts.device), None, None
 
 
 class Total(nn.Module):
@@ -142,12 +142,12 @@ class Mixture(nn.Module):
         self.router, self.total, self.experts = Router(model), Total(), Experts(model)
         width = model.shared_experts * model.expert_ffn_dim
         self.shared = FeedForward(model.model_copy(update={"ffn_dim": width})) if width else None
-        self.tally = Tally()
+        self.stats = RouterStats()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
         chosen, weights, shares, logits = self.router(x_ND)
-        way = plan(chosen, self.count, self.capacity(len(x_ND)))
+        way = assign(chosen, self.count, self.capacity(len(x_ND)))
         y_ND = combine(self.experts(dispatch(x_ND, way), way.counts_E), weights, way)
         if self.shared is not None:
             y_ND = y_ND + self.shared(x_ND)
@@ -172,7 +172,7 @@ class Mixture(nn.Module):
         with torch.no_grad():
             dropped = (chosen_E - counts_E).sum()
             facts = torch.cat([chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
-        return _Attach.apply(y_ND, self.aux_weight * aux + self.z_weight * z, self.tally, facts)
+        return _Attach.apply(y_ND, self.aux_weight * aux + self.z_weight * z, self.stats, facts)
 
 
 def balance_loss(shares_NE: Tensor, chosen_E: Tensor) -> Tensor:

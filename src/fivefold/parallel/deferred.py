@@ -20,17 +20,17 @@ from torch.autograd.function import once_differentiable
 from fivefold import kernels
 from fivefold.models.layers import Linear
 
-Work = Callable[[], None]
+WeightGradient = Callable[[], None]
 
 
 class Deferred:
     """`queue` collects weight gradients while `collect` runs a backward; otherwise it is None."""
 
     def __init__(self) -> None:
-        self.queue: deque[Work] | None = None
+        self.queue: deque[WeightGradient] | None = None
 
-    def collect(self, backward: Work) -> deque[Work]:
-        """Runs a backward and returns the work that it deferred."""
+    def collect(self, backward: Callable[[], None]) -> deque[WeightGradient]:
+        """Runs a backward and returns the weight gradients that it deferred."""
         self.queue = queue = deque()
         try:
             backward()

@@ -136,14 +136,14 @@ class Balance:
         self.mesh, self.model = mesh, model
         mixed = [number for number, is_mixed in enumerate(card_of(model).mixed) if is_mixed]
         self.rows = {number: row for row, number in enumerate(mixed)}  # of `sums`, by block
-        self.sums = torch.zeros(0)  # (blocks with experts, E + 4), fp64: see `models.mixture.Tally`
+        self.sums = torch.zeros(0)  # (blocks with experts, E + 4), fp64: see `models.mixture.RouterStats`
         self.figures: dict[str, float] = {}
 
     def start_step(self, scale: float) -> None:
         """scale: factor on the gradients of this step's losses."""
         pieces = self.mesh.size("tp") if self.mesh.layout.sp else 1  # the gradients of the pieces are summed
         for mixture in self.layers.values():
-            mixture.tally.scale, mixture.tally.sums = scale / pieces, None
+            mixture.stats.scale, mixture.stats.sums = scale / pieces, None
 
     def finish(self) -> None:
         """Sums over ranks: one all-reduce of a few numbers per block."""
@@ -151,8 +151,8 @@ class Balance:
         self.sums = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
         if mesh.layout.sp or mesh.index("tp") == 0:  # without sp the ranks of tp have the same tokens
             for number, mixture in self.layers.items():
-                if mixture.tally.sums is not None:
-                    self.sums[self.rows[number]] = mixture.tally.sums
+                if mixture.stats.sums is not None:
+                    self.sums[self.rows[number]] = mixture.stats.sums
         mesh.axis("all").all_reduce(self.sums)
         self.figures = self._figures()
 

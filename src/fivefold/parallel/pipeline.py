@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fivefold.comm import Started
 from fivefold.models.base import LanguageModel
-from fivefold.parallel.deferred import Deferred, Work, attach
+from fivefold.parallel.deferred import Deferred, WeightGradient, attach
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.schedules.pipeline import (
@@ -143,7 +143,7 @@ class _Run:
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.events: list[Event] = []
         self.kept: dict[Key, tuple[Tensor, Tensor]] = {}  # input and output, until backward
-        self.owed: dict[Key, deque[Work]] = {}  # weight gradients, from I until W
+        self.owed: dict[Key, deque[WeightGradient]] = {}  # weight gradients, from I until W
         self.inputs: dict[Key, Arrival] = {}
         self.gradients: dict[Key, Arrival] = {}  # of outputs
         self.to_send: dict[Action, Tensor] = {}

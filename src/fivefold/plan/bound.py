@@ -10,13 +10,13 @@ from fivefold.plan import time
 from fivefold.plan.bound_bytes import ROUNDING, LeastBytes
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
-from fivefold.plan.pieces import Pieces, Position
+from fivefold.plan.shared_costs import Position, SharedCosts
 from fivefold.plan.software import Software
 from fivefold.plan.space import Choice, Space
 from fivefold.schedules.pipeline import ends_upwards
 from fivefold.spread.layout import stages_of_a_rank
 
-Sums = tuple[float, float, float]
+RankSeconds = tuple[float, float, float]
 """Seconds of a rank: gradient sums, weight gathers (both without overlap), and the optimizer."""
 
 
@@ -25,17 +25,17 @@ class Bounds:
     `sharing` bound the seconds: each is tighter than the one before, and slower to compute."""
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
-        self.pieces = Pieces(model, cluster, software)
-        self.bytes = LeastBytes(self.pieces)
+        self.shared = SharedCosts(model, cluster, software)
+        self.bytes = LeastBytes(self.shared)
         self.model, self.cluster, self.software = model, cluster, software
         self.bare = replace(software, overlap_data=False)
         self._starts: dict[Space, list[tuple[float, float, Choice]]] = {}
-        self._sums: dict[tuple[object, ...], Sums] = {}
-        self._all: dict[tuple[object, ...], tuple[Sums, ...]] = {}
+        self._sums: dict[tuple[object, ...], RankSeconds] = {}
+        self._all: dict[tuple[object, ...], tuple[RankSeconds, ...]] = {}
         self._everywhere: dict[int, bool] = {}
 
     def setting(self, c: Choice) -> Setting:
-        return self.pieces.setting(c)
+        return self.shared.setting(c)
 
     def starts(self, space: Space) -> list[tuple[float, float, Choice]]:
         """Bounds of seconds and bytes for each shape with its microbatch, recomputation and dtype."""
@@ -45,20 +45,20 @@ class Bounds:
 
     def shape(self, c: Choice) -> float:
         """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
-        piece, layers = self.pieces.piece(c), self.model.layers
+        micro, layers = self.shared.microbatch(c), self.model.layers
         kinds = [
-            cost for cost, some in ((piece.plain, False), (piece.mixed, True)) if some in self.pieces.mixed
+            cost for cost, some in ((micro.plain, False), (micro.mixed, True)) if some in self.shared.mixed
         ]
         whole = c.count * -(-layers // c.layout.pp) * min(cost.seconds for cost in kinds)
         return (max(self._even(c), whole) + self._fixed(c)) * ROUNDING
 
     def _even(self, c: Choice) -> float:
         """Seconds until an average pipeline rank is done: its part of the work, and the wait until it starts."""
-        piece, p, layers = self.pieces.piece(c), c.layout.pp, self.model.layers
-        mixed = self.pieces.mixed.count(True)
-        work = (layers - mixed) * piece.plain.seconds + mixed * piece.mixed.seconds
-        kinds = [cost for cost, some in ((piece.plain, layers - mixed), (piece.mixed, mixed)) if some]
-        even = c.count * (work + piece.begin.seconds + piece.end.seconds) / p
+        micro, p, layers = self.shared.microbatch(c), c.layout.pp, self.model.layers
+        mixed = self.shared.mixed.count(True)
+        work = (layers - mixed) * micro.plain.seconds + mixed * micro.mixed.seconds
+        kinds = [cost for cost, some in ((micro.plain, layers - mixed), (micro.mixed, mixed)) if some]
+        even = c.count * (work + micro.begin.seconds + micro.end.seconds) / p
         return even + (p - 1) / 2 * min(cost.forward for cost in kinds)
 
     def average(self, c: Choice, space: Space) -> float:
@@ -67,13 +67,13 @@ class Bounds:
         p = c.layout.pp
         if self.cluster.machine or not self._blocks_everywhere(p, space):
             return self.shape(c)
-        piece, mixed = self.pieces.piece(c), self.pieces.mixed.count(True) / p
+        micro, mixed = self.shared.microbatch(c), self.shared.mixed.count(True) / p
         plain = self.model.layers / p - mixed
         forward, backward = _beside(
-            plain, mixed, 1 / p, 1 / p, piece.plain, piece.mixed, piece.begin, piece.end
+            plain, mixed, 1 / p, 1 / p, micro.plain, micro.mixed, micro.begin, micro.end
         )
         sent = self._least_sent(c, space, (plain, mixed, 1 / p, 1 / p), forward, backward)
-        hops = self.pieces.hops(c)[0]
+        hops = self.shared.hops(c)[0]
         seconds = self._even(c) + sum(hops) / p + sent + self._fixed(c)
         return max(seconds * ROUNDING, self.shape(c))
 
@@ -84,19 +84,19 @@ class Bounds:
                 Choice(replace(space.shapes[0], pp=p, schedule=name, virtual_stages=virtual), 1, 1, "").layout
                 for name, virtual in space.schedules(p)
             )
-            some = any(self.pieces.mixed)
+            some = any(self.shared.mixed)
             self._everywhere[p] = all(
                 at.mixed > 0 or (at.plain > 0 and not some)
                 for layout in layouts
-                for at in self.pieces.groups(layout)
+                for at in self.shared.groups(layout)
             )
         return self._everywhere[p]
 
     def schedule(self, c: Choice, space: Space) -> float:
         """Seconds of a schedule under any sharing of states: the forward of the stages before a rank, its own work,
         and then their backward, or its traffic of weights and gradients."""
-        piece = self.pieces.piece(c)
-        ends, turned = self._ends(c, piece.plain, piece.mixed)
+        micro = self.shared.microbatch(c)
+        ends, turned = self._ends(c, micro.plain, micro.mixed)
         end, at, forward, backward = max(ends, key=lambda one: one[0])
         sent = self._least_sent(c, space, (at.plain, at.mixed, at.first, at.last), forward, backward)
         return (max(end + sent, turned) + self._fixed(c)) * ROUNDING
@@ -114,14 +114,14 @@ class Bounds:
 
     def _blocks(self, c: Choice) -> tuple[Cost, Cost]:
         """Costs of a block without and with experts, including the communication of ZeRO in every microbatch."""
-        piece = self.pieces.piece(c)
+        micro = self.shared.microbatch(c)
         if c.layout.zero < 2:
-            return piece.plain, piece.mixed
+            return micro.plain, micro.mixed
         s, found = self.setting(c), [Cost(), Cost()]
         counted = time.memory.elements(self.model, c.layout)[0]
-        for kind in set(self.pieces.mixed):
-            own, cost = counted[self.pieces.mixed.index(kind)], piece.alone[kind]
-            found[kind] = (cost + time.within_step(own, cost, s)).slowed(piece.slower)
+        for kind in set(self.shared.mixed):
+            own, cost = counted[self.shared.mixed.index(kind)], micro.alone[kind]
+            found[kind] = (cost + time.within_step(own, cost, s)).slowed(micro.slower)
         return found[0], found[1]
 
     def _ends(
@@ -130,14 +130,14 @@ class Bounds:
         """When positions have computed all their microbatches, at the earliest; with the position, and its forward and
         backward of one microbatch. And when the first one ends, behind the backward of all others: 0 where the schedule
         does not have it end last."""
-        piece, (there, back) = self.pieces.piece(c), self.pieces.hops(c)
+        micro, (there, back) = self.shared.microbatch(c), self.shared.hops(c)
         x, ends, turned = c.layout, [], 0.0
         upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, stages_of_a_rank(x))
-        for at in self.pieces.groups(c.layout):
+        for at in self.shared.groups(c.layout):
             forward, backward = _beside(
-                at.plain, at.mixed, at.first, at.last, plain, mixed, piece.begin, piece.end
+                at.plain, at.mixed, at.first, at.last, plain, mixed, micro.begin, micro.end
             )
-            ahead, behind = _beside(*at.before, not at.first, False, plain, mixed, piece.begin, piece.end)
+            ahead, behind = _beside(*at.before, not at.first, False, plain, mixed, micro.begin, micro.end)
             end = ahead + there[at.number] + c.count * (forward + backward)
             ends.append((end, at, forward, backward))
             if upwards:
@@ -157,7 +157,7 @@ class Bounds:
             self._all[key] = tuple({self._sent(replace(c, layout=layout), at) for layout in layouts})
         return min(self._unhidden(c, sums, forward, backward) for sums in self._all[key])
 
-    def _unhidden(self, c: Choice, sums: Sums, forward: float, backward: float) -> float:
+    def _unhidden(self, c: Choice, sums: RankSeconds, forward: float, backward: float) -> float:
         reduced, gathered, updated = sums
         if self.software.overlap_data:
             blocks = max(1, self.model.layers // c.layout.pp)
@@ -165,12 +165,12 @@ class Bounds:
             gathered = time.unhidden(gathered, forward, blocks)
         return reduced + gathered + updated
 
-    def _sent(self, c: Choice, at: tuple[float, ...]) -> Sums:
+    def _sent(self, c: Choice, at: tuple[float, ...]) -> RankSeconds:
         """Seconds of a rank. at: its blocks without and with experts, whether it has the first stage, the last."""
         x = c.layout
         key = (x.tp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, at, c.dtype)
         if key not in self._sums:
-            own = self.pieces.elements(x, *at)
+            own = self.shared.elements(x, *at)
             s = replace(self.setting(c), software=self.bare)
             self._sums[key] = (*time.data_parallel(s, own, 0.0, 0.0), time.optimizer(s, own))
         return self._sums[key]

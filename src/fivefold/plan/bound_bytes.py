@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fivefold.plan import memory
 from fivefold.plan.memory import Buffers
-from fivefold.plan.pieces import Pieces, Position
+from fivefold.plan.shared_costs import Position, SharedCosts
 from fivefold.plan.space import Choice, Space
 from fivefold.schedules.pipeline import most_live
 from fivefold.spread.layout import stages_of_a_rank
@@ -20,8 +20,8 @@ Live = tuple[tuple[int, ...], tuple[int, ...]]
 class LeastBytes:
     """Bounds for the layouts of a model on a cluster."""
 
-    def __init__(self, pieces: Pieces):
-        self.pieces = pieces
+    def __init__(self, shared: SharedCosts):
+        self.shared = shared
         self._fewest: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
         self._kept: dict[tuple[object, ...], list[tuple[Position, float, float]]] = {}
         self._states: dict[tuple[object, ...], tuple[float, Buffers]] = {}
@@ -29,7 +29,7 @@ class LeastBytes:
     def of(self, c: Choice, buffers: bool = True) -> float:
         """Bytes of the ranks that probably hold most. Without buffers it is a bound for every way to share states, if
         this layout's is the one that keeps least."""
-        one, most = self.pieces.piece(c).bytes, 0.0
+        one, most = self.shared.microbatch(c).bytes, 0.0
         for at, live, own in self._fullest(c):
             states, besides = self._held(c, at)
             peak = memory.at_peak(one, besides if buffers else NONE, live, own, at.last)
@@ -43,7 +43,7 @@ class LeastBytes:
         key = (x.tp, x.cp, x.cp_method, x.ep, x.sp, x.recompute, c.B, c.dtype, c.count)
         key += (x.pp, x.schedule, x.virtual_stages)
         if key not in self._kept:
-            positions = self.pieces.positions(x)
+            positions = self.shared.positions(x)
             live = [_live(c, number) for number in range(x.pp)]
             chosen = {
                 0,
@@ -55,7 +55,7 @@ class LeastBytes:
 
     def _keeps(self, c: Choice, at: Position, live: Live) -> tuple[float, float]:
         """Bytes that the live microbatches of a position keep, and those that one of them does."""
-        one, kept, own = self.pieces.piece(c).bytes, 0.0, 0.0
+        one, kept, own = self.shared.microbatch(c).bytes, 0.0, 0.0
         for number, (plain, mixed) in enumerate(at.stages):
             size = plain * one.plain + mixed * one.mixed
             size += at.first * (number == 0) * one.begin
@@ -70,21 +70,21 @@ class LeastBytes:
         key = (x.tp, x.ep, x.pp > 1, x.zero, x.dp_shard * x.cp, at.plain, at.mixed, at.first, at.last)
         key += (c.dtype, c.count == 1)
         if key not in self._states:
-            pieces, b = self.pieces, self.pieces.software.states[c.dtype]
-            own = pieces.elements(x, at.plain, at.mixed, at.first, at.last)
+            shared, b = self.shared, self.shared.software.states[c.dtype]
+            own = shared.elements(x, at.plain, at.mixed, at.first, at.last)
             held = sum(memory.rank_states(b, x, own, c.count))
-            besides = memory.buffers(pieces.model, x, at.first, at.last, b, pieces.software)
+            besides = memory.buffers(shared.model, x, at.first, at.last, b, shared.software)
             self._states[key] = held, besides
         return self._states[key]
 
     def shape(self, c: Choice, space: Space) -> float:
         """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
-        one, ((plain, mixed), blocks) = self.pieces.piece(c).bytes, self._first_ranks(c, space)
+        one, ((plain, mixed), blocks) = self.shared.microbatch(c).bytes, self._first_ranks(c, space)
         x = c.layout
         key = (x.tp, x.ep, x.pp, x.dp * x.cp, c.dtype, c.count == 1, plain, mixed)
         if key not in self._states:
-            lean, b = space.leanest(x), self.pieces.software.states[c.dtype]
-            own = self.pieces.elements(lean, plain, mixed, True, False)
+            lean, b = space.leanest(x), self.shared.software.states[c.dtype]
+            own = self.shared.elements(lean, plain, mixed, True, False)
             held = sum(memory.rank_states(b, lean, own, c.count))
             self._states[key] = held, NONE
         kept = [k for k, some in ((one.plain, plain), (one.mixed, mixed)) if some]
@@ -99,7 +99,7 @@ class LeastBytes:
             found = []
             for name, virtual in space.schedules(c.layout.pp):
                 one = replace(c, layout=replace(c.layout, schedule=name, virtual_stages=virtual))
-                at = self.pieces.positions(one.layout)[0]
+                at = self.shared.positions(one.layout)[0]
                 found.append((at, _live_blocks(_live(one, 0), at)))
             fewest = min(at.plain for at, _ in found), min(at.mixed for at, _ in found)
             self._fewest[key] = fewest, min(blocks for _, blocks in found)

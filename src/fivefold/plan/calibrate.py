@@ -24,7 +24,7 @@ STEP = 0.02  # step of a factor's logarithm for numerical derivatives
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """A finished run: its recipe and its median step time in seconds."""
 
     name: str
@@ -49,7 +49,7 @@ class Fit:
         }
 
 
-def fit(table: Measured, runs: Sequence[Run]) -> Fit:
+def fit(table: Measured, runs: Sequence[FinishedRun]) -> Fit:
     """Fits the factors by Gauss-Newton on their logarithms, starting at 1."""
     plain = replace(table, factors=dict.fromkeys(FACTORS, 1.0), fitted=[])
     logs = [0.0] * len(FACTORS)
@@ -80,12 +80,12 @@ def _with(table: Measured, logs: Sequence[float]) -> Measured:
     return replace(table, factors={name: math.exp(x) for name, x in zip(FACTORS, logs, strict=True)})
 
 
-def _residuals(table: Measured, logs: Sequence[float], runs: Sequence[Run]) -> list[float]:
+def _residuals(table: Measured, logs: Sequence[float], runs: Sequence[FinishedRun]) -> list[float]:
     cluster = of_table(_with(table, logs))
     return [math.log(predict(run.recipe, cluster).step.seconds / run.seconds) for run in runs]
 
 
-def _errors(table: Measured, logs: Sequence[float], runs: Sequence[Run]) -> list[float]:
+def _errors(table: Measured, logs: Sequence[float], runs: Sequence[FinishedRun]) -> list[float]:
     return [math.exp(residual) - 1 for residual in _residuals(table, logs, runs)]
 
 

@@ -44,7 +44,7 @@ Values = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Axis:
+class Slider:
     """A slider: its values, ascending, and the index of the recipe's own."""
 
     key: str
@@ -96,7 +96,7 @@ def base(recipe: Recipe, cluster: str, expert_load: float | None = None) -> Base
     return Base(recipe, full, layout, replace(machine, devices=layout.ranks), cluster, software)
 
 
-def axes(center: Base, budget: float = BUDGET) -> list[Axis]:
+def axes(center: Base, budget: float = BUDGET) -> list[Slider]:
     """The sliders. Each starts with one value and gets more in turn, nearest first, within the budget of work."""
     own = center.values
     chosen = {key: [value] for key, value in own.items()}
@@ -109,10 +109,10 @@ def axes(center: Base, budget: float = BUDGET) -> list[Axis]:
             more = chosen | {key: [*chosen[key], value]}
             if _work(more) <= budget:
                 chosen = more
-    return [Axis(key, tuple(sorted(found)), sorted(found).index(own[key])) for key, found in chosen.items()]
+    return [Slider(key, tuple(sorted(found)), sorted(found).index(own[key])) for key, found in chosen.items()]
 
 
-def cells(center: Base, sliders: Sequence[Axis]) -> Iterator[tuple[Values, Plan | str]]:
+def cells(center: Base, sliders: Sequence[Slider]) -> Iterator[tuple[Values, Plan | str]]:
     """All combinations with their plan, or the reason why they are invalid. The last slider varies fastest."""
     for combination in itertools.product(*(axis.values for axis in sliders)):
         values = {axis.key: value for axis, value in zip(sliders, combination, strict=True)}

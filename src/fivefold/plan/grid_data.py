@@ -17,7 +17,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.plan import grid
-from fivefold.plan.grid import Axis, Base, Values
+from fivefold.plan.grid import Base, Slider, Values
 from fivefold.plan.pictures import drawn, pictures
 from fivefold.plan.predict import Plan
 from fivefold.schedules.pipeline import Timeline
@@ -33,7 +33,7 @@ WORK = ("devices", "dim", "seq_len", "microbatch_size", "tp")
 """The sliders that an operation's FLOPs per byte and its rate depend on."""
 
 
-def as_data(center: Base, command: str, sliders: Sequence[Axis]) -> dict[str, Any]:
+def as_data(center: Base, command: str, sliders: Sequence[Slider]) -> dict[str, Any]:
     """Everything that the page's script needs. command: see `grid.command`."""
     rows = _Rows()
     for values, plan in grid.cells(center, sliders):
@@ -49,7 +49,7 @@ def as_data(center: Base, command: str, sliders: Sequence[Axis]) -> dict[str, An
     } | rows.as_data()
 
 
-def _slider(center: Base, axis: Axis) -> dict[str, Any]:
+def _slider(center: Base, axis: Slider) -> dict[str, Any]:
     return {
         "key": axis.key,
         "label": grid.LABELS[axis.key],
@@ -59,7 +59,7 @@ def _slider(center: Base, axis: Axis) -> dict[str, Any]:
     }
 
 
-def _layouts(center: Base, sliders: Sequence[Axis]) -> dict[str, str]:
+def _layouts(center: Base, sliders: Sequence[Slider]) -> dict[str, str]:
     """The value of `--layout` for each valid cell."""
     found = {}
     for sizes in itertools.product(*(axis.values for axis in sliders if axis.key in PLACE)):

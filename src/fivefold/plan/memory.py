@@ -168,7 +168,7 @@ def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balance
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class MicrobatchBytes:
     """Bytes of one microbatch on a rank.
 
     plain, mixed: kept from forward to backward by a block without and with experts. begin, end: kept by the layers
@@ -195,12 +195,12 @@ def sums(s: Sizes, work: Work) -> Sums:
     return operations.sums(work, s.e, any(card_of(s.model).mixed))
 
 
-def microbatch(s: Sizes, found: Sums, recompute: str, software: Software) -> Microbatch:
+def microbatch(s: Sizes, found: Sums, recompute: str, software: Software) -> MicrobatchBytes:
     """Bytes of one microbatch on a rank under a recomputation mode."""
     kept = {kind: operations.kept(block, recompute, software) for kind, block in found.block.items()}
     again, inside = operations.largest_backward(found, recompute, software)
     stream = s.n * s.model.dim * s.e
-    return Microbatch(
+    return MicrobatchBytes(
         kept.get(False, 0.0),
         kept.get(True, 0.0),
         operations.kept(found.begin, recompute, software),
@@ -275,7 +275,7 @@ def _largest_unit(block: Elements, layout: Layout) -> float:
     return max(experts, block.computes - block.experts)
 
 
-def transfers(one: Microbatch, layout: Layout, microbatches: int) -> float:
+def transfers(one: MicrobatchBytes, layout: Layout, microbatches: int) -> float:
     """Bytes of all inputs. A pipeline adds one activation and one gradient that arrive, and the sends that the rank has
     not waited for."""
     size = microbatches * one.tokens
@@ -284,7 +284,9 @@ def transfers(one: Microbatch, layout: Layout, microbatches: int) -> float:
     return size
 
 
-def at_peak(one: Microbatch, besides: Buffers, live: float, own: float, last: bool) -> tuple[float, float]:
+def at_peak(
+    one: MicrobatchBytes, besides: Buffers, live: float, own: float, last: bool
+) -> tuple[float, float]:
     """(activations, buffers) at the moment of `Buffers` with the largest sum.
 
     live: bytes kept by all live microbatches. own: bytes kept by one of them. last: True if the rank has the last

@@ -131,7 +131,7 @@ class Search:
         s = self.bounds.setting(c)
         memory = held(s)
         if round(max(m.total for m in memory)) <= self.most:
-            plan = Plan(s, memory, step(s, shared=self.bounds.pieces.parts(c)[0]))
+            plan = Plan(s, memory, step(s, shared=self.bounds.shared.parts(c)[0]))
             self._push(plan.step.seconds, PRICED, order, plan, plan.peak_bytes)
         else:
             self.lost += 1

@@ -222,7 +222,7 @@ def _copied(sync: Sync, keeps: float, whole: float, s: Setting) -> float:
     return rates.stream(moved, device, "", s.dtype)
 
 
-Run = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
+PipelineTimer = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
 """(setting, costs of the stages) -> (makespan of the schedule, end of each rank, compute time of each), seconds."""
 
 
@@ -319,7 +319,7 @@ def optimizer(s: Setting, own: Elements) -> float:
     return s.software.optimizer_passes * update + _seconds(volume.control(s), s)
 
 
-def step(s: Setting, run: Run = pipeline, shared: Parts | None = None) -> Step:
+def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None) -> Step:
     """The time of an optimizer step. run: the function that times the schedule. shared: as in `stage_costs`."""
     costs = stage_costs(s, shared)
     makespan, ends, busy = run(s, costs)

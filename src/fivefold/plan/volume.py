@@ -47,7 +47,7 @@ Counted = dict[tuple[str, str], tuple[int, int]]
 
 
 @dataclass
-class Tally:
+class Traffic:
     """Calls and bytes by (operation, axis)."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -67,11 +67,11 @@ class Tally:
 def counted(s: Setting, rank: int = 0) -> Counted:
     """Messages that a counter on this rank sees in a step: forward and backward of all microbatches, gradient sums, the
     norm, the update, and the agreement on the loss. Groups with the same ranks are merged."""
-    names, merged = first_names(s.layout), Tally()
-    tally = _tally(s, rank)
-    for (what, axis), size in tally.bytes.items():
+    names, merged = first_names(s.layout), Traffic()
+    traffic = _traffic(s, rank)
+    for (what, axis), size in traffic.bytes.items():
         merged.bytes[what, names[axis]] += size
-        merged.calls[what, names[axis]] += tally.calls[what, axis]
+        merged.calls[what, names[axis]] += traffic.calls[what, axis]
     return merged.found
 
 
@@ -82,7 +82,7 @@ def sent(s: Setting, as_counted: bool = False) -> dict[str, int]:
     for position in range(s.layout.pp):
         for index in range(min(2, s.layout.cp)):  # the first has most rows, the second sends most keys
             rank = s.layout.rank({"pp": position, "cp": index})
-            found = counted(s, rank) if as_counted else _tally(s, rank).found
+            found = counted(s, rank) if as_counted else _traffic(s, rank).found
             for axis, size in leaving(found, s.layout).items():
                 most[axis] = max(most[axis], size)
     return {axis: most[axis] for axis in AXES if most[axis]}
@@ -98,15 +98,15 @@ def leaving(found: Counted, layout: Layout) -> dict[str, int]:
     return dict(total)
 
 
-def _tally(s: Setting, rank: int) -> Tally:
-    tally, position = Tally(), index_in(s.layout, "pp", rank)
+def _traffic(s: Setting, rank: int) -> Traffic:
+    traffic, position = Traffic(), index_in(s.layout, "pp", rank)
     by_stage = memory.stages(s.model, s.layout, s.software.partition)
     mine = stages_of(s.layout, position)
     card = card_of(s.model)
     blocks = Counter(card.is_mixed(number) for stage in mine for number in by_stage[stage])
     for mixed, count in blocks.items():
         _operations(
-            tally,
+            traffic,
             s,
             rank,
             card.block_operations(s.sizes, s.software, mixed),
@@ -114,18 +114,18 @@ def _tally(s: Setting, rank: int) -> Tally:
             s.layout.recompute,
         )
     if 0 in mine:
-        _operations(tally, s, rank, card.begin_operations(s.sizes, s.software), 1, "none")
+        _operations(traffic, s, rank, card.begin_operations(s.sizes, s.software), 1, "none")
     if len(by_stage) - 1 in mine:
-        _operations(tally, s, rank, card.end_operations(s.sizes, s.software), 1, "none")
-    _transfers(tally, s, position, len(by_stage))
-    _gradients(tally, s, mine)
+        _operations(traffic, s, rank, card.end_operations(s.sizes, s.software), 1, "none")
+    _transfers(traffic, s, position, len(by_stage))
+    _gradients(traffic, s, mine)
     for what, axis, size in [*shared(s, position, index_in(s.layout, "shard", rank)), *control(s)]:
-        tally.add(what, axis, size)
-    return tally
+        traffic.add(what, axis, size)
+    return traffic
 
 
 def _operations(
-    tally: Tally, s: Setting, rank: int, ops: Iterable[Operation], count: int, recompute: str
+    traffic: Traffic, s: Setting, rank: int, ops: Iterable[Operation], count: int, recompute: str
 ) -> None:
     """Adds the messages of `count` equal blocks, over all microbatches."""
     for op in ops:
@@ -133,7 +133,7 @@ def _operations(
         for times, messages, back in ((forward, op.sent_forward, False), (1, op.sent_backward, True)):
             for message in messages:
                 for what, size, calls in _pieces(message, s, rank, back):
-                    tally.add(what, message.axis, size, times * count * s.microbatches, calls)
+                    traffic.add(what, message.axis, size, times * count * s.microbatches, calls)
 
 
 def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator[tuple[str, float, int]]:
@@ -149,7 +149,7 @@ def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator
     yield "receive", keys * sum(received for _, received in moved), len(moved)
 
 
-def _transfers(tally: Tally, s: Setting, position: int, stages: int) -> None:
+def _transfers(traffic: Traffic, s: Setting, position: int, stages: int) -> None:
     """Adds activations and their gradients, sent between neighbouring stages on different ranks."""
     if s.layout.pp == 1:
         return
@@ -158,11 +158,11 @@ def _transfers(tally: Tally, s: Setting, position: int, stages: int) -> None:
     for stage in range(stages - 1):
         ends = rank_of[stage], rank_of[stage + 1]
         if ends[0] != ends[1] and position in ends:  # one way in forward, the other in backward
-            tally.add("send", "pp", activation, s.microbatches)
-            tally.add("receive", "pp", activation, s.microbatches)
+            traffic.add("send", "pp", activation, s.microbatches)
+            traffic.add("receive", "pp", activation, s.microbatches)
 
 
-def _gradients(tally: Tally, s: Setting, mine: list[int]) -> None:
+def _gradients(traffic: Traffic, s: Setting, mine: list[int]) -> None:
     """Adds weight gathers and gradient sums over the data axes."""
     card, blocks = card_of(s.model), memory.stages(s.model, s.layout, s.software.partition)
     names = {"gather": "all_gather", "scatter": s.software.scatter, "sum": "all_reduce"}
@@ -171,7 +171,7 @@ def _gradients(tally: Tally, s: Setting, mine: list[int]) -> None:
         parts += [(buffer.size, buffer.group, buffer.buckets) for buffer in keeping.buffers]
         for whole, name, calls in parts:
             for sync, size in synced(s, whole, expert=name in ("eshard", "edp")):
-                tally.add(names[sync.what], sync.group, size, sync.each * s.microbatches or 1, calls)
+                traffic.add(names[sync.what], sync.group, size, sync.each * s.microbatches or 1, calls)
 
 
 def synced(s: Setting, whole: float, expert: bool) -> Iterator[tuple[Sync, float]]:

@@ -24,7 +24,7 @@ SECTIONS = ("model", "optim", "layout", "precision")
 FIELDS = ("global_batch_size", "microbatch_size")  # of [train]
 
 
-class Entry:
+class CachedFigures:
     """The figures of one rank of a resolved recipe."""
 
     def __init__(self, recipe: Recipe, rank: int) -> None:

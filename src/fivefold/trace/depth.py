@@ -22,7 +22,7 @@ from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, toke
 from fivefold.schedules.pipeline import FILLING, stages_a_rank
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.parts import stage_blocks, stages_of
-from fivefold.trace.cache import Entry
+from fivefold.trace.cache import CachedFigures
 from fivefold.trace.memory import CATEGORIES, Peak
 from fivefold.trace.step import Traced, trace
 
@@ -102,7 +102,7 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True) -> Exact:
             f"Nearest valid: {nearest}"
         )
     began = time.perf_counter()
-    entry = Entry(recipe, rank) if kept else None
+    entry = CachedFigures(recipe, rank) if kept else None
     found = entry.read() if entry else None
     if found is not None:
         with suppress(KeyError, TypeError):

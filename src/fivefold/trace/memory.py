@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fivefold.step.state import State
 
 CATEGORIES: tuple[str, ...] = ("params", "gradients", "optimizer", "activations", "buffers")
-States = Mapping[str, Callable[[], Iterable[Tensor]]]
+LiveTensors = Mapping[str, Callable[[], Iterable[Tensor]]]
 """Per category, a function that returns its live tensors."""
 
 SETTLE_S = 0.002
@@ -50,7 +50,7 @@ _PLAIN = (Tensor, nn.Parameter, Hollow)
 _TRANSFERS = ("send", "recv_", "recv_any_source_")  # not waited for: they complete when the other side does
 
 
-def states_of(state: State) -> States:
+def states_of(state: State) -> LiveTensors:
     """Returns the categories of a trainer's state."""
     replicas = state.parallel.replicas
 
@@ -92,7 +92,7 @@ class Tracker(TorchDispatchMode):
     """Counts from entry to exit. states: tensors of known categories; other memory is activations or buffers. Track one
     step only: gradients are recognised while they are live."""
 
-    def __init__(self, states: States | None = None) -> None:
+    def __init__(self, states: LiveTensors | None = None) -> None:
         super().__init__()
         self.states = states or {}
         self.there: dict[int, _Memory] = {}  # by the storage's address

@@ -13,7 +13,7 @@ from fivefold.models.section import ModelSection
 from fivefold.plan import memory, rates, time
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
-from fivefold.plan.memory import Elements, Microbatch
+from fivefold.plan.memory import Elements, MicrobatchBytes
 from fivefold.plan.operations import Sums
 from fivefold.plan.predict import setting
 from fivefold.plan.software import Software
@@ -41,7 +41,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicrobatchCost:
     """Costs of one microbatch on the slowest device, and its bytes. plain, mixed: a block without and with experts;
     alone: these on an average device. begin, end: what comes before the blocks and behind them. slower: the slowest
     device beside the average."""
@@ -52,10 +52,10 @@ class Piece:
     begin: Cost
     end: Cost
     slower: float
-    bytes: Microbatch
+    bytes: MicrobatchBytes
 
 
-class Pieces:
+class SharedCosts:
     """The shared parts of all layouts of a model on a cluster."""
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
@@ -63,7 +63,7 @@ class Pieces:
         self.mixed = card_of(model).mixed
         self._parts: dict[tuple[object, ...], tuple[Parts, Work]] = {}
         self._sums: dict[tuple[object, ...], Sums] = {}
-        self._pieces: dict[tuple[object, ...], Piece] = {}
+        self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._elements: dict[tuple[object, ...], Elements] = {}
         self._positions: dict[tuple[object, ...], tuple[Position, ...]] = {}
         self._groups: dict[tuple[object, ...], tuple[Position, ...]] = {}
@@ -82,15 +82,15 @@ class Pieces:
             self._parts[key] = time.parts(s, work), work
         return self._parts[key]
 
-    def piece(self, c: Choice) -> Piece:
+    def microbatch(self, c: Choice) -> MicrobatchCost:
         """Costs as in `time.stage_costs`, without the communication of ZeRO."""
         x = c.layout
         key = (x.tp, x.cp, x.cp_method, x.ep, x.sp, x.recompute, c.B, c.dtype, c.count == 1)
-        if key not in self._pieces:
-            self._pieces[key] = self._piece(c)
-        return self._pieces[key]
+        if key not in self._microbatches:
+            self._microbatches[key] = self._microbatch(c)
+        return self._microbatches[key]
 
-    def _piece(self, c: Choice) -> Piece:
+    def _microbatch(self, c: Choice) -> MicrobatchCost:
         x, (parts, work) = c.layout, self.parts(c)
         flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0)
         s = self.setting(replace(c, layout=flat))
@@ -100,7 +100,7 @@ class Pieces:
             costs[kind] = time.computed(s, kind, parts)
             costs[kind] += self._summed(s, counted[0][self.mixed.index(kind)].computes)
         last = parts.end + self._summed(s, counted[2].computes + counted[3].computes)
-        return Piece(
+        return MicrobatchCost(
             costs[False].slowed(slower), costs[True].slowed(slower), (costs[False], costs[True]),
             parts.begin.slowed(slower), last.slowed(slower), slower,
             memory.microbatch(s.sizes, self._sums_of(c, work), x.recompute, self.software),
