@@ -96,9 +96,10 @@ class Setting:
 def message(sent: Message, s: Setting, backward: bool) -> float:
     """Seconds of a collective without overlap."""
     if sent.what == "ring":
-        shares = longest(s.layout.cp, card_of(s.model).causal, backward)
-        keys, crosses = sent.size / len(shares), group(s.layout, s.cluster, "cp").nodes > 1
-        return sum(communication.send(keys * share, crosses, s.cluster) for share in shares)
+        crosses = group(s.layout, s.cluster, "cp").nodes > 1
+        waits = longest(s.layout.cp, card_of(s.model).causal, backward)
+        keys = sent.size / sum(number for _, number in waits)
+        return sum(number * communication.send(keys * share, crosses, s.cluster) for share, number in waits)
     price = getattr(communication, sent.what)
     return price(sent.size, group(s.layout, s.cluster, sent.axis), s.cluster, s.dtype)
 

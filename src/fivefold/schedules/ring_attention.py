@@ -10,12 +10,12 @@ c-1 .. j+1: from rank 0 on, only their early half travels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 from functools import cache
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One turn of one rank. Shares refer to a rank's tokens: 1 is all of them, 0.5 the early half, 0 none.
 
     owner: the rank whose keys and values are present. keys: the share of them that is present. late: True if only the
@@ -63,7 +63,7 @@ def messages(ranks: int, index: int, causal: bool, backward: bool) -> tuple[tupl
 
 
 @cache
-def longest(ranks: int, causal: bool, backward: bool) -> tuple[float, ...]:
-    """The largest share in each message of any rank: the ring waits for it."""
-    of_ranks = [messages(ranks, index, causal, backward) for index in range(ranks)]
-    return tuple(max(map(max, some)) for some in zip(*of_ranks, strict=True))
+def longest(ranks: int, causal: bool, backward: bool) -> tuple[tuple[float, int], ...]:
+    """(share, number) of the messages that a ring waits for. They are those of rank 0, which receives all of the keys
+    of every other rank, and returns gradients for all of them. No rank has longer ones."""
+    return tuple(Counter(map(max, messages(ranks, 0, causal, backward))).items())
