@@ -37,7 +37,6 @@ from fivefold.checkpoint import store, write
 from fivefold.comm import everyone
 from fivefold.data import DataSet
 from fivefold.errors import UserError
-from fivefold.host import cores
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
@@ -182,8 +181,8 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
 
 
 def alone() -> Ranks:
-    """One process, with all cores."""
-    torch.set_num_threads(cores())
+    """One process, with all cores unless the environment says otherwise."""
+    torch.set_num_threads(ranks_.threads_of(1))
     return Ranks(0, 1, 0, 1, ranks_.device_for(0))
 
 
