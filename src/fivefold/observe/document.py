@@ -9,7 +9,7 @@ from html import escape
 from importlib import metadata, resources
 
 
-def piece(name: str) -> str:
+def asset(name: str) -> str:
     """A style sheet or script of the package."""
     return resources.files("fivefold.observe").joinpath("page", name).read_text("utf-8")
 

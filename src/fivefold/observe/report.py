@@ -15,11 +15,11 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
 from fivefold.observe import prediction
-from fivefold.observe.document import document, piece
+from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, printable, short_number, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.run_charts import run_charts
-from fivefold.observe.sections import commands, machine, recipe_text, samples, spread
+from fivefold.observe.sections import commands, machine, recipe_text, sampled, samples
 from fivefold.observe.summary import column, summarize
 from fivefold.recipe import Recipe, count_parameters, load
 
@@ -57,7 +57,7 @@ def page(run: Path) -> str:
 </header>
 <main>
 {"".join(sections)}</main>"""
-    return document(f"{name}: training report", body, piece("report.css"), piece("report.js"))
+    return document(f"{name}: training report", body, asset("report.css"), asset("report.js"))
 
 
 def _section(title: str, body: str) -> str:
@@ -122,11 +122,11 @@ def _headline(figures: Mapping[str, Any]) -> str:
 
 
 def _table(lines: Sequence[dict[str, Any]], rows: int = 12) -> str:
-    """Losses at a few steps, evenly spread: the charts' content for screen readers."""
+    """Losses at a few steps, evenly sampled: the charts' content for screen readers."""
     keys = {"loss": "Train loss", "val_loss": "Validation", "val_bits_per_byte": "Bits/byte"}
     columns = [dict(zip(*column(lines, key), strict=True)) for key in keys]
     train, validation = list(columns[0]), list(columns[1])
-    steps = sorted({*spread(validation or train, rows), *train[:1], *train[-1:]})
+    steps = sorted({*sampled(validation or train, rows), *train[:1], *train[-1:]})
     if not steps:
         return ""
     cells = [[f"{found[step]:.4f}" if step in found else "" for found in columns] for step in steps]

@@ -17,7 +17,7 @@ _MOST_SAMPLES = 8
 _LONGEST_SAMPLE = 4000
 
 
-def spread(items: Sequence[Any], most: int) -> list[Any]:
+def sampled(items: Sequence[Any], most: int) -> list[Any]:
     """At most `most` of `items`, evenly spread, with the first and the last."""
     if len(items) <= most:
         return list(items)
@@ -30,7 +30,7 @@ def samples(lines: Sequence[dict[str, Any]]) -> str:
     if not found:
         return '<p class="none">This run has no samples.</p>'
     shown = ""
-    for step, text in spread(found, _MOST_SAMPLES):
+    for step, text in sampled(found, _MOST_SAMPLES):
         text = text if len(text) <= _LONGEST_SAMPLE else text[:_LONGEST_SAMPLE] + " [...]"
         # The parser drops a newline after <pre>: this one, so that a sample's own first newline stays.
         shown += (

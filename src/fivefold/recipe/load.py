@@ -173,7 +173,7 @@ class _Draft:
         if not (draft.train.steps or draft.train.tokens or {"train.steps", "train.tokens"} & self.wrong):
             self.problems.append("set train.steps or train.tokens, the length of the run")
         if self.problems:
-            raise UserError(words.together(name, self.problems))
+            raise UserError(words.list_problems(name, self.problems))
         return Recipe(**sections)
 
     def _problem(self, key: str, message: str) -> None:

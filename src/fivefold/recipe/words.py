@@ -122,7 +122,7 @@ def not_a_section(name: str, value: Any) -> str:
     return f"{name} = {short(value)}: must be a section; write a line [{name}], then its keys"
 
 
-def together(name: str, problems: Sequence[str]) -> str:
+def list_problems(name: str, problems: Sequence[str]) -> str:
     """All problems in one message."""
     if len(problems) == 1:
         return f"{name}: {problems[0]}"

@@ -56,7 +56,7 @@ def check_files(checkpoint: store.Reader, needed: set[str], here: Axis) -> None:
     checkpoint.trust(files[number] for number in shared)
 
 
-def machine(mesh: Mesh) -> Axis:
+def machine_axis(mesh: Mesh) -> Axis:
     """The axis of the ranks on this rank's machine. All ranks call it."""
     mine = torch.tensor([_number(machine_id())], device=mesh.device)
     every = mesh.axis("all").all_gather(mine).tolist()

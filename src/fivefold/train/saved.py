@@ -17,7 +17,7 @@ from fivefold.comm import all_or_none
 from fivefold.errors import UserError
 from fivefold.spread.parts import Part, boxes, local_shape
 from fivefold.step.state import State
-from fivefold.train.checked import assert_same, check_files, machine
+from fivefold.train.checked import assert_same, check_files, machine_axis
 from fivefold.train.job import Job
 
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
@@ -130,7 +130,7 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
             needed.update(*(checkpoint.files_of("model", name) for name in buffers))
         except (ValueError, KeyError) as error:
             raise UserError(f"{checkpoint.folder} does not fit the recipe: {error}") from None
-    here = machine(state.mesh)
+    here = machine_axis(state.mesh)
     with all_or_none(state.mesh.axis("all")):
         check_files(checkpoint, needed, here)
     with all_or_none(state.mesh.axis("all")):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fivefold.observe.document import document, piece
+from fivefold.observe.document import asset, document
 from fivefold.observe.format import memory_text, printable
 
 FIGURES = (("step", "Step"), ("speed", "Tokens per second"), ("mfu", "MFU"), ("peak", "Memory per device"))
@@ -40,8 +40,8 @@ def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]
 </div>
 </main>
 <script type="application/json" id="data">{_embedded(data)}</script>"""
-    style = piece("report.css") + piece("plan.css")
-    return document(f"{name}: plan", body, style, piece("plan.js"))
+    style = asset("report.css") + asset("plan.css")
+    return document(f"{name}: plan", body, style, asset("plan.js"))
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
