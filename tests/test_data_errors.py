@@ -203,15 +203,15 @@ def test_sets_that_are_too_small(tmp_path: Path):
     cache = tmp_path / "cache"
     message = error_of(recipe_of(path, cache, seq_len=9, batch=200, val_fraction=0.0))
     assert "1,000 training tokens, 111 sequences" in message
-    assert "use at most 111 sequences per batch" in message
+    assert "Use at most 111 sequences per batch" in message
     message = error_of(recipe_of(path, cache, seq_len=2000, val_fraction=0.0))
     assert "0 sequences of model.seq_len = 2000" in message
     message = error_of(recipe_of(path, cache, seq_len=100, val_fraction=0.05))
-    assert "validation part holds 50 tokens" in message
+    assert "validation part has 50 tokens" in message
     assert "data.val_fraction = 0.05" in message
     message = error_of(recipe_of(path, cache, seq_len=9, batch=10, steps=23, val_fraction=0.0, max_epochs=2))
     assert "23 steps of 10 sequences are 2.07 passes over its 111 sequences" in message
-    assert "use train.steps <= 22" in message
+    assert "Use train.steps <= 22" in message
     prepare(recipe_of(path, cache, seq_len=9, batch=10, steps=22, val_fraction=0.0, max_epochs=2))
     prepare(recipe_of(path, cache, seq_len=9, batch=10, steps=5000, val_fraction=0.0))
 

@@ -125,7 +125,7 @@ def test_truncated_and_foreign_files(tmp_path: Path, look):
     assert "token files end in .bin" in refused(Path(__file__), tmp_path / "c", look)
     assert "no token file" in refused(tmp_path / "none.bin", tmp_path / "c", look)
     path.write_bytes(b"")
-    assert "gives 0 training tokens" in refused(path, tmp_path / "c", look)
+    assert "has 0 training tokens" in refused(path, tmp_path / "c", look)
 
 
 def test_a_changed_token_file_is_scanned_again(tmp_path: Path):

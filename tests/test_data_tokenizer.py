@@ -83,7 +83,7 @@ def test_bytes_and_chars_ids():
     chars = chars_tokenizer("cab")
     assert chars.encode("abc") == [0, 1, 2]
     assert (chars.vocab_size, chars.end_id) == (4, 3)
-    with pytest.raises(UserError, match="'d' \\(at 1\\)"):
+    with pytest.raises(UserError, match="'d' at position 1"):
         chars.encode("ad")
 
 

@@ -171,7 +171,7 @@ def test_the_command_answers() -> None:
         "1.4e+12 tokens",
         "device-hours",
         "at this price",
-        "30 days take",
+        "30 days need",
         "Chinchilla",
         "critical size",
     ):

@@ -171,7 +171,7 @@ def epochs(recipe: Recipe, train_tokens: int) -> float:
 
 
 def require_enough(recipe: Recipe, train_tokens: int, val_tokens: int | None) -> None:
-    """Checks that the data suffices. val_tokens is None without validation.
+    """Checks that there is enough data. val_tokens is None without validation.
 
     Raises UserError if training has fewer sequences than one global batch, if validation has none, or if the steps
     need more passes over the set than data.max_epochs allows.
@@ -180,27 +180,23 @@ def require_enough(recipe: Recipe, train_tokens: int, val_tokens: int | None) ->
     sequences = count_sequences(train_tokens, T, objective_of(recipe))
     if sequences < B:
         raise UserError(
-            f"data.source: {recipe.data.source} gives {train_tokens:,} training tokens, "
+            f"data.source: {recipe.data.source} has {train_tokens:,} training tokens, "
             f"{sequences:,} sequences of model.seq_len = {T}: fewer than one batch of "
-            f"train.global_batch_size = {B}; "
-            + (
-                f"use at most {sequences} sequences per batch, "
-                if sequences
-                else "use a shorter model.seq_len "
-            )
-            + "or more text"
+            f"train.global_batch_size = {B}. "
+            + (f"Use at most {sequences} sequences per batch" if sequences else "Use a shorter model.seq_len")
+            + ", or more text"
         )
     steps = steps_of(recipe)
     if limit and steps and steps * B > limit * sequences:
         raise UserError(
             f"data.source: {recipe.data.source} is too small for this run: {steps:,} steps of {B} "
-            f"sequences are {steps * B / sequences:.2f} passes over its {sequences:,} sequences, and "
-            f"data.max_epochs allows {limit}; use train.steps <= {limit * sequences // B:,}"
+            f"sequences are {steps * B / sequences:.2f} passes over its {sequences:,} sequences, but "
+            f"data.max_epochs allows {limit}. Use train.steps <= {limit * sequences // B:,}"
         )
     if val_tokens is not None and count_sequences(val_tokens, T, objective_of(recipe)) < 1:
         raise UserError(
-            f"data.source: the validation part holds {val_tokens:,} tokens, fewer than one sequence of "
-            f"model.seq_len = {T}; raise data.val_fraction = {recipe.data.val_fraction}, or set it to 0"
+            f"data.source: the validation part has {val_tokens:,} tokens, fewer than one sequence of "
+            f"model.seq_len = {T}. Increase data.val_fraction = {recipe.data.val_fraction}, or set it to 0"
         )
 
 

@@ -43,7 +43,7 @@ def build(
     size = None if source.hub else source.size
     workers = workers if source.hub or source.size >= MIN_PARALLEL else 1
     setup = Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64))
-    while True:  # runs once, and again if validation got no document or all of them
+    while True:  # a second time if validation got no document or all of them
         tokenizer = _tokenizer(data, mask, setup, work, workers, size, tell)
         tokenizer.save(folder / "tokenizer.json")
         dtype = f"<u{token_bytes(tokenizer.vocab_size)}"
@@ -109,7 +109,7 @@ def require_few_bad(skipped: dict[str, Any], max_bad_fraction: float) -> None:
     if skipped["bad"] > max_bad_fraction * skipped["pieces"]:
         raise UserError(
             f"data.source: {skipped['bad']} of {skipped['pieces']} documents cannot be read, more than "
-            f"data.max_bad_fraction = {max_bad_fraction} allows; the first: {skipped['first_bad']}"
+            f"data.max_bad_fraction = {max_bad_fraction} allows. The first: {skipped['first_bad']}"
         )
 
 
@@ -181,7 +181,7 @@ def _encode(
             if result.bad and max_bad_fraction == 0:
                 raise UserError(
                     f"{describe_bad(setup.files, result.bad[0])} "
-                    "(data.max_bad_fraction allows a share of bad documents, which are skipped)"
+                    "(set data.max_bad_fraction to skip a share of bad documents)"
                 )
     finally:
         for writer in writers:

@@ -43,7 +43,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
     if limit is not None and data.vocab_size > limit:
         raise UserError(
             f"model.vocab_size = {limit} is smaller than the vocabulary of data.tokenizer = "
-            f"{recipe.data.tokenizer!r}: {data.vocab_size}; leave it unset, or set at least that"
+            f"{recipe.data.tokenizer!r}: {data.vocab_size} tokens. Leave it unset, or set at least that"
         )
     require_enough(recipe, len(data.train), None if data.val is None else len(data.val))
     return data

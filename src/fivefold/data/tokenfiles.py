@@ -33,8 +33,8 @@ VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, finew
 def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> DataSet:
     """The token files of a recipe, memory-mapped in place.
 
-    Files named val (val.bin, x_val_000.bin) are the validation set. Without one, the end of the tokens is, by
-    val_fraction. Every id is scanned once, and the result is remembered. The vocabulary is model.vocab_size, or one
+    Files named val (val.bin, x_val_000.bin) are the validation set. Without one, the last val_fraction of the
+    tokens is. Every id is scanned once, and the result is remembered. The vocabulary is model.vocab_size, or one
     more than the highest id. Training on masked tokens adds a last id for the mask, which the files must not hold.
     Raises UserError for truncated files and for ids beyond the vocabulary.
     """

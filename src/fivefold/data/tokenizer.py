@@ -104,7 +104,7 @@ class Tokenizer:
         ids = self._char_ids[code_points]
         if len(ids) and ids.min() < 0:
             at = int(ids.argmin())
-            raise UserError(f"character {text[at]!r} (at {at}) is not in the vocabulary of the training text")
+            raise UserError(f"character {text[at]!r} at position {at} is not in the tokenizer's vocabulary")
         return ids
 
     def _count_bytes(self) -> np.ndarray:

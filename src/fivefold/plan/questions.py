@@ -126,7 +126,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     ]
     if "devices_for_deadline" in found:
         text.append(
-            f"deadline      {found['deadline_days']:.4g} days take {found['devices_for_deadline']:,} devices at this "
+            f"deadline      {found['deadline_days']:.4g} days need {found['devices_for_deadline']:,} devices at this "
             "speed per device"
         )
     if "searched" in found:

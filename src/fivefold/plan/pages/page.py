@@ -110,7 +110,7 @@ _FRONTIER = (
     "Each dot is a layout with a microbatch. The line joins the fastest layout for each memory. The ring marks the "
     "sliders' position."
 )
-_SEARCH = "The valid layouts for the recipe's own sizes that no other beats in both memory and speed."
+_SEARCH = "Valid layouts of the recipe's sizes. No other layout beats one of them in both memory and speed."
 
 
 def _keys(kinds: Sequence[tuple[str, str]]) -> str:
@@ -171,6 +171,6 @@ def _grid(data: Mapping[str, Any]) -> str:
     valid = sum(not message for message in data["index"])
     return (
         f"<p>All {len(data['index']):,} combinations of these values were predicted when this page was written; "
-        f"{valid:,} are valid. Nothing between them is guessed. With the width, heads and the feed-forward width grow "
-        f'alike; data parallelism fills the devices.</p>\n<dl class="facts">\n{values}</dl>'
+        f"{valid:,} are valid. Nothing is interpolated. Heads and the feed-forward width grow with the width. Data "
+        f'parallelism uses the remaining devices.</p>\n<dl class="facts">\n{values}</dl>'
     )
