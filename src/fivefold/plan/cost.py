@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation, Sizes
@@ -17,8 +18,7 @@ from fivefold.schedules.ring_attention import longest
 from fivefold.spread.layout import Layout
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):  # not a dataclass, because a search makes millions
     """Seconds of a part of the model for one microbatch: forward, input gradient, weight gradient.
 
     sent_*: the part of each that waits for messages. host: seconds to issue forward. Backward takes as long again.
@@ -31,24 +31,14 @@ class Cost:
     sent_backward: float = 0.0
     host: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(  # field by field, because a search adds millions of costs
+    def __add__(self, other: Cost) -> Cost:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Cost(
             self.forward + other.forward,
             self.input + other.input,
             self.weight + other.weight,
             self.sent_forward + other.sent_forward,
             self.sent_backward + other.sent_backward,
             self.host + other.host,
-        )
-
-    def times(self, count: float) -> Cost:
-        return Cost(
-            count * self.forward,
-            count * self.input,
-            count * self.weight,
-            count * self.sent_forward,
-            count * self.sent_backward,
-            count * self.host,
         )
 
     @property
@@ -157,9 +147,17 @@ def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
 
 
 def together(ops: Sequence[Operation], costs: Sequence[Cost], s: Setting, recompute: str) -> Cost:
-    total = sum(costs, Cost())
-    again = Cost()
+    repeated, cut = region(recompute, s.software).repeated, s.layout.tp > 1
+    forward = inputs = weight = sent_forward = sent_backward = host = 0.0
+    again = sent_again = host_again = 0.0
     for op, cost in zip(ops, costs, strict=True):
-        if times := region(recompute, s.software).repeated(op, s.layout.tp > 1):
-            again += cost.times(times)
-    return total + Cost(0, again.forward, 0, 0, again.sent_forward, again.host / 2)
+        forward, inputs, weight = forward + cost.forward, inputs + cost.input, weight + cost.weight
+        sent_forward, sent_backward = sent_forward + cost.sent_forward, sent_backward + cost.sent_backward
+        host += cost.host
+        if times := repeated(op, cut):
+            again += times * cost.forward
+            sent_again += times * cost.sent_forward
+            host_again += times * cost.host
+    return Cost(
+        forward, inputs + again, weight, sent_forward, sent_backward + sent_again, host + host_again / 2
+    )
