@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes, Work
@@ -167,8 +167,7 @@ def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balance
     return found
 
 
-@dataclass(frozen=True)
-class MicrobatchBytes:
+class MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch on a rank.
 
     plain, mixed: kept from forward to backward by a block without and with experts. begin, end: kept by the layers

@@ -78,6 +78,7 @@ def stream(size: float, device: Device, name: str = "", dtype: str = "", backwar
     return size / (device.bandwidth * device.streaming)
 
 
+@lru_cache
 def slowest(devices: int, spread: float) -> float:
     """How much longer the slowest of so many equal devices takes than one on average: all wait for it. The expected
     largest of as many normal numbers (Blom's formula) times their standard deviation."""

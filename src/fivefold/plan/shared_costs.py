@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from fivefold.models.card import card_of
-from fivefold.models.operations import Work
 from fivefold.models.section import ModelSection
 from fivefold.plan import memory, rates, time
 from fivefold.plan.cost import Cost, Setting
@@ -40,8 +40,7 @@ class Position:
     number: int = 0
 
 
-@dataclass(frozen=True)
-class MicrobatchCost:
+class MicrobatchCost(NamedTuple):
     """Costs of one microbatch on the slowest device, and its bytes. plain, mixed: a block without and with experts;
     alone: these on an average device. begin, end: what comes before the blocks and behind them. slower: the slowest
     device beside the average."""
@@ -61,8 +60,7 @@ class SharedCosts:
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.model, self.cluster, self.software = model, cluster, software
         self.mixed = card_of(model).mixed
-        self._parts: dict[tuple[object, ...], tuple[Parts, Work]] = {}
-        self._sums: dict[tuple[object, ...], Sums] = {}
+        self._parts: dict[tuple[object, ...], tuple[Parts, Sums]] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._elements: dict[tuple[object, ...], Elements] = {}
         self._positions: dict[tuple[object, ...], tuple[Position, ...]] = {}
@@ -72,14 +70,14 @@ class SharedCosts:
     def setting(self, c: Choice) -> Setting:
         return setting(self.model, c.layout, self.cluster, c.B, c.count, c.dtype, self.software)
 
-    def parts(self, c: Choice) -> tuple[Parts, Work]:
-        """The seconds of a layout's operations, and the operations."""
+    def parts(self, c: Choice) -> tuple[Parts, Sums]:
+        """Seconds and bytes of a layout's operations."""
         x = c.layout
         key = (x.tp, x.cp, x.cp_method, x.ep, x.sp, c.B, c.dtype)
         if key not in self._parts:
             s = self.setting(c)
             work = card_of(s.model).work(s.sizes, self.software)
-            self._parts[key] = time.parts(s, work), work
+            self._parts[key] = time.parts(s, work), memory.sums(s.sizes, work)
         return self._parts[key]
 
     def microbatch(self, c: Choice) -> MicrobatchCost:
@@ -91,27 +89,20 @@ class SharedCosts:
         return self._microbatches[key]
 
     def _microbatch(self, c: Choice) -> MicrobatchCost:
-        x, (parts, work) = c.layout, self.parts(c)
-        flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0)
-        s = self.setting(replace(c, layout=flat))
+        x, (parts, sums) = c.layout, self.parts(c)
+        flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
+        s = self.setting(replace(c, layout=flat) if x.zero else c)
         slower, counted = rates.slowest(x.ranks, s.cluster.device.spread), memory.elements(self.model, flat)
         costs = {False: Cost(), True: Cost()}
-        for kind in work.block:
+        for kind in sums.block:
             costs[kind] = time.computed(s, kind, parts)
             costs[kind] += self._summed(s, counted[0][self.mixed.index(kind)].computes)
         last = parts.end + self._summed(s, counted[2].computes + counted[3].computes)
         return MicrobatchCost(
             costs[False].slowed(slower), costs[True].slowed(slower), (costs[False], costs[True]),
             parts.begin.slowed(slower), last.slowed(slower), slower,
-            memory.microbatch(s.sizes, self._sums_of(c, work), x.recompute, self.software),
+            memory.microbatch(s.sizes, sums, x.recompute, self.software),
         )  # fmt: skip
-
-    def _sums_of(self, c: Choice, work: Work) -> Sums:
-        x = c.layout
-        key = (x.tp, x.cp, x.cp_method, x.ep, x.sp, c.B, c.dtype)
-        if key not in self._sums:
-            self._sums[key] = memory.sums(self.setting(c).sizes, work)
-        return self._sums[key]
 
     def _summed(self, s: Setting, elements: float) -> Cost:
         """The cost of adding up gradients; none on this machine, where it depends on who shares them."""
