@@ -23,7 +23,7 @@ from ranks import RankFailed
 
 from fivefold.errors import UserError
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.spread.layout import AXES, Layout, problems, stages_of_a_rank, to_text
+from fivefold.spread.layout import AXES, Layout, problems, to_text
 from fivefold.train.verify import Report
 
 RANKS = 8
@@ -63,7 +63,7 @@ def sizes(layout: Layout) -> tuple[int, int]:
     """Blocks, and sequences in a microbatch: of the 8 of a step one where a pipeline wants many, else half a rank's."""
     if layout.pp == 1:
         return 2, max(1, 8 // layout.dp // 2)
-    return (8 if stages_of_a_rank(layout) * layout.pp > 4 else 4), 1
+    return (8 if layout.stages_per_rank * layout.pp > 4 else 4), 1
 
 
 def sweep(folder: Path, only: int | None = None) -> Iterator[tuple[str, Report | str]]:

@@ -93,7 +93,7 @@ def test_what_axes_take_beyond_the_sum_of_a_block_s_parts() -> None:
         for model, (elements, seconds) in zip(overhead.MODELS, points, strict=True):
             few, many = overhead.recipes(name, 2, model, "fp32")
             assert elements == model[0] * model[1] // few.layout.cp
-            said = overhead.a_block(*(predict(recipe, cluster).step.seconds for recipe in (few, many)))
+            said = overhead.per_block(*(predict(recipe, cluster).step.seconds for recipe in (few, many)))
             assert said == pytest.approx(seconds, rel=1e-6)
 
 

@@ -53,7 +53,6 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.parts import held, size_of, stage_blocks
 from fivefold.step.state import build_state
 from fivefold.step.step import evaluate, forward_backward
-from fivefold.train import verify
 from fivefold.train.share import batches_of, share_of
 
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # a rank
@@ -69,7 +68,7 @@ def room(tmp_path_factory) -> Path:
 def one_thread(monkeypatch) -> None:
     """The models are too small for more; with more, threads wait for one another on a busy machine."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(verify, "cores", lambda: 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def line(name: str, pp: int, more: str = "") -> str:

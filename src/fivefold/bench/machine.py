@@ -90,7 +90,7 @@ def _axes(
                 few, many = (
                     predict(r, cluster).step.seconds for r in overhead.recipes(name, world, model, dtype)
                 )
-                rows.append([elements, seconds - overhead.a_block(few, many)])
+                rows.append([elements, seconds - overhead.per_block(few, many)])
     return axes
 
 

@@ -33,9 +33,9 @@ def plain(ranks: Ranks, layout: str = "dp=1", steps: int = STEPS) -> dict[str, f
     }
     block = (took[l2, m2] - took[l2, m1] - took[l1, m2] + took[l1, m1]) / (l2 - l1) / (m2 - m1)
     microbatch = (took[l1, m2] - took[l1, m1]) / (m2 - m1) - l1 * block
-    a_step = (took[l2, m1] - took[l1, m1]) / (l2 - l1) - m1 * block
-    rest = took[l1, m1] - l1 * a_step - m1 * (microbatch + l1 * block)
-    found = {"block": block, "microbatch": microbatch, "block step": a_step, "step": rest}
+    per_step = (took[l2, m1] - took[l1, m1]) / (l2 - l1) - m1 * block
+    rest = took[l1, m1] - l1 * per_step - m1 * (microbatch + l1 * block)
+    found = {"block": block, "microbatch": microbatch, "block step": per_step, "step": rest}
     return {name: max(0.0, seconds) for name, seconds in found.items()}
 
 
@@ -47,10 +47,10 @@ def added(ranks: Ranks, links: dict[str, list[list[float]]], steps: int = STEPS)
     base, found = plain(ranks, "dp=2", steps), {}
     gather, scatter, send = (links[name][0][1] for name in ("all_gather", "scatter_gradients", "send"))
     sent = {1: (0.0, gather + scatter), 2: (scatter, gather), 3: (2 * gather + scatter, 0.0)}
-    for zero, (a_microbatch, a_step) in sent.items():
+    for zero, (per_microbatch, per_step) in sent.items():
         mine = plain(ranks, f"dp=2,zero={zero}", steps)
-        found[f"zero{zero}"] = max(0.0, mine["block"] - base["block"] - a_microbatch)
-        found[f"zero{zero} step"] = max(0.0, mine["block step"] - base["block step"] - a_step)
+        found[f"zero{zero}"] = max(0.0, mine["block"] - base["block"] - per_microbatch)
+        found[f"zero{zero} step"] = max(0.0, mine["block step"] - base["block step"] - per_step)
     few, many = (_step_seconds(ranks, "pp=2", 2, m, steps) for m in (4, 12))
     found["stage"] = max(0.0, (many - few) / 8 - base["block"] - base["microbatch"] / 2 - 2 * send)
     return found
@@ -64,7 +64,7 @@ def blocks(ranks: Ranks, dtype: str, steps: int = STEPS // 2) -> dict[str, list[
         for model in MODELS:
             pair = recipes(name, ranks.world, model, dtype)
             elements = math.prod(model) // pair[0].layout.cp
-            seconds = a_block(*(_seconds(recipe, ranks, steps) for recipe in pair))
+            seconds = per_block(*(_seconds(recipe, ranks, steps) for recipe in pair))
             found.setdefault(name, []).append([elements, seconds])
     return found
 
@@ -78,7 +78,7 @@ def recipes(name: str, world: int, model: tuple[int, int], dtype: str) -> tuple[
     )
 
 
-def a_block(few: float, many: float) -> float:
+def per_block(few: float, many: float) -> float:
     """Seconds per block and microbatch, given the step times of `recipes`."""
     return (many - few) / (BLOCKS[1] - BLOCKS[0]) / MICROBATCHES[1]
 

@@ -14,7 +14,6 @@ from fivefold.plan.shared_costs import Position, SharedCosts
 from fivefold.plan.software import Software
 from fivefold.plan.space import Choice, Space
 from fivefold.schedules.pipeline import ends_upwards
-from fivefold.spread.layout import stages_of_a_rank
 
 RankSeconds = tuple[float, float, float]
 """Seconds of a rank: gradient sums, weight gathers (both without overlap), and the optimizer."""
@@ -132,7 +131,7 @@ class Bounds:
         does not have it end last."""
         micro, (there, back) = self.shared.microbatch(c), self.shared.hops(c)
         x, ends, turned = c.layout, [], 0.0
-        upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, stages_of_a_rank(x))
+        upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, x.stages_per_rank)
         for at in self.shared.groups(c.layout):
             forward, backward = _beside(
                 at.plain, at.mixed, at.first, at.last, plain, mixed, micro.begin, micro.end

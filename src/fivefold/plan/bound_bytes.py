@@ -9,7 +9,6 @@ from fivefold.plan.memory import Buffers
 from fivefold.plan.shared_costs import Position, SharedCosts
 from fivefold.plan.space import Choice, Space
 from fivefold.schedules.pipeline import most_live
-from fivefold.spread.layout import stages_of_a_rank
 
 ROUNDING = 1 - 1e-9
 NONE = Buffers()
@@ -112,4 +111,4 @@ def _live_blocks(live: Live, at: Position) -> int:
 
 def _live(c: Choice, rank: int) -> Live:
     x = c.layout
-    return most_live(x.schedule, rank, x.pp, c.count, stages_of_a_rank(x)) if x.pp > 1 else ((1,), (0,))
+    return most_live(x.schedule, rank, x.pp, c.count, x.stages_per_rank) if x.pp > 1 else ((1,), (0,))

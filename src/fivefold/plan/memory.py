@@ -15,7 +15,7 @@ from fivefold.plan.operations import Sums
 from fivefold.plan.partition import schedule, stages
 from fivefold.plan.software import Partition, Software, States
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, holds_all, peak_live
-from fivefold.spread.layout import Layout, stages_of_a_rank
+from fivefold.spread.layout import Layout
 from fivefold.spread.parts import TIED, sharing_group, stages_of
 from fivefold.spread.units import local_parameters, scattered_once
 
@@ -81,7 +81,7 @@ class Memory:
 
 
 def state_bytes(
-    bytes_a_parameter: States,
+    bytes_per_parameter: States,
     zero: int,
     computes: float,
     keeps: float,
@@ -92,7 +92,7 @@ def state_bytes(
     shards it, and `keeps` elements from that stage on (arXiv 1910.02054, figure 1). FSDP2 (`States.cast`) differs in
     two ways: the gathered weights of stage 3 are buffers, and gradients that are scattered once per step are whole
     until then."""
-    b = bytes_a_parameter
+    b = bytes_per_parameter
     if b.cast and zero:
         whole = scattered_once(zero, pp) and microbatches > 1
         gathered = computes if zero < 3 else 0.0
@@ -106,14 +106,14 @@ def state_bytes(
 
 
 def rank_states(
-    bytes_a_parameter: States, layout: Layout, own: Elements, microbatches: int
+    bytes_per_parameter: States, layout: Layout, own: Elements, microbatches: int
 ) -> tuple[float, float, float]:
     """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
     if there is one data rank, and experts if expert parallelism takes all ranks that share."""
     found = [0.0, 0.0, 0.0]
     for computes, keeps, expert in own.groups():
         zero = layout.zero if sharing_group(layout, expert)[1] > 1 else 0
-        some = state_bytes(bytes_a_parameter, zero, computes, keeps, microbatches, layout.pp)
+        some = state_bytes(bytes_per_parameter, zero, computes, keeps, microbatches, layout.pp)
         found = [a + b for a, b in zip(found, some, strict=True)]
     return found[0], found[1], found[2]
 
@@ -344,7 +344,7 @@ def live_schedule(layout: Layout, microbatches: int) -> tuple[Schedule | None, i
     if layout.pp == 1:
         return None, 1
     enough, times = 2 * layout.pp * max(2, layout.virtual_stages), 1
-    if holds_all(layout.schedule, layout.pp, stages_of_a_rank(layout)):
+    if holds_all(layout.schedule, layout.pp, layout.stages_per_rank):
         microbatches, times = 1, microbatches
     elif microbatches % layout.pp == 0:
         microbatches = min(microbatches, enough)

@@ -10,7 +10,7 @@ from typing import Any
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.software import Partition
-from fivefold.schedules.pipeline import DEFAULT, Schedule, build, stages_a_rank
+from fivefold.schedules.pipeline import DEFAULT, Schedule, build, stages_per_rank
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stage_blocks
 
@@ -33,7 +33,7 @@ def _stages_of(
 ) -> Sequence[range]:
     if how == "balanced":
         return stage_blocks(card_of(model), Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
-    count = pp * stages_a_rank(name, virtual_stages) if pp > 1 else 1
+    count = pp * stages_per_rank(name, virtual_stages) if pp > 1 else 1
     if how == "even":
         each = model.layers / count
         return tuple(range(round(i * each), round((i + 1) * each)) for i in range(count))

@@ -366,11 +366,11 @@ def fixed(s: Setting) -> float:
     machine, layout = s.cluster.machine, s.layout
     if machine is None:
         return s.software.step
-    a_block = machine.overhead("block step")
+    per_block = machine.overhead("block step")
     if layout.shards > 1:
-        a_block += machine.overhead(f"zero{layout.zero} step")
+        per_block += machine.overhead(f"zero{layout.zero} step")
     return machine.oversubscription(layout.ranks) * (
-        machine.overhead("step") + a_block * s.model.layers / layout.pp
+        machine.overhead("step") + per_block * s.model.layers / layout.pp
     )
 
 

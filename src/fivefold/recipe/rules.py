@@ -10,7 +10,7 @@ from fivefold.models.rules import model_rules, no_experts
 from fivefold.models.section import ModelSection
 from fivefold.optim import FIELDS, OPTIMIZERS
 from fivefold.recipe.schema import Sections
-from fivefold.spread.layout import Layout, problems, stages_of_a_rank
+from fivefold.spread.layout import Layout, problems
 
 R = TypeVar("R", bound=Sections)
 
@@ -248,13 +248,13 @@ def _pipeline(recipe: Sections) -> Iterator[Contradiction]:
     model, layout = recipe.model, Layout.from_recipe(recipe.layout)
     if any({"schedule", "virtual_stages"} & names for names, _ in problems(layout)):
         return  # already reported
-    a_rank = stages_of_a_rank(layout)
-    if layout.pp * a_rank > model.layers:
-        name = "layout.virtual_stages" if layout.virtual_stages == a_rank else f"{layout.schedule}'s"
-        fitting = max(1, model.layers // a_rank)
+    per_rank = layout.stages_per_rank
+    if layout.pp * per_rank > model.layers:
+        name = "layout.virtual_stages" if layout.virtual_stages == per_rank else f"{layout.schedule}'s"
+        fitting = max(1, model.layers // per_rank)
         yield (
             {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
-            f"layout.pp = {layout.pp} x {name} {a_rank} = {layout.pp * a_rank} stages, more than model.layers = "
+            f"layout.pp = {layout.pp} x {name} {per_rank} = {layout.pp * per_rank} stages, more than model.layers = "
             f"{model.layers}: each stage has at least one block. Nearest valid: layout.pp = {fitting}",
         )
 

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from fivefold.errors import UserError, did_you_mean
-from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_a_rank
+from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_per_rank
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -64,6 +64,12 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def stages_per_rank(self) -> int:
+        """Number of pipeline stages per rank: `virtual_stages`, or the number that the schedule requires; 1 without a
+        pipeline."""
+        return stages_per_rank(self.schedule, self.virtual_stages) if self.pp > 1 else 1
+
+    @property
     def divided(self) -> bool:
         """True if no rank holds and computes the whole model by itself."""
         return self.ranks > self.dp_replicate or self.ep > 1
@@ -89,12 +95,6 @@ class Layout:
             assert 0 <= index < size, f"{axis} index {index} of {size}"
             rank = rank * size + index
         return rank
-
-
-def stages_of_a_rank(layout: Layout) -> int:
-    """Number of pipeline stages per rank: `virtual_stages`, or the number that the schedule requires; 1 without a
-    pipeline."""
-    return stages_a_rank(layout.schedule, layout.virtual_stages) if layout.pp > 1 else 1
 
 
 def groups(layout: Layout) -> dict[str, tuple[int, int]]:
@@ -222,7 +222,7 @@ def describe(layout: Layout) -> str:
     if layout.sp:
         words.append("sequence parallel")
     if layout.pp > 1:
-        words.append(f"schedule {layout.schedule} with {stages_of_a_rank(layout)} stage(s) per rank")
+        words.append(f"schedule {layout.schedule} with {layout.stages_per_rank} stage(s) per rank")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     return ", ".join(words)
@@ -263,7 +263,7 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         yield {"virtual_stages", "pp"}, f"virtual_stages={layout.virtual_stages} needs pp > 1"
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:
-            stages_a_rank(layout.schedule, layout.virtual_stages)
+            stages_per_rank(layout.schedule, layout.virtual_stages)
     except UserError as error:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
 

@@ -18,7 +18,7 @@ from itertools import product
 from typing import Protocol
 
 from fivefold.schedules.pipeline import SCHEDULES, cut, place
-from fivefold.spread.layout import Layout, index_in, stages_of_a_rank
+from fivefold.spread.layout import Layout, index_in
 
 Shape = tuple[int, ...]
 Span = tuple[int, int]
@@ -105,13 +105,13 @@ def stages_of(layout: Layout, pp_index: int) -> list[int]:
     """The pipeline stages of the ranks with this index on the pp axis."""
     if layout.pp == 1:
         return [0]
-    rank_of = place(SCHEDULES[layout.schedule].placement, layout.pp, stages_of_a_rank(layout))
+    rank_of = place(SCHEDULES[layout.schedule].placement, layout.pp, layout.stages_per_rank)
     return [stage for stage, owner in enumerate(rank_of) if owner == pp_index]
 
 
 def stage_blocks(model: Model, layout: Layout) -> tuple[range, ...]:
     """The blocks of each pipeline stage, cut as evenly as possible by FLOPs, with embedding and head counted."""
-    return _stage_blocks(model, layout.pp * stages_of_a_rank(layout))
+    return _stage_blocks(model, layout.pp * layout.stages_per_rank)
 
 
 @lru_cache(maxsize=1024)

@@ -101,11 +101,11 @@ def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
     """Refuses a model whose states alone do not fit into the machine."""
     kept = sum(size_of(part.keeps) for part in held(card_of(recipe.model), layout, ranks.rank).values())
     fp32, optimizer = DTYPES[MASTER].bytes, OPTIMIZERS[recipe.optim.name]
-    a_parameter = fp32 + fp32 + optimizer.bytes  # master weight, gradient, states
-    needed = a_parameter * kept
+    per_parameter = fp32 + fp32 + optimizer.bytes  # master weight, gradient, states
+    needed = per_parameter * kept
     if needed * ranks.local_world > memory_bytes():
         raise UserError(
-            f"the model needs at least {needed / 2**30:,.1f} GiB per rank ({a_parameter:g} bytes per parameter) for "
+            f"the model needs at least {needed / 2**30:,.1f} GiB per rank ({per_parameter:g} bytes per parameter) for "
             f"{ranks.local_world} rank(s), and this machine has {memory_bytes() / 2**30:,.1f} GiB"
         )
 

@@ -19,7 +19,7 @@ from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, tokens_per_step
-from fivefold.schedules.pipeline import FILLING, stages_a_rank
+from fivefold.schedules.pipeline import FILLING
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.parts import stage_blocks, stages_of
 from fivefold.trace.cache import CachedFigures
@@ -147,7 +147,7 @@ def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...
     """Two small numbers of layers to extrapolate from, or the model's own if there are none. With them, every stage at
     this pipeline position loses the same number of blocks."""
     own = _stages(model, layout, position)
-    everywhere = layout.pp * (stages_a_rank(layout.schedule, layout.virtual_stages) if layout.pp > 1 else 1)
+    everywhere = layout.pp * layout.stages_per_rank
     found: list[int] = []
     least = LEAST_SHARDED if layout.zero and layout.shards > 1 else LEAST_BLOCKS
     for less in range(min(map(sum, own)) - least, 0, -1):
@@ -165,7 +165,7 @@ def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
     FILLING per pipeline rank reach the most live activations. The sends under way and the batches held repeat after
     another one, or two where a rank has several stages (found by tracing every schedule; tested).
     """
-    stages = stages_a_rank(layout.schedule, layout.virtual_stages) if layout.pp > 1 else 0
+    stages = layout.stages_per_rank if layout.pp > 1 else 0
     least = (FILLING + min(stages, 2)) * layout.pp
     first = least + (microbatches - least) % layout.pp
     return (first, first + layout.pp) if first + layout.pp < microbatches else (microbatches,)

@@ -6,7 +6,7 @@ from fivefold.schedules.pipeline.check import check
 from fivefold.schedules.pipeline.cut import cut
 from fivefold.schedules.pipeline.draw import to_svg, to_text
 from fivefold.schedules.pipeline.facts import FILLING, ends_upwards, holds_all, most_live, peak_live
-from fivefold.schedules.pipeline.registry import DEFAULT, SCHEDULES, build, stages_a_rank
+from fivefold.schedules.pipeline.registry import DEFAULT, SCHEDULES, build, stages_per_rank
 from fivefold.schedules.pipeline.schedule import Schedule, from_csv, place, to_csv
 from fivefold.schedules.pipeline.simulate import Costs, simulate, simulate_oversubscribed
 from fivefold.schedules.pipeline.transfers import (
@@ -42,7 +42,7 @@ __all__ = [
     "receives_ahead",
     "simulate",
     "simulate_oversubscribed",
-    "stages_a_rank",
+    "stages_per_rank",
     "to_csv",
     "to_svg",
     "to_text",

@@ -56,7 +56,7 @@ def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
     Raises:
         UserError: names the layout's field, its value and the nearest valid one.
     """
-    chunks = stages_a_rank(name, virtual_stages)
+    chunks = stages_per_rank(name, virtual_stages)
     for field, value in (("pp", ranks), ("microbatches", microbatches)):
         if value < 1:
             raise UserError(f"layout.{field}: {value} is not possible with a pipeline; must be at least 1")
@@ -73,7 +73,7 @@ def build_row(name: str, rank: int, ranks: int, microbatches: int, chunks: int) 
     return row if enough == microbatches else [action for action in row if action.microbatch < microbatches]
 
 
-def stages_a_rank(name: str, virtual_stages: int) -> int:
+def stages_per_rank(name: str, virtual_stages: int) -> int:
     """The number of stages per rank under schedule `name`, given the layout's `virtual_stages`.
 
     Raises:
