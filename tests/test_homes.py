@@ -1,4 +1,5 @@
-"""Each size by which a kernel or a technique decides stands in one table, which the code executes and `plan` reads."""
+"""Sizes by which kernels and techniques decide, data sheets and dtypes each stand in one table. The code executes it;
+`plan` and the cards of `models`, which list what the planner prices, read it."""
 
 import ast
 import operator
@@ -14,8 +15,10 @@ from fivefold.plan import software
 from fivefold.recipe import load, resolve
 
 SRC = Path(fivefold.__file__).parent
-TABLES = ("kernels/sizes.py", "spread/units.py")
+TABLES = ("kernels/sizes.py", "spread/units.py", "spread/regions.py", "precision/modes.py", "host/devices.py")
+ROOMS = ("plan", "models")
 DISTINCT = 1 << 20  # smaller numbers mean many things: there the name must give it away
+POWERS = {10.0**n for n in range(6, 16)}  # units, not sizes
 OTHERS = {"LARGEST = 2**29\n"}  # plan/measured.py: the largest matmul that is timed
 OPERATORS = {
     ast.LShift: operator.lshift,
@@ -43,13 +46,25 @@ def value_of(node: ast.AST) -> float | None:
 def constants(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """(name, value) of everything that is assigned in capitals."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
                 values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value] * len(names)
                 for name, value in zip(names, values, strict=False):
                     if isinstance(name, ast.Name) and name.id.isupper():
                         yield name.id, value
+
+
+def defaults(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """(name, value) of fields and parameters with a default."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
+            yield node.target.id, node.value
+        elif isinstance(node, ast.FunctionDef | ast.Lambda):
+            known = [*node.args.posonlyargs, *node.args.args]
+            pairs = [*zip(known[::-1], node.args.defaults[::-1], strict=False)]
+            pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            yield from ((argument.arg, value) for argument, value in pairs if value)
 
 
 def stated_again(code: str, tables: list[str]) -> list[str]:
@@ -60,8 +75,10 @@ def stated_again(code: str, tables: list[str]) -> list[str]:
         for name, value in constants(ast.parse(table)):
             names.add(name)
             values |= {n for n in map(value_of, ast.walk(value)) if n is not None and n >= DISTINCT}
+    values -= POWERS
     tree = ast.parse(code)
     found = [f"{name} is assigned" for name, _ in constants(tree) if name in names]
+    found += [f"{name} is set" for name, value in defaults(tree) if name.upper() in names and value_of(value)]
     return found + [
         f"line {node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(tree)
@@ -69,13 +86,17 @@ def stated_again(code: str, tables: list[str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("file", sorted((SRC / "plan").rglob("*.py")), ids=lambda f: f.stem)
+@pytest.mark.parametrize(
+    "file",
+    [file for room in ROOMS for file in sorted((SRC / room).rglob("*.py"))],
+    ids=lambda f: str(f.relative_to(SRC)),
+)
 def test_plan_states_no_size_again(file: Path) -> None:
     tables = [(SRC / table).read_text() for table in TABLES]
     code = file.read_text()
     for other in OTHERS:
         code = code.replace(other, "")
-    assert not stated_again(code, tables), f"plan/{file.name}: read it from {TABLES}"
+    assert not stated_again(code, tables), f"{file}: read it from {TABLES}"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +107,10 @@ def test_plan_states_no_size_again(file: Path) -> None:
         "CHUNK = 25 << 20",
         "A, KEEP = 1, 2",
         "x = 16777216",
+        "KEEP: int = 3",
+        "class A:\n    keep: int = 4",
+        "def f(a, min_rows=100): ...",
+        "def f(*, keep: int = 8): ...",
     ],
 )
 def test_a_size_that_is_stated_again_is_found(code: str) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fivefold.host.devices import GIB
 from fivefold.plan import memory
 from fivefold.plan.bound import Bounds
 from fivefold.plan.predict import Plan, held, limit
@@ -34,15 +35,15 @@ def nothing_valid(space: Space) -> str:
 
 def nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
     """The message for layouts that do not fit: memory of the smallest, and a number of devices that is enough."""
-    gib, most, s = 2**30, limit(space.cluster), near.setting
+    most, s = limit(space.cluster), near.setting
     if most <= 0:
         return (
-            f"no layout fits: a device of {space.cluster.name} has {space.cluster.device.memory / gib:.2f} GiB, and "
-            f"the runtime takes {space.cluster.device.reserve / gib:.1f} GiB"
+            f"no layout fits: a device of {space.cluster.name} has {space.cluster.device.memory / GIB:.2f} GiB, and "
+            f"the runtime takes {space.cluster.device.reserve / GIB:.1f} GiB"
         )
     return (
         f"no layout fits: the smallest of {space.size}, {to_text(near.layout)} with microbatches of {s.sizes.B} in "
-        f"{s.dtype}, needs {near.peak_bytes / gib:.1f} GiB of {most / gib:.1f} GiB per device. "
+        f"{s.dtype}, needs {near.peak_bytes / GIB:.1f} GiB of {most / GIB:.1f} GiB per device. "
         + _enough_devices(space, bounds)
     )
 

@@ -43,14 +43,18 @@ def _preset_of(device: Device, ring: float, network: Link, **link: Any) -> Clust
 # figures 5 and 6, on H100 figure 7.
 _HOP, _NETWORK_HOP = 3.4e-6, 14e-6
 _HDR, _NDR = Link(25 * GB, 24 / 25, _NETWORK_HOP), Link(50 * GB, 48 / 50, _NETWORK_HOP)
-_HOPPER, _HOPPER_ATTENTION = 794.5e12, (0.37, 0.31)
+_HOPPER_MATMUL, _HOPPER_ATTENTION = 794.5e12, (0.37, 0.31)
 
 PRESETS = {
     cluster.name: cluster
     for cluster in (
         _preset_of(_device("a100", 271.2e12, attention=(0.60, 0.55)), 234.9 * GB, _HDR),
-        _preset_of(_device("h100", _HOPPER, attention=_HOPPER_ATTENTION), 367.2 * GB, _NDR, reduce=480 * GB),
-        _preset_of(_device("h200", _HOPPER, attention=_HOPPER_ATTENTION), 367.2 * GB, _NDR, reduce=480 * GB),
+        _preset_of(
+            _device("h100", _HOPPER_MATMUL, attention=_HOPPER_ATTENTION), 367.2 * GB, _NDR, reduce=480 * GB
+        ),
+        _preset_of(
+            _device("h200", _HOPPER_MATMUL, attention=_HOPPER_ATTENTION), 367.2 * GB, _NDR, reduce=480 * GB
+        ),
         _preset_of(
             _device("b200", 1125e12, streaming=0.67, attention=(0.52, 0.42)),
             682.2 * GB,

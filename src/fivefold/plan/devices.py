@@ -91,7 +91,7 @@ class Cluster:
 def of_table(table: Measured) -> Cluster:
     """The cluster that a table describes, before the number of ranks is known."""
     wire = Link(math.inf, 1.0, 0.0)  # unused, because the table prices messages
-    return shared(Cluster("local", _device(table, 1), 0, 2**30, wire, wire, table), 1, 0)
+    return shared(Cluster("local", _device(table, 1), 0, 10**9, wire, wire, table), 1, 0)
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.host.devices import GB
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan import rates
 from fivefold.plan.cost import Setting
@@ -47,7 +48,7 @@ class Stalls:
         often = f"every {self.every:,} steps" if self.every else "at the end"
         return [
             "stalls",
-            f"  {'checkpoint, GB':38}{self.checkpoint / 1e9:10.4f}  {often}",
+            f"  {'checkpoint, GB':38}{self.checkpoint / GB:10.4f}  {often}",
             f"  {'waiting for a checkpoint, s':38}{self.saving:10.4f}",
             f"  {'reading the tokens of a step, s':38}{self.reading:10.4f}  exposed: {self.waiting:.4f}",
             f"  {'average per step, s':38}{self.per_step:10.4f}",
