@@ -20,7 +20,7 @@ from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace import depth, private
-from fivefold.trace.cache import Entry
+from fivefold.trace.cache import CachedFigures
 from fivefold.trace.depth import depths, exact, extrapolate, fewer, sizes
 from fivefold.trace.flops import Flops
 from fivefold.trace.memory import Tracker, states_of
@@ -214,7 +214,7 @@ def test_figures_are_kept_by_the_dtype_that_auto_means(monkeypatch: pytest.Monke
     recipe, paths = recipe_of("dp=1", "auto"), set()
     for fast in (True, False):
         monkeypatch.setattr("fivefold.step.state.has_fast_bf16", lambda _, fast=fast: fast)
-        paths.add(Entry(recipe, 0).path)
+        paths.add(CachedFigures(recipe, 0).path)
     assert len(paths) == 2
 
 
