@@ -34,12 +34,6 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("expert")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Also for the side of one process: more threads than cores that are free only wait for each other."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 OPTIONS = {
     "aux": AUX,
     "bias": BIAS,

@@ -64,13 +64,6 @@ def room(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("pipeline")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch) -> None:
-    """The models are too small for more; with more, threads wait for one another on a busy machine."""
-    torch.set_num_threads(1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def line(name: str, pp: int, more: str = "") -> str:
     return f"pp={pp},schedule={name},virtual_stages={STAGES[name]}{more}"
 

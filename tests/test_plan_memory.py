@@ -220,6 +220,15 @@ def test_the_formula_is_close_to_a_traced_step(case: tuple[str, str, str]) -> No
     )
 
 
+@pytest.mark.parametrize("schedule", ["zb_h1", "zbv,virtual_stages=2"])
+def test_deferred_weight_gradients_are_activations(schedule: str) -> None:
+    """Of the last rank, which defers most; the whole sequences that sequence parallelism gathers are kept until W."""
+    recipe = recipe_of("llama", "bf16", f"pp=2,tp=2,sp=true,schedule={schedule}", "model.layers=8")
+    traced, found = exact(recipe, 2).step.memory, at_peak(planned(recipe))[1]
+    assert found.total == pytest.approx(traced.total, rel=0.05)
+    assert found.activations == pytest.approx(traced.at_peak["activations"], rel=0.08)
+
+
 @pytest.mark.parametrize(("name", "layout"), [("sgd", "dp=1"), ("nesterov", "dp=2,zero=3")])
 def test_other_optimizers_are_priced(name: str, layout: str) -> None:
     """Memory is that of a traced step; checkpoints, memory and time follow the states' bytes."""

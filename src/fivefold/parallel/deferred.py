@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from fivefold import kernels
 from fivefold.models.layers import Linear
 
-WeightGradient = Callable[[], None]
+WeightGradient = partial[None]
+"""`_add_weight_gradient` with its tensors (weight, dy, x)."""
 
 
 class Deferred:
@@ -28,15 +30,22 @@ class Deferred:
 
     def __init__(self) -> None:
         self.queue: deque[WeightGradient] | None = None
+        self.collected: list[ref[deque[WeightGradient]]] = []
 
     def collect(self, backward: Callable[[], None]) -> deque[WeightGradient]:
         """Runs a backward and returns the weight gradients that it deferred."""
         self.queue = queue = deque()
+        self.collected = [one for one in self.collected if one()] + [ref(queue)]
         try:
             backward()
         finally:
             self.queue = None
         return queue
+
+    def kept(self) -> list[Tensor]:
+        """The inputs and the gradients of outputs that deferred weight gradients keep."""
+        queues = [queue for one in self.collected if (queue := one())]
+        return [tensor for queue in queues for gradient in queue for tensor in gradient.args[1:]]
 
 
 def attach(stage: nn.Module, deferred: Deferred) -> None:

@@ -16,7 +16,7 @@ Hollow tensors work, too, though they allocate nothing: enter the tracker inside
 | params | the weights that compute; under ZeRO 1 and 2 these are the gathered ones |
 | gradients | the fp32 sums, and gradients that add up over microbatches before they are summed: whole under ZeRO 1 |
 | optimizer | moments and counts; fp32 masters of weights that compute in another dtype |
-| activations | made by forward, or by its recomputation, and still live when backward continues |
+| activations | made by forward, or by its recomputation, and still live when backward continues; kept by a deferred W |
 | buffers | the rest: workspace, gathered weights under ZeRO 3, sent and received tensors, inputs |
 """
 
@@ -52,7 +52,7 @@ _TRANSFERS = ("send", "recv_", "recv_any_source_")  # not waited for: they compl
 
 def states_of(state: State) -> LiveTensors:
     """Returns the categories of a trainer's state."""
-    replicas = state.parallel.replicas
+    replicas, pipeline = state.parallel.replicas, state.parallel.pipeline
 
     def kept(kind: str) -> list[Tensor]:
         return [tensor for replica in replicas for tensor in replica.kept().get(kind, [])]
@@ -65,6 +65,7 @@ def states_of(state: State) -> LiveTensors:
             *(t for replica in replicas for t in replica.updater.kept()),
         ],
         "buffers": lambda: kept("buffers"),
+        "activations": lambda: pipeline.deferred.kept() if pipeline else [],
     }
 
 
@@ -161,6 +162,7 @@ class Tracker(TorchDispatchMode):
         if self.forward and not forward:
             self._mark_activations()
             self._mark("gradients")
+            self._mark("activations")
         self.forward = forward
 
     def _mark_activations(self) -> None:
