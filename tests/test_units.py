@@ -1,12 +1,14 @@
 """Tables of what is gathered and summed together: every parameter once, in the group that the layout says."""
 
+from typing import Any
+
 import pytest
 
 from fivefold.models.card import Card, card_of
 from fivefold.recipe import load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.spread.layout import Layout, parse
 from fivefold.spread.parts import held, size_of, stages_of
-from fivefold.spread.units import buckets, keepings, kept_elements, scattered_once, summed_over_tp
+from fivefold.spread.units import buckets, keepings, kept_elements, scattered_once, summed_over_tp, syncs
 
 SIZES = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "model.seq_len=16"]
 MOE = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2", "model.dense_layers=1"]
@@ -94,3 +96,28 @@ def test_what_sees_pieces_of_the_sequence_is_summed_over_tp() -> None:
 )
 def test_gradients_are_scattered_once_under_zero_1_and_in_pipelines(zero: int, pp: int, once: bool) -> None:
     assert scattered_once(zero, pp) == once
+
+
+@pytest.mark.parametrize(
+    ("text", "expert", "found"),
+    [
+        ("dp=4", False, [("sum", "batch", 0)]),
+        ("dp=4,ep=2", True, [("sum", "edp", 0)]),
+        ("dp=4,zero=1", False, [("gather", "shard", 0), ("scatter", "shard", 0)]),
+        ("dp=4,zero=2", False, [("gather", "shard", 0), ("scatter", "shard", 1)]),
+        ("dp=4,zero=3", False, [("gather", "shard", 2), ("scatter", "shard", 1)]),
+        ("dp=4,pp=2,zero=3", False, [("gather", "shard", 2), ("scatter", "shard", 0)]),
+        ("dp=4,zero=3,ep=2", True, [("gather", "eshard", 2), ("scatter", "eshard", 1)]),
+        ("dp=4,zero=3,ep=4", True, [("sum", "edp", 0)]),
+        (
+            "dp_replicate=2,dp_shard=2,zero=2",
+            False,
+            [("gather", "shard", 0), ("scatter", "shard", 1), ("sum", "replicate", 0)],
+        ),
+    ],
+)
+def test_messages_of_data_parallelism(text: str, expert: bool, found: list[tuple[str, str, int]]) -> None:
+    fields: dict[str, Any] = parse(text)
+    messages = syncs(Layout(**fields), expert)
+    assert [(one.what, one.group, one.each) for one in messages] == found
+    assert [one.rows for one in messages] == [one.group == "replicate" for one in messages]

@@ -117,8 +117,7 @@ def exposed(seconds: float, beside: float, cluster: Cluster) -> float:
 
     Between local ranks the CPU itself copies and adds. Only the rest of the message can overlap.
     """
-    free = cluster.machine.free if cluster.machine else 1.0
-    return seconds * (1.0 - free) + max(0.0, seconds * free - beside)
+    return seconds * (1.0 - cluster.free) + max(0.0, seconds * cluster.free - beside)
 
 
 def _measured(what: str, size: float, group: Group, cluster: Cluster) -> float:

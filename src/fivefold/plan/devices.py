@@ -81,6 +81,16 @@ class Cluster:
     def nodes(self) -> int:
         return math.ceil(self.devices / self.per_node)
 
+    @property
+    def oversubscription(self) -> float:
+        """Ranks per core where there are more ranks than cores, otherwise 1."""
+        return self.machine.oversubscription(self.devices) if self.machine else 1.0
+
+    @property
+    def free(self) -> float:
+        """Share of a message's time in which a device is free to compute."""
+        return self.machine.free if self.machine else 1.0
+
     def for_ranks(self, ranks: int) -> Cluster:
         """The cluster with one device per rank. Local ranks share the machine."""
         if self.machine:

@@ -31,7 +31,7 @@ class Elements:
 
     computes: elements the rank computes with, after tensor and expert parallelism. keeps: elements it stores under
     ZeRO. largest: elements of the largest parameter. experts, experts_keep: the part of both in routed experts, which
-    have groups of their own.
+    have groups of their own if ep > 1.
     """
 
     computes: float = 0
@@ -135,7 +135,7 @@ def _elements(model: ModelSection, tp: int, ep: int, shards: int, shared: bool) 
     blocks = [Elements() for _ in range(model.layers)]
     before = behind = Elements()
     for name, local in local_parameters(card_of(model), layout).items():
-        expert = local.axis == "ep"
+        expert = ep > 1 and local.axis == "ep"
         size, part = local.size, local.share(sharing_group(layout, expert)[1])
         own = Elements(size, part, size, size if expert else 0, part if expert else 0)
         kinds[name] = own
@@ -268,8 +268,6 @@ def buffers(
 def _largest_unit(block: Elements, layout: Layout) -> float:
     """Elements that FSDP2 gathers and scatters together. Experts have a unit of their own, or none if nobody shares
     them."""
-    if layout.ep == 1:
-        return block.computes
     experts = block.experts if sharing_group(layout, expert=True)[1] > 1 else 0.0
     return max(experts, block.computes - block.experts)
 

@@ -233,7 +233,7 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
     busiest rank.
     """
     m, p, v = s.microbatches, s.layout.pp, s.layout.virtual_stages
-    oversubscription = s.cluster.machine.oversubscription(s.layout.ranks) if s.cluster.machine else 1.0
+    oversubscription = s.cluster.oversubscription
     if p == 1:
         busy = m * costs[0].slowed(oversubscription).seconds
         return busy, [busy], [busy]
@@ -314,7 +314,7 @@ def optimizer(s: Setting, own: Elements) -> float:
     b = s.software.states[s.dtype]
     kept = own.keeps if s.layout.zero else own.computes
     size = kept * update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
-    oversubscription = s.cluster.machine.oversubscription(s.layout.ranks) if s.cluster.machine else 1.0
+    oversubscription = s.cluster.oversubscription
     update = oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
     return s.software.optimizer_passes * update + _seconds(volume.control(s), s)
 
@@ -369,9 +369,7 @@ def fixed(s: Setting) -> float:
     per_block = machine.overhead("block step")
     if layout.shards > 1:
         per_block += machine.overhead(f"zero{layout.zero} step")
-    return machine.oversubscription(layout.ranks) * (
-        machine.overhead("step") + per_block * s.model.layers / layout.pp
-    )
+    return s.cluster.oversubscription * (machine.overhead("step") + per_block * s.model.layers / layout.pp)
 
 
 def _seconds(messages: Iterable[volume.Sent], s: Setting) -> float:
