@@ -11,6 +11,7 @@ from fivefold.spread.parts import Shape
 
 
 class Card(card.Card):
+    summary = "llama without rotary positions, one norm per block"
     gated = True
 
     def defaults(self) -> dict[str, Any]:

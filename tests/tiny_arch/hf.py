@@ -30,14 +30,6 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"arch": "tiny", **{name: config[name] for name in FIELDS}}
 
 
-def problems(config: Mapping[str, Any]) -> list[str]:
-    return []
-
-
-def rename(name: str) -> str | None:
-    return name
-
-
 FIELDS = (
     "layers",
     "dim",

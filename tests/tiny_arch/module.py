@@ -5,39 +5,22 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fivefold.models.base import LanguageModel, block_dict
-from fivefold.models.cache import LayerCache, cached_attention
-from fivefold.models.layers import AttentionCore, Embedding, Linear, Positions, RMSNorm, Sublayer
-from fivefold.models.llama.module import FeedForward
+from fivefold.models.cache import LayerCache
+from fivefold.models.layers import Embedding, Linear, Positions, RMSNorm
 from fivefold.models.section import ModelSection
-
-
-class Attention(Sublayer):
-    def __init__(self, model: ModelSection) -> None:
-        super().__init__()
-        self.qkv = Linear(model.dim, 3 * model.dim, bias=False)
-        self.core = AttentionCore(model.heads, model.heads)
-        self.out = Linear(model.dim, model.dim, bias=False)
-
-    def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:
-        qkv = self.qkv(x_BTD)
-        if cache is None:
-            return self.finish(qkv)
-        return self.out(cached_attention(qkv, self.core.heads, self.core.kv_heads, None, None, cache))
-
-    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
-        return self.out(self.core(product))
+from fivefold.models.sublayers import Attention, SwiGLU
 
 
 class Block(nn.Module):
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         self.norm1 = RMSNorm(model.dim, model.norm_eps or 0.0)
-        self.attention = Attention(model)
-        self.mlp = FeedForward(model)
+        self.attention = Attention(model, bias=False)
+        self.mlp = SwiGLU(model.dim, model.ffn_dim or 0)
 
     def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:
         normed_BTD = self.norm1(x_BTD)
-        return x_BTD + self.attention(normed_BTD, cache) + self.mlp(normed_BTD)
+        return x_BTD + self.attention(normed_BTD, cache=cache) + self.mlp(normed_BTD)
 
 
 class Model(LanguageModel):

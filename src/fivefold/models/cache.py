@@ -59,7 +59,7 @@ class Cache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.capacity = capacity or model.seq_len
-        shape = (batch, self.capacity, model.kv_heads or model.heads, model.dim // model.heads)
+        shape = (batch, self.capacity, model.kv_heads or model.heads, model.head_width)
         self.layers = [LayerCache(shape, dtype, device) for _ in range(model.layers)]
 
     @property

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from fivefold.errors import UserError
 from fivefold.models import work
@@ -30,6 +30,10 @@ class Card(ABC):
     """The card of a `[model]` section. Properties that depend on sizes need a resolved one. It is a `Model` of
     `spread/parts.py`."""
 
+    summary: str
+    """The architecture in a few words, for `fivefold check --explain`."""
+    words: ClassVar[dict[str, str]] = {"kv_heads": "equal to `heads`"}
+    """Values of `defaults` that depend on other fields, in words."""
     objective: Objective = "causal"
     causal = True
     """True if a token sees only itself and earlier ones, False if it sees all."""
@@ -116,8 +120,7 @@ class Card(ABC):
     @cached_property
     def _costs(self) -> tuple[list[float], float, float]:
         model = self.model
-        attention = 6.0 * model.dim * model.seq_len * (1 if self.causal else 2)
-        blocks, head = [attention] * model.layers, 0.0
+        blocks, head = [self.attention_flops(number) for number in range(model.layers)], 0.0
         for name, shape in self.parameters.items():
             matmul = 6.0 * self.active(name, math.prod(shape)) if len(shape) > 1 else 0.0
             if name.startswith("blocks."):
@@ -126,6 +129,11 @@ class Card(ABC):
                 head += matmul
         embedding = 12.0 * model.dim  # no matmul: a row is read, and its gradient is added
         return blocks, embedding, head * (MASKED_SHARE if self.objective == "mlm" else 1.0)
+
+    def attention_flops(self, number: int) -> float:
+        """FLOPs per token, forward and backward, of scores and values in a block."""
+        model = self.model
+        return 6.0 * model.head_width * model.heads * model.seq_len * (1 if self.causal else 2)
 
     def is_mixed(self, number: int) -> bool:
         """True if a block has experts."""

@@ -54,7 +54,8 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
             with different values; all of it in one message.
     """
     exchange = file_of(model.arch, "hf")
-    given = {new: tensor for name, tensor in state.items() if (new := exchange.rename(name)) is not None}
+    rename = getattr(exchange, "rename", str)
+    given = {new: tensor for name, tensor in state.items() if (new := rename(name)) is not None}
     entries = exchange.entries(model)
     wanted = {name for entry in entries for name in entry.theirs}
     problems = [f"weight {name} is missing" for name in sorted(wanted - given.keys())]
@@ -117,7 +118,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
     exchange = exchanges[kind]
     try:
         fields = exchange.from_config(config)
-        problems = exchange.problems(config)
+        problems = exchange.problems(config) if hasattr(exchange, "problems") else []
     except KeyError as error:
         raise UserError(f"config.json: key {error} is missing") from error
     except (AttributeError, TypeError, ValueError) as error:

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from fivefold import kernels
 from fivefold.kernels.mixture import assign, combine, dispatch, grouped_linear
 from fivefold.models.layers import Sublayer
-from fivefold.models.llama.module import FeedForward
 from fivefold.models.section import ModelSection
+from fivefold.models.sublayers import SwiGLU
 
 
 class RouterStats:
@@ -141,7 +141,7 @@ class Mixture(nn.Module):
         self.z_weight = model.z_loss_weight
         self.router, self.total, self.experts = Router(model), Total(), Experts(model)
         width = model.shared_experts * model.expert_ffn_dim
-        self.shared = FeedForward(model.model_copy(update={"ffn_dim": width})) if width else None
+        self.shared = SwiGLU(model.dim, width) if width else None
         self.stats = RouterStats()
 
     def forward(self, x_BTD: Tensor) -> Tensor:

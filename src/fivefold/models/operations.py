@@ -132,7 +132,12 @@ class Sizes:
     def qkv(self) -> float:
         """Number of query, key and value features on this rank."""
         K = self.model.kv_heads or self.model.heads
-        return (self.model.dim + 2 * self.model.dim // self.model.heads * K) / self.tp
+        return self.model.head_width * (self.model.heads + 2 * K) / self.tp
+
+    @property
+    def q(self) -> float:
+        """Number of query features on this rank."""
+        return self.model.head_width * self.model.heads / self.tp
 
     def enter(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """Messages in forward and backward at the entry of a tensor-parallel region. In backward under `sp`, the kept

@@ -24,9 +24,8 @@ def layer_norm(D: int) -> dict[str, Shape]:
 
 def attention(model: ModelSection, bias: bool) -> dict[str, Shape]:
     """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads."""
-    D = model.dim
-    qkv = D + 2 * (D // model.heads) * (model.kv_heads or model.heads)
-    return linear("qkv", D, qkv, bias) | linear("out", D, D, bias)
+    D, d, H, K = model.dim, model.head_width, model.heads, model.kv_heads or model.heads
+    return linear("qkv", D, d * (H + 2 * K), bias) | linear("out", d * H, D, bias)
 
 
 def swiglu(D: int, F: int) -> dict[str, Shape]:
@@ -48,12 +47,12 @@ def cut_of(name: str, shape: Shape, model: ModelSection) -> Cut | None:
 
     name: without "blocks.N.".
     """
-    d, K = model.dim // model.heads, model.kv_heads or model.heads
+    d, H, K = model.head_width, model.heads, model.kv_heads or model.heads
     match name:
         case "embed.weight" | "head.weight" | "head_bias":
             return Cut("vocab", 0, shape[:1])
         case "attention.qkv.weight" | "attention.qkv.bias":
-            return Cut("column", 0, (model.dim, d * K, d * K))
+            return Cut("column", 0, (d * H, d * K, d * K))
         case "mlp.gate_up.weight":
             return Cut("column", 0, (shape[0] // 2,) * 2)
         case "mlp.experts.gate_up" | "mlp.experts.down":

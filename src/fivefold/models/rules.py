@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fivefold.models.card import Card, Contradiction, card_of
 from fivefold.models.registry import ARCHITECTURES, file_of
-from fivefold.models.section import ModelSection
+from fivefold.models.section import FACTS, ModelSection
 from fivefold.spread.layout import divisors
 
-EXPERT_FIELDS = (
-    "experts", "experts_per_token", "shared_experts", "expert_ffn_dim", "dense_layers", "router_score",
-    "router_normalize", "balance", "aux_loss_weight", "balance_rate", "z_loss_weight", "capacity_factor",
-)  # fmt: skip
 PLAIN = ModelSection()
 
 
@@ -26,20 +22,14 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             f"model.kv_heads = {model.kv_heads}: {model.arch} needs kv_heads = heads "
             f"(only {having('grouped_queries')} allow fewer)",
         )
-    if not card.rotary and model.rope_theta != PLAIN.rope_theta:
-        yield (
-            {"model.rope_theta"},
-            f"model.rope_theta: {model.arch} has no rotary positions (only {having('rotary')} have)",
-        )
-    if not card.has_experts:
-        for name in EXPERT_FIELDS:
-            if getattr(model, name) != getattr(PLAIN, name):
-                yield {f"model.{name}", "model.arch"}, f"model.{name}: {no_experts(model)}"
+    for name, fact in FACTS.items():
+        if not getattr(card, fact) and getattr(model, name) != getattr(PLAIN, name):
+            yield {f"model.{name}", "model.arch"}, f"model.{name}: {lacks(model, fact)}"
     yield from card.rules()
 
 
 def _heads(model: ModelSection, card: Card, tp: int) -> Iterator[Contradiction]:
-    fields, width = {"model.dim", "model.heads"}, model.dim // model.heads
+    fields, width = {"model.dim", "model.heads"}, model.head_width
     if model.dim % model.heads:
         message = f"model.dim = {model.dim} must be divisible by model.heads = {model.heads}"
         yield fields, message + _fitting_heads(model, card, tp)
@@ -66,9 +56,44 @@ def _fitting_heads(model: ModelSection, card: Card, tp: int) -> str:
     return f". Nearest valid: model.heads = {_closest(model.heads, fits)}" if fits else ""
 
 
-def no_experts(model: ModelSection, use: str = "") -> str:
-    """The error text for a field that needs experts: `llama has no experts (arch = "moe" has)`."""
-    return f'{model.arch} has no experts{use and f" {use}"} (arch = "{having("has_experts")}" has)'
+WORDS = {"rotary": "rotary positions", "has_experts": "experts"}
+"""Facts of cards in words."""
+
+
+def lacks(model: ModelSection, fact: str, use: str = "") -> str:
+    """The error text for a field that needs a fact: `llama has no experts (only moe has)`."""
+    others = having(fact)
+    verb = "have" if " " in others else "has"
+    return f"{model.arch} has no {WORDS[fact]}{use and f' {use}'} (only {others} {verb})"
+
+
+def meaning(name: str, text: str) -> str:
+    """The docstring of a field of `[model]`, with the architectures that have it and their defaults."""
+    cards = {arch: file_of(arch, "card").Card for arch in ARCHITECTURES}
+    if name == "arch":
+        return f"Architecture: {', '.join(f'`{arch}` ({card.summary})' for arch, card in cards.items())}."
+    if name == "kv_heads":
+        text += (
+            f" Only {_marked(arch for arch, card in cards.items() if card.grouped_queries)} can have fewer."
+        )
+    if name in FACTS:
+        cards = {arch: card for arch, card in cards.items() if getattr(card, FACTS[name])}
+        text += f" Only {_marked(cards)}."
+    unset: dict[str, list[str]] = {}
+    for arch, card in cards.items():
+        defaults = card(PLAIN).defaults()
+        if name in defaults:
+            words = card.words.get(name) or str(defaults[name]).lower().replace("e-0", "e-")
+            unset.setdefault(words, []).append(arch)
+    if len(unset) == 1:
+        return f"{text} Unset: {next(iter(unset))}."
+    each = "; ".join(f"{words} for {_marked(archs)}" for words, archs in unset.items())
+    return f"{text} Unset: {each}." if each else text
+
+
+def _marked(archs: Iterable[str]) -> str:
+    *others, last = (f"`{arch}`" for arch in archs)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def having(fact: str, word: str = "and") -> str:

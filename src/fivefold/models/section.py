@@ -5,7 +5,7 @@ Sizes: T sequence, D model, H heads, K key-value heads, F feed-forward, V vocabu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,11 +28,17 @@ class Section(BaseModel):
     )
 
 
+def _of(fact: str, default: Any, **rules: Any) -> Any:
+    """A field that only models have whose cards have this fact."""
+    return Field(default=default, json_schema_extra={"fact": fact}, **rules)
+
+
 class ModelSection(Section):
+    """Fields that no card gives a default for have one here. `rules.meaning` adds to the docstring of a field which
+    architectures have it, and their defaults."""
+
     arch: Arch = "llama"
-    """Architecture: `llama` (RMSNorm, RoPE, SwiGLU, GQA), `gpt2` (LayerNorm, learned positions, GELU), `bert`
-    (bidirectional encoder, masked-language-model loss), `moe` (llama with a mixture of experts for
-    feed-forward)."""
+    """Architecture."""
     layers: int = Field(default=6, ge=1)
     """L: number of transformer blocks."""
     dim: int = Field(default=384, ge=1)
@@ -40,52 +46,61 @@ class ModelSection(Section):
     heads: int = Field(default=6, ge=1)
     """H: number of query heads."""
     kv_heads: int | None = Field(default=None, ge=1)
-    """K: number of key-value heads (grouped-query attention, arXiv 2305.13245). It must divide `heads`.
-    Unset: equal to `heads`. Only `llama` and `moe` can have fewer."""
+    """K: number of key-value heads (grouped-query attention, arXiv 2305.13245). It must divide `heads`."""
     ffn_dim: int | None = Field(default=None, ge=1)
-    """F: inner width of the feed-forward layer (of the `dense_layers`, in `moe`). Unset: 4 D for `gpt2` and
-    `bert`; for `llama` and `moe` 8/3 D, rounded up to a multiple of 64."""
+    """F: inner width of the feed-forward layer (with experts: of the `dense_layers`)."""
     vocab_size: int | None = Field(default=None, ge=2)
     """V: size of the vocabulary. Unset: the tokenizer's, rounded up to a multiple of 64."""
     seq_len: int = Field(default=256, ge=2)
     """T: tokens per training sequence."""
     tie_embeddings: bool | None = None
-    """The output layer shares the embedding's weight. Unset: true for `gpt2` and `bert`, else
-    false."""
+    """The output layer shares the embedding's weight."""
     norm_eps: float | None = Field(default=None, gt=0)
-    """Added to the variance in RMSNorm and LayerNorm. Unset: 1e-5, but 1e-12 for `bert`."""
-    rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the rotary position embedding (arXiv 2104.09864). `llama` and `moe` only."""
+    """Added to the variance in RMSNorm and LayerNorm."""
+    rope_theta: float = _of("rotary", 10000.0, gt=0)
+    """Base of the rotary position embedding (arXiv 2104.09864)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights. Projections back into the residual stream get this divided by
     sqrt(2 L) (GPT-2)."""
-    experts: int | None = Field(default=None, ge=1)
-    """E: routed experts per block (`moe` only, like all fields from here on). Unset: 8."""
-    experts_per_token: int | None = Field(default=None, ge=1)
-    """Routed experts per token. Unset: 2, or 1 if there is one expert."""
-    shared_experts: int = Field(default=0, ge=0)
+    experts: int | None = _of("has_experts", None, ge=1)
+    """E: routed experts per block."""
+    experts_per_token: int | None = _of("has_experts", None, ge=1)
+    """Routed experts per token."""
+    shared_experts: int = _of("has_experts", 0, ge=0)
     """Additional experts that compute every token (DeepSeekMoE, arXiv 2401.06066)."""
-    expert_ffn_dim: int | None = Field(default=None, ge=1)
-    """Inner width of an expert. Unset: `ffn_dim`."""
-    dense_layers: int = Field(default=0, ge=0)
+    expert_ffn_dim: int | None = _of("has_experts", None, ge=1)
+    """Inner width of an expert."""
+    dense_layers: int = _of("has_experts", 0, ge=0)
     """Number of first blocks with an ordinary feed-forward layer instead of experts."""
-    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_score: Literal["softmax", "sigmoid"] = _of("has_experts", "softmax")
     """Function from the router's logits to a token's scores: `softmax` (Mixtral), `sigmoid` (DeepSeek-V3)."""
-    router_normalize: bool | None = None
-    """Divide the scores of a token's experts by their sum. Unset: true, but false with one expert per token, because a
-    score divided by itself teaches the router nothing."""
-    balance: Literal["aux", "bias", "none"] = "aux"
+    router_normalize: bool | None = _of("has_experts", None)
+    """Divide the scores of a token's experts by their sum."""
+    balance: Literal["aux", "bias", "none"] = _of("has_experts", "aux")
     """Balancing of the experts' load: `aux` (a term of the loss, Switch, arXiv 2101.03961), `bias` (loss-free: a bias
     per expert, added to its scores when experts are chosen, follows the load, arXiv 2408.15664), `none`."""
-    aux_loss_weight: float = Field(default=0.01, ge=0)
+    aux_loss_weight: float = _of("has_experts", 0.01, ge=0)
     """Weight of the balance term, which is 1 at even load. Only with `balance = "aux"`."""
-    balance_rate: float = Field(default=0.001, ge=0)
+    balance_rate: float = _of("has_experts", 0.001, ge=0)
     """Change of an expert's bias per step. Only with `balance = "bias"`."""
-    z_loss_weight: float = Field(default=0.0, ge=0)
+    z_loss_weight: float = _of("has_experts", 0.0, ge=0)
     """Weight of the router z-loss (arXiv 2202.08906; 0.001 there), the mean squared log-sum-exp of the router's logits.
     It keeps them small."""
-    capacity_factor: float = Field(default=0.0, ge=0)
+    capacity_factor: float = _of("has_experts", 0.0, ge=0)
     """Maximum load of an expert in training, relative to its even share of a microbatch's tokens. Further tokens skip
     the expert (arXiv 2101.03961). 0: no limit, no token is dropped."""
+
+    @property
+    def head_width(self) -> int:
+        """d: width of a head."""
+        return self.dim // self.heads
+
+
+FACTS: dict[str, str] = {
+    name: field.json_schema_extra["fact"]  # type: ignore[misc]
+    for name, field in ModelSection.model_fields.items()
+    if isinstance(field.json_schema_extra, dict)
+}
+"""Fields that only some architectures have, and the fact of their cards."""

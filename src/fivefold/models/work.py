@@ -122,7 +122,7 @@ def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
 
 
 def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool) -> list[Operation]:
-    D, e, N, T, qkv = s.model.dim, s.e, s.N, s.model.seq_len, s.qkv
+    D, e, N, T, qkv, q = s.model.dim, s.e, s.N, s.model.seq_len, s.qkv, s.q
     into, back = s.enter()
     out, out_back = s.leave()
     share = 0.5 if causal else 1.0  # of the scores that the mask does not hide
@@ -135,20 +135,20 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
         saved=(Saved("qkv", N * qkv * e, "copied" if program.attention == "blocks" else "product"),),
         workspace=N * qkv * e + _gathered(s),
     )
-    ring = N * (qkv - D / s.tp) * e * (s.cp - 1)
+    ring = N * (qkv - q) * e * (s.cp - 1)
     forward: tuple[Message, ...] = (Message("ring", "cp", ring, hidden=True),) if s.cp > 1 else ()
     backward: tuple[Message, ...] = (Message("ring", "cp", 2 * ring, hidden=True),) if s.cp > 1 else ()
     if s.cp > 1 and s.cp_method == "ulysses":  # tokens are exchanged for heads, and back
-        (there, there_back), (home, home_back) = (s.sends(HEADS, N * x) for x in (qkv, D / s.tp))
+        (there, there_back), (home, home_back) = (s.sends(HEADS, N * x) for x in (qkv, q))
         forward, backward = (*there, *home), (*there_back, *home_back)
-    turned = 2 * N * (qkv - (qkv - D / s.tp) / 2) * e if rotary else 0.0
+    turned = 2 * N * (qkv - (qkv - q) / 2) * e if rotary else 0.0
     turned *= 1.0 if program.fused else 3.0
     if program.attention != "plain":
         saved, besides = _kept_by_attention(s, program, share)
         core = [
             Operation(
                 "attention",
-                attention=4.0 * N * T * (D / s.tp) * share,
+                attention=4.0 * N * T * q * share,
                 forward=turned,
                 backward=turned,
                 kernels=1 if not rotary or program.fused else 5,
@@ -156,7 +156,7 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
                 sent_backward=backward,
                 saved=saved,
                 part="core",
-                workspace=N * (qkv + D / s.tp) * e + besides,
+                workspace=N * (qkv + q) * e + besides,
             )
         ]
     else:
@@ -166,11 +166,11 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
         *core,
         Operation(
             "attention out",
-            Matmul(N, D, D / s.tp),
+            Matmul(N, D, q),
             backward=_bias(biased, D, N, e),
             sent_forward=out,
             sent_backward=out_back,
-            saved=(Saved("attention output", N * D / s.tp * e, "inner"),),
+            saved=(Saved("attention output", N * q * e, "inner"),),
             part="out",
         ),
     ]
@@ -206,7 +206,7 @@ def _gathered(s: Sizes) -> float:
 def _plain_attention(s: Sizes, program: Program, causal: float) -> list[Operation]:
     """Scores, softmax and the matmul with the values, each in memory. The fused masked softmax reads the scores that
     the mask does not hide, and writes all."""
-    e, T, H, d = s.e, s.model.seq_len, s.model.heads / s.tp, s.model.dim / s.model.heads
+    e, T, H, d = s.e, s.model.seq_len, s.model.heads / s.tp, s.model.head_width
     scores = s.B * H * T * T / s.cp
     drop = program.probability_dropout and s.model.dropout > 0
     probabilities = [Saved("probabilities", scores * e, "core")]
@@ -217,7 +217,7 @@ def _plain_attention(s: Sizes, program: Program, causal: float) -> list[Operatio
     dropout = (2 * e + 1) * scores if drop else 0.0
     # The bias of queries, keys and values is a pass of its own, and the heads' outputs are put side by side; in
     # backward the three gradients are put into one.
-    moved = 2 * s.N * (s.qkv + s.model.dim / s.tp) * e
+    moved = 2 * s.N * (s.qkv + s.q) * e
     return [
         Operation("bias and order of heads", None, 0.0, moved, moved, 2),
         Operation("scores", product, part="core"),

@@ -115,7 +115,7 @@ def operation(op: Operation, s: Setting) -> Cost:
             inputs += second + gap
     if op.attention:
         model = s.model
-        length, head = model.seq_len, model.dim / model.heads
+        length, head = model.seq_len, model.head_width
         forward += rates.attention(op.attention, length, head, device, dtype, False, ring)
         inputs += rates.attention(op.attention, length, head, device, dtype, True, ring)
     sent_forward = _exposed(op.sent_forward, forward, s, False) if op.sent_forward else 0.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from fivefold.models.card import Contradiction, card_of, resolve_model, round_up
-from fivefold.models.rules import model_rules, no_experts
+from fivefold.models.rules import lacks, model_rules
 from fivefold.models.section import ModelSection
 from fivefold.optim import FIELDS, OPTIMIZERS
 from fivefold.recipe.schema import Sections
@@ -52,7 +52,7 @@ def _experts(recipe: Sections) -> Iterator[Contradiction]:
         if layout.ep > 1:
             yield (
                 {"layout.ep", "model.arch"},
-                f"layout.ep = {layout.ep}: {no_experts(model, 'to divide')}. Nearest valid: ep = 1",
+                f"layout.ep = {layout.ep}: {lacks(model, 'has_experts', 'to divide')}. Nearest valid: ep = 1",
             )
         return
     experts = card_of(model).defaults()["experts"] if model.experts is None else model.experts

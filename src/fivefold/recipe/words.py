@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic.fields import FieldInfo
 
 from fivefold.errors import did_you_mean
+from fivefold.models.rules import meaning
 from fivefold.recipe.schema import Section, Sections
 
 SECTIONS: dict[str, type[Section]] = {
@@ -87,6 +88,8 @@ def explain(recipe: Sections) -> list[Explained]:
     for key, field in KEYS.items():
         type_ = allowed(field) + (", or unset" if optional(field) else "")
         doc = " ".join((field.description or "").split())
+        if key.startswith("model."):
+            doc = meaning(key.removeprefix("model."), doc)
         rows.append(Explained(key, values[key], type_, field.default, doc, values[key] == field.default))
     return rows
 

@@ -12,6 +12,8 @@ TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, but bot
 
 
 class Card(card.Card):
+    summary = "bidirectional encoder, masked-language-model loss"
+    words = card.Card.words | {"ffn_dim": "4 D"}
     objective = "mlm"
     causal = False
     biased = True

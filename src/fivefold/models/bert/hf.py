@@ -97,11 +97,6 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def problems(config: Mapping[str, Any]) -> list[str]:
-    """No problems beyond `SUPPORTED`."""
-    return []
-
-
 def rename(name: str) -> str | None:
     """Current name of a weight (the oldest files say gamma, beta); None if a masked LM does not use it."""
     if name.endswith("embeddings.position_ids") or name.startswith(("bert.pooler.", "cls.seq_relationship.")):

@@ -2,8 +2,7 @@
 
 Sequences are packed, so there is no padding and no attention mask; all tokens have type 0. GELU is exact (erf).
 
-Shapes: B batch, T tokens, D model width, H heads, d = D/H width of a head, F feed-forward width, V
-vocabulary, M masked tokens of the batch.
+Shapes: B batch, T tokens, D model width, V vocabulary, M masked tokens of the batch.
 """
 
 from __future__ import annotations
@@ -14,51 +13,20 @@ from torch.nn import functional as F
 
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.bert.card import TOKEN_TYPES
-from fivefold.models.layers import AttentionCore, Embedding, Linear, Positions, Sublayer
+from fivefold.models.layers import Embedding, Linear, Positions
 from fivefold.models.section import ModelSection
-
-
-class Attention(Sublayer):
-    """Self-attention in both directions. Rows of `qkv.weight`: H query, H key, H value heads."""
-
-    def __init__(self, model: ModelSection) -> None:
-        super().__init__()
-        self.qkv = Linear(model.dim, 3 * model.dim)
-        self.core = AttentionCore(model.heads, model.heads, causal=False)
-        self.out = Linear(model.dim, model.dim)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        qkv = self.qkv(x_BTD)  # (B, T, 3 H d)
-        return self.finish(qkv)
-
-    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
-        """Queries, keys and values (B, T, 3 H d) -> (B, T, D)."""
-        return self.out(self.core(product))
-
-
-class FeedForward(Sublayer):
-    def __init__(self, model: ModelSection) -> None:
-        super().__init__()
-        assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
-        self.up = Linear(model.dim, model.ffn_dim)
-        self.down = Linear(model.ffn_dim, model.dim)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.finish(self.up(x_BTD))
-
-    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
-        """(B, T, F) -> (B, T, D)."""
-        return self.down(F.gelu(product))
+from fivefold.models.sublayers import GELU, Attention
 
 
 class Block(nn.Module):
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
+        assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
         self.dropout = model.dropout
-        self.attention = Attention(model)
+        self.attention = Attention(model, bias=True, causal=False)
         self.norm1 = nn.LayerNorm(model.dim, model.norm_eps)
-        self.mlp = FeedForward(model)
+        self.mlp = GELU(model.dim, model.ffn_dim, approximate="none")
         self.norm2 = nn.LayerNorm(model.dim, model.norm_eps)
 
     def forward(self, x_BTD: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from fivefold.spread.parts import Shape
 
 
 class Card(card.Card):
+    summary = "LayerNorm, learned positions, GELU"
+    words = card.Card.words | {"ffn_dim": "4 D"}
     biased = True
 
     def defaults(self) -> dict[str, Any]:

@@ -77,11 +77,6 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def problems(config: Mapping[str, Any]) -> list[str]:
-    """No problems beyond `SUPPORTED`."""
-    return []
-
-
 def rename(name: str) -> str | None:
     """Current name of a weight (the oldest files lack the prefix); None for a stored causal mask."""
     if re.search(r"h\.\d+\.attn\.(masked_)?bias$", name):

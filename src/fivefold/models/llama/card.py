@@ -11,6 +11,8 @@ from fivefold.spread.parts import Shape
 
 
 class Card(card.Card):
+    summary = "RMSNorm, RoPE, SwiGLU, GQA"
+    words = card.Card.words | {"ffn_dim": "8/3 D, rounded up to a multiple of 64"}
     rotary = True
     grouped_queries = True
     gated = True

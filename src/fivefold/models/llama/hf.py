@@ -24,16 +24,14 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 def entries(model: ModelSection) -> list[Entry]:
     assert model.ffn_dim is not None
-    head_dim, kv_heads, F = model.dim // model.heads, model.kv_heads or model.heads, model.ffn_dim
+    d, kv_heads, F = model.head_width, model.kv_heads or model.heads, model.ffn_dim
     table = same("embed", "model.embed_tokens")
     for i in range(model.layers):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         qkv = tuple(f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv")
         gate_up = tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))
         table += same(f"{ours}.norm1", f"{theirs}.input_layernorm")
-        table += [
-            Entry(f"{ours}.attention.qkv.weight", qkv, (model.dim, head_dim * kv_heads, head_dim * kv_heads))
-        ]
+        table += [Entry(f"{ours}.attention.qkv.weight", qkv, (d * model.heads, d * kv_heads, d * kv_heads))]
         table += same(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj")
         table += same(f"{ours}.norm2", f"{theirs}.post_attention_layernorm")
         table += [Entry(f"{ours}.mlp.gate_up.weight", gate_up, (F, F))]
@@ -51,7 +49,7 @@ def to_config(model: ModelSection) -> dict[str, Any]:
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
-        "head_dim": model.dim // model.heads,
+        "head_dim": model.head_width,
         "hidden_act": "silu",
         "max_position_embeddings": model.seq_len,
         "initializer_range": model.init_std,

@@ -3,8 +3,7 @@
 Papers: Llama (arXiv 2302.13971), rotary embedding (2104.09864, in the half-split form that Hugging Face
 uses), grouped-query attention (2305.13245), SwiGLU (2002.05202).
 
-Shapes: B batch, T tokens, D model width, H query heads, K key-value heads, d = D/H width of a head,
-F feed-forward width, V vocabulary.
+Shapes: B batch, T tokens, D model width, d width of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,67 +11,28 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold import kernels
 from fivefold.models.base import LanguageModel, block_dict
-from fivefold.models.cache import LayerCache, cached_attention
-from fivefold.models.layers import AddRMSNorm, AttentionCore, Embedding, Linear, RMSNorm, Sublayer, rope_table
+from fivefold.models.cache import LayerCache
+from fivefold.models.layers import AddRMSNorm, Embedding, Linear, RMSNorm, rope_table
 from fivefold.models.section import ModelSection
-
-
-class Attention(Sublayer):
-    """Causal self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads."""
-
-    def __init__(self, model: ModelSection) -> None:
-        super().__init__()
-        kv_heads, head_dim = model.kv_heads or model.heads, model.dim // model.heads
-        self.qkv = Linear(model.dim, (model.heads + 2 * kv_heads) * head_dim, bias=False)
-        self.core = AttentionCore(model.heads, kv_heads)
-        self.out = Linear(model.heads * head_dim, model.dim, bias=False)
-
-    def forward(
-        self, x_BTD: Tensor, cos_Td: Tensor, sin_Td: Tensor, cache: LayerCache | None = None
-    ) -> Tensor:
-        qkv = self.qkv(x_BTD)  # (B, T, (H + 2K) d)
-        if cache is None:
-            return self.finish(qkv, cos_Td, sin_Td)
-        return self.out(cached_attention(qkv, self.core.heads, self.core.kv_heads, cos_Td, sin_Td, cache))
-
-    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
-        """Queries, keys and values (B, T, (H + 2K) d) -> (B, T, D)."""
-        return self.out(self.core(product, *tables))
-
-
-class FeedForward(Sublayer):
-    """SwiGLU: down(silu(gate(x)) * up(x)). Rows of `gate_up.weight`: F of the gate, then F of up."""
-
-    def __init__(self, model: ModelSection) -> None:
-        super().__init__()
-        assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
-        self.gate_up = Linear(model.dim, 2 * model.ffn_dim, bias=False)
-        self.down = Linear(model.ffn_dim, model.dim, bias=False)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.finish(self.gate_up(x_BTD))
-
-    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
-        """Gate and up (B, T, 2F) -> (B, T, D)."""
-        return self.down(kernels.swiglu(product))
+from fivefold.models.sublayers import Attention, SwiGLU
 
 
 class Block(nn.Module):
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
+        assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
         self.dropout = model.dropout
         self.norm1 = RMSNorm(model.dim, model.norm_eps)
-        self.attention = Attention(model)
+        self.attention = Attention(model, bias=False)
         self.norm2 = AddRMSNorm(model.dim, model.norm_eps)
-        self.mlp = FeedForward(model)
+        self.mlp: nn.Module = SwiGLU(model.dim, model.ffn_dim)
 
     def forward(
         self, x_BTD: Tensor, cos_Td: Tensor, sin_Td: Tensor, cache: LayerCache | None = None
     ) -> Tensor:
-        attended_BTD = self.attention(self.norm1(x_BTD), cos_Td, sin_Td, cache)
+        attended_BTD = self.attention(self.norm1(x_BTD), cos_Td, sin_Td, cache=cache)
         x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
         return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
 
@@ -84,7 +44,7 @@ class Model(LanguageModel):
         super().__init__()
         assert model.vocab_size is not None, "a resolved recipe has vocab_size"
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
-        self.head_dim, self.rope_theta = model.dim // model.heads, model.rope_theta
+        self.head_width, self.rope_theta = model.head_width, model.rope_theta
         self.dropout = model.dropout
         self.embed = Embedding(model.vocab_size, model.dim)
         self.blocks = block_dict([Block(model) for _ in range(model.layers)])
@@ -95,7 +55,7 @@ class Model(LanguageModel):
         return F.dropout(self.embed(tokens_BT), self.dropout, self.training)
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
-        return rope_table(positions_T, self.head_dim, self.rope_theta)
+        return rope_table(positions_T, self.head_width, self.rope_theta)
 
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)

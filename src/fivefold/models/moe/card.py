@@ -16,6 +16,13 @@ EXPERTS = 8  # default
 class Card(llama.Card):
     """Llama with a mixture as feed-forward in all blocks except the first `dense_layers`."""
 
+    summary = "llama with a mixture of experts for feed-forward"
+    words = llama.Card.words | {
+        "experts_per_token": "2, or 1 if there is one expert",
+        "expert_ffn_dim": "`ffn_dim`",
+        "router_normalize": "true, but false with one expert per token, because a score divided by itself teaches "
+        "the router nothing",
+    }
     has_experts = True
 
     def defaults(self) -> dict[str, Any]:

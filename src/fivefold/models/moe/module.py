@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fivefold.models.card import card_of
 from fivefold.models.llama import module as llama
 from fivefold.models.mixture import Mixture
 from fivefold.models.section import ModelSection
@@ -12,6 +13,6 @@ class Model(llama.Model):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model)
-        for number, block in self.blocks.items():
-            if int(number) >= model.dense_layers:
+        for block, mixed in zip(self.blocks.values(), card_of(model).mixed, strict=True):
+            if mixed:
                 block.mlp = Mixture(model)
