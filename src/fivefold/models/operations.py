@@ -16,6 +16,7 @@ from fivefold.spread.regions import SUM, WHOLE, Collective, What
 
 Role = Literal["input", "stream", "product", "copied", "core", "inner"]
 Part = Literal["", "core", "inner", "out", "never"]
+Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Operation:
     of kernels in forward. part: where it stands, which says what recomputes it (models/recomputation.py). "core" and
     "inner" are as in `Saved`; "out" is the matmul behind these; "" is outside of sublayers' second halves; "never":
     backward does not need it. workspace: bytes that its backward (for the loss: its forward) holds besides saved
-    tensors. random: numbers drawn in forward, for dropout.
+    tensors. random: numbers drawn in forward, for dropout. rate: the measured
+    operation whose element-wise work it resembles.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Operation:
     part: Part = ""
     workspace: float = 0.0
     random: float = 0.0
+    rate: Rate = "copy"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,16 @@ def begin(s: Sizes, program: Program) -> list[Operation]:
     moved = 3 * s.N * D * e
     return [
         Operation(
-            "embedding", None, 0.0, moved, 2 * moved, 2, sent_forward=sent, sent_backward=back, saved=masks
+            "embedding",
+            None,
+            0.0,
+            moved,
+            2 * moved,
+            2,
+            sent_forward=sent,
+            sent_backward=back,
+            saved=masks,
+            rate="embedding",
         )
     ]
 
@@ -73,6 +82,7 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
             kernels=2 if program.fused else 8,
             sent_forward=statistics,
             workspace=besides,
+            rate="loss",
         ),
     ]
 
@@ -103,7 +113,9 @@ def norm(name: str, s: Sizes, program: Program, role: Role, keep_output: bool = 
     saved = [Saved(f"{name} input", n * D * e, role)]
     if keep_output:
         saved.append(Saved(f"{name} output", n * D * e, "stream"))
-    return Operation(name, None, 0.0, forward * n * D * e, backward * n * D * e, kernels, saved=tuple(saved))
+    return Operation(
+        name, None, 0.0, forward * n * D * e, backward * n * D * e, kernels, saved=tuple(saved), rate="norm"
+    )
 
 
 def _bias(biased: bool, features: float, rows: float, e: float) -> float:
@@ -118,7 +130,7 @@ def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
     saved = (Saved(f"{name} mask", mask, "stream"),) if mask else ()
     forward = 3 * n * D * e * passes + mask
     backward = 3 * n * D * e + (2 * n * D * e + mask if mask else 0.0)
-    return Operation(name, None, 0.0, forward, backward, 1, saved=saved, random=mask)
+    return Operation(name, None, 0.0, forward, backward, 1, saved=saved, random=mask, rate="norm")
 
 
 def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool) -> list[Operation]:
@@ -265,6 +277,7 @@ def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[
             1 if program.fused else 2,
             saved=(Saved("activation", N * F * e, "inner"),),
             part="inner",
+            rate="gate" if gated else "gelu",
             workspace=N * wide * e,  # the gradient of its result takes the place of the result
         ),
         Operation(
@@ -286,66 +299,56 @@ def mixture(s: Sizes) -> list[Operation]:
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
     exchange, exchange_back = s.sends(ROWS, max(routed, received) * D)
     counts, _ = s.sends(COUNTS, E)
-    rows = received / here  # of each expert
     wide = (Saved("router input in fp32", N * D * 4, "stream"),) if e != 4 else ()
     router = Operation("router", Matmul(N, E, D), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=wide)
     ops = [
         router,
         Operation(
             "dispatch",
-            None,
-            0.0,
-            2 * routed * D * e,
-            2 * routed * D * e,
-            4,
+            forward=2 * routed * D * e,
+            backward=2 * routed * D * e,
+            kernels=4,
             sent_forward=(*counts, *exchange),
             sent_backward=exchange_back,
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
-        Operation(
-            "experts up", Matmul(rows, 2 * F, D, here), saved=(Saved("up", received * 2 * F * e, "product"),)
-        ),
-        Operation(
-            "gate",
-            None,
-            0.0,
-            3 * received * F * e,
-            5 * received * F * e,
-            saved=(Saved("activation", received * F * e, "inner"),),
-            part="inner",
-            workspace=2 * received * F * e,
-        ),
-        Operation("experts down", Matmul(rows, D, F, here)),
+        *_swiglu("experts", received, F, s, here),
         Operation(
             "combine",
-            None,
-            0.0,
-            3 * routed * D * e,
-            3 * routed * D * e,
-            4,
+            forward=3 * routed * D * e,
+            backward=3 * routed * D * e,
+            kernels=4,
             sent_forward=exchange,
             sent_backward=exchange_back,
             saved=(Saved("experts' output", routed * D * e, "stream"),),
         ),
     ]
     if model.shared_experts:
-        wide = model.shared_experts * F
-        ops += [
-            Operation(
-                "shared up", Matmul(N, 2 * wide, D), saved=(Saved("shared up", N * 2 * wide * e, "product"),)
-            ),
-            Operation(
-                "shared gate",
-                None,
-                0.0,
-                3 * N * wide * e,
-                5 * N * wide * e,
-                saved=(Saved("shared activation", N * wide * e, "inner"),),
-                part="inner",
-            ),
-            Operation("shared down", Matmul(N, D, wide)),
-        ]
+        ops += _swiglu("shared", N, model.shared_experts * F, s)
     return [*ops, *_balance(s)]
+
+
+def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1) -> list[Operation]:
+    """A SwiGLU that is whole on every tensor-parallel rank, or `count` of them that share the rows."""
+    D, e = s.model.dim, s.e
+    inner = Saved(f"{name} activation", rows * F * e, "inner")
+    return [
+        Operation(
+            f"{name} up",
+            Matmul(rows / count, 2 * F, D, count),
+            saved=(Saved(f"{name} up", rows * 2 * F * e, "product"),),
+        ),
+        Operation(
+            f"{name} gate",
+            forward=3 * rows * F * e,
+            backward=5 * rows * F * e,
+            saved=(inner,),
+            part="inner",
+            rate="gate",
+            workspace=2 * rows * F * e,
+        ),
+        Operation(f"{name} down", Matmul(rows / count, D, F, count)),
+    ]
 
 
 def _balance(s: Sizes) -> list[Operation]:

@@ -102,9 +102,9 @@ def operation(op: Operation, s: Setting) -> Cost:
     )  # a measured block's are counted as a whole
     ring = s.layout.cp if s.layout.cp_method == "ring" else 1
     within = bool(device.measured and op.attention and ring == 1)  # what attention moves was measured with it
-    forward = gap + (0.0 if within else rates.stream(op.forward, device, op.name, dtype))
+    forward = gap + (0.0 if within else rates.stream(op.forward, device, op.rate, dtype))
     forward += rates.random(op.random, device, dtype)
-    inputs = gap + (0.0 if within else rates.stream(op.backward, device, op.name, dtype, True))
+    inputs = gap + (0.0 if within else rates.stream(op.backward, device, op.rate, dtype, True))
     weight = 0.0
     if op.matmul:
         ahead, first, second = rates.products(op.matmul, device, dtype, e)

@@ -168,7 +168,9 @@ def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
     if len(by_stage) - 1 in mine:
         own += end.computes + tied.computes
     if seconds := s.microbatches * time.accumulate(own, s).weight:
-        yield Point("gradient sums", 0.0, seconds / rates.stream(1.0, s.cluster.device, "", s.dtype), seconds)
+        yield Point(
+            "gradient sums", 0.0, seconds / rates.stream(1.0, s.cluster.device, "copy", s.dtype), seconds
+        )
 
 
 def _alone(cost: Cost, forward: float) -> float:

@@ -63,18 +63,10 @@ def attention(
     return flops * (2.5 if backward else 1.0) / (device.peak[dtype] * share)
 
 
-KINDS = {
-    "norm1": "norm", "norm2": "norm", "norm": "norm", "add1": "norm", "add2": "norm", "gate": "gate",
-    "shared gate": "gate", "gelu": "gelu", "loss": "loss", "embedding": "embedding", "accumulate": "accumulate",
-    "optimizer": "optimizer",
-}  # fmt: skip
-"""The measured operation that resembles one of the model's. Others resemble a copy."""
-
-
-def stream(size: float, device: Device, name: str = "", dtype: str = "", backward: bool = False) -> float:
-    """Seconds to read and write `size` bytes of memory in the operation with this name."""
+def stream(size: float, device: Device, like: str = "copy", dtype: str = "", backward: bool = False) -> float:
+    """Seconds to read and write `size` bytes of memory in an operation like this measured one."""
     if device.measured:
-        return size / device.measured.stream(KINDS.get(name, "copy"), dtype, backward) if size else 0.0
+        return size / device.measured.stream(like, dtype, backward) if size else 0.0
     return size / (device.bandwidth * device.streaming)
 
 

@@ -219,7 +219,7 @@ def _copied(sync: Sync, keeps: float, whole: float, s: Setting) -> float:
     if not device.measured or sync.what == "sum":
         return 0.0
     moved = keeps * (4 + e) + 2 * whole * e if sync.what == "gather" else whole * (e + 4)
-    return rates.stream(moved, device, "", s.dtype)
+    return rates.stream(moved, device, "copy", s.dtype)
 
 
 PipelineTimer = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
