@@ -12,13 +12,20 @@ import pytest
 
 import fivefold
 from fivefold.models.registry import ARCHITECTURES
+from fivefold.models.section import FACTS
 
 SRC = Path(fivefold.__file__).parent
 OUTSIDE = [f for f in sorted(SRC.rglob("*.py")) if f.relative_to(SRC).parts[0] != "models"]
 
 
+OF_MIXTURES = {"experts", "capacity_factor", "balance_rate", "balance"}
+"""Fields that the techniques for experts read, whatever the architecture."""
+OWN = FACTS.keys() - OF_MIXTURES
+
+
 def names_of_architectures(tree: ast.AST) -> list[int]:
-    """Lines where an architecture is named as a value, imported, or `arch` is compared with something."""
+    """Lines where an architecture is named as a value, imported, or `arch` is compared with something; where a field
+    is used that only some architectures have; where the width of a head is computed."""
     found = []
     for node in ast.walk(tree):
         values = [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
@@ -28,7 +35,15 @@ def names_of_architectures(tree: ast.AST) -> list[int]:
         compared = isinstance(node, ast.Compare) and any(
             isinstance(side, ast.Attribute) and side.attr == "arch" for side in (node.left, *node.comparators)
         )
-        if compared or any(value in ARCHITECTURES for value in values):
+        own = (
+            isinstance(node, ast.Attribute | ast.keyword) and (getattr(node, "attr", None) or node.arg) in OWN
+        )  # type: ignore[union-attr]
+        width = (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Div | ast.FloorDiv)
+            and [getattr(side, "attr", None) for side in (node.left, node.right)] == ["dim", "heads"]
+        )
+        if compared or own or width or any(value in (*ARCHITECTURES, *OWN) for value in values):
             found.append(node.lineno)  # type: ignore[attr-defined]
     return found
 
@@ -40,7 +55,16 @@ def test_nothing_outside_models_names_an_architecture(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ['x = "bert"', "model.arch == other", "from fivefold.models.moe.module import Model", "a in ('gpt2',)"],
+    [
+        'x = "bert"',
+        "model.arch == other",
+        "from fivefold.models.moe.module import Model",
+        "a in ('gpt2',)",
+        "n - model.dense_layers",
+        'x = {"shared_experts": 2}',
+        "change(rope_theta=1.0)",
+        "d = s.model.dim // model.heads",
+    ],
 )
 def test_that_test_finds_them(line: str) -> None:
     assert names_of_architectures(ast.parse(line)) == [1]

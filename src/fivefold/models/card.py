@@ -34,6 +34,8 @@ class Card(ABC):
     """The architecture in a few words, for `fivefold check --explain`."""
     words: ClassVar[dict[str, str]] = {"kv_heads": "equal to `heads`"}
     """Values of `defaults` that depend on other fields, in words."""
+    widths: tuple[str, ...] = ("heads", "kv_heads", "ffn_dim")
+    """Fields that grow with `dim`."""
     objective: Objective = "causal"
     causal = True
     """True if a token sees only itself and earlier ones, False if it sees all."""
@@ -89,6 +91,11 @@ class Card(ABC):
     @abstractmethod
     def defaults(self) -> dict[str, Any]:
         """Default values of optional fields, except the vocabulary's size. The model may be unresolved."""
+
+    def resized(self, layers: int) -> dict[str, Any]:
+        """Fields to change for a model of this kind with another width and this many blocks, besides `dim` and heads:
+        those that follow from them are unset."""
+        return {"ffn_dim": None}
 
     def rules(self) -> Iterator[Contradiction]:
         """Yields every broken rule that is specific to this architecture. The model may be unresolved."""

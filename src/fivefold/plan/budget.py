@@ -141,8 +141,7 @@ def _deep(parameters: float, like: ModelSection, heads: int, head: int) -> Model
 
 def _sized(like: ModelSection, layers: int, heads: int, head: int) -> ModelSection:
     ratio = (like.heads // like.kv_heads) if like.kv_heads else 1
-    change: dict[str, Any] = {"layers": layers, "dim": heads * head, "heads": heads, "ffn_dim": None}
+    change: dict[str, Any] = {"layers": layers, "dim": heads * head, "heads": heads}
     change["kv_heads"] = heads // ratio if like.kv_heads and heads % ratio == 0 else None
-    if card_of(like).has_experts:
-        change |= {"expert_ffn_dim": None, "dense_layers": min(like.dense_layers, layers - 1)}
+    change |= card_of(like).resized(layers)
     return resolve_model(like.model_copy(update=change), vocab_size=2)

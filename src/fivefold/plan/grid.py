@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.errors import UserError
+from fivefold.models.card import card_of
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import Cluster
 from fivefold.plan.predict import Plan, predict, resolved, with_load
@@ -39,7 +40,6 @@ TURNS = (
     "tp", "pp", "zero", "microbatch_size", "devices", "seq_len", "global_batch_size", "layers", "dim",
 )  # fmt: skip
 """The order in which sliders get further values."""
-WITH_DIM = ("heads", "kv_heads", "ffn_dim", "expert_ffn_dim")
 Values = dict[str, int]
 
 
@@ -142,7 +142,7 @@ def model_at(center: Base, values: Values) -> Values:
     """Fields of `[model]`. Fields of the recipe that depend on the dim change with it."""
     model = center.recipe.model
     fields = {name: values[name] for name in ("layers", "dim", "seq_len")}
-    for name in WITH_DIM:
+    for name in card_of(model).widths:
         if given := getattr(model, name):
             fields[name] = given * values["dim"] // model.dim
     return fields
@@ -218,7 +218,7 @@ def _possible(center: Base, key: str) -> list[int]:
     found = [own * 2**i for i in range(1, 4)]
     found += [own // 2**i for i in range(1, 4) if own % 2**i == 0]
     if key == "dim":
-        given = [size for name in WITH_DIM if (size := getattr(center.recipe.model, name))]
+        given = [size for name in card_of(model).widths if (size := getattr(center.recipe.model, name))]
         found = [value for value in found if all(size * value % model.dim == 0 for size in given)]
     if key == "devices" and "x" in center.named.rpartition(":")[2]:
         found = [value for value in found if value % cluster.per_node == 0]

@@ -23,6 +23,7 @@ class Card(llama.Card):
         "router_normalize": "true, but false with one expert per token, because a score divided by itself teaches "
         "the router nothing",
     }
+    widths = (*llama.Card.widths, "expert_ffn_dim")
     has_experts = True
 
     def defaults(self) -> dict[str, Any]:
@@ -31,6 +32,10 @@ class Card(llama.Card):
         found, per_token = super().defaults(), self.per_token
         found |= {"experts": EXPERTS, "experts_per_token": per_token, "router_normalize": per_token > 1}
         return found | {"expert_ffn_dim": self.model.ffn_dim or found["ffn_dim"]}
+
+    def resized(self, layers: int) -> dict[str, Any]:
+        dense = min(self.model.dense_layers, layers - 1)
+        return super().resized(layers) | {"expert_ffn_dim": None, "dense_layers": dense}
 
     @property
     def per_token(self) -> int:
