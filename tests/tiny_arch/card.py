@@ -13,6 +13,7 @@ from fivefold.spread.parts import Shape
 class Card(card.Card):
     summary = "llama without rotary positions, one norm per block"
     gated = True
+    regional = ("attention.norm_q.weight",)
 
     def defaults(self) -> dict[str, Any]:
         D = self.model.dim
@@ -28,6 +29,7 @@ class Card(card.Card):
         return (
             under("norm1", rms_norm(D))
             | under("attention", attention(self.model, bias=False))
+            | under("attention.norm_q", rms_norm(self.model.head_width))
             | under("mlp", swiglu(D, F))
         )
 

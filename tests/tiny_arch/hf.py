@@ -17,7 +17,14 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {}
 def entries(model: ModelSection) -> list[Entry]:
     table = same("embed", "wte") + same("embed_positions", "wpe")
     for i in range(model.layers):
-        for name in ("norm1", "attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
+        for name in (
+            "norm1",
+            "attention.qkv",
+            "attention.norm_q",
+            "attention.out",
+            "mlp.gate_up",
+            "mlp.down",
+        ):
             table += same(f"blocks.{i}.{name}", f"h.{i}.{name}")
     return table + same("norm", "ln") + ([] if model.tie_embeddings else same("head", "head"))
 

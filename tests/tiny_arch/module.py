@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fivefold.models.base import LanguageModel, block_dict
@@ -11,11 +12,24 @@ from fivefold.models.section import ModelSection
 from fivefold.models.sublayers import Attention, SwiGLU
 
 
+class NormedAttention(Attention):
+    """With a norm of each query head."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__(model, bias=False)
+        self.norm_q = RMSNorm(model.head_width, model.norm_eps or 0.0)
+
+    def prepare(self, qkv: Tensor) -> Tensor:
+        heads, others = self.core.heads, 2 * self.core.kv_heads
+        q, kv = qkv.unflatten(-1, (heads + others, -1)).split([heads, others], dim=-2)
+        return torch.cat((self.norm_q(q), kv), dim=-2).flatten(-2)
+
+
 class Block(nn.Module):
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         self.norm1 = RMSNorm(model.dim, model.norm_eps or 0.0)
-        self.attention = Attention(model, bias=False)
+        self.attention = NormedAttention(model)
         self.mlp = SwiGLU(model.dim, model.ffn_dim or 0)
 
     def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:

@@ -53,6 +53,10 @@ class Card(ABC):
     """Modules at the model's end that compute with whole sequences under sequence parallelism, in their order, as
     prefixes of names (`norm.`). The sequence is gathered before the first of them; the output layer follows them."""
 
+    regional: tuple[str, ...] = ()
+    """Endings of parameters that are whole on every rank but compute with this rank's heads or features only, such as
+    the norm of a head. Under tensor parallelism their gradients are partial sums."""
+
     def __init__(self, model: ModelSection) -> None:
         self.model = model
         self.tied = bool(model.tie_embeddings)
@@ -115,9 +119,13 @@ class Card(ABC):
         found = {}
         for name, shape in self.parameters.items():
             local = name.split(".", 2)[-1] if name.startswith("blocks.") else name
-            if cut := cut_of(local, shape, self.model):
+            if cut := self.cut(local, shape):
                 found[name] = cut
         return found
+
+    def cut(self, name: str, shape: Shape) -> Cut | None:
+        """The cut of a parameter; None: it is whole on every rank. name: without "blocks.N."."""
+        return cut_of(name, shape, self.model)
 
     @property
     def costs(self) -> tuple[list[float], float, float]:

@@ -32,11 +32,17 @@ class Attention(Sublayer):
         if cache is None:
             return self.finish(qkv, *tables)
         cos, sin = tables or (None, None)
-        return self.out(cached_attention(qkv, self.core.heads, self.core.kv_heads, cos, sin, cache))
+        return self.out(
+            cached_attention(self.prepare(qkv), self.core.heads, self.core.kv_heads, cos, sin, cache)
+        )
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Queries, keys and values (B, T, (H + 2K) d) -> (B, T, D)."""
-        return self.out(self.core(product, *tables))
+        return self.out(self.core(self.prepare(product), *tables))
+
+    def prepare(self, qkv: Tensor) -> Tensor:
+        """Changes queries and keys before attention, such as by a norm of each head."""
+        return qkv
 
 
 class SwiGLU(Sublayer):

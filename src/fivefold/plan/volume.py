@@ -193,10 +193,10 @@ Sent = tuple[str, str, float]
 
 def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     """The messages that sum gradients once per step over other axes than the data's, for a rank at a position of the
-    pipeline: over "tp" those of parameters that saw only part of the sequence; over "pp" those of an embedding that two
+    pipeline: over "tp" those that are partial (`summed_over_tp`); over "pp" those of an embedding that two
     stages share. index: the rank's among those that share its states; the first has most.
     """
-    if not (s.layout.sp or (s.model.tie_embeddings and s.layout.pp > 1)):
+    if not (s.layout.tp > 1 or (s.model.tie_embeddings and s.layout.pp > 1)):
         return []
     hashed: Any = s.model
     b = s.software.states[s.dtype]

@@ -50,7 +50,8 @@ class Model(Protocol):
     parameters: names and shapes, in the module's order. Names `embed...` belong to the beginning, `blocks.N....` to
     a block, all others to the end. cuts: the parameters that tensor or expert parallelism cuts. costs: FLOPs per
     token of each block, of the beginning, of the end. tied: the output layer shares the weight `TIED`. whole_sequences:
-    prefixes of parameters that compute with whole sequences under sequence parallelism.
+    prefixes of parameters that compute with whole sequences under sequence parallelism. regional: endings of uncut
+    parameters within tensor-parallel regions.
     """
 
     @property
@@ -67,6 +68,9 @@ class Model(Protocol):
 
     @property
     def whole_sequences(self) -> tuple[str, ...]: ...
+
+    @property
+    def regional(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)

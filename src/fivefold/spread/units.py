@@ -230,15 +230,16 @@ def _local_parameters(model: Model, tp: int, ep: int) -> dict[str, Local]:
 
 
 def summed_over_tp(model: Model, layout: Layout, names: Iterable[str]) -> list[str]:
-    """The parameters whose gradients are partial sums over the tensor axis. Under sequence parallelism each rank sees a
-    piece of the sequence, except in modules that compute with whole sequences."""
-    cuts = model.cuts
+    """The uncut parameters whose gradients are partial sums over the tensor axis: those within its regions, and under
+    sequence parallelism, where each rank sees a piece of the sequence, all others except those of modules that compute
+    with whole sequences."""
+    if layout.tp == 1:
+        return []
+    uncut = (name for name in names if name not in model.cuts or model.cuts[name].axis != "tp")
     return [
         name
-        for name in names
-        if layout.sp
-        and not (name in cuts and cuts[name].axis == "tp")
-        and not name.startswith(model.whole_sequences)
+        for name in uncut
+        if name.endswith(model.regional) or (layout.sp and not name.startswith(model.whole_sequences))
     ]
 
 
