@@ -62,8 +62,10 @@ def defaults(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             yield node.target.id, node.value
         elif isinstance(node, ast.FunctionDef | ast.Lambda):
             known = [*node.args.posonlyargs, *node.args.args]
-            pairs = [*zip(known[::-1], node.args.defaults[::-1], strict=False)]
-            pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            pairs = [
+                *zip(known[::-1], node.args.defaults[::-1], strict=False),
+                *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+            ]
             yield from ((argument.arg, value) for argument, value in pairs if value)
 
 
