@@ -123,7 +123,7 @@ def test_heads_that_do_not_divide(sets: list[str], wanted: str) -> None:
     ("batch", "layout", "wanted"), [(9, "dp=2", 8), (17, "dp=6", 18), (1, "dp=4,zero=1", 4)]
 )
 def test_batches_that_do_not_divide(batch: int, layout: str, wanted: int) -> None:
-    with pytest.raises(UserError, match=f"Nearest valid: {wanted}$"):
+    with pytest.raises(UserError, match=f"Nearest valid: train.global_batch_size = {wanted}$"):
         load("quickstart", [f"train.global_batch_size={batch}"], layout)
     load("quickstart", [f"train.global_batch_size={wanted}"], layout)
 

@@ -61,10 +61,10 @@ WORDS = {"rotary": "rotary positions", "has_experts": "experts"}
 
 
 def lacks(model: ModelSection, fact: str, use: str = "") -> str:
-    """The error text for a field that needs a fact: `llama has no experts (only moe has)`."""
+    """The error text for a field that needs a fact: `llama has no experts (only moe has them)`."""
     others = having(fact)
     verb = "have" if " " in others else "has"
-    return f"{model.arch} has no {WORDS[fact]}{use and f' {use}'} (only {others} {verb})"
+    return f"{model.arch} has no {WORDS[fact]}{use and f' {use}'} (only {others} {verb} them)"
 
 
 def meaning(name: str, text: str) -> str:

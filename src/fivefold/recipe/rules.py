@@ -135,7 +135,8 @@ def _batch(recipe: Sections) -> Iterator[Contradiction]:
         near = max(1, round(size / unit)) * unit
         yield (
             keys,
-            f"train.global_batch_size = {size} must be divisible by {unit} ({equation}). Nearest valid: {near}",
+            f"train.global_batch_size = {size} must be divisible by {unit} ({equation}). Nearest valid: "
+            f"train.global_batch_size = {near}",
         )
     elif micro and count and size != unit:
         yield keys, f"train.global_batch_size = {size} must be {unit} ({equation})"

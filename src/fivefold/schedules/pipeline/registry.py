@@ -91,7 +91,7 @@ def stages_per_rank(name: str, virtual_stages: int) -> int:
         allowed = f"exactly {least}" if least == most else f"at least {least}"
         other = f", or schedule={SCHEDULES[name].instead}" if virtual_stages >= 1 else ""
         raise UserError(
-            f"layout.virtual_stages: {virtual_stages} stage(s) per rank are not possible with schedule '{name}', which "
-            f"needs {allowed}. Nearest valid: virtual_stages={least}{other}"
+            f"layout.virtual_stages: schedule '{name}' needs {allowed} stage(s) per rank, not "
+            f"{virtual_stages}. Nearest valid: virtual_stages={least}{other}"
         )
     return virtual_stages
