@@ -29,7 +29,7 @@ from fivefold.recipe import (
     tokens_per_step,
     total_steps,
 )
-from fivefold.recipe.load import RENAMED
+from fivefold.recipe.migrate import RENAMED
 
 SHIPPED = [
     "bert-base-mlm", "gpt2-124m", "llama-7b", "mixtral-8x7b", "moe-tiny", "quickstart", "shakespeare",

@@ -12,15 +12,13 @@ from pydantic import ValidationError
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.recipe import words
+from fivefold.recipe.migrate import migrate
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.words import KEYS, SECTIONS, optional, plain_type
 from fivefold.spread.layout import parse as parse_layout
 
 _SHIPPED = Path(__file__).parent.parent / "recipes"
-RENAMED: dict[str, str] = {}
-"""{section.key of an older version: section.key today}. Recipes and run folders of older versions load by this table.
-Nothing has been renamed so far."""
 
 
 def load(name_or_path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
@@ -115,27 +113,6 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         RecursionError,
     ):  # beyond what Python reads: numbers of 4300 digits, 1000 nested lists
         raise UserError(f"{path}: a number is too long, or lists are nested too deeply") from None
-
-
-def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns a parsed recipe with today's keys, and `origins` (where each key was written) under the same keys. If a
-    recipe has both names of a key, the old one stays and is reported as unknown."""
-    moved = {section: dict(v) if isinstance(v, dict) else v for section, v in table.items()}
-    origins = dict(origins)
-    for old, new in RENAMED.items():
-        (section, key), (home, name) = old.split("."), new.split(".")
-        values, target = moved.get(section), moved.setdefault(home, {}) if section in moved else None
-        if (
-            not isinstance(values, dict)
-            or not isinstance(target, dict)
-            or key not in values
-            or name in target
-        ):
-            continue
-        target[name] = values.pop(key)
-        if old in origins:
-            origins[new] = origins.pop(old)
-    return moved, origins
 
 
 def _lines(text: str) -> dict[str, str]:

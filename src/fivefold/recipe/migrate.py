@@ -1,0 +1,29 @@
+"""Keys of recipes that have another name today. Recipes and run folders of older versions load by this table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+RENAMED: dict[str, str] = {}
+"""{section.key of an older version: section.key today}. Nothing has been renamed so far."""
+
+
+def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns a parsed recipe with today's keys, and `origins` (where each key was written) under the same keys. If a
+    recipe has both names of a key, the old one stays and is reported as unknown."""
+    moved = {section: dict(v) if isinstance(v, dict) else v for section, v in table.items()}
+    origins = dict(origins)
+    for old, new in RENAMED.items():
+        (section, key), (home, name) = old.split("."), new.split(".")
+        values, target = moved.get(section), moved.setdefault(home, {}) if section in moved else None
+        if (
+            not isinstance(values, dict)
+            or not isinstance(target, dict)
+            or key not in values
+            or name in target
+        ):
+            continue
+        target[name] = values.pop(key)
+        if old in origins:
+            origins[new] = origins.pop(old)
+    return moved, origins
