@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ from ranks import run_ranks
 from fivefold.bench import hardware, links, overhead
 from fivefold.bench.machine import _axes
 from fivefold.launch.ranks import Ranks
+from fivefold.models.operations import Rate
 from fivefold.observe.prediction import read, rows, section, step_seconds
 from fivefold.plan import measured
 from fivefold.plan.devices import of_table
 from fivefold.plan.predict import predict
-from fivefold.plan.rates import KINDS
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, 0, 1, CPU)
@@ -45,7 +45,7 @@ def test_streams_cover_what_the_planner_asks_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hardware, "TOKENS", (16,))
     for dtype in ("fp32", "bf16"):
         found = hardware.streams(dtype, CPU) | {"optimizer": hardware.optimizer(dtype, CPU)}
-        assert {*KINDS.values(), "copy", "random"} == found.keys()
+        assert {*get_args(Rate), "accumulate", "optimizer", "random"} == found.keys()
         assert all(1e5 < rate < 1e13 for pair in found.values() for rate in pair)
         for rates in (hardware.attention(dtype, CPU), hardware.ring(dtype, CPU)):
             assert rates.keys() == {"16x32", "16x128"}
