@@ -50,14 +50,19 @@ def main() -> None:
                         file=sys.stderr,
                         flush=True,
                     )
-    summary = {name: summarize(found) for name, found in pairs.items()}
-    print(table(summary))
-    if args.out:
+        save(pairs, other, args.out)
+    print(table({name: summarize(found) for name, found in pairs.items()}))
+
+
+def save(pairs: dict[str, list[dict[str, float]]], other: Path, out: Path | None) -> None:
+    """Writes what there is after a round, so that a run that is stopped loses only its last one."""
+    if out:
         from fivefold.host.machine import describe
 
+        summary = {name: summarize(found) for name, found in pairs.items()}
         commits = {"this": commit(HERE), "other": commit(other)}
         result = {"commits": commits, "machine": describe(), "summary": summary, "pairs": pairs}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def pair(name: str, steps: int, microbatch: int, other: Path, other_first: bool) -> dict[str, float]:

@@ -17,6 +17,7 @@ from fivefold.errors import CommunicationError
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.spread.layout import Layout
+from fivefold.spread.regions import Collective
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -48,6 +49,8 @@ def operations(rank: int, world: int) -> None:
         equal(axis.all_reduce(rows.clone(), "max"), torch.stack(every).amax(0))
         equal(axis.all_reduce(rows.clone(), "min"), torch.stack(every).amin(0))
         equal(axis.all_gather(rows), torch.cat(every))
+        equal(axis.run(Collective("all", "all_gather"), rows), torch.cat(every))
+        equal(axis.run(Collective("all", "all_to_all", "all_reduce"), rows.clone(), backward=True), total)
         out = torch.empty_like(torch.cat(every))
         assert axis.start_all_gather(rows, out)() is out
         equal(out, torch.cat(every))

@@ -56,8 +56,11 @@ LIGHT_FILES = (
     "models/__init__.py",
     "models/*/__init__.py",
     "models/*/card.py",
-    *(f"models/{name}.py" for name in ("card", "count", "objective", "operations", "parameters", "registry")),
-    *(f"models/{name}.py" for name in ("rules", "section", "work")),
+    *(
+        f"models/{name}.py"
+        for name in ("card", "count", "objective", "operations", "parameters", "recomputation")
+    ),
+    *(f"models/{name}.py" for name in ("registry", "rules", "section", "work")),
     *(f"optim/{name}.py" for name in ("__init__", "adamw", "card", "registry", "schedules", "sgd")),
 )
 

@@ -1,6 +1,7 @@
 """Pipeline schedules: every one can run, at any number of ranks and microbatches, and holds what it says."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from fivefold.schedules.pipeline import (
     check,
     check_transfers,
     ends_upwards,
+    few,
     from_csv,
     holds_all,
     most_live,
@@ -283,3 +285,23 @@ def test_nothing_is_sent_within_a_rank() -> None:
     }
     assert {"1SEND_F0", "2RECV_F0", "3SEND_F0", "4RECV_F0"} <= sent
     assert not {"2SEND_F0", "3RECV_F0", "3SEND_B0", "2RECV_B0"} & sent
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_few_microbatches_hold_as_much_as_many(name: str) -> None:
+    """With any remainder, which interleaved schedules spread over their rounds; unless all microbatches are held."""
+    least, most = SCHEDULES[name].stages
+    for ranks, chunks in product((2, 3, 4, 8), {least, min(most or 4, 4)}):
+        if holds_all(name, ranks, chunks):
+            continue
+        for microbatches in (
+            2 * ranks + 1,
+            6 * ranks - 1,
+            9 * ranks + ranks // 2,
+            14 * ranks - 1,
+            17 * ranks,
+        ):
+            some = few(microbatches, ranks)
+            assert some < microbatches or microbatches // ranks <= max(2, microbatches % ranks)
+            whole = peak_live(build(name, ranks, microbatches, chunks))
+            assert peak_live(build(name, ranks, some, chunks)) == whole

@@ -133,13 +133,14 @@ def test_small_models_say_what_a_deep_one_does(layout: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rest", [0, 3])
 @pytest.mark.parametrize("rank", [0, 1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_few_microbatches_say_what_many_do(schedule: str, rank: int) -> None:
-    """For every schedule, though a trace of few microbatches need not reach the peak."""
+def test_few_microbatches_say_what_many_do(schedule: str, rank: int, rest: int) -> None:
+    """For every schedule, with and without a remainder, which interleaved schedules spread over their rounds."""
     chunks = max(1, min(2, SCHEDULES[schedule].stages[1] or 2))
     layout = f"pp=4,schedule={schedule},virtual_stages={chunks}"
-    compare_with_small(layout, rank, layers=32 * chunks, batch=128)
+    compare_with_small(layout, rank, layers=16 * chunks, batch=2 * (40 + rest))
 
 
 def compare_with_small(layout: str, rank: int, layers: int, batch: int) -> None:

@@ -17,8 +17,6 @@ FP32_BYTES = 64 << 20
 reads and writes that much in tens of microseconds, several times what it takes to start a kernel."""
 FP32_COPIES = 2
 """Tensors of that size: the copy and its log-softmax, or its exponentials. In fp32 the logits need no copy."""
-FP32_PASSES = 4
-"""How often such a copy is written and read: copy, log-softmax, exponential, scale."""
 MIN_ROWS = 128
 """Minimum rows of logits at once: with fewer the matmuls are slow."""
 
@@ -29,6 +27,15 @@ MAX_BLOCKS = 16
 """Longer sequences get larger blocks: few, large matmuls."""
 KEEP = 1024
 """Largest T at which attention keeps its probabilities for backward. Beyond it they are recomputed."""
+
+
+def fp32_moved(element_size: float, split: bool) -> float:
+    """Bytes that the loss reads and writes per logit where it has no fused kernel: log-softmax, exponential and scale
+    in fp32, and copies from and to another dtype. split: True if the vocabulary is cut between ranks. Then statistics
+    come first: maximum, difference, exponential and sum."""
+    copied = 0 if element_size == 4 else 2 * (element_size + 4)
+    again = 32 if element_size == 4 else element_size + 28  # fp32 logits are overwritten in a pass of its own
+    return 24 + copied + (again if split else 0)
 
 
 def logits_bytes(device: str) -> int:

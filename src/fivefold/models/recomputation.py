@@ -15,8 +15,9 @@ class Region:
 
     runs: the module that is a region, and its method; None: this program cannot do it. keeps: roles of the tensors that
     are kept from forward. repeats: parts of the operations that backward repeats; `last` among them only if their layer
-    communicates, because it saves its input after its matmul, and recomputation stops at the last tensor that is
-    needed. matmuls: share of the matmuls that are repeated. collectives: False if their results are kept.
+    saves its input after its matmul, because recomputation stops at the last tensor that is needed. Layers that
+    communicate or defer their weight gradient do. matmuls: share of the matmuls that are repeated. collectives: "all"
+    are repeated; or "gathers", which a layer would repeat anyway, beside its matmul: recomputation runs them before.
     """
 
     runs: tuple[Literal["block", "sublayer"], str] | None
@@ -24,11 +25,12 @@ class Region:
     repeats: frozenset[Part]
     last: Part | None = None
     matmuls: float = 1.0
-    collectives: bool = True
+    collectives: Literal["all", "gathers"] = "all"
 
-    def repeated(self, op: Operation, communicates: bool) -> float:
-        """Average number of times that backward repeats an operation's forward."""
-        if op.part not in self.repeats or (op.part == self.last and not communicates):
+    def repeated(self, op: Operation, saves_late: bool) -> float:
+        """Average number of times that backward repeats an operation's forward, besides its messages. saves_late: True
+        if layers save their inputs after their matmuls."""
+        if op.part not in self.repeats or (op.part == self.last and not saves_late):
             return 0.0
         if self.matmuls < 1 and op.attention:
             return 0.0  # its result is kept
@@ -36,7 +38,7 @@ class Region:
 
     def repeats_messages(self, op: Operation) -> bool:
         """True if backward repeats an operation's forward messages."""
-        return self.collectives and op.part in self.repeats
+        return self.collectives == "all" and op.part in self.repeats
 
 
 WITHIN: frozenset[Role] = frozenset({"core", "inner"})
@@ -52,11 +54,12 @@ REGIONS = {
         BESIDES - {"stream"},
         frozenset({"", "core", "inner", "out", "never"}),
         matmuls=0.5,
-        collectives=False,
+        collectives="gathers",
     ),
 }
 """sublayer: everything behind a sublayer's first matmul. core: attention's core only (arXiv 2205.05198). operations:
-every second matmul and all operations between matmuls (torchtitan's default, which keeps attention's result)."""
+every second matmul and all operations between matmuls. That is torchtitan's default, which keeps the results of
+attention and of reduce-scatters."""
 MODES: dict[str, str | None] = {"none": "nothing", "selective": None, "full": "block"}
 """The region that each mode of `layout.recompute` repeats. None: the program says it (`Program.selective`)."""
 

@@ -67,7 +67,7 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
         copies = sizes.fp32_bytes(rows / cut, columns, e) if program.fp32_parts else 0.0
         besides = rows / cut * columns * e + rows * D * e + max(copies, weight * e if cut > 1 else 0.0)
         if program.fp32_parts:
-            forward = 2 * e + 2 * 4 * sizes.FP32_PASSES
+            forward = sizes.fp32_moved(e, s.tp > 1)
     if kept:
         saved.append(Saved("logits", kept * rows * columns, "stream"))
     return [

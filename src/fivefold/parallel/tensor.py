@@ -39,8 +39,8 @@ from fivefold.spread.units import summed_over_tp
 def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection, sp: bool) -> list[str]:
     """Shards a model on "meta" over the tensor axis, in place.
 
-    Returns the names of parameters that are whole on every rank but have partial gradients, each from this rank's piece
-    of the sequence; `sum_gradients` sums them. There are none without sp.
+    Returns the names of parameters that are whole on every rank but have partial gradients, from this rank's heads or,
+    with sp, from its piece of the sequence. `sum_gradients` sums them.
     """
     card, axis = card_of(model), TensorAxis(mesh.axis("tp"), sp)
     assert axis.size > 1, "one rank needs no tensor parallelism"

@@ -14,7 +14,7 @@ from fivefold.plan import communication, rates
 from fivefold.plan.communication import exposed, group
 from fivefold.plan.devices import Cluster
 from fivefold.plan.software import Software
-from fivefold.schedules.ring_attention import longest
+from fivefold.schedules.ring_attention import messages
 from fivefold.spread.layout import Layout
 
 
@@ -87,9 +87,8 @@ def message(sent: Message, s: Setting, backward: bool) -> float:
     """Seconds of a collective without overlap."""
     if sent.what == "ring":
         crosses = group(s.layout, s.cluster, "cp").nodes > 1
-        waits = longest(s.layout.cp, card_of(s.model).causal, backward)
-        keys = sent.size / sum(number for _, number in waits)
-        return sum(number * communication.send(keys * share, crosses, s.cluster) for share, number in waits)
+        turns = len(messages(s.layout.cp, 0, card_of(s.model).causal, backward))
+        return turns * communication.send(sent.size / turns, crosses, s.cluster)
     price = getattr(communication, sent.what)
     return price(sent.size, group(s.layout, s.cluster, sent.axis), s.cluster, s.dtype)
 
@@ -142,22 +141,41 @@ def _exposed(messages: Iterable[Message], beside: float, s: Setting, backward: b
 
 
 def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:
-    """Cost of several operations, with what backward recomputes."""
-    return together(ops, [operation(op, s) for op in ops], s, recompute)
+    """Cost of several operations, with what backward recomputes; no weight gradient is deferred."""
+    return together(ops, [operation(op, s) for op in ops], s, recompute, s.layout.tp > 1)
 
 
-def together(ops: Sequence[Operation], costs: Sequence[Cost], s: Setting, recompute: str) -> Cost:
-    repeated, cut = region(recompute, s.software).repeated, s.layout.tp > 1
+def together(
+    ops: Sequence[Operation], costs: Sequence[Cost], s: Setting, recompute: str, saves_late: bool
+) -> Cost:
+    """Cost of several operations, with what backward recomputes (`models/recomputation.py`)."""
+    again = region(recompute, s.software)
     forward = inputs = weight = sent_forward = sent_backward = host = 0.0
-    again = sent_again = host_again = 0.0
+    repeated = resent = host_again = 0.0
     for op, cost in zip(ops, costs, strict=True):
         forward, inputs, weight = forward + cost.forward, inputs + cost.input, weight + cost.weight
         sent_forward, sent_backward = sent_forward + cost.sent_forward, sent_backward + cost.sent_backward
         host += cost.host
-        if times := repeated(op, cut):
-            again += times * cost.forward
-            sent_again += times * cost.sent_forward
+        if times := again.repeated(op, saves_late):
+            repeated += times * (cost.forward - cost.sent_forward)
             host_again += times * cost.host
+        if again.repeats_messages(op):
+            resent += cost.sent_forward
+        elif again.collectives == "gathers":
+            resent += _unhidden(op, cost, s)
     return Cost(
-        forward, inputs + again, weight, sent_forward, sent_backward + sent_again, host + host_again / 2
+        forward,
+        inputs + repeated + resent,
+        weight,
+        sent_forward,
+        sent_backward + resent,
+        host + host_again / 2,
     )
+
+
+def _unhidden(op: Operation, cost: Cost, s: Setting) -> float:
+    """Seconds that an operation's hidden messages of backward take if nothing runs beside them."""
+    if s.layout.tp == 1:
+        return 0.0
+    alone = sum(message(one, s, True) for one in op.sent_backward if one.axis == "tp")
+    return max(0.0, alone - cost.sent_backward) if any(one.hidden for one in op.sent_backward) else 0.0

@@ -14,7 +14,7 @@ from fivefold.plan import operations
 from fivefold.plan.operations import Sums
 from fivefold.plan.partition import schedule, stages
 from fivefold.plan.software import Partition, Software, States
-from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, holds_all, peak_live
+from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import TIED, sharing_group, stages_of
 from fivefold.spread.units import local_parameters, scattered_once
@@ -341,9 +341,9 @@ def live_schedule(layout: Layout, microbatches: int) -> tuple[Schedule | None, i
     pipeline. More microbatches than can be live at once change no peak. If all are live at once, one stands for all."""
     if layout.pp == 1:
         return None, 1
-    enough, times = 2 * layout.pp * max(2, layout.virtual_stages), 1
+    times = 1
     if holds_all(layout.schedule, layout.pp, layout.stages_per_rank):
         microbatches, times = 1, microbatches
-    elif microbatches % layout.pp == 0:
-        microbatches = min(microbatches, enough)
+    else:
+        microbatches = few(microbatches, layout.pp)
     return schedule(layout.schedule, layout.pp, microbatches, layout.virtual_stages), times

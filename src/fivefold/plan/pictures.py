@@ -151,7 +151,10 @@ def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], s
 
 def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     """The point of an operation that occurs `count` times."""
-    cost, forward = operation(op, s), 1 + region(recompute, s.software).repeated(op, s.layout.tp > 1)
+    cost, forward = (
+        operation(op, s),
+        1 + region(recompute, s.software).repeated(op, time.saves_late(s.layout)),
+    )
     flops, moved = _work(op, s)
     seconds = _alone(cost, forward)
     back = (2.5 if op.attention else 2.0) * flops

@@ -83,7 +83,8 @@ class SharedCosts:
     def microbatch(self, c: Choice) -> MicrobatchCost:
         """Costs as in `time.stage_costs`, without the communication of ZeRO."""
         x = c.layout
-        key = (x.tp, x.cp, x.cp_method, x.ep, x.sp, x.recompute, c.B, c.dtype, c.count == 1)
+        late = time.saves_late(x)
+        key = (x.tp, x.cp, x.cp_method, x.ep, x.sp, x.recompute, late, c.B, c.dtype, c.count == 1)
         if key not in self._microbatches:
             self._microbatches[key] = self._microbatch(c)
         return self._microbatches[key]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from fivefold.models.recomputation import MODES
 from fivefold.plan.devices import Cluster
 from fivefold.precision import TRAINED
 from fivefold.recipe import Recipe
@@ -18,7 +19,7 @@ from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
 from fivefold.spread.layout import Layout, divisors, problems
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = tuple(MODES)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
 from fivefold.precision import DTYPES
-from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed
+from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed, splits_backward
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import sharing_group
 from fivefold.spread.units import Sync, scattered_once
@@ -43,10 +43,11 @@ class Parts:
     """Costs of a model's operations for one microbatch.
 
     They depend on the tensor, context and expert axes, but not on the pipeline or the sharding of states, so many
-    layouts share them. block: by (with experts, recomputation). begin, end: the parts before and after the blocks.
+    layouts share them. block: by (with experts, recomputation, `saves_late`). begin, end: the parts before and after
+    the blocks.
     """
 
-    block: dict[tuple[bool, str], Cost]
+    block: dict[tuple[bool, str, bool], Cost]
     begin: Cost
     end: Cost
 
@@ -57,7 +58,8 @@ def parts(s: Setting, work: Work) -> Parts:
     for mixed, ops in work.block.items():
         costs = [operation(op, s) for op in ops]
         for recompute in MODES:
-            found[mixed, recompute] = together(ops, costs, s, recompute)
+            for late in {s.layout.tp > 1, True}:
+                found[mixed, recompute, late] = together(ops, costs, s, recompute, late)
     return Parts(found, part(work.begin, s), end_cost(s, work.end))
 
 
@@ -71,10 +73,17 @@ def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
 
 def computed(s: Setting, mixed: bool, shared: Parts) -> Cost:
     """Cost of a block for one microbatch, with the host time to issue its operations."""
-    cost = shared.block[mixed, s.layout.recompute]
+    cost = shared.block[mixed, s.layout.recompute, saves_late(s.layout)]
     if s.cluster.machine and s.cluster.machine.on_cpu:
         return cost + (_host(s.cluster.machine, s.layout) + _waits(cost, s))
     return (cost + Cost(host=s.software.host)).bound
+
+
+def saves_late(layout: Layout) -> bool:
+    """True if linear layers save their inputs after their matmuls: those that communicate, or defer their weight
+    gradients (parallel/recompute.py)."""
+    splits = layout.pp > 1 and splits_backward(layout.schedule, layout.pp, layout.stages_per_rank)
+    return layout.tp > 1 or splits
 
 
 def _host(machine: Measured, layout: Layout) -> Cost:
@@ -319,6 +328,14 @@ def optimizer(s: Setting, own: Elements) -> float:
     return s.software.optimizer_passes * update + _seconds(volume.control(s), s)
 
 
+def _shared_sums(s: Setting, position: int) -> tuple[float, float]:
+    """Seconds of the gradient sums that a pipeline position does besides its replicas': (over the tensor axis, of tied
+    embeddings)."""
+    messages = volume.shared(s, position)
+    tensor = [message for message in messages if message[1] == "tp"]
+    return _seconds(tensor, s), _seconds([message for message in messages if message[1] != "tp"], s)
+
+
 def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None) -> Step:
     """The time of an optimizer step. run: the function that times the schedule. shared: as in `stage_costs`."""
     costs = stage_costs(s, shared)
@@ -337,11 +354,12 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         late = ends[position] + r + g + u - makespan
         if late > extra:
             extra, reduced, gathered, updated = late, r, g, u
-    shared_sums = max(_seconds(volume.shared(s, position), s) for position in range(p))
+    tensor_sums, tied_sums = max((_shared_sums(s, position) for position in range(p)), key=sum)
     worst = max(range(p), key=lambda position: busy[position])
     besides = fixed(s)
-    seconds = makespan + max(0.0, extra) + shared_sums + besides
-    exposed = {"model": waits[worst], "data": max(0.0, min(extra, reduced + gathered)) + shared_sums}
+    seconds = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides
+    data = max(0.0, min(extra, reduced + gathered)) + tied_sums
+    exposed = {"model": waits[worst] + tensor_sums, "data": data}
     compute = busy[worst] - waits[worst] + updated + besides
     bubble = seconds - compute - sum(exposed.values())
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
@@ -355,7 +373,8 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         ("exposed gradient sums", reduced),
         ("exposed weight gathers", gathered),
         ("optimizer", updated),
-        ("sums of shared weights", shared_sums),
+        ("gradient sums over the tensor axis", tensor_sums),
+        ("sum of tied embeddings", tied_sums),
         ("fixed per step", besides),
     ]
     return Step(seconds, compute, exposed, max(0.0, bubble), terms)

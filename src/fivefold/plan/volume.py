@@ -200,9 +200,8 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
         return []
     hashed: Any = s.model
     b = s.software.states[s.dtype]
-    zero = (
-        s.layout.zero if s.layout.zero > (not b.cast) else 0
-    )  # other programs sum whole gradients under ZeRO 1
+    # other programs sum whole gradients under ZeRO 1
+    zero = s.layout.zero if b.cast or s.layout.zero > 1 else 0
     of_rank = replace(s.layout, zero=zero, recompute="none", microbatches=None, cp_method="ring")
     partial, tied = _shared(hashed, of_rank, s.software.partition, position, index)
     each = b.gradient

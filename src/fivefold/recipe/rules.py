@@ -233,6 +233,8 @@ def _noise(recipe: Sections) -> Iterator[Contradiction]:
         ({"layout.cp"}, layout.cp > 1, "cp: a rank sees parts of sequences"),
         ({"layout.ep"}, layout.ep > 1, "ep: experts get tokens of several ranks at once"),
         ({"layout.sp"}, layout.sp, "sp: gradients of norms are sums over the tensor axis"),
+        ({"layout.tp"}, layout.tp > 1 and bool(card_of(model).regional), "tp with this model: "
+            "gradients of the norms of heads are sums over the tensor axis"),
         ({"layout.tp", "layout.zero"}, layout.tp > 1 and layout.zero > 0, "tp under ZeRO: a message "
             "holds both shared and sharded gradients"),
         ({"layout.pp", "model.tie_embeddings"}, layout.pp > 1 and tied, "pp with tied embeddings: "

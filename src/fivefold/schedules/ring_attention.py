@@ -5,12 +5,11 @@ mirror image from the back. So under a causal mask, keys of a later rank are see
 an earlier rank are seen by all queries, but only their early half. The keys of rank j first visit ranks j-1 .. 0, then
 c-1 .. j+1: from rank 0 on, only their early half travels.
 
-`parallel/context.py` runs the turns; `plan` adds up their bytes (`messages`) and prices them (`longest`).
+`parallel/context.py` runs the turns; `plan` adds up their bytes (`messages`) and prices them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 from typing import NamedTuple
 
@@ -56,14 +55,8 @@ def turns(ranks: int, index: int, causal: bool) -> tuple[Turn, ...]:
 @cache
 def messages(ranks: int, index: int, causal: bool, backward: bool) -> tuple[tuple[float, float], ...]:
     """The shares of keys and values that rank `index` (sends, receives) in each of its messages. Backward also returns
-    gradients to the owners of the keys."""
+    gradients to the owners of the keys. Rank 0 receives all of the keys of every other rank and returns gradients for
+    all of them, so the ring waits for whole keys in every message."""
     way = turns(ranks, index, causal)
     home = tuple((turn.keys, turn.comes_home) for turn in way[1:]) if backward else ()
     return tuple((turn.sends, turn.receives) for turn in way[:-1]) + home
-
-
-@cache
-def longest(ranks: int, causal: bool, backward: bool) -> tuple[tuple[float, int], ...]:
-    """(share, number) of the messages that a ring waits for. They are those of rank 0, which receives all of the keys
-    of every other rank, and returns gradients for all of them. No rank has longer ones."""
-    return tuple(Counter(map(max, messages(ranks, 0, causal, backward))).items())

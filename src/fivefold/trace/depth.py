@@ -19,7 +19,7 @@ from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, tokens_per_step
-from fivefold.schedules.pipeline import FILLING
+from fivefold.schedules.pipeline import FILLING, few
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.parts import stage_blocks, stages_of
 from fivefold.trace.cache import CachedFigures
@@ -160,14 +160,12 @@ def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...
 
 
 def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
-    """Two small numbers of microbatches that fill the pipeline and have the same remainder modulo pp as all of them.
+    """Two small numbers of microbatches that fill the pipeline and are held as all of them are.
 
     FILLING per pipeline rank reach the most live activations. The sends under way and the batches held repeat after
     another one, or two where a rank has several stages (found by tracing every schedule; tested).
     """
-    stages = layout.stages_per_rank if layout.pp > 1 else 0
-    least = (FILLING + min(stages, 2)) * layout.pp
-    first = least + (microbatches - least) % layout.pp
+    first = few(microbatches, layout.pp, FILLING + min(layout.stages_per_rank, 2) * (layout.pp > 1))
     return (first, first + layout.pp) if first + layout.pp < microbatches else (microbatches,)
 
 

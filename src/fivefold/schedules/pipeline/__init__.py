@@ -5,7 +5,15 @@ from fivefold.schedules.pipeline.action import Action, Kind, parse
 from fivefold.schedules.pipeline.check import check
 from fivefold.schedules.pipeline.cut import cut
 from fivefold.schedules.pipeline.draw import to_svg, to_text
-from fivefold.schedules.pipeline.facts import FILLING, ends_upwards, holds_all, most_live, peak_live
+from fivefold.schedules.pipeline.facts import (
+    FILLING,
+    ends_upwards,
+    few,
+    holds_all,
+    most_live,
+    peak_live,
+    splits_backward,
+)
 from fivefold.schedules.pipeline.registry import DEFAULT, SCHEDULES, build, stages_per_rank
 from fivefold.schedules.pipeline.schedule import Schedule, from_csv, place, to_csv
 from fivefold.schedules.pipeline.simulate import Costs, simulate, simulate_oversubscribed
@@ -33,6 +41,7 @@ __all__ = [
     "check_transfers",
     "cut",
     "ends_upwards",
+    "few",
     "from_csv",
     "holds_all",
     "most_live",
@@ -42,6 +51,7 @@ __all__ = [
     "receives_ahead",
     "simulate",
     "simulate_oversubscribed",
+    "splits_backward",
     "stages_per_rank",
     "to_csv",
     "to_svg",

@@ -14,6 +14,22 @@ FILLING = 2
 """Microbatches per pipeline rank that fill the pipeline. More do not raise any rank's memory, unless it holds all."""
 
 
+def few(microbatches: int, ranks: int, rounds: int = FILLING) -> int:
+    """Fewer microbatches that are held as all of them are, if there are fewer: at least `rounds` per rank.
+
+    They have the same remainder modulo the ranks. `interleaved` spreads it over its rounds, so there are at least as
+    many rounds; with fewer, each is longer, and more is held.
+    """
+    rest = microbatches % ranks
+    return min(microbatches, ranks * max(rounds, rest) + rest)
+
+
+@cache
+def splits_backward(name: str, ranks: int, chunks: int) -> bool:
+    """True if the schedule computes weight gradients separately (I and W)."""
+    return any(kind == "I" for _, kind, _ in build_row(name, 0, ranks, ranks, chunks))
+
+
 def peak_live(
     schedule: Schedule, size: Sequence[float] | None = None, after_input: Sequence[float] | None = None
 ) -> list[float]:
