@@ -17,6 +17,14 @@ MODELS = {
     "llama": ModelSection(arch="llama", ffn_dim=96, **SMALL),
     "llama-gqa-tied": ModelSection(arch="llama", kv_heads=2, ffn_dim=80, tie_embeddings=True, **SMALL),
     "llama-mqa-theta": ModelSection(arch="llama", kv_heads=1, rope_theta=500.0, norm_eps=1e-6, **SMALL),
+    "llama-wide-heads-biased": ModelSection(
+        arch="llama", head_dim=20, kv_heads=2, attention_bias=True, **SMALL
+    ),
+    "llama-3.1": ModelSection(arch="llama", rope_factor=8.0, rope_context=16, rope_theta=100.0, **SMALL),
+    "qwen3": ModelSection(arch="qwen3", kv_heads=2, head_dim=16, ffn_dim=72, **SMALL),
+    "qwen3-tied-odd": ModelSection(
+        arch="qwen3", kv_heads=1, head_dim=6, tie_embeddings=True, **SMALL | {"layers": 1}
+    ),
     "gpt2": ModelSection(arch="gpt2", **SMALL),
     "gpt2-untied": ModelSection(arch="gpt2", ffn_dim=72, tie_embeddings=False, **SMALL),
     "bert": ModelSection(arch="bert", **SMALL),

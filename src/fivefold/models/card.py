@@ -47,6 +47,10 @@ class Card(ABC):
     """True if the feed-forward layers are SwiGLU, False if GELU."""
     biased = False
     """True if linear layers have biases."""
+    free_heads = False
+    """True if the width of a head need not be D / H."""
+    attention_biases = False
+    """True if the projections of attention may have biases though other layers have none."""
     has_experts = False
     """True if some blocks have a mixture of experts as feed-forward."""
     whole_sequences: tuple[str, ...] = ()
@@ -175,9 +179,14 @@ class Card(ABC):
 
     def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
         """Operations of one block, in forward order. mixed: True if the block has experts."""
-        attended = work.attention(s, program, self.causal, self.rotary, self.biased)
+        attended = self.attention_operations(s, program)
         mlp = work.mixture(s) if mixed else work.feed_forward(s, program, self.gated, self.biased)
         return work.block(s, program, attended, mlp)
+
+    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
+        """Operations of a block's attention."""
+        biased = self.biased or self.model.attention_bias
+        return work.attention(s, program, self.causal, self.rotary, biased)
 
     def end_operations(self, s: Sizes, program: Program) -> list[Operation]:
         """Operations after the blocks. Each sequence has as many rows of logits as predicted tokens. If sequences are

@@ -110,7 +110,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
     kind = config.get("model_type")
     exchanges: dict[str, ModuleType] = {}
     for exchange in (file_of(arch, "hf") for arch in ARCHITECTURES):
-        exchanges[exchange.MODEL_TYPE] = exchange
+        exchanges |= dict.fromkeys((exchange.MODEL_TYPE, *getattr(exchange, "ALSO", ())), exchange)
     if not isinstance(kind, str) or kind not in exchanges:
         raise UserError(
             f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(exchanges)}'

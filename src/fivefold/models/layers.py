@@ -5,12 +5,15 @@ Every module runs in the dtype of its parameters. Norms, rotary tables and losse
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fivefold import kernels
+from fivefold.models.section import ModelSection
 
 
 class Linear(nn.Linear):
@@ -89,15 +92,46 @@ class Output(nn.Module):
         return logits_or_loss(x_BTD, weight_VD, targets_BT, bias_V)
 
 
-def rope_table(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's scaling of rotary frequencies (arXiv 2407.21783), for a longer context than `context` tokens.
+
+    Frequencies with fewer than `low` turns in the old context are divided by `factor`, those with more than `high`
+    stay, and between the two limits the share is linear in the number of turns.
+    """
+
+    factor: float
+    low: float
+    high: float
+    context: int
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        turns = frequencies * (self.context / (2 * math.pi))
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+def rope_scaling(model: ModelSection) -> RopeScaling | None:
+    """The scaling that a model asks for."""
+    if model.rope_factor == 1:
+        return None
+    return RopeScaling(model.rope_factor, model.rope_low, model.rope_high, model.rope_context)
+
+
+def rope_table(
+    positions_T: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles at these positions: two (T, head_dim/2), fp32.
 
-    Angle of position t and pair i: t * theta ** (-2 i / head_dim) (arXiv 2104.09864). It is computed in every forward,
-    which costs microseconds. `module.to(bfloat16)` would round a stored table, which would also have to follow every
-    change of device.
+    Angle of position t and pair i: t * theta ** (-2 i / head_dim) (arXiv 2104.09864), times the factor of `scaling`. It
+    is computed in every forward, which costs microseconds. `module.to(bfloat16)` would round a stored table, which
+    would also have to follow every change of device.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
-    angles = torch.outer(positions_T.float(), 1.0 / theta**exponents)
+    frequencies = 1.0 / theta**exponents
+    if scaling is not None:
+        frequencies = scaling(frequencies)
+    angles = torch.outer(positions_T.float(), frequencies)
     return angles.cos(), angles.sin()
 
 

@@ -25,12 +25,25 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
     for name, fact in FACTS.items():
         if not getattr(card, fact) and getattr(model, name) != getattr(PLAIN, name):
             yield {f"model.{name}", "model.arch"}, f"model.{name}: {lacks(model, fact)}"
+    if model.rope_factor > 1 and model.rope_low >= model.rope_high:
+        yield (
+            {"model.rope_low", "model.rope_high"},
+            f"model.rope_low = {model.rope_low} must be below model.rope_high = {model.rope_high}",
+        )
     yield from card.rules()
 
 
 def _heads(model: ModelSection, card: Card, tp: int) -> Iterator[Contradiction]:
     fields, width = {"model.dim", "model.heads"}, model.head_width
-    if model.dim % model.heads:
+    if model.head_dim and card.rotary and width % 2:
+        near = max(2, width - 1)
+        yield (
+            {"model.head_dim"},
+            f"model.head_dim = {width} must be even: RoPE rotates pairs. Nearest valid: {near}",
+        )
+    elif model.head_dim:
+        pass
+    elif model.dim % model.heads:
         message = f"model.dim = {model.dim} must be divisible by model.heads = {model.heads}"
         yield fields, message + _fitting_heads(model, card, tp)
     elif card.rotary and width % 2:
@@ -56,7 +69,12 @@ def _fitting_heads(model: ModelSection, card: Card, tp: int) -> str:
     return f". Nearest valid: model.heads = {_closest(model.heads, fits)}" if fits else ""
 
 
-WORDS = {"rotary": "rotary positions", "has_experts": "experts"}
+WORDS = {
+    "rotary": "rotary positions",
+    "has_experts": "experts",
+    "free_heads": "heads of their own width",
+    "attention_biases": "biases that only attention has",
+}
 """Facts of cards in words."""
 
 

@@ -42,11 +42,15 @@ class ModelSection(Section):
     layers: int = Field(default=6, ge=1)
     """L: number of transformer blocks."""
     dim: int = Field(default=384, ge=1)
-    """D: width of the model. Must be divisible by `heads`."""
+    """D: width of the model. Must be divisible by `heads`, unless `head_dim` is set."""
     heads: int = Field(default=6, ge=1)
     """H: number of query heads."""
     kv_heads: int | None = Field(default=None, ge=1)
     """K: number of key-value heads (grouped-query attention, arXiv 2305.13245). It must divide `heads`."""
+    head_dim: int | None = _of("free_heads", None, ge=1)
+    """d: width of a head, if it is not D / H."""
+    attention_bias: bool = _of("attention_biases", False)
+    """The projections of attention have biases."""
     ffn_dim: int | None = Field(default=None, ge=1)
     """F: inner width of the feed-forward layer (with experts: of the `dense_layers`)."""
     vocab_size: int | None = Field(default=None, ge=2)
@@ -59,6 +63,16 @@ class ModelSection(Section):
     """Added to the variance in RMSNorm and LayerNorm."""
     rope_theta: float = _of("rotary", 10000.0, gt=0)
     """Base of the rotary position embedding (arXiv 2104.09864)."""
+    rope_factor: float = _of("rotary", 1.0, ge=1)
+    """Llama 3.1's scaling of rotary positions (arXiv 2407.21783): wavelengths of more than `rope_context / rope_low`
+    tokens are stretched by this factor, those of less than `rope_context / rope_high` are not, those between in part.
+    1: none."""
+    rope_low: float = _of("rotary", 1.0, gt=0)
+    """Only with `rope_factor`."""
+    rope_high: float = _of("rotary", 4.0, gt=0)
+    """Only with `rope_factor`. Above `rope_low`."""
+    rope_context: int = _of("rotary", 8192, ge=1)
+    """Tokens of the context before it was stretched. Only with `rope_factor`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
     init_std: float = Field(default=0.02, gt=0)
@@ -95,7 +109,7 @@ class ModelSection(Section):
     @property
     def head_width(self) -> int:
         """d: width of a head."""
-        return self.dim // self.heads
+        return self.head_dim or self.dim // self.heads
 
 
 FACTS: dict[str, str] = {

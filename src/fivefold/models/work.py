@@ -188,6 +188,30 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
     ]
 
 
+def head_norms(s: Sizes, program: Program, attended: list[Operation]) -> list[Operation]:
+    """Attention with a norm of each query head and each key head behind the first matmul. Attention by blocks copies
+    what the norm gives; any other keeps it, beside the matmul's result."""
+    e, N, rows = s.e, s.N, (s.qkv + s.q) / 2  # features of queries and keys
+    forward, backward, kernels = (2, 3, 2) if program.fused else (14, 24, 12)
+    joined = 2 * N * s.qkv * e  # queries, keys and values are put side by side again
+    kept = rows if program.attention == "blocks" else s.qkv
+    saved = (
+        Saved("normed heads", N * kept * e, "inner"),
+        Saved("their statistics", 4 * N * rows / s.model.head_width, "inner"),
+    )
+    norm = Operation(
+        "head norms",
+        forward=forward * N * rows * e + joined,
+        backward=backward * N * rows * e + joined,
+        kernels=kernels + 1,
+        saved=saved,
+        part="inner",
+        workspace=2 * N * s.qkv * e,
+        rate="norm",
+    )
+    return [attended[0], norm, *attended[1:]]
+
+
 def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple[Saved, ...], float]:
     """(tensors that fused attention keeps besides its output, bytes that its backward holds besides gradients).
     Attention by blocks multiplies some queries at a time with all keys they see (kernels/blockwise_attention.py). It

@@ -16,6 +16,8 @@ class Card(card.Card):
     rotary = True
     grouped_queries = True
     gated = True
+    free_heads = True
+    attention_biases = True
 
     def defaults(self) -> dict[str, Any]:
         """Sets F to 8/3 D, rounded up to a multiple of 64."""
@@ -34,10 +36,13 @@ class Card(card.Card):
         D = self.model.dim
         return (
             under("norm1", rms_norm(D))
-            | under("attention", attention(self.model, bias=False))
+            | under("attention", self.attention())
             | under("norm2", rms_norm(D))
             | under("mlp", self.feed_forward(number))
         )
+
+    def attention(self) -> dict[str, Shape]:
+        return attention(self.model, bias=self.model.attention_bias)
 
     def feed_forward(self, number: int) -> dict[str, Shape]:
         return swiglu(self.model.dim, self.model.ffn_dim or 0)

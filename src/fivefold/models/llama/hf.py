@@ -9,12 +9,15 @@ from fivefold.models.hf_map import Entry, same
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "llama"
+ALSO = ("mistral",)
+"""Other model types with the same computation. They come back as `llama`."""
 ARCHITECTURE = "LlamaForCausalLM"
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+SCALED = "llama3"
+"""The way of scaling rotary frequencies that Llama 3.1 has (`models.layers.RopeScaling`)."""
 # Keys of config.json that affect the computation, with the values that our model supports.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "sliding_window": (None,),
     "pretraining_tp": (1, None),
@@ -32,7 +35,13 @@ def entries(model: ModelSection) -> list[Entry]:
         gate_up = tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))
         table += same(f"{ours}.norm1", f"{theirs}.input_layernorm")
         table += [Entry(f"{ours}.attention.qkv.weight", qkv, (d * model.heads, d * kv_heads, d * kv_heads))]
-        table += same(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj")
+        if model.attention_bias:
+            biases = tuple(name.replace(".weight", ".bias") for name in qkv)
+            table += [
+                Entry(f"{ours}.attention.qkv.bias", biases, (d * model.heads, d * kv_heads, d * kv_heads))
+            ]
+        kinds = ("weight", "bias") if model.attention_bias else ("weight",)
+        table += same(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", *kinds)
         table += same(f"{ours}.norm2", f"{theirs}.post_attention_layernorm")
         table += [Entry(f"{ours}.mlp.gate_up.weight", gate_up, (F, F))]
         table += same(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj")
@@ -57,23 +66,46 @@ def to_config(model: ModelSection) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         # transformers 4 reads the first two, 5 the third.
         "rope_theta": model.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "attention_bias": False,
+        "rope_scaling": _scaling(model),
+        "rope_parameters": (_scaling(model) or {"rope_type": "default"}) | {"rope_theta": model.rope_theta},
+        "attention_bias": model.attention_bias,
         "mlp_bias": False,
         "attention_dropout": 0.0,
     }
 
 
+def _scaling(model: ModelSection) -> dict[str, Any] | None:
+    if model.rope_factor == 1:
+        return None
+    return {
+        "rope_type": SCALED,
+        "factor": model.rope_factor,
+        "low_freq_factor": model.rope_low,
+        "high_freq_factor": model.rope_high,
+        "original_max_position_embeddings": model.rope_context,
+    }
+
+
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `[model]`. Keys missing in older files have the defaults of `LlamaConfig`."""
-    rope = config.get("rope_parameters") or {}
-    return {
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    width, heads, head_dim = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
+    scaled = {}
+    if _kind(rope) == SCALED:
+        scaled = {
+            "rope_factor": float(rope["factor"]),
+            "rope_low": float(rope["low_freq_factor"]),
+            "rope_high": float(rope["high_freq_factor"]),
+            "rope_context": rope["original_max_position_embeddings"],
+        }
+    return scaled | {
         "arch": "llama",
         "layers": config["num_hidden_layers"],
         "dim": config["hidden_size"],
         "heads": config["num_attention_heads"],
         "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "head_dim": head_dim if head_dim != width / heads else None,
+        "attention_bias": bool(config.get("attention_bias")),
         "ffn_dim": config["intermediate_size"],
         "vocab_size": config["vocab_size"],
         "seq_len": config.get("max_position_embeddings", 2048),
@@ -85,22 +117,23 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems(config: Mapping[str, Any]) -> list[str]:
-    """Problems that `SUPPORTED` cannot express: scaled rotary embeddings, and heads with a width of their own."""
+    """Problems that `SUPPORTED` cannot express: rotary embeddings that are scaled in another way."""
     found = []
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            found.append(f'{key} has rope_type "{kind}"; only "default" (unscaled) is supported')
+        if (kind := _kind(rope)) not in ("default", SCALED):
+            found.append(
+                f'{key} has rope_type "{kind}"; only "default" (unscaled) and "{SCALED}" are supported'
+            )
         elif rope.get("partial_rotary_factor", 1.0) != 1.0:
             found.append(
                 f"{key} has partial_rotary_factor {rope['partial_rotary_factor']}; only 1.0 is supported"
             )
-    width, heads, head_dim = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
-    if head_dim is not None and head_dim * heads != width:
-        allowed = f"hidden_size / num_attention_heads = {width} / {heads}"
-        found.append(f"head_dim = {head_dim}; only {allowed} is supported")
     return found
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def rename(name: str) -> str | None:

@@ -13,19 +13,21 @@ from torch.nn import functional as F
 
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
-from fivefold.models.layers import AddRMSNorm, Embedding, Linear, RMSNorm, rope_table
+from fivefold.models.layers import AddRMSNorm, Embedding, Linear, RMSNorm, rope_scaling, rope_table
 from fivefold.models.section import ModelSection
 from fivefold.models.sublayers import Attention, SwiGLU
 
 
 class Block(nn.Module):
+    attention_type: type[Attention] = Attention
+
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
         assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
         self.dropout = model.dropout
         self.norm1 = RMSNorm(model.dim, model.norm_eps)
-        self.attention = Attention(model, bias=False)
+        self.attention = self.attention_type(model, bias=model.attention_bias)
         self.norm2 = AddRMSNorm(model.dim, model.norm_eps)
         self.mlp: nn.Module = SwiGLU(model.dim, model.ffn_dim)
 
@@ -40,14 +42,20 @@ class Block(nn.Module):
 class Model(LanguageModel):
     """Decoder language model. `head` is None if the output layer shares the embedding's weight."""
 
+    block_type: type[Block] = Block
+
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         assert model.vocab_size is not None, "a resolved recipe has vocab_size"
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
-        self.head_width, self.rope_theta = model.head_width, model.rope_theta
+        self.head_width, self.rope_theta, self.scaling = (
+            model.head_width,
+            model.rope_theta,
+            rope_scaling(model),
+        )
         self.dropout = model.dropout
         self.embed = Embedding(model.vocab_size, model.dim)
-        self.blocks = block_dict([Block(model) for _ in range(model.layers)])
+        self.blocks = block_dict([self.block_type(model) for _ in range(model.layers)])
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
 
@@ -55,7 +63,7 @@ class Model(LanguageModel):
         return F.dropout(self.embed(tokens_BT), self.dropout, self.training)
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
-        return rope_table(positions_T, self.head_width, self.rope_theta)
+        return rope_table(positions_T, self.head_width, self.rope_theta, self.scaling)
 
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)

@@ -63,6 +63,8 @@ def _check(model: ModelSection) -> None:
     found = [
         f"model.{name} = {getattr(model, name)}" for name, v in OURS.items() if getattr(model, name) != v
     ]
+    if model.attention_bias:
+        found.append("model.attention_bias")
     if model.balance == "bias":
         found.append('model.balance = "bias"')
     if found:

@@ -1,0 +1,30 @@
+"""Qwen3 as data: see module.py for the paper. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.models import work
+from fivefold.models.llama import card as llama
+from fivefold.models.operations import Operation, Program, Sizes
+from fivefold.models.parameters import rms_norm, under
+from fivefold.spread.parts import Shape
+
+NORMS = ("norm_q", "norm_k")
+
+
+class Card(llama.Card):
+    summary = "llama with a norm of each query and key head"
+    regional = tuple(f"attention.{norm}.weight" for norm in NORMS)
+
+    def defaults(self) -> dict[str, Any]:
+        return super().defaults() | {"norm_eps": 1e-6}
+
+    def attention(self) -> dict[str, Shape]:
+        found = super().attention()
+        for norm in NORMS:
+            found |= under(norm, rms_norm(self.model.head_width))
+        return found
+
+    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
+        return work.head_norms(s, program, super().attention_operations(s, program))

@@ -1,0 +1,40 @@
+"""Qwen3: Llama with an RMSNorm of each query head and each key head before the rotation (arXiv 2505.09388).
+
+Shapes: B batch, T tokens, H query heads, K key heads, d width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fivefold.models.layers import RMSNorm
+from fivefold.models.llama import module as llama
+from fivefold.models.section import ModelSection
+from fivefold.models.sublayers import Attention
+
+
+class NormedAttention(Attention):
+    """One norm (d) for all query heads, one for all key heads."""
+
+    def __init__(self, model: ModelSection, bias: bool) -> None:
+        super().__init__(model, bias)
+        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
+        self.norm_q = RMSNorm(model.head_width, model.norm_eps)
+        self.norm_k = RMSNorm(model.head_width, model.norm_eps)
+
+    def prepare(self, qkv: Tensor) -> Tensor:
+        heads, kv_heads = self.core.heads, self.core.kv_heads
+        each_BTNd = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
+        q_BTHd, k_BTKd, v_BTKd = each_BTNd.split([heads, kv_heads, kv_heads], dim=-2)
+        return torch.cat((self.norm_q(q_BTHd), self.norm_k(k_BTKd), v_BTKd), dim=-2).flatten(-2)
+
+
+class Block(llama.Block):
+    attention_type = NormedAttention
+
+
+class Model(llama.Model):
+    """Llama with `NormedAttention`."""
+
+    block_type = Block
