@@ -16,6 +16,10 @@ from fivefold.train.generate import Sampling, generate, generate_text, sample, s
 
 MODELS = {
     "llama": ModelSection(arch="llama", layers=2, dim=32, heads=4, kv_heads=2, vocab_size=64, seq_len=24),
+    "qwen3": ModelSection(
+        arch="qwen3", layers=2, dim=32, heads=4, kv_heads=2, head_dim=12, vocab_size=64, seq_len=24
+    ),
+    "olmo2": ModelSection(arch="olmo2", layers=2, dim=32, heads=4, kv_heads=2, vocab_size=64, seq_len=24),
     "gpt2": ModelSection(arch="gpt2", layers=2, dim=32, heads=4, vocab_size=64, seq_len=24),
 }
 GREEDY = Sampling(max_tokens=18, temperature=0)

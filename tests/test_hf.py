@@ -15,13 +15,13 @@ from fivefold.data.tokenizer import train_bpe
 from fivefold.errors import UserError
 from fivefold.models.build import build
 from fivefold.models.hf import from_hf_config, hf_config
-from fivefold.recipe import ModelSection, Recipe, TrainSection, load, resolve, to_toml
+from fivefold.recipe import ModelSection, Recipe, TrainSection, load, resolve, resolve_model, to_toml
 from fivefold.train.generate import open_run
 
 transformers = pytest.importorskip("transformers")
 
 SMALL = {"layers": 2, "dim": 32, "heads": 4, "seq_len": 16, "vocab_size": 320}
-ARCHS = ("llama", "gpt2", "bert")
+ARCHS = ("llama", "gpt2", "bert", "qwen3", "olmo2")
 
 
 def make_run(folder, arch="llama", dtype=torch.float32, tokenizer=True, **fields):
@@ -172,15 +172,19 @@ def test_first_bert_files_with_gamma_and_pooler_are_imported(tmp_path):
         (
             "llama",
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
-            ["rope_parameters", "llama3"],
+            ["'factor' is missing"],
         ),
-        ("llama", {"attention_bias": True}, ["attention_bias = true", "false"]),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling", '"yarn"', '"llama3"']),
         ("llama", {"hidden_act": "gelu", "mlp_bias": True}, ["hidden_act = gelu", "silu", "mlp_bias = true"]),
         ("llama", {"sliding_window": 4096}, ["sliding_window = 4096", "null"]),
-        ("llama", {"head_dim": 64}, ["head_dim = 64", "32 / 4"]),
-        ("llama", {"model_type": "mistral"}, ['"mistral"', "bert, gpt2, llama"]),
+        ("llama", {"head_dim": 7}, ["model.head_dim = 7 must be even"]),
+        ("llama", {"model_type": "mistral", "sliding_window": 4096}, ["sliding_window = 4096", "null"]),
+        ("llama", {"model_type": "mistral"}, ["sliding_window is missing", "4096"]),
+        ("llama", {"model_type": "gemma"}, ['"gemma"', "bert, gpt2, llama, mistral, mixtral, olmo2, qwen3"]),
+        ("qwen3", {"use_sliding_window": True}, ["use_sliding_window = true"]),
+        ("olmo2", {"hidden_act": "gelu"}, ["hidden_act = gelu", "silu"]),
         ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ("llama", {"hidden_size": None}, ["hidden_size"]),
+        ("llama", {"hidden_size": None}, ["dim", "integer"]),
         ("llama", {"num_hidden_layers": 2.5}, ["layers", "integer"]),
         ("llama", {"num_attention_heads": 3, "head_dim": None}, ["model.dim = 32", "model.heads = 3"]),
         ("llama", {"num_key_value_heads": 3}, ["model.kv_heads = 3"]),
@@ -204,6 +208,26 @@ def test_configs_that_we_do_not_compute_are_refused(arch, change, words):
     with pytest.raises(UserError) as refusal:
         from_hf_config(config)
     assert all(word in str(refusal.value) for word in ["config.json", *words]), str(refusal.value)
+
+
+def test_llama_3_1_and_heads_of_their_own_width_are_read():
+    model = resolve_model(ModelSection(**SMALL), vocab_size=300)
+    scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+    config = hf_config(model) | {"rope_scaling": scaled, "head_dim": 64, "attention_bias": True}
+    got = from_hf_config(config)
+    assert (got.rope_factor, got.rope_low, got.rope_high, got.rope_context) == (8, 1, 4, 8192)
+    assert (got.head_width, got.attention_bias) == (64, True)
+
+
+def test_mistral_without_a_window_is_a_llama():
+    model = resolve_model(ModelSection(kv_heads=2, **SMALL), vocab_size=300)
+    theirs = transformers.MistralConfig(
+        **hf_config(model) | {"model_type": "mistral", "sliding_window": None}
+    )
+    assert from_hf_config(theirs.to_dict()) == model
+    with pytest.raises(UserError, match="sliding_window = 4096; only null is supported"):
+        from_hf_config(transformers.MistralConfig(**hf_config(model) | {"model_type": "mistral"}).to_dict())
 
 
 @pytest.fixture

@@ -72,6 +72,27 @@ def test_layouts(room, layout):
     passes(room, layout)
 
 
+NORMED = [
+    "dp=2", *(f"dp=2,zero={zero}" for zero in (1, 2, 3)), "tp=2", "tp=2,sp=true", "pp=2", "cp=2",
+    "cp=2,cp_method=ulysses", "dp=1,recompute=selective", "dp=1,recompute=full", "tp=2,sp=true,recompute=selective",
+    "dp=2,tp=2,pp=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", NORMED)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.arch=qwen3", "model.kv_heads=2", "model.head_dim=10"),
+        ("model.arch=olmo2", "model.kv_heads=2", "model.tie_embeddings=false"),
+    ],
+    ids=["qwen3", "olmo2"],
+)
+def test_norms_of_queries_and_keys(room, layout, overrides):
+    """Of each head, and of all heads together, which tensor parallelism cuts."""
+    passes(room, layout, *overrides)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gpt2", "bert"])
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=true", "pp=2", "dp=2,zero=3", "cp=2"])

@@ -25,6 +25,20 @@ MODELS = {
     "qwen3-tied-odd": ModelSection(
         arch="qwen3", kv_heads=1, head_dim=6, tie_embeddings=True, **SMALL | {"layers": 1}
     ),
+    "olmo2": ModelSection(arch="olmo2", ffn_dim=72, **SMALL),
+    "olmo2-gqa-tied-biased": ModelSection(
+        arch="olmo2", kv_heads=2, tie_embeddings=True, attention_bias=True, norm_eps=1e-6, **SMALL
+    ),
+    "olmo2-odd": ModelSection(
+        arch="olmo2",
+        heads=3,
+        kv_heads=1,
+        head_dim=10,
+        ffn_dim=37,
+        rope_factor=4.0,
+        rope_context=16,
+        **{k: v for k, v in SMALL.items() if k != "heads"},
+    ),
     "gpt2": ModelSection(arch="gpt2", **SMALL),
     "gpt2-untied": ModelSection(arch="gpt2", ffn_dim=72, tie_embeddings=False, **SMALL),
     "bert": ModelSection(arch="bert", **SMALL),

@@ -18,6 +18,8 @@ MODELS = [
     ModelSection(arch="llama", kv_heads=1, tie_embeddings=True, **SMALL),
     ModelSection(arch="gpt2", **SMALL),
     ModelSection(arch="bert", ffn_dim=96, **SMALL),
+    ModelSection(arch="qwen3", kv_heads=2, head_dim=24, **SMALL),
+    ModelSection(arch="olmo2", kv_heads=2, **SMALL),
 ]
 
 
@@ -32,11 +34,16 @@ def test_known_models_have_their_published_size():
     gpt2 = ModelSection(arch="gpt2", layers=12, dim=768, heads=12, vocab_size=50257, seq_len=1024)
     llama = ModelSection(layers=32, dim=4096, heads=32, ffn_dim=11008, vocab_size=32000, seq_len=4096)
     bert = ModelSection(arch="bert", layers=12, dim=768, heads=12, vocab_size=30522, seq_len=512)
+    qwen3 = ModelSection(
+        arch="qwen3", layers=28, dim=1024, heads=16, kv_heads=8, head_dim=128, ffn_dim=3072, vocab_size=151936,
+        tie_embeddings=True,
+    )  # fmt: skip
+    olmo2 = ModelSection(arch="olmo2", layers=16, dim=2048, heads=16, ffn_dim=8192, vocab_size=100352)
     sizes = [
         sum(p.numel() for p in build(resolve_model(m, vocab_size=2)).parameters())
-        for m in (gpt2, llama, bert)
+        for m in (gpt2, llama, bert, qwen3, olmo2)
     ]
-    assert sizes == [124_439_808, 6_738_415_616, 109_514_298]
+    assert sizes == [124_439_808, 6_738_415_616, 109_514_298, 596_049_920, 1_484_916_736]
 
 
 @pytest.mark.parametrize("section", MODELS, ids=lambda m: f"{m.arch}-{m.kv_heads}")
@@ -57,7 +64,8 @@ def test_flops_are_those_that_torch_counts(section):
     counted = sum(
         flops for op, flops in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm, *onednn)
     )
-    attention = 12 * model.layers * model.dim * model.seq_len * (1.0 if model.arch == "bert" else 0.5)
+    width = model.heads * model.head_width
+    attention = 12 * model.layers * width * model.seq_len * (1.0 if model.arch == "bert" else 0.5)
     assert counted / tokens.numel() == pytest.approx(flops_per_token(model) - attention, rel=1e-12)
 
 

@@ -125,7 +125,7 @@ def test_live_microbatches_of_the_first_stage() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "qwen3", "olmo2"])
 def test_elements_are_those_of_the_sharding_table(layout: Layout, arch: str) -> None:
     section = ModelSection(arch=arch, layers=7, dim=64, heads=4, seq_len=32, ffn_dim=96)  # pyright: ignore[reportArgumentType]
     model = resolve_model(section, vocab_size=256)
@@ -206,6 +206,13 @@ def test_the_error_is_the_one_that_plans_state() -> None:
         ("moe", "fp32", "dp=2,ep=2,zero=1"),
         ("llama", "fp32", "dp=1,zero=1"),
         ("llama", "bf16", "dp=1,zero=3"),
+        ("qwen3", "bf16", "dp=1"),
+        ("qwen3", "fp32", "tp=2,sp=true,recompute=selective"),
+        ("olmo2", "bf16", "dp=1"),
+        ("olmo2", "fp32", "dp=1,recompute=selective"),
+        ("olmo2", "bf16", "dp=2,zero=3,recompute=full"),
+        ("olmo2", "bf16", "tp=2"),
+        ("olmo2", "fp32", "tp=2,sp=true"),
     ],
     ids=" ".join,
 )

@@ -30,6 +30,8 @@ FOUR = [
 ]  # fmt: skip
 OTHERS = [
     ("gpt2", "tp=2,sp=true"), ("gpt2", "pp=2"), ("bert", "tp=2"), ("bert", "tp=2,sp=true"),
+    ("qwen3", "tp=2,sp=true"), ("olmo2", "tp=2"), ("olmo2", "tp=2,sp=true,recompute=selective"),
+    ("olmo2", "tp=2,dp=2,zero=3,recompute=full"),
 ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def gradients(rank: int, world: int, recipe: Recipe) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "qwen3", "olmo2"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_gradients_are_those_of_none_on_one_process(arch, how, mode):
     recipe = recipe_of("dp=1", f"model.arch={arch}", f"precision.mode={mode}")

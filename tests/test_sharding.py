@@ -30,6 +30,9 @@ MODELS = [
     ModelSection(arch="gpt2", **SMALL),
     ModelSection(arch="gpt2", tie_embeddings=False, **SMALL),
     ModelSection(arch="bert", **SMALL),
+    ModelSection(arch="llama", head_dim=6, attention_bias=True, **SMALL),
+    ModelSection(arch="qwen3", head_dim=16, tie_embeddings=True, **SMALL),
+    ModelSection(arch="olmo2", **SMALL),
 ]
 
 
@@ -43,7 +46,7 @@ def test_names_and_shapes_are_the_modules(section):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("section", [MODELS[0], MODELS[2], MODELS[4]], ids=lambda m: m.arch)
+@pytest.mark.parametrize("section", [MODELS[0], MODELS[2], *MODELS[4:]], ids=lambda m: m.arch)
 def test_parts_of_all_ranks_are_the_whole(section, ranks):
     model = resolve_model(section, vocab_size=64)
     for name, cut in card_of(model).cuts.items():

@@ -103,17 +103,19 @@ def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("layout", "overrides"),
     [
-        ["model.arch=gpt2", "model.kv_heads=4", "model.dropout=0.1"],
-        ["model.tie_embeddings=false", "precision.reduce=bf16"],
-        [*MOE, "model.capacity_factor=1.0", "model.shared_experts=1"],
-        ["model.arch=bert", "model.kv_heads=4"],
+        ("dp=2", ["model.arch=gpt2", "model.kv_heads=4", "model.dropout=0.1"]),
+        ("dp=2", ["model.tie_embeddings=false", "precision.reduce=bf16"]),
+        ("dp=2", [*MOE, "model.capacity_factor=1.0", "model.shared_experts=1"]),
+        ("dp=2", ["model.arch=bert", "model.kv_heads=4"]),
+        ("tp=2", ["model.arch=qwen3", "model.head_dim=12"]),
+        ("tp=2,sp=true,recompute=selective", ["model.arch=olmo2"]),
     ],
-    ids=["gpt2", "untied", "moe", "bert"],
-)  # fmt: skip
-def test_trace_of_other_models(overrides: list[str]) -> None:
-    compare(recipe_of("dp=2", "bf16", *overrides))
+    ids=["gpt2", "untied", "moe", "bert", "qwen3", "olmo2"],
+)
+def test_trace_of_other_models(layout: str, overrides: list[str]) -> None:
+    compare(recipe_of(layout, "bf16", *overrides))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,25 @@ class AddRMSNorm(RMSNorm):
     def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns (x + branch, RMSNorm(x + branch))."""
         return kernels.add_rms_norm(x, branch, self.weight, self.eps)
+
+
+class WideRMSNorm(nn.Module):
+    """RMSNorms of several vectors per token, each over all of its features. The weight has a section for each vector.
+
+    Tensor parallelism cuts the features. It replaces this module by one that sums the squares over ranks, with one
+    message for all vectors.
+    """
+
+    def __init__(self, sizes: Sequence[int], eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(sum(sizes)))
+
+    def forward(self, *vectors: Tensor) -> tuple[Tensor, ...]:
+        weights = self.weight.split([x.shape[-1] for x in vectors])
+        return tuple(
+            kernels.rms_norm(x, weight, self.eps) for x, weight in zip(vectors, weights, strict=True)
+        )
 
 
 class Sublayer(nn.Module, ABC):

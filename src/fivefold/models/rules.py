@@ -25,6 +25,13 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
     for name, fact in FACTS.items():
         if not getattr(card, fact) and getattr(model, name) != getattr(PLAIN, name):
             yield {f"model.{name}", "model.arch"}, f"model.{name}: {lacks(model, fact)}"
+    for name in ("rope_low", "rope_high", "rope_context"):
+        if model.rope_factor == 1 and getattr(model, name) != getattr(PLAIN, name):
+            yield (
+                {f"model.{name}", "model.rope_factor"},
+                f"model.{name} = {getattr(model, name)} has no effect: model.rope_factor = 1 scales nothing. "
+                f"Nearest valid: leave {name} out, or set model.rope_factor above 1",
+            )
     if model.rope_factor > 1 and model.rope_low >= model.rope_high:
         yield (
             {"model.rope_low", "model.rope_high"},
@@ -110,13 +117,18 @@ def meaning(name: str, text: str) -> str:
 
 
 def _marked(archs: Iterable[str]) -> str:
-    *others, last = (f"`{arch}`" for arch in archs)
-    return f"{', '.join(others)} and {last}" if others else last
+    return _listed(f"`{arch}`" for arch in archs)
 
 
 def having(fact: str, word: str = "and") -> str:
-    """The architectures whose cards have this property: `llama and moe`."""
-    return f" {word} ".join(arch for arch in ARCHITECTURES if getattr(file_of(arch, "card").Card, fact))
+    """The architectures whose cards have this property: `llama, moe and qwen3`."""
+    return _listed([arch for arch in ARCHITECTURES if getattr(file_of(arch, "card").Card, fact)], word)
+
+
+def _listed(names: Iterable[str], word: str = "and") -> str:
+    """`a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} {word} {last}" if others else last
 
 
 def _closest(number: int, choices: Sequence[int]) -> int:

@@ -6,9 +6,21 @@ parallelism), D model, H heads, K key-value heads, d head, F feed-forward, V voc
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fivefold.kernels import sizes
 from fivefold.models.operations import Matmul, Message, Operation, Program, Role, Saved, Sizes
-from fivefold.spread.regions import COUNTS, HEADS, LOSS_STATISTICS, ROWS, STATISTICS, SUM, TARGETS, loads
+from fivefold.spread.regions import (
+    COUNTS,
+    HEADS,
+    LOSS_STATISTICS,
+    ROWS,
+    STATISTICS,
+    SUM,
+    TARGETS,
+    Collective,
+    loads,
+)
 
 
 def block(s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation]) -> list[Operation]:
@@ -20,6 +32,24 @@ def block(s: Sizes, program: Program, attended: list[Operation], mlp: list[Opera
         add("add1", s, program, mask),
         norm("norm2", s, program, "stream"),
         *mlp,
+        add("add2", s, program, mask),
+    ]
+
+
+def post_norm_block(
+    s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation]
+) -> list[Operation]:
+    """A block with norms of the sublayers' outputs. The residual stream itself is the sublayers' input."""
+    mask, stream = dropout_mask(s, program), s.n * s.model.dim * s.e
+    first, second = attended[0], mlp[0]
+    return [
+        replace(first, saved=(Saved("attention input", stream, "input"), *first.saved)),
+        *attended[1:],
+        norm("norm1", s, program, "stream", keep_output=False),
+        add("add1", s, program, mask),
+        replace(second, saved=(Saved("mlp input", stream, "stream"), *second.saved)),
+        *mlp[1:],
+        norm("norm2", s, program, "stream", keep_output=False),
         add("add2", s, program, mask),
     ]
 
@@ -188,28 +218,30 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
     ]
 
 
-def head_norms(s: Sizes, program: Program, attended: list[Operation]) -> list[Operation]:
-    """Attention with a norm of each query head and each key head behind the first matmul. Attention by blocks copies
-    what the norm gives; any other keeps it, beside the matmul's result."""
+def query_key_norms(
+    s: Sizes, program: Program, attended: list[Operation], vectors: float, sums: Collective | None = None
+) -> list[Operation]:
+    """Attention with norms of its queries and keys behind the first matmul. vectors: number of normed vectors per token
+    on a rank. sums: the message of ranks that share these vectors. Attention by blocks copies what the norms give; any
+    other keeps it, beside the matmul's result."""
     e, N, rows = s.e, s.N, (s.qkv + s.q) / 2  # features of queries and keys
-    forward, backward, kernels = (2, 3, 2) if program.fused else (14, 24, 12)
+    sent, back = s.sends(sums, N * vectors) if sums else ((), ())
+    forward, backward, kernels = (2, 3, 2) if program.fused and not sent else (14, 24, 12)
     joined = 2 * N * s.qkv * e  # queries, keys and values are put side by side again
     kept = rows if program.attention == "blocks" else s.qkv
-    saved = (
-        Saved("normed heads", N * kept * e, "inner"),
-        Saved("their statistics", 4 * N * rows / s.model.head_width, "inner"),
-    )
-    norm = Operation(
-        "head norms",
+    norms = Operation(
+        "norms of queries and keys",
         forward=forward * N * rows * e + joined,
         backward=backward * N * rows * e + joined,
         kernels=kernels + 1,
-        saved=saved,
+        sent_forward=sent,
+        sent_backward=back,
+        saved=(Saved("queries and keys", N * kept * e, "inner"), Saved("rms", 4 * N * vectors, "inner")),
         part="inner",
         workspace=2 * N * s.qkv * e,
         rate="norm",
     )
-    return [attended[0], norm, *attended[1:]]
+    return [attended[0], norms, *attended[1:]]
 
 
 def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple[Saved, ...], float]:

@@ -1,9 +1,10 @@
 """Tensor parallelism: each rank has some of the heads, of the feed-forward columns and of the vocabulary.
 
 A column-parallel layer (rows of its weight: output features) reads whole activations and gives this rank's features; a
-row-parallel layer reads them and gives a partial sum. Between them nothing is communicated. Forward has one sum behind
-attention and one behind the feed-forward; backward has as many (Shoeybi et al., arXiv 1909.08053). With `sp`,
-activations between the regions are cut along the sequence (Korthikanti et al., arXiv 2205.05198); see sequence.py.
+row-parallel layer reads them and gives a partial sum. Between them only a norm over all heads communicates (norm.py).
+Forward has one sum behind attention and one behind the feed-forward; backward has as many (Shoeybi et al., arXiv
+1909.08053). With `sp`, activations between the regions are cut along the sequence (Korthikanti et al., arXiv
+2205.05198); see sequence.py.
 
 All tensors are local, not DTensors. The cuts of the model's card say which part of a parameter a rank has, and the data
 axes shard the rest as plain parameters.
@@ -25,10 +26,11 @@ from torch.autograd.function import once_differentiable
 from fivefold import kernels
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
-from fivefold.models.layers import AttentionCore, Embedding, Linear, Output, Positions
+from fivefold.models.layers import AttentionCore, Embedding, Linear, Output, Positions, WideRMSNorm
 from fivefold.models.section import ModelSection
 from fivefold.parallel.deferred import Deferred, weight_gradient
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.norm import CutRMSNorm
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.sequence import TensorAxis, Whole, piece
 from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
@@ -53,6 +55,8 @@ def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection, sp: bool) -> li
             stage.set_submodule(name, VocabularyEmbedding(module, axis))
         elif isinstance(module, Positions) and sp:
             stage.set_submodule(name, PiecePositions(module, axis))
+        elif isinstance(module, WideRMSNorm) and cut is not None:
+            stage.set_submodule(name, CutRMSNorm(module, axis.axis))
         elif isinstance(module, Linear) and cut is not None and cut.kind in ("column", "row"):
             kind = ColumnLinear if cut.kind == "column" else RowLinear
             beside = stage.get_submodule(name.rpartition(".")[0]).children()
@@ -91,7 +95,7 @@ def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
 def _compile_around(stage: nn.Module) -> None:
     """Excludes the layers that communicate from compilation; the code between them is compiled."""
     for module in stage.modules():
-        if isinstance(module, ColumnLinear | RowLinear):
+        if isinstance(module, ColumnLinear | RowLinear | CutRMSNorm):
             as_it_is: Any = torch.compiler.disable(module.forward)
             module.forward = as_it_is
 

@@ -40,6 +40,9 @@ STATISTICS = Collective("tp", "all_gather", number=4)
 """What ranks with parts of the vocabulary tell each other: `LOSS_STATISTICS` numbers per row of logits."""
 LOSS_STATISTICS = 3
 """The largest logit, the sum of exponentials, the target's logit."""
+SQUARES = Collective("tp", "all_reduce", "all_reduce", number=4)
+"""Sums for the norm of a vector whose features the ranks share: in forward of its squares, in backward of its products
+with the gradient. One number per vector."""
 TARGETS = Collective("cp", "all_reduce", number=8)
 """The number of targets: ranks with parts of a sequence have different ones."""
 COUNTS = Collective("ep", "all_to_all", number=8)

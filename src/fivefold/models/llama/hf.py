@@ -15,6 +15,7 @@ ARCHITECTURE = "LlamaForCausalLM"
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 SCALED = "llama3"
 """The way of scaling rotary frequencies that Llama 3.1 has (`models.layers.RopeScaling`)."""
+NORMS = ("input_layernorm", "post_attention_layernorm")
 # Keys of config.json that affect the computation, with the values that our model supports.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -25,24 +26,24 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def entries(model: ModelSection) -> list[Entry]:
+def entries(model: ModelSection, norms: tuple[str, str] = NORMS) -> list[Entry]:
+    """The weight map. norms: their names of a block's two norms."""
     assert model.ffn_dim is not None
     d, kv_heads, F = model.head_width, model.kv_heads or model.heads, model.ffn_dim
+    rows = (d * model.heads, d * kv_heads, d * kv_heads)
     table = same("embed", "model.embed_tokens")
     for i in range(model.layers):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         qkv = tuple(f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv")
         gate_up = tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))
-        table += same(f"{ours}.norm1", f"{theirs}.input_layernorm")
-        table += [Entry(f"{ours}.attention.qkv.weight", qkv, (d * model.heads, d * kv_heads, d * kv_heads))]
+        table += same(f"{ours}.norm1", f"{theirs}.{norms[0]}")
+        table += [Entry(f"{ours}.attention.qkv.weight", qkv, rows)]
         if model.attention_bias:
             biases = tuple(name.replace(".weight", ".bias") for name in qkv)
-            table += [
-                Entry(f"{ours}.attention.qkv.bias", biases, (d * model.heads, d * kv_heads, d * kv_heads))
-            ]
+            table += [Entry(f"{ours}.attention.qkv.bias", biases, rows)]
         kinds = ("weight", "bias") if model.attention_bias else ("weight",)
         table += same(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", *kinds)
-        table += same(f"{ours}.norm2", f"{theirs}.post_attention_layernorm")
+        table += same(f"{ours}.norm2", f"{theirs}.{norms[1]}")
         table += [Entry(f"{ours}.mlp.gate_up.weight", gate_up, (F, F))]
         table += same(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj")
     table += same("norm", "model.norm")
@@ -88,8 +89,9 @@ def _scaling(model: ModelSection) -> dict[str, Any] | None:
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `[model]`. Keys missing in older files have the defaults of `LlamaConfig`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     width, heads, head_dim = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
+    own = head_dim is not None and head_dim * heads != width
     scaled = {}
     if _kind(rope) == SCALED:
         scaled = {
@@ -101,10 +103,10 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return scaled | {
         "arch": "llama",
         "layers": config["num_hidden_layers"],
-        "dim": config["hidden_size"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "head_dim": head_dim if head_dim != width / heads else None,
+        "dim": width,
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": head_dim if own else None,
         "attention_bias": bool(config.get("attention_bias")),
         "ffn_dim": config["intermediate_size"],
         "vocab_size": config["vocab_size"],
@@ -117,8 +119,11 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems(config: Mapping[str, Any]) -> list[str]:
-    """Problems that `SUPPORTED` cannot express: rotary embeddings that are scaled in another way."""
+    """Problems that `SUPPORTED` cannot express: rotary embeddings that are scaled in another way, and the window that
+    Mistral's files mean if they name none."""
     found = []
+    if config.get("model_type") in ALSO and "sliding_window" not in config:
+        found.append("sliding_window is missing, which means 4096 tokens here; only null is supported")
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key) or {}
         if (kind := _kind(rope)) not in ("default", SCALED):

@@ -42,17 +42,14 @@ class Block(nn.Module):
 class Model(LanguageModel):
     """Decoder language model. `head` is None if the output layer shares the embedding's weight."""
 
-    block_type: type[Block] = Block
+    block_type: type[nn.Module] = Block
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         assert model.vocab_size is not None, "a resolved recipe has vocab_size"
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
-        self.head_width, self.rope_theta, self.scaling = (
-            model.head_width,
-            model.rope_theta,
-            rope_scaling(model),
-        )
+        self.head_width, self.rope_theta = model.head_width, model.rope_theta
+        self.scaling = rope_scaling(model)
         self.dropout = model.dropout
         self.embed = Embedding(model.vocab_size, model.dim)
         self.blocks = block_dict([self.block_type(model) for _ in range(model.layers)])

@@ -27,4 +27,5 @@ class Card(llama.Card):
         return found
 
     def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
-        return work.head_norms(s, program, super().attention_operations(s, program))
+        heads = (s.qkv + s.q) / 2 / s.model.head_width  # of queries and keys
+        return work.query_key_norms(s, program, super().attention_operations(s, program), heads)

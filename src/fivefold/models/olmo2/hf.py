@@ -1,0 +1,51 @@
+"""Maps our `olmo2` to `Olmo2ForCausalLM` and back: Llama's weights with norms at other places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.models.hf_map import Entry
+from fivefold.models.llama import hf as llama
+from fivefold.models.llama.hf import TIED, problems, rename
+from fivefold.models.olmo2.card import normed
+from fivefold.models.section import ModelSection
+
+__all__ = [
+    "ARCHITECTURE",
+    "MODEL_TYPE",
+    "SUPPORTED",
+    "TIED",
+    "entries",
+    "from_config",
+    "problems",
+    "rename",
+    "to_config",
+]
+
+MODEL_TYPE = "olmo2"
+ARCHITECTURE = "Olmo2ForCausalLM"
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1.0, None),
+}
+
+
+def entries(model: ModelSection) -> list[Entry]:
+    table = llama.entries(model, ("post_attention_layernorm", "post_feedforward_layernorm"))
+    for i in range(model.layers):
+        theirs = tuple(f"model.layers.{i}.self_attn.{kind}_norm.weight" for kind in "qk")
+        table += [Entry(f"blocks.{i}.attention.norm_qk.weight", theirs, normed(model))]
+    return table
+
+
+def to_config(model: ModelSection) -> dict[str, Any]:
+    config = llama.to_config(model)
+    del config["mlp_bias"]
+    # Theirs is 1 by default, and that row of the embedding gets no gradient.
+    return config | {"model_type": MODEL_TYPE, "pad_token_id": None}
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `[model]`. Keys missing in older files have the defaults of `Olmo2Config`."""
+    return llama.from_config({"rms_norm_eps": 1e-5} | dict(config)) | {"arch": "olmo2"}
