@@ -167,6 +167,11 @@ def test_check_json(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert result["data"]
 
 
+def test_check_notes_what_the_layout_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "quickstart", "--no-data", "--set", "layout.schedule=zbv") == 0
+    assert 'note     layout.schedule = "zbv" has no effect in this layout' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["bert-base-mlm", "gpt2-124m", "llama-7b", "quickstart", "shakespeare"])
 def test_check_shipped_without_data(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", name, "--no-data") == 0

@@ -136,7 +136,6 @@ def test_wrong_number_of_ranks_shows_equation_and_nearest() -> None:
         ),
         (Layout(dp_replicate=2, ep=4), "ep=4 must divide dp_replicate x dp_shard x cp = 2"),
         (Layout(dp_replicate=2, sp=True), "it needs tp > 1"),
-        (Layout(dp_replicate=2, virtual_stages=2), "needs pp > 1"),
         (Layout(dp_replicate=2, schedule="1f2b"), "schedule: '1f2b' is unknown; did you mean '1f1b'?"),
         (Layout(pp=2, virtual_stages=2), "virtual_stages=1, or schedule=interleaved"),
         (Layout(pp=2, schedule="interleaved"), "virtual_stages=2, or schedule=1f1b"),

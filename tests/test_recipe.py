@@ -29,6 +29,7 @@ from fivefold.recipe import (
     tokens_per_step,
     total_steps,
 )
+from fivefold.recipe.idle import notes
 from fivefold.recipe.migrate import RENAMED
 
 SHIPPED = [
@@ -125,7 +126,10 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[model]\ndim = true", "model.dim = true: must be a whole number >= 1"),
         ("[model]\ndim = 0", "model.dim = 0: must be a whole number >= 1"),
         ("[model]\ndim = 512.0", "model.dim = 512.0: must be a whole number >= 1: write 512"),
-        ('[model]\narch = "lama"', 'must be one of "bert", "gpt2", "llama", "moe"; did you mean \'llama\'?'),
+        (
+            '[model]\narch = "lama"',
+            'must be one of "bert", "gpt2", "llama", "moe", "olmo2", "qwen3"; did you mean \'llama\'?',
+        ),
         ("[optim]\nlr = nan", "optim.lr = nan: must be a number > 0"),
         ("[optim]\nlr = inf", "optim.lr = inf: must be a number > 0"),
         ("[optim]\nbetas = [0.9, 1]", "betas = [0.9, 1]: must be a list of 2, each a number >= 0 and < 1"),
@@ -140,6 +144,16 @@ def test_not_utf8(tmp_path: Path) -> None:
         ('[model]\narch = "gpt2"\nrope_theta = 5e5', "gpt2 has no rotary positions"),
         ('[model]\narch = "bert"\n[train]\nsample_every = 5', "bert is bidirectional"),
         ("[optim]\nwarmup_steps = 30", "optim.warmup_steps = 30 must be at most the run's 20 steps"),
+        (
+            "[optim]\ndecay_fraction = 0.5",
+            'decay_fraction = 0.5 has no effect: only schedule = "wsd" decays in a share of the run. Nearest valid: '
+            "leave decay_fraction out, or change optim.schedule",
+        ),
+        (
+            '[optim]\nschedule = "constant"\nmin_lr = 1e-5',
+            'min_lr = 1e-05 has no effect: schedule = "constant"',
+        ),
+        ("[model]\nrope_low = 2.0", "model.rope_low = 2.0 has no effect: model.rope_factor = 1"),
         ("[optim]\nmin_lr = 1", "optim.min_lr = 1.0 must be at most optim.lr = 0.001"),
         (
             "[train]\nglobal_batch_size = 9\nmicrobatch_size = 2",
@@ -306,7 +320,27 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     of_experts = {"experts", "experts_per_token", "expert_ffn_dim", "router_normalize"}
     allowed = {f"model.{name}" for name in of_experts} if recipe.model.arch != "moe" else set()
     allowed |= {f"optim.{name}" for name in FIELDS if name not in OPTIMIZERS[recipe.optim.name].fields}
-    assert left_open <= {"train.tokens", "layout.microbatches", "data.cache"} | allowed
+    assert left_open <= {"train.tokens", "layout.microbatches", "data.cache", "model.head_dim"} | allowed
+
+
+def test_what_the_layout_does_not_use_is_noted() -> None:
+    """And not refused: the same recipe serves many ranks."""
+    written = {
+        "layout.schedule": "zbv", "layout.virtual_stages": "2", "layout.cp_method": "ulysses", "layout.zero": "3",
+        "precision.reduce": "bf16", "observe.trace_step": "2",
+    }  # fmt: skip
+    recipe = load("quickstart", [f"{key}={value}" for key, value in written.items()], "dp=1")
+    assert [note.partition(" = ")[0] for note in notes(recipe)] == list(written)
+    assert notes(recipe)[0] == 'layout.schedule = "zbv" has no effect in this layout: a schedule needs pp > 1'
+    assert notes(change(recipe, ["layout.pp=2", "layout.cp=2"])) == []
+    assert notes(load("quickstart")) == []
+
+
+def test_a_resolved_recipe_may_get_another_learning_rate() -> None:
+    recipe = resolve(load("quickstart", ["optim.schedule=constant"]), vocab_size=300)
+    assert change(recipe, ["optim.lr=0.5"]).optim.min_lr is None
+    saved = change(recipe, [f"optim.min_lr={recipe.optim.lr}"])  # as runs of older versions have it
+    assert resolve(saved, vocab_size=300).optim.min_lr == recipe.optim.lr
 
 
 def test_resolve_values() -> None:

@@ -60,6 +60,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         tokens_per_step,
         total_steps,
     )
+    from fivefold.recipe.idle import notes
     from fivefold.spread.layout import Layout, to_text
 
     layout = Layout.from_recipe(recipe.layout)
@@ -77,7 +78,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         "total_flops": None,
         "layout": to_text(layout),
         "ranks": layout.ranks,
-        "notes": [],
+        "notes": notes(recipe),
     }
     if result["vocab_size"] is None:
         result["notes"].append(

@@ -59,10 +59,8 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
     layout = {"microbatches": None}
     own = OPTIMIZERS[recipe.optim.name].fields
     optim: dict[str, Any] = {name: v for name, v in own.items() if getattr(recipe.optim, name) is None}
-    if recipe.optim.min_lr is None:
-        optim["min_lr"] = (
-            recipe.optim.lr if recipe.optim.schedule == "constant" else float(f"{recipe.optim.lr / 10:.12g}")
-        )
+    if recipe.optim.min_lr is None and recipe.optim.schedule != "constant":
+        optim["min_lr"] = float(f"{recipe.optim.lr / 10:.12g}")
     if recipe.optim.warmup_steps is None:
         optim["warmup_steps"] = min(max(1, round(0.02 * steps)), 2000)
     resolved = recipe.model_copy(

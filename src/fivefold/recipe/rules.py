@@ -9,6 +9,7 @@ from fivefold.models.card import Contradiction, card_of, resolve_model, round_up
 from fivefold.models.rules import lacks, model_rules
 from fivefold.models.section import ModelSection
 from fivefold.optim import FIELDS, OPTIMIZERS
+from fivefold.recipe.idle import refused
 from fivefold.recipe.schema import Sections
 from fivefold.spread.layout import Layout, problems
 
@@ -22,6 +23,7 @@ def contradictions(recipe: Sections) -> Iterator[Contradiction]:
     yield from _experts(recipe)
     yield from _length(recipe)
     yield from _optimizer(recipe)
+    yield from refused(recipe)
     yield from _batch(recipe)
     yield from layout_rules(recipe)
 

@@ -79,7 +79,7 @@ class OptimSection(Section):
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     min_lr: float | None = Field(default=None, ge=0)
-    """Learning rate at the end of the schedule. Unset: a tenth of `lr`."""
+    """Learning rate at the end of the schedule. Unset: a tenth of `lr`; `constant` has none."""
     warmup_steps: int | None = Field(default=None, ge=0)
     """Steps in which the learning rate grows linearly from 0. Unset: 2% of the run, between 1 and 2000."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"

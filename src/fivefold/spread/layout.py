@@ -259,8 +259,6 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         )
     if layout.sp and layout.tp == 1:
         yield {"sp", "tp"}, "sp=true cuts the sequence between tensor-parallel ranks: it needs tp > 1"
-    if layout.virtual_stages > 1 and layout.pp == 1:
-        yield {"virtual_stages", "pp"}, f"virtual_stages={layout.virtual_stages} needs pp > 1"
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:
             stages_per_rank(layout.schedule, layout.virtual_stages)

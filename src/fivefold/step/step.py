@@ -124,9 +124,9 @@ def update(state: State, optim: OptimSection, norm: float, steps: int) -> float:
     """Clips the gradient, given its norm, and updates the weights. Returns the schedule's learning rate. A gradient
     that is not finite is skipped: it would destroy the weights."""
     assert optim.warmup_steps is not None, "a resolved recipe has warmup_steps"
-    assert optim.min_lr is not None, "a resolved recipe has min_lr"
+    lowest = optim.lr if optim.min_lr is None else optim.min_lr  # only a constant one has none
     lr = learning_rate(
-        state.step, total=steps, warmup=optim.warmup_steps, lr=optim.lr, min_lr=optim.min_lr,
+        state.step, total=steps, warmup=optim.warmup_steps, lr=optim.lr, min_lr=lowest,
         schedule=optim.schedule, decay_fraction=optim.decay_fraction,
     )  # fmt: skip
     if not math.isfinite(norm):

@@ -20,6 +20,7 @@ from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.recipe import count_parameters, to_toml, tokens_per_step
+from fivefold.recipe.idle import notes
 from fivefold.step.state import State, build_state, compute_mode, make_equal
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
@@ -93,6 +94,8 @@ def _introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
         f"{name}, {parameters:,} parameters, {mode}; {ranks.world} rank(s) on {where}; "
         f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
     )
+    for note in notes(recipe):
+        console.note(note)
     if ranks.device.type == "cpu" and native.why_not():
         console.note(f"fused CPU kernels are off, so training is slower: {native.why_not()}")
 

@@ -1,0 +1,82 @@
+"""Fields that change nothing in a recipe, as one table. Values that differ from the default are noted where the layout
+is to blame, so that one recipe serves one rank and many. They are refused where no layout could change that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from fivefold.models.card import Contradiction
+from fivefold.recipe.schema import LayoutSection, Sections
+from fivefold.recipe.words import toml_value
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A field without effect. when: true for these recipes. why: the reason, in words. by: the other field that would
+    have to change; "": the layout."""
+
+    key: str
+    when: Callable[[Sections], bool]
+    why: str
+    by: str = ""
+
+
+def _ranks(layout: LayoutSection) -> int:
+    return _summing(layout) * layout.tp * layout.pp
+
+
+def _summing(layout: LayoutSection) -> int:
+    return layout.dp_replicate * layout.dp_shard * layout.cp
+
+
+IDLE = (
+    Idle("layout.schedule", lambda r: r.layout.pp == 1, "a schedule needs pp > 1"),
+    Idle("layout.virtual_stages", lambda r: r.layout.pp == 1, "stages need pp > 1"),
+    Idle("layout.cp_method", lambda r: r.layout.cp == 1, "it needs cp > 1"),
+    Idle("layout.zero", lambda r: _ranks(r.layout) == 1, "one rank shares its states with nobody"),
+    Idle(
+        "precision.reduce",
+        lambda r: _summing(r.layout) == 1,
+        "gradients are summed with dp > 1 or cp > 1 only",
+    ),
+    Idle("observe.trace_step", lambda r: r.layout.pp == 1, "only pipelines are measured (pp > 1)"),
+    Idle(
+        "optim.decay_fraction",
+        lambda r: r.optim.schedule != "wsd",
+        'only schedule = "wsd" decays in a share of the run',
+        "optim.schedule",
+    ),
+    Idle(
+        "optim.min_lr",
+        lambda r: r.optim.schedule == "constant" and r.optim.min_lr != r.optim.lr,
+        'schedule = "constant" stays at lr',
+        "optim.schedule",
+    ),
+)
+PLAIN = Sections()
+
+
+def notes(recipe: Sections) -> list[str]:
+    """One sentence per value that has no effect in the recipe's layout."""
+    return [f"{text} has no effect in this layout: {idle.why}" for idle, text in _idle(recipe) if not idle.by]
+
+
+def refused(recipe: Sections) -> Iterator[Contradiction]:
+    """Yields the values that have no effect in any layout."""
+    for idle, text in _idle(recipe):
+        if idle.by:
+            name = idle.key.partition(".")[2]
+            yield (
+                {idle.key, idle.by},
+                f"{text} has no effect: {idle.why}. Nearest valid: leave {name} out, or change {idle.by}",
+            )
+
+
+def _idle(recipe: Sections) -> Iterator[tuple[Idle, str]]:
+    """Entries of the table that hold for a recipe, with `key = value`."""
+    for idle in IDLE:
+        read = attrgetter(idle.key)
+        if (value := read(recipe)) != read(PLAIN) and idle.when(recipe):
+            yield idle, f"{idle.key} = {toml_value(value)}"
