@@ -41,10 +41,17 @@ EIGHT = [
     "dp=2,ep=2,pp=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2,zero=3,recompute=full",
 ]  # fmt: skip
 
+FIVE = [
+    "pp=2,dp=2,cp=2,tp=2,ep=2", "pp=2,dp=2,cp=2,tp=2,sp=true,ep=2,zero=1",
+    "pp=2,dp=2,cp=2,cp_method=ulysses,tp=2,ep=2,zero=2,schedule=zb_h1",
+    "pp=2,dp=2,cp=2,tp=2,sp=true,ep=2,zero=3,schedule=zbv,virtual_stages=2,recompute=selective",
+    "pp=2,dp=2,cp=2,tp=2,sp=true,ep=4,zero=3,recompute=full",
+]  # fmt: skip
+"""All five dimensions of parallelism at once, on 16 ranks."""
 
 QUICK = {
     "dp=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2", "dp=2,ep=2", "cp=2,tp=2,sp=true", "dp=2,tp=2,pp=2",
-    "dp=4,ep=2,zero=3", "pp=2,dp=2,zero=3,recompute=full", "pp=2,schedule=zbv,virtual_stages=2,recompute=selective",
+    "pp=2,dp=2,cp=2,tp=2,sp=true,ep=2,zero=1", "dp=4,ep=2,zero=3", "pp=2,dp=2,zero=3,recompute=full", "pp=2,schedule=zbv,virtual_stages=2,recompute=selective",
 }  # fmt: skip
 """Run by every `make test`; the others by `make test-all`."""
 
@@ -67,7 +74,7 @@ def passes(room: Path, layout: str, *overrides: str, mode: str = "fp32") -> None
     assert report.passed, report
 
 
-@pytest.mark.parametrize("layout", marked(SINGLE + SCHEDULED + TOGETHER + EIGHT))
+@pytest.mark.parametrize("layout", marked(SINGLE + SCHEDULED + TOGETHER + EIGHT + FIVE))
 def test_layouts(room, layout):
     passes(room, layout)
 
