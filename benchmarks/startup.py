@@ -31,6 +31,7 @@ def main() -> None:
     measures = {
         "fivefold --help": lambda: whole("--help"),
         "fivefold check quickstart": lambda: whole("check", "quickstart"),
+        "fivefold plan llama-7b --html": page,
         "first step of fivefold train quickstart": first_step,
         "a step's lines: console and metrics.jsonl": lines_of_a_step,
     }
@@ -49,6 +50,12 @@ def whole(*arguments: str) -> float:
     began = time.perf_counter()
     subprocess.run([FIVEFOLD, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
+
+
+def page() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder, "plan.html"))
+        return whole("plan", "llama-7b", "--cluster", "h100:64", "--layout", "dp=64,zero=1", "--html", file)
 
 
 def first_step() -> float:

@@ -1,4 +1,4 @@
-"""The command line: help, speed of the answer, JSON, exit codes."""
+"""The command line: help, what is not imported, JSON, exit codes."""
 
 import json
 import subprocess

@@ -2,9 +2,8 @@
 
     python benchmarks/planner/trace_speed.py [--base CHECKOUT] > benchmarks/results/trace_speed.json
 
-Each case runs in a process of its own, on one thread. CPU seconds are counted after importing torch (with
-torch._dynamo, which the constructor of any of its optimizers imports): of importing the package, and of tracing,
-without the cache.
+Each case runs in a process of its own, on one thread. CPU seconds are counted after `import torch`: of torch._dynamo
+(the constructor of any optimizer of torch imports it), of importing the package, and of tracing, without the cache.
 """
 
 import argparse
@@ -28,7 +27,9 @@ CASES = [
 ]
 WORKER = """
 import json, sys, time
-import torch, torch._dynamo
+import torch
+started = time.process_time()
+import torch._dynamo
 began = time.process_time()
 from fivefold.plan.predict import resolved
 from fivefold.recipe import load
@@ -36,7 +37,7 @@ from fivefold.trace import depth
 imported = time.process_time()
 recipe = resolved(load(sys.argv[1], ["precision.mode=bf16", *sys.argv[3:]], sys.argv[2]))
 found = depth.exact(recipe, 0, kept=False) if hasattr(depth, "exact") else depth.dry_run(recipe, 0)
-print(json.dumps({"import_s": imported - began, "trace_s": time.process_time() - imported,
+print(json.dumps({"dynamo_s": began - started, "import_s": imported - began, "trace_s": time.process_time() - imported,
                   "peak_bytes": found.step.memory.total, "flops": found.step.flops}))
 """
 
