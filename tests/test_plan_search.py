@@ -72,7 +72,7 @@ def every_valid(recipe: Recipe, devices: int) -> Iterator[tuple[Layout, int]]:
             range(4),
             (False, True),
             SCHEDULES if pp > 1 else ("1f1b",),
-            range(1, model.layers + 1),
+            range(1, model.layers + 1) if pp > 1 else (1,),
             RECOMPUTE,
         )
         for method, ep, zero, sp, schedule, virtual, recompute in options:
