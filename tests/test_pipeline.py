@@ -257,8 +257,11 @@ def record(rank: int, world: int, recipe: Recipe) -> tuple[Schedule, Timeline, f
     forward = pipeline_._Run._forward
     pipeline_._Run._forward = counting
     try:
-        state.parallel.pipeline.recording = True
-        losses = [forward_backward(state, share, 0).item() for _ in range(2)]
+        state.parallel.pipeline.recording, losses = True, []
+        for in_order in (False, True):  # as on CPUs, and as on GPUs
+            state.parallel.pipeline.in_order = in_order
+            pipeline_.Pipeline._training.cache_clear()
+            losses.append(forward_backward(state, share, 0).item())
     finally:
         pipeline_._Run._forward = forward
     assert state.parallel.pipeline.recorded is not None
@@ -268,7 +271,7 @@ def record(rank: int, world: int, recipe: Recipe) -> tuple[Schedule, Timeline, f
 @pytest.mark.parametrize("name", slow_but(["1f1b", "dualpipev"], list(SCHEDULES)))
 def test_what_runs_is_what_was_planned(room, name):
     """The measured timeline has the schedule's actions in its order, each after what it needs; never more microbatches
-    are held than it says; with dropout, the same step has the same loss."""
+    are held than it says; with dropout, the same step has the same loss, in either order of messages."""
     recipe = tiny(room, line(name, 4), "model.layers=8")  # (verify's recipes have no dropout)
     answers = run_ranks(4, record, change(recipe, ["model.dropout=0.1"]))
     schedule, timeline = answers[0][:2]

@@ -8,14 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
+from fivefold.parallel.pipeline import forwards
 from fivefold.schedules.pipeline import (
+    QUEUES,
     SCHEDULES,
     Action,
     Schedule,
     build,
     check,
+    check_queues,
     check_transfers,
     ends_upwards,
+    executed,
     few,
     from_csv,
     holds_all,
@@ -96,6 +100,35 @@ def test_what_the_search_reads_from_few_microbatches(
     last = [row[-1] for row in schedule.rows]
     upwards = not schedule.splits_backward and all(a.kind == "B" and a.stage < ranks for a in last)
     assert ends_upwards(name, ranks, microbatches, chunks) == upwards
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("name", "chunks"), CASES)
+def test_messages_in_order_never_deadlock(name: str, chunks: int, ranks: int) -> None:
+    """The lists that run on GPUs, whatever messages share a communicator. Those that run on CPUs, whose receives begin
+    early, would halt there, unless no receive shares a communicator with a send."""
+    for microbatches in MICROBATCHES:
+        schedule = build(name, ranks, microbatches, chunks)
+        for which, queue in QUEUES.items():
+            check_queues(schedule, executed(schedule, in_order=True), queue)
+            if ranks == 1 or which == "direction":
+                check_queues(schedule, executed(schedule, in_order=False), queue)
+            else:
+                with pytest.raises(UserError, match="messages in order come to a halt"):
+                    check_queues(schedule, executed(schedule, in_order=False), queue)
+
+
+@given(st.sampled_from(CASES), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3), st.data())
+@settings(max_examples=60, deadline=None)
+def test_messages_in_order_never_deadlock_at_any_size(
+    case: tuple[str, int], ranks: int, microbatches: int, more: int, data: st.DataObject
+) -> None:
+    """Forwards alone, too (validation); and with any messages of a rank in any of several communicators."""
+    name, chunks = case
+    schedule = build(name, ranks, microbatches, chunks + more * (SCHEDULES[name].stages[1] is None))
+    number = data.draw(st.lists(st.integers(0, 3), min_size=2 * ranks, max_size=2 * ranks))
+    for passes in (schedule, forwards(schedule)):
+        check_queues(passes, executed(passes, in_order=True), lambda other, sends: number[2 * other + sends])
 
 
 def test_live_bytes_by_stage() -> None:
@@ -262,6 +295,21 @@ def test_transfers_that_never_end(rank: int, first: str, second: str, message: s
     schedule = build("1f1b", 2, 3)
     with pytest.raises(UserError, match=message):
         check_transfers(schedule, swapped(schedule, rank, first, second))
+
+
+@pytest.mark.parametrize(
+    ("rank", "first", "second", "message"),
+    [
+        (1, "1RECV_F0", "1RECV_F1", "1RECV_F1 would get what 0SEND_F0 sends"),  # matched by order
+        (0, "0SEND_F1", "0RECV_B0", r"0RECV_B0 \(end\), 1RECV_F1 \(end\)"),  # both receive first
+        (0, "0F0", "0SEND_F0", r"0SEND_F0 \(call\)"),  # sends what is not there
+    ],
+)
+def test_messages_in_an_order_that_deadlocks(rank: int, first: str, second: str, message: str) -> None:
+    schedule = build("1f1b", 2, 3)
+    for which in ("group", "pair"):
+        with pytest.raises(UserError, match=message):
+            check_queues(schedule, swapped(schedule, rank, first, second), QUEUES[which])
 
 
 def test_transfers_missing_or_too_many() -> None:

@@ -3,8 +3,9 @@ made and checked, and also simulates.
 
 F computes a stage and keeps its input and output. B runs autograd from the output and leaves the gradient of the input.
 I does the same, but queues the weight gradients of linear layers (`deferred.py`), which W computes. Transfers are
-asynchronous. A receive is posted one computation ahead of its place in the list, since gloo moves data only once it is
-posted. A send is waited for only when many are in flight.
+asynchronous. With gloo a receive is posted one computation ahead of its place in the list, since gloo moves data only
+once it is posted. NCCL runs messages in the order of their calls, so the order of the list stays (`executed`). A send
+is waited for only when many are in flight.
 
 Legend: B rows of a microbatch, T tokens of a sequence that this rank has between stages, D model.
 """
@@ -33,8 +34,7 @@ from fivefold.schedules.pipeline import (
     Timeline,
     build,
     check,
-    receives_ahead,
-    with_transfers,
+    executed,
 )
 
 Microbatch = tuple[Tensor, Tensor]  # tokens, targets: (B, T) int64
@@ -53,6 +53,7 @@ class Pipeline:
     def __init__(self, stages: Mapping[int, LanguageModel], mesh: Mesh, dim: int, dtype: torch.dtype):
         self.stages, self.mesh, self.dim, self.dtype = dict(stages), mesh, dim, dtype
         self.replicas: Mapping[int, Sequence[Replica]] = {}
+        self.in_order = mesh.device.type == "cuda"  # NCCL runs messages in the order of their calls
         self.recording = False
         self.recorded: tuple[Schedule, Timeline] | None = None
         self.rank_of = self.schedule(1).rank_of  # for each stage, the pp index of its ranks
@@ -114,9 +115,7 @@ class Pipeline:
 
     def _own_actions(self, schedule: Schedule) -> list[Action]:
         """This rank's computations and transfers."""
-        actions = with_transfers(schedule)[self.mesh.index("pp")]
-        # NCCL runs transfers between two ranks in the order of their calls, so the list's order must stay.
-        return receives_ahead(actions) if self.mesh.device.type == "cpu" else actions
+        return executed(schedule, self.in_order)[self.mesh.index("pp")]
 
 
 def forwards(schedule: Schedule) -> Schedule:

@@ -14,12 +14,14 @@ from fivefold.schedules.pipeline.facts import (
     peak_live,
     splits_backward,
 )
+from fivefold.schedules.pipeline.queues import QUEUES, check_queues
 from fivefold.schedules.pipeline.registry import DEFAULT, SCHEDULES, build, stages_per_rank
 from fivefold.schedules.pipeline.schedule import Schedule, from_csv, place, to_csv
 from fivefold.schedules.pipeline.simulate import Costs, simulate, simulate_oversubscribed
 from fivefold.schedules.pipeline.transfers import (
     SENDS_PER_RANK,
     check_transfers,
+    executed,
     receives_ahead,
     with_transfers,
 )
@@ -28,6 +30,7 @@ from fivefold.schedules.timeline import Event, Timeline
 __all__ = [
     "DEFAULT",
     "FILLING",
+    "QUEUES",
     "SCHEDULES",
     "SENDS_PER_RANK",
     "Action",
@@ -38,9 +41,11 @@ __all__ = [
     "Timeline",
     "build",
     "check",
+    "check_queues",
     "check_transfers",
     "cut",
     "ends_upwards",
+    "executed",
     "few",
     "from_csv",
     "holds_all",

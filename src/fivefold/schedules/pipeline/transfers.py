@@ -42,7 +42,7 @@ def with_transfers(schedule: Schedule) -> list[list[Action]]:
 
     A transfer is listed on both ranks at the moment of a simulated step when its result is made. So all lists follow
     one common order: two ranks list the transfers between them in the same order. Nothing deadlocks, even if every send
-    and receive blocks until the other side is there.
+    and receive blocks until the other side is there. Hosts that make a communicator at a first message do block.
     """
     moments = []
     for rank, row in enumerate(simulate(schedule).rows):
@@ -57,6 +57,14 @@ def with_transfers(schedule: Schedule) -> list[list[Action]]:
             lists[rank].append(move.send)
             lists[schedule.rank_of[move.receive.stage]].append(move.receive)
     return lists
+
+
+def executed(schedule: Schedule, in_order: bool) -> list[list[Action]]:
+    """The lists that a backend executes. in_order: it runs messages in the order of their calls, as NCCL does
+    (`queues.py` proves that the common order of all lists cannot deadlock there). Other backends match messages by
+    tag, so receives may begin early."""
+    lists = with_transfers(schedule)
+    return lists if in_order else [receives_ahead(actions) for actions in lists]
 
 
 def receives_ahead(actions: Sequence[Action]) -> list[Action]:
