@@ -1,0 +1,165 @@
+"""Collectives on grids: nodes and their devices, tori, meshes.
+
+An all-reduce on a grid is a reduce-scatter along each dim in turn, with less and less data, and the same back as
+all-gathers. Ranks are numbered with the last dim next to each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+
+from fivefold.schedules.collectives.algorithm import (
+    Algorithm,
+    Levels,
+    Line,
+    Shape,
+    each_rank,
+    even_grid,
+    full_nodes,
+    log2,
+)
+from fivefold.schedules.collectives.families import halving, rings
+from fivefold.schedules.collectives.move import Move, Rounds, beside, embed, reverse
+
+MIKAMI = "Mikami et al. 2018, arXiv 1811.05233"
+
+
+def line(ranks: int) -> Rounds:
+    """Reduce-scatter on a line without wrap-around: sums for chunk c come to rank c from both ends."""
+    moves: list[list[Move]] = [[] for _ in range(ranks - 1)]
+    for chunk in range(ranks):
+        for r in range(chunk):
+            moves[r + ranks - 1 - chunk].append(Move(r, r + 1, rings.one(chunk), True))
+        for r in range(chunk + 1, ranks):
+            moves[ranks - 1 - r + chunk].append(Move(r, r - 1, rings.one(chunk), True))
+    return [tuple(some) for some in moves]
+
+
+def shortest(ranks: int) -> Rounds:
+    """Reduce-scatter in the fewest rounds: halving on a power of two, else a ring."""
+    return rings.scatter(ranks) if ranks & (ranks - 1) else halving.halving(ranks)
+
+
+def grid_scatter(grid: tuple[int, ...], scatter: Callable[[int], Rounds]) -> Rounds:
+    """Reduce-scatter along the last dim, then with what each rank has left along the one before, and so on."""
+    rounds: Rounds = []
+    width, held = math.prod(grid), [0] * math.prod(grid)  # chunks that a rank still sums: held, held + 1, ...
+    for dim in reversed(range(len(grid))):
+        size, parts = grid[dim], []
+        width //= size
+        for ranks in lines(grid, dim):
+            begin = held[ranks[0]]
+            parts.append(
+                embed(scatter(size), ranks, lambda c, b=begin, w=width: range(b + c * w, b + c * w + w))
+            )
+            for place, rank in enumerate(ranks):
+                held[rank] += place * width
+        rounds += beside(*parts)
+    return rounds
+
+
+def lines(grid: tuple[int, ...], dim: int) -> Iterator[list[int]]:
+    """The ranks of every line along a dim, in order."""
+    strides = [math.prod(grid[i + 1 :]) for i in range(len(grid))]
+    for place in product(*(range(size) for i, size in enumerate(grid) if i != dim)):
+        there = [*place[:dim], 0, *place[dim:]]
+        start = sum(at * stride for at, stride in zip(there, strides, strict=True))
+        yield [start + at * strides[dim] for at in range(grid[dim])]
+
+
+def grid_all_reduce(grid: tuple[int, ...], scatter: Callable[[int], Rounds]) -> Rounds:
+    rounds = grid_scatter(grid, scatter)
+    return rounds + reverse(rounds, False)
+
+
+def grid_of(shape: Shape, dims: int) -> tuple[int, ...] | None:
+    """The grid with so many dims: that of the shape, else the most even one."""
+    if len(shape.grid) == dims and math.prod(shape.grid) == shape.ranks:
+        return shape.grid
+    return even_grid(shape.ranks, dims)
+
+
+def nodes_and_devices(shape: Shape) -> tuple[int, int]:
+    return shape.nodes, shape.local
+
+
+def hierarchical_gather(shape: Shape) -> Rounds:
+    """All-gather across nodes first, between the devices with one place in their nodes; then inside, where every device
+    passes on what it got from all nodes. So each network card carries a chunk of each node only once."""
+    nodes, local = nodes_and_devices(shape)
+    across = [
+        embed(reverse(shortest(nodes), False), range(j, shape.ranks, local), lambda c, j=j: (c * local + j,))
+        for j in range(local)
+    ]
+    inside = [
+        embed(
+            reverse(shortest(local), False),
+            range(i * local, (i + 1) * local),
+            lambda c: range(c, shape.ranks, local),
+        )
+        for i in range(nodes)
+    ]
+    return beside(*across) + beside(*inside)
+
+
+def _steps(ranks: int) -> int:
+    return ranks - 1 if ranks & (ranks - 1) else log2(ranks)
+
+
+def _hierarchical_line(turns: int) -> Callable[[Shape, Levels], Line | None]:
+    def cost(shape: Shape, levels: Levels) -> Line | None:
+        if not full_nodes(shape):
+            return None
+        nodes, local = nodes_and_devices(shape)
+        alpha = _steps(local) * levels.near.latency + _steps(nodes) * levels.far.latency
+        near = (1 - 1 / local) / levels.pair
+        far = (1 / local - 1 / shape.ranks) / min(levels.near.bandwidth, levels.far.bandwidth)
+        return Line(turns * alpha, turns * (near + far))
+
+    return cost
+
+
+def _fits(dims: int) -> Callable[[Shape], bool]:
+    return lambda shape: grid_of(shape, dims) is not None
+
+
+def _on_grid(dims: int, scatter: Callable[[int], Rounds]) -> Callable[[Shape], Rounds]:
+    def rounds(shape: Shape) -> Rounds:
+        grid = grid_of(shape, dims)
+        assert grid is not None, f"{shape.ranks} ranks"
+        return grid_all_reduce(grid, scatter)
+
+    return rounds
+
+
+NODES = "a multiple of the ranks per node"
+ALGORITHMS = (
+    Algorithm(
+        "all_reduce", "hierarchical", lambda s: grid_all_reduce(nodes_and_devices(s), shortest), each_rank,
+        "several nodes with slow links between them: each card carries 1/local of the message", MIKAMI,
+        full_nodes, NODES, line=_hierarchical_line(2),
+    ),
+    Algorithm(
+        "all_gather", "hierarchical", hierarchical_gather, each_rank, "several nodes, small and medium messages", "",
+        full_nodes, NODES, line=_hierarchical_line(1),
+    ),
+    Algorithm(
+        "reduce_scatter", "hierarchical", lambda s: reverse(hierarchical_gather(s), True), each_rank,
+        "several nodes, small and medium messages", "", full_nodes, NODES, line=_hierarchical_line(1),
+    ),
+    Algorithm(
+        "all_reduce", "torus_2d", _on_grid(2, rings.scatter), each_rank,
+        "a torus, or many ranks: rings along rows and columns", MIKAMI, _fits(2), "a product of two numbers", grids=2,
+    ),
+    Algorithm(
+        "all_reduce", "mesh_2d", _on_grid(2, line), each_rank,
+        "a grid without wrap-around: lines carry both directions", "Ying et al. 2018, arXiv 1811.06992", _fits(2),
+        "a product of two numbers", grids=2,
+    ),
+    Algorithm(
+        "all_reduce", "torus_3d", _on_grid(3, rings.scatter), each_rank, "a torus with three dims", MIKAMI, _fits(3),
+        "a product of three numbers", grids=3,
+    ),
+)  # fmt: skip

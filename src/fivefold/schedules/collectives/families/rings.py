@@ -1,0 +1,103 @@
+"""Rings: every rank sends to the next one. Least bytes, most rounds.
+
+On several nodes there is one ring per device of a node ("channel", as in NCCL). Channel k visits a node's devices
+beginning with the k-th, so each ring leaves the node through another device's network card.
+"""
+
+from __future__ import annotations
+
+from fivefold.schedules.collectives.algorithm import Algorithm, Levels, Line, Shape
+from fivefold.schedules.collectives.move import Move, Rounds, beside, embed, reverse
+
+BANDWIDTH = "Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms"
+
+
+def gather(ranks: int, step: int = 1) -> Rounds:
+    """All-gather: in round t, rank r passes on the chunk that it got in the round before."""
+    return [
+        tuple(Move(r, (r + step) % ranks, one((r - t * step) % ranks)) for r in range(ranks))
+        for t in range(ranks - 1)
+    ]
+
+
+def scatter(ranks: int) -> Rounds:
+    """Reduce-scatter, in the same direction."""
+    return reverse(gather(ranks, -1), reduce=True)
+
+
+def one(chunk: int) -> range:
+    return range(chunk, chunk + 1)
+
+
+def channels(shape: Shape) -> int:
+    return shape.local if shape.ranks > shape.local and shape.ranks % shape.local == 0 else 1
+
+
+def chunks(shape: Shape) -> int:
+    return shape.ranks * channels(shape)
+
+
+def _all_channels(rounds: Rounds, shape: Shape) -> Rounds:
+    """Each channel does the rounds with its part of every rank's chunk."""
+    count, local = channels(shape), shape.local
+    if count == 1:
+        return rounds
+    parts = []
+    for k in range(count):
+        order = [r // local * local + (r + k) % local for r in range(shape.ranks)]
+        parts.append(embed(rounds, order, lambda c, k=k, order=order: (order[c] * count + k,)))
+    return beside(*parts)
+
+
+def all_gather(shape: Shape) -> Rounds:
+    return _all_channels(gather(shape.ranks), shape)
+
+
+def reduce_scatter(shape: Shape) -> Rounds:
+    return _all_channels(scatter(shape.ranks), shape)
+
+
+def all_reduce(shape: Shape) -> Rounds:
+    return reduce_scatter(shape) + all_gather(shape)
+
+
+def _hops(shape: Shape, turns: int, levels: Levels) -> float:
+    """Seconds of latency of the longest way: `turns` (n - 1) hops along the ring. One hop per node leaves it."""
+    n, nodes = shape.ranks, shape.nodes
+    hops = turns * (n - 1)
+    if nodes == 1:
+        return hops * levels.near.latency
+    # The way leaves out `turns` neighbouring hops. The longest leaves out those that stay in their node.
+    far = hops if shape.local == 1 else turns * nodes - max(0, turns + 1 - shape.local)
+    return far * levels.far.latency + (hops - far) * levels.near.latency
+
+
+def _line(turns: int, shape: Shape, levels: Levels) -> Line:
+    bandwidth = levels.near.bandwidth
+    if shape.nodes > 1:
+        rails = shape.local * levels.far.bandwidth
+        bandwidth = rails if shape.local == 1 else min(bandwidth, rails)
+    return Line(_hops(shape, turns, levels), turns * (shape.ranks - 1) / shape.ranks / bandwidth)
+
+
+def one_turn(shape: Shape, levels: Levels) -> Line:
+    return _line(1, shape, levels)
+
+
+def two_turns(shape: Shape, levels: Levels) -> Line:
+    return _line(2, shape, levels)
+
+
+ALGORITHMS = (
+    Algorithm(
+        "all_gather", "ring", all_gather, chunks, "large messages", BANDWIDTH, streams=channels, line=one_turn
+    ),
+    Algorithm(
+        "reduce_scatter", "ring", reduce_scatter, chunks, "large messages", BANDWIDTH, streams=channels, line=one_turn
+    ),
+    Algorithm(
+        "all_reduce", "ring", all_reduce, chunks,
+        "large messages, any number of ranks; each rank talks to its neighbours only", BANDWIDTH,
+        streams=channels, line=two_turns,
+    ),
+)  # fmt: skip

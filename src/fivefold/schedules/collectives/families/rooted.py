@@ -1,0 +1,117 @@
+"""Collectives with a root: send, broadcast, scatter, and their reverses, reduce and gather.
+
+Everything is written for root 0; other ranks count from the root.
+"""
+
+from __future__ import annotations
+
+from fivefold.schedules.collectives.algorithm import Algorithm, Shape, each_rank, log2, one
+from fivefold.schedules.collectives.families import rings
+from fivefold.schedules.collectives.move import Move, Rounds, embed, reverse
+
+ALL = range(1)
+THAKUR = "Thakur et al. 2005, Optimization of collective communication operations in MPICH"
+
+
+def from_root(rounds: Rounds, shape: Shape, blocks: bool = False) -> Rounds:
+    """The rounds of root 0, with the root of the shape. blocks: chunk r belongs to rank r."""
+    order = [(r + shape.root) % shape.ranks for r in range(shape.ranks)]
+    return embed(rounds, order, (lambda c: (order[c],)) if blocks else None)
+
+
+def binomial(ranks: int) -> Rounds:
+    """Broadcast from rank 0: in each round everyone who has the message sends it on, so twice as many have it."""
+    return [
+        tuple(Move(r, r + (1 << k), ALL) for r in range(min(1 << k, ranks - (1 << k))))
+        for k in range(log2(ranks))
+    ]
+
+
+def star(ranks: int) -> Rounds:
+    return [tuple(Move(0, r, ALL) for r in range(1, ranks))] if ranks > 1 else []
+
+
+def chain(ranks: int, pieces: int) -> Rounds:
+    """Broadcast from rank 0 along a chain, in pieces that follow each other."""
+    return [
+        tuple(Move(r, r + 1, rings.one(t - r)) for r in range(ranks - 1) if 0 <= t - r < pieces)
+        for t in range(pieces + ranks - 2)
+        if ranks > 1
+    ]
+
+
+def binomial_scatter(ranks: int) -> Rounds:
+    """Scatter from rank 0: everyone keeps the first half of its chunks and sends the rest on."""
+    return [
+        tuple(
+            Move(r, r + (1 << k), range(r + (1 << k), min(r + (2 << k), ranks)))
+            for r in range(0, ranks - (1 << k), 2 << k)
+        )
+        for k in reversed(range(log2(ranks)))
+    ]
+
+
+def star_scatter(ranks: int) -> Rounds:
+    return [tuple(Move(0, r, rings.one(r)) for r in range(1, ranks))] if ranks > 1 else []
+
+
+def scatter_gather(shape: Shape) -> Rounds:
+    """Broadcast: every rank gets a part, and all ranks gather the parts."""
+    return from_root(binomial_scatter(shape.ranks) + rings.gather(shape.ranks), shape, True)
+
+
+def scatter_gather_reduce(shape: Shape) -> Rounds:
+    """Reduce: every rank sums a part, and the root gathers the parts."""
+    both = rings.scatter(shape.ranks) + reverse(binomial_scatter(shape.ranks), reduce=False)
+    return from_root(both, shape, True)
+
+
+def send(shape: Shape) -> Rounds:
+    return from_root([(Move(0, 1, ALL),)], shape)
+
+
+def pieces(shape: Shape) -> int:
+    return shape.pieces
+
+
+PIECES = (1, 2, 4, 8, 16, 32, 64)
+
+ALGORITHMS = (
+    Algorithm("send", "direct", send, one, "one rank to the next", fits=lambda s: s.ranks > 1, needs="2 or more"),
+    Algorithm("broadcast", "star", lambda s: from_root(star(s.ranks), s), one, "two or three ranks"),
+    Algorithm("broadcast", "binomial", lambda s: from_root(binomial(s.ranks), s), one, "small messages", THAKUR),
+    Algorithm(
+        "broadcast", "chain", lambda s: from_root(chain(s.ranks, s.pieces), s), pieces,
+        "very large messages, few ranks", pieces=PIECES,
+    ),
+    Algorithm(
+        "broadcast", "scatter_gather", scatter_gather, each_rank, "large messages",
+        "van de Geijn 1994; " + THAKUR,
+    ),
+    Algorithm("reduce", "star", lambda s: reverse(from_root(star(s.ranks), s), True), one, "two or three ranks"),
+    Algorithm(
+        "reduce", "binomial", lambda s: reverse(from_root(binomial(s.ranks), s), True), one, "small messages", THAKUR
+    ),
+    Algorithm(
+        "reduce", "chain", lambda s: reverse(from_root(chain(s.ranks, s.pieces), s), True), pieces,
+        "very large messages, few ranks", pieces=PIECES,
+    ),
+    Algorithm(
+        "reduce", "scatter_gather", scatter_gather_reduce, each_rank, "large messages", "Rabenseifner 2004; " + THAKUR
+    ),
+    Algorithm(
+        "scatter", "star", lambda s: from_root(star_scatter(s.ranks), s, True), each_rank, "large messages"
+    ),
+    Algorithm(
+        "scatter", "binomial", lambda s: from_root(binomial_scatter(s.ranks), s, True), each_rank,
+        "small messages", THAKUR,
+    ),
+    Algorithm(
+        "gather", "star", lambda s: reverse(from_root(star_scatter(s.ranks), s, True), False), each_rank,
+        "large messages",
+    ),
+    Algorithm(
+        "gather", "binomial", lambda s: reverse(from_root(binomial_scatter(s.ranks), s, True), False), each_rank,
+        "small messages", THAKUR,
+    ),
+)  # fmt: skip

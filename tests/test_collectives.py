@@ -1,0 +1,195 @@
+"""Collectives as data: every algorithm proven for many numbers of ranks, its faults found, its pictures drawn."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import UserError
+from fivefold.schedules.collectives import (
+    ALGORITHMS,
+    PRIMITIVES,
+    Collective,
+    Move,
+    Primitive,
+    build,
+    check_order,
+    prove,
+    shape_of,
+)
+from fivefold.schedules.collectives.draw import shares, to_svg, to_text
+from fivefold.schedules.collectives.families.trees import parent
+
+EVERY = [(primitive, name) for primitive in PRIMITIVES for name in ALGORITHMS[primitive]]
+ALL_REDUCES = [
+    "reduce_broadcast", "ring", "tree", "double_tree", "halving_doubling", "butterfly", "rabenseifner",
+    "hierarchical", "torus_2d", "mesh_2d", "torus_3d",
+]  # fmt: skip
+
+
+def proven(collective: Collective) -> None:
+    prove(collective)
+    check_order(collective)
+
+
+def test_all_algorithms_are_there() -> None:
+    assert set(ALGORITHMS["all_reduce"]) == set(ALL_REDUCES)
+    assert all(ALGORITHMS[primitive] for primitive in PRIMITIVES)
+    assert "broadcasts" in ALGORITHMS["all_gather"]
+
+
+@pytest.mark.parametrize(("primitive", "name"), EVERY)
+def test_every_algorithm_is_proven_for_1_to_17_ranks(primitive: Primitive, name: str) -> None:
+    """Or refuses, naming a number that it is for."""
+    made = ALGORITHMS[primitive][name]
+    for ranks in range(1, 18):
+        shape = shape_of(ranks, pieces=made.pieces[len(made.pieces) // 2], root=ranks // 2)
+        if made.fits(shape):
+            proven(build(primitive, name, shape))
+            continue
+        with pytest.raises(UserError, match=f"needs .* not {ranks}; the nearest: ") as caught:
+            build(primitive, name, shape)
+        for near in map(int, re.findall(r"\d+", str(caught.value).split("nearest: ")[1])):
+            proven(build(primitive, name, near))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(EVERY), st.data())
+def test_every_algorithm_is_proven_for_any_shape(which: tuple[Primitive, str], data: st.DataObject) -> None:
+    made = ALGORITHMS[which[0]][which[1]]
+    nodes, local = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
+    ranks = nodes * local
+    shape = shape_of(
+        ranks,
+        local,
+        pieces=data.draw(st.sampled_from(made.pieces)),
+        root=data.draw(st.integers(0, ranks - 1)),
+    )
+    if made.fits(shape):
+        proven(build(*which, shape))
+
+
+@pytest.mark.parametrize("grid", [(2, 3), (4, 2), (3, 5), (2, 2, 3), (3, 2, 2)])
+def test_grids_of_other_forms(grid: tuple[int, ...]) -> None:
+    ranks = grid[0] * grid[1] * (grid[2] if len(grid) > 2 else 1)
+    for name in ("torus_2d", "mesh_2d") if len(grid) == 2 else ("torus_3d",):
+        proven(build("all_reduce", name, shape_of(ranks, grid=grid)))
+    with pytest.raises(UserError, match=r"grid: .* ranks, not 7"):
+        shape_of(7, grid=grid)
+
+
+@pytest.mark.parametrize("name", ["ring", "butterfly", "double_tree"])
+def test_ranks_may_change_places(name: str) -> None:
+    proven(build("all_reduce", name, 6).renamed([3, 0, 4, 1, 5, 2]))
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 8, 13, 64])
+def test_a_rank_with_two_children_in_one_tree_has_few_in_the_other(ranks: int) -> None:
+    children = [sum(parent(r, ranks) == above for r in range(1, ranks)) for above in range(ranks)]
+    other = [(r - 1) % ranks if ranks % 2 else ranks - 1 - r for r in range(ranks)]
+    assert max(children) <= 2
+    assert max(children[r] + children[other[r]] for r in range(ranks)) <= 3
+
+
+def small(*rounds: list[Move], primitive: Primitive = "all_reduce", ranks: int = 2) -> Collective:
+    return Collective(primitive, "own", ranks, 1, tuple(map(tuple, rounds)))
+
+
+ALL = range(1)
+BOTH = [Move(0, 1, ALL, True), Move(1, 0, ALL, True)]
+
+
+@pytest.mark.parametrize(
+    ("collective", "message"),
+    [
+        (small(BOTH[:1]), "rank 0 ends without rank 1's contribution to chunk 0"),
+        (small(BOTH, BOTH), "round 2: rank 0 sends chunk 0 to rank 1, so that rank 1's contribution counts twice"),
+        (small([Move(0, 1, range(1, 2), True)]), "sends chunk 1 to rank 1, but does not have it"),
+        (small([Move(0, 2, ALL)]), "a move from rank 0 to rank 2 is not possible"),
+        (small([Move(0, 1, ALL, True)], primitive="gather"), "has nothing to add it to"),
+        (small([Move(0, 1, ALL), Move(1, 0, ALL, True)]), "sends its own away in the same round"),
+        (small([Move(0, 2, ALL), Move(1, 2, ALL)], ranks=3), "which gets it twice"),
+        (
+            small([Move(a, b, ALL, True) for a in range(3) for b in range(3) if a != b], ranks=3),
+            "rank 2 adds chunk 0 in another order",  # (c + a) + b, where the others have (a + b) + c
+        ),
+    ],
+)  # fmt: skip
+def test_faults_are_found(collective: Collective, message: str) -> None:
+    if collective.primitive == "gather":
+        collective = replace(collective, chunks=2)
+    with pytest.raises(UserError, match=message):
+        prove(collective)
+
+
+def test_a_wrong_order_is_found() -> None:
+    ring = build("all_reduce", "ring", 3)
+    swapped = [row[:] for row in ring.rows]
+    swapped[1][0], swapped[1][1] = swapped[1][1], swapped[1][0]
+    with pytest.raises(UserError, match="in another order"):
+        check_order(ring, swapped)
+    # Each waits for the message of the one before it, once rank 0 wants to receive before it sends.
+    around = Collective("all_reduce", "own", 3, 1, tuple((Move(r, (r + 1) % 3, ALL),) for r in range(3)))
+    check_order(around)
+    rows = [around.rows[0][::-1], *around.rows[1:]]
+    with pytest.raises(
+        UserError,
+        match="comes to a halt: waiting are rank 0 in round 3, rank 1 in round 1, rank 2 in round 2",
+    ):
+        check_order(around, rows)
+
+
+@pytest.mark.parametrize(
+    ("primitive", "name", "ranks", "message"),
+    [
+        ("all_reduce", "rnig", 4, "algorithm 'rnig' is unknown; did you mean 'ring'"),
+        ("all_redcue", "ring", 4, "primitive: 'all_redcue' is unknown; did you mean 'all_reduce'"),
+        ("all_reduce", "ring", 0, "ranks: 0 is not possible; must be at least 1"),
+        ("all_reduce", "torus_2d", 7, "a product of two numbers as its number of ranks, not 7; the nearest: 6 or 8"),
+        ("all_reduce", "torus_3d", 9, "a product of three numbers .* the nearest: 8 or 12"),
+        ("reduce_scatter", "halving", 6, "a power of two .* the nearest: 4 or 8"),
+    ],
+)  # fmt: skip
+def test_bad_input(primitive: str, name: str, ranks: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(primitive, name, ranks)
+
+
+def test_incomplete_nodes() -> None:
+    with pytest.raises(
+        UserError, match=r"a multiple of the ranks per node .*\(4\), not 6; the nearest: 4 or 8"
+    ):
+        build("all_reduce", "hierarchical", shape_of(6, 4))
+
+
+def test_text() -> None:
+    text = to_text(build("all_reduce", "ring", 3))
+    assert text.splitlines() == [
+        "all_reduce 'ring': 3 ranks, 3 chunks, 4 rounds",
+        "start     ▃▃▃  ▃▃▃  ▃▃▃",
+        "round 1   2 +1→ 0   0 +2→ 1   1 +0→ 2",
+        "          ▃▅▃  ▃▃▅  ▅▃▃",
+        "round 2   2 +0→ 0   0 +1→ 1   1 +2→ 2",
+        "          █▅▃  ▃█▅  ▅▃█",
+        "round 3   0 =0→ 1   1 =1→ 2   2 =2→ 0",
+        "          █▅█  ██▅  ▅██",
+        "round 4   0 =2→ 1   1 =0→ 2   2 =1→ 0",
+        "          ███  ███  ███",
+    ]
+    assert max(map(len, to_text(build("all_reduce", "ring", 32), 100).splitlines())) <= 100
+
+
+@pytest.mark.parametrize(("primitive", "name"), EVERY)
+def test_pictures(primitive: Primitive, name: str) -> None:
+    """One arrow for each pair of ranks in a round; what ranks want is full in the end."""
+    collective = build(primitive, name, 8)
+    picture = ElementTree.fromstring(to_svg(collective))
+    tips = [node for node in picture.iter() if "tip" in node.get("class", "")]
+    assert len(tips) == sum(len({move[:2] for move in moves}) for moves in collective.rounds)
+    last = shares(collective)[-1]
+    for rank, cells in enumerate(last):
+        if collective.wants(rank) == range(collective.chunks) or primitive == "all_to_all":
+            assert set(cells) == {1.0}
