@@ -33,10 +33,9 @@ from fivefold.models.base import LanguageModel, block_dict
 from fivefold.parallel.deferred import Deferred
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.schedules.pipeline import Costs, Timeline, build, simulate, stages_per_rank, to_svg
+from fivefold.schedules.pipeline import SCHEDULES, Costs, Timeline, build, simulate, to_svg
 from fivefold.spread.layout import Layout
 
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
 ROWS, LENGTH, DIM = 2, 256, 384
 
 
@@ -167,10 +166,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cases = [
-        Case(
-            name, stages_per_rank(name, stages), args.ranks, args.microbatches, args.unit_ms / 1e3, args.steps
-        )
-        for name, stages in SCHEDULES.items()
+        Case(name, fewest, args.ranks, args.microbatches, args.unit_ms / 1e3, args.steps)
+        for name, fewest in ((name, schedule.stages[0]) for name, schedule in SCHEDULES.items())
     ]
     with TemporaryDirectory() as name:
         folder = args.pictures or Path(name)
