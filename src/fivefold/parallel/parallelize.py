@@ -27,7 +27,7 @@ from fivefold.parallel.replica import Replica
 from fivefold.parallel.stages import split, sum_tied
 from fivefold.recipe import Recipe
 from fivefold.spread.parts import Part, held
-from fivefold.spread.units import Keeping, keepings
+from fivefold.spread.units import Keeping, keepings, syncs
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages
@@ -134,8 +134,9 @@ def _add_replicas(
             from fivefold.parallel import zero
 
             zero.materialize(stages, mesh.device, initial)
-            sent = [unit for number in keeping.stages for unit in messages[number]]
-            replicas.append(zero.Sharded(stages, table, compute_dtype, sent, layout.zero, layout.pp))
+            of_units = [unit for number in keeping.stages for unit in messages[number]]
+            sent = syncs(layout)
+            replicas.append(zero.Sharded(stages, table, compute_dtype, of_units, sent, layout.pp > 1))
         for buffer in keeping.buffers:
             params, flat = _materialize(stages, buffer.names, mesh.device, initial)
             axis = mesh.axis(buffer.group)

@@ -32,7 +32,7 @@ from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.unit_messages import UnitMessages
 from fivefold.spread.parts import Part, local_shape, shard_dim
-from fivefold.spread.units import FsdpUnit, scattered_once
+from fivefold.spread.units import FsdpUnit, Sync
 
 
 def shard(
@@ -98,7 +98,8 @@ class Sharded:
     """ZeRO stage 1, 2 or 3 (see `replica.Replica`) for modules that `shard` has divided and `materialize` has filled.
 
     The masters are FSDP2's rows, as plain tensors that share their memory. messages: what `shard` returned for these
-    stages. defer: gradients add up whole on each rank, and are scattered once per step.
+    stages. sent: what they send in a step (`units.syncs`). defer: gradients add up whole on each rank, and are
+    scattered once per step. again: weights are freed after forward, and gathered again for backward.
     """
 
     updater: Updater
@@ -109,11 +110,11 @@ class Sharded:
         parts: dict[str, Part],
         compute_dtype: torch.dtype,
         messages: Sequence[UnitMessages],
-        zero: int,
-        pp: int = 1,
+        sent: Sequence[Sync],
+        pipeline: bool,
     ):
-        assert zero in (1, 2, 3), zero
-        self.zero, self.defer, self.pipeline = zero, scattered_once(zero, pp), pp > 1
+        gather, scatter = sent[:2]
+        self.again, self.defer, self.pipeline = gather.each == 2, scatter.each == 0, pipeline
         self.roots = [_unit(stage) for stage in stages]
         self.units = [unit for root in self.roots for unit in _units(root)]
         self.compute_dtype, self.messages = compute_dtype, messages
@@ -130,8 +131,8 @@ class Sharded:
             kept = local_shape(self.parts[name].keeps)
             assert tuple(master.shape) == kept, f"{name}: FSDP2 holds {tuple(master.shape)}, not {kept}"
         for root in self.roots:
-            root.set_reshard_after_forward(zero == 3)
-            root.set_reshard_after_backward(zero == 3)
+            root.set_reshard_after_forward(self.again)
+            root.set_reshard_after_backward(self.again)
         for stage in stages:
             _prefetch(stage)
 
@@ -192,8 +193,8 @@ class Sharded:
         gathered = [tensor for unit in self.units for tensor in private.gathered(unit)]
         own = [master for master in self.masters.values() if self.compute_dtype == master.dtype]
         return {
-            "params": own + (gathered if self.zero < 3 else []),
-            "buffers": gathered if self.zero == 3 else [],
+            "params": own + ([] if self.again else gathered),
+            "buffers": gathered if self.again else [],
             "gradients": adding,
         }
 
