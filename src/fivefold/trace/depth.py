@@ -27,10 +27,8 @@ from fivefold.trace.memory import CATEGORIES, Peak
 from fivefold.trace.step import Traced, trace
 
 AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolation: about three seconds
-LEAST_BLOCKS, LEAST_SHARDED = (
-    2,
-    3,
-)  # blocks of a stage in a small model; ZeRO may hold the weights of three at once
+LEAST_BLOCKS = 2  # of a stage in a small model
+LEAST_SHARDED = 3  # the same under ZeRO, which may hold the weights of three blocks at once
 
 Figures = Mapping[str, int]
 
@@ -133,14 +131,9 @@ def sizes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work."""
     position = layout.coordinates(rank)["pp"]
-    layers, counts = (model.layers,), (microbatches,)
-    work = sum(map(sum, _stages(model, layout, position))) * microbatches
-    if work > AS_IT_IS:
-        layers = depths(model, layout, position)
-        work = sum(map(sum, _stages(_deep(model, layers[-1]), layout, position))) * microbatches
-    if work > AS_IT_IS:
-        counts = fewer(microbatches, layout)
-    return layers, counts
+    if sum(map(sum, _stages(model, layout, position))) * microbatches <= AS_IT_IS:
+        return (model.layers,), (microbatches,)
+    return depths(model, layout, position), fewer(microbatches, layout)
 
 
 def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...]:
@@ -160,13 +153,15 @@ def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...
 
 
 def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
-    """Two small numbers of microbatches that fill the pipeline and are held as all of them are.
+    """Two small numbers of microbatches that fill the pipeline and are held as all of them are; the number itself
+    where these two would be more work.
 
     FILLING per pipeline rank reach the most live activations. The sends under way and the batches held repeat after
     another one, or two where a rank has several stages (found by tracing every schedule; tested).
     """
     first = few(microbatches, layout.pp, FILLING + min(layout.stages_per_rank, 2) * (layout.pp > 1))
-    return (first, first + layout.pp) if first + layout.pp < microbatches else (microbatches,)
+    pair = first, first + layout.pp
+    return pair if sum(pair) < microbatches else (microbatches,)
 
 
 def extrapolate(steps: Mapping[tuple[int, int], Traced], layers: int, microbatches: int) -> Traced:
