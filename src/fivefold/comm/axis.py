@@ -173,6 +173,18 @@ class Axis:
             _count(self, "send", leaving)
         return self._start("receive", arriving, arriving, _exchange, leaving, to, arriving, source)
 
+    def start_moves(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Started:
+        """Sends and receives tensors (contiguous) to and from ranks by index, all at once, as one group with NCCL. At
+        least one. Between two ranks, messages are matched by their order."""
+        messages = [(dist.isend, "send", *x) for x in sends] + [(dist.irecv, "receive", *x) for x in receives]
+        if counters:
+            for _, operation, x, _ in messages[:-1]:
+                _count(self, operation, x)
+        _, operation, x, _ = messages[-1]
+        return self._start(operation, x, x, _move, messages)
+
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Gives every rank the x of the rank with this index, in place."""
         if self.group is not None:
@@ -297,6 +309,13 @@ def _exchange(
     send = dist.P2POp(dist.isend, leaving, group=group, group_peer=to)
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
     return _Both(dist.batch_isend_irecv([send, receive]))
+
+
+def _move(
+    messages: list[tuple[Callable[..., Any], str, Tensor, int]], group: dist.ProcessGroup, async_op: bool
+) -> _Both:
+    ops = [dist.P2POp(function, x, group=group, group_peer=peer) for function, _, x, peer in messages]
+    return _Both(dist.batch_isend_irecv(ops))
 
 
 class _Both:

@@ -106,7 +106,7 @@ def check_order(collective: Collective, rows: Sequence[Sequence[Group]] | None =
     _check_pairs(collective, rows)
     begins = [[(rank, at) for at in range(len(row))] for rank, row in enumerate(rows)]
     group_of: dict[tuple[str, int, int, int], tuple[int, int]] = {}  # (half, source, target, which) -> group
-    met: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
+    met: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}  # the other halves of a group's messages
     count: dict[tuple[str, int, int], int] = {}
     for rank, row in enumerate(rows):
         for at, group in enumerate(row):
@@ -117,9 +117,11 @@ def check_order(collective: Collective, rows: Sequence[Sequence[Group]] | None =
                     count[half, source, target] = which + 1
                     group_of[half, source, target, which] = rank, at
                     met[rank, at].append((other, source, target, which))
-    steps: list[list[Step]] = [
-        [step for group in row for step in (("begin", group), ("end", group))] for row in begins
-    ]
+    steps: list[list[Step]] = []
+    for row in begins:
+        steps.append([])
+        for group in row:
+            steps[-1] += [("begin", group), ("end", group)]
 
     def needs(step: Step) -> list[Hashable]:
         return [] if step[0] == "begin" else [("begin", group_of[other]) for other in met[step[1]]]

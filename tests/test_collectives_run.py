@@ -1,0 +1,116 @@
+"""Every collective on real gloo ranks, beside the plain computation; the same bits every time and on every rank."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+import fivefold.comm.axis as axis_
+from fivefold.comm import ALONE, Axis
+from fivefold.comm.execute import Executor
+from fivefold.launch.ranks import Ranks
+from fivefold.parallel.mesh import Mesh
+from fivefold.schedules.collectives import ALGORITHMS, PRIMITIVES, Primitive, build, shape_of
+from fivefold.spread.layout import Layout
+
+CPU = torch.device("cpu")
+
+
+def axis_of(rank: int, world: int) -> Axis:
+    return Mesh(Layout(dp_replicate=world), Ranks(rank, world, rank, world, CPU)).axis("replicate")
+
+
+def of_rank(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Small whole numbers: sums of them are exact in bf16, too."""
+    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def wanted(primitive: Primitive, rank: int, world: int, root: int, every: list[Tensor]) -> Tensor | None:
+    """The plain computation; None where a rank gets nothing. every: (n 2, 3) per rank."""
+    total, mine = torch.stack(every).sum(0).to(every[0].dtype), slice(2 * rank, 2 * rank + 2)
+    if primitive in ("all_reduce", "reduce"):
+        return total if primitive == "all_reduce" or rank == root else None
+    if primitive == "broadcast" or (primitive == "send" and rank == (root + 1) % world):
+        return every[root]
+    if primitive in ("all_gather", "gather"):
+        both = torch.cat([x[:2] for x in every])
+        return both if primitive == "all_gather" or rank == root else None
+    if primitive in ("reduce_scatter", "scatter"):
+        return total[mine] if primitive == "reduce_scatter" else every[root][mine]
+    return torch.cat([x[mine] for x in every]) if primitive == "all_to_all" else None
+
+
+def plain(rank: int, world: int) -> None:
+    axis = axis_of(rank, world)
+    for primitive in PRIMITIVES:
+        for name, made in ALGORITHMS[primitive].items():
+            for local in {1, 2, world} if "per node" in made.needs or name == "ring" else {world}:
+                shape = shape_of(world, local, pieces=made.pieces[len(made.pieces) // 2], root=world - 1)
+                if not made.fits(shape):
+                    continue
+                run = Executor(axis, build(primitive, name, shape))
+                for dtype in (torch.float32, torch.bfloat16)[: 1 if world == 8 else 2]:
+                    every = [of_rank(r, dtype, 2 * world, 3) for r in range(world)]
+                    x = every[rank][: 2 if primitive in ("all_gather", "gather") else None]
+                    right = wanted(primitive, rank, world, world - 1, every)
+                    for _ in range(2):  # the second time in the buffers of the first
+                        found = run(x.clone())
+                        if right is not None:
+                            assert torch.equal(found, right), (
+                                f"{primitive} {name} {local} per node, rank {rank}"
+                            )
+    odd = [of_rank(r, torch.float32, 7) for r in range(world)]  # chunks of unequal size, some of them empty
+    for name, made in ALGORITHMS["all_reduce"].items():
+        if made.fits(shape_of(world)):
+            run = Executor(axis, build("all_reduce", name, world))
+            assert torch.equal(run(odd[rank].clone()), torch.stack(odd).sum(0)), name
+            assert run(torch.empty(0)).numel() == 0
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_every_collective_is_the_plain_computation(world: int) -> None:
+    run_ranks(world, plain)
+
+
+def bits(rank: int, world: int) -> dict[str, list[list[float]]]:
+    axis, found = axis_of(rank, world), {}
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+    for name, made in ALGORITHMS["all_reduce"].items():
+        if made.fits(shape_of(world)):
+            run = Executor(axis, build("all_reduce", name, world))
+            found[name] = [run(x.clone()).tolist() for _ in range(3)]
+    return found
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_sums_have_the_same_bits_every_time_and_on_every_rank(world: int) -> None:
+    every = run_ranks(world, bits)
+    exact = torch.stack(
+        [torch.randn(1000, generator=torch.Generator().manual_seed(r)).double() for r in range(world)]
+    )
+    for name, first in every[0].items():
+        assert all(run == first[0] for found in every for run in found[name]), name
+        torch.testing.assert_close(torch.tensor(first[0]), exact.sum(0).float(), rtol=1e-5, atol=1e-6)
+
+
+def counted(rank: int, world: int) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    run = Executor(axis_of(rank, world), build("all_reduce", "ring", world))
+    axis_.counters.append(lambda axis, operation, size: found.append((operation, size)))
+    try:
+        run(torch.zeros(400))
+    finally:
+        axis_.counters.clear()
+    return found
+
+
+def test_messages_go_through_the_axis() -> None:
+    """2 (n-1) sends of S/n bytes each, as the schedule says."""
+    for found in run_ranks(4, counted):
+        assert [size for operation, size in found if operation == "send"] == [400] * 6
+        assert [size for operation, size in found if operation == "receive"] == [400] * 6
+
+
+def test_one_rank_sends_nothing() -> None:
+    x = torch.arange(3.0)
+    assert Executor(ALONE, build("all_reduce", "ring", 1))(x) is x
