@@ -30,6 +30,7 @@ LAYOUTS: list[tuple[str, int, int | None, str]] = [
     ("dp=2,zero=3", 8, 1766, "HF Llama, FSDP"),
     ("tp=2", 8, 1487, "nanotron"),
     ("tp=2,sp=true", 8, 1487, "nanotron"),
+    ("tp=2,sp=true,sp_regather=true", 8, 1487, "nanotron"),
     ("pp=2", 2, 1503, "picotron"),
     ("pp=2,schedule=zbv", 2, 1503, "picotron"),
     ("cp=2", 8, 1576, "picotron"),

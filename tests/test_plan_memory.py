@@ -74,7 +74,9 @@ def test_activations_of_a_layer_are_those_of_the_formulas(t: int, b: int) -> Non
     s, h, a = model.seq_len, model.dim, model.heads
 
     def layer(recompute: str, sp: bool) -> float:
-        ops = card_of(model).block_operations(Sizes(model, b, tp=t, sp=sp and t > 1), MEGATRON)
+        ops = card_of(model).block_operations(
+            Sizes(model, b, tp=t, sp=sp and t > 1, sp_regather=sp), MEGATRON
+        )
         return operations.kept(ops, recompute, MEGATRON)
 
     assert layer("none", False) == s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
@@ -213,6 +215,9 @@ def test_the_error_is_the_one_that_plans_state() -> None:
         ("olmo2", "bf16", "dp=2,zero=3,recompute=full"),
         ("olmo2", "bf16", "tp=2"),
         ("olmo2", "fp32", "tp=2,sp=true"),
+        ("llama", "bf16", "tp=2,sp=true,sp_regather=true"),
+        ("olmo2", "bf16", "tp=2,sp=true,recompute=full"),
+        ("gpt2", "fp32", "tp=2,sp=true,recompute=full"),
     ],
     ids=" ".join,
 )
@@ -227,7 +232,7 @@ def test_the_formula_is_close_to_a_traced_step(case: tuple[str, str, str]) -> No
     )
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "zbv,virtual_stages=2"])
+@pytest.mark.parametrize("schedule", ["zb_h1", "zbv,virtual_stages=2,sp_regather=true"])
 def test_deferred_weight_gradients_are_activations(schedule: str) -> None:
     """Of the last rank, which defers most; the whole sequences that sequence parallelism gathers are kept until W."""
     recipe = recipe_of("llama", "bf16", f"pp=2,tp=2,sp=true,schedule={schedule}", "model.layers=8")

@@ -17,7 +17,7 @@ from fivefold.plan.clusters import parse
 from fivefold.plan.devices import Cluster, of_table
 from fivefold.plan.predict import Plan, held, predict, price
 from fivefold.plan.search import Search, apply, search, space_of
-from fivefold.plan.space import RECOMPUTE, Choice, Space
+from fivefold.plan.space import RECOMPUTE, SEQUENCES, Choice, Space
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES
@@ -70,14 +70,14 @@ def every_valid(recipe: Recipe, devices: int) -> Iterator[tuple[Layout, int]]:
             ("ring", "ulysses") if cp > 1 else ("ring",),
             range(1, (model.experts or 1) + 1),
             range(4),
-            (False, True),
+            SEQUENCES,
             SCHEDULES if pp > 1 else ("1f1b",),
             range(1, model.layers + 1) if pp > 1 else (1,),
             RECOMPUTE,
         )
-        for method, ep, zero, sp, schedule, virtual, recompute in options:
+        for method, ep, zero, (sp, again), schedule, virtual, recompute in options:
             layout = Layout(
-                pp, replicate, shard, cp, method, tp, ep, zero, sp, schedule, virtual, None, recompute
+                pp, replicate, shard, cp, method, tp, ep, zero, sp, again, schedule, virtual, None, recompute
             )
             if SCHEDULES[schedule].stages == (2, 2) and virtual == 1:
                 continue  # means 2

@@ -16,7 +16,9 @@ from fivefold.spread.layout import Layout, to_text
 from fivefold.spread.units import keepings, local_parameters
 
 TWO = [
-    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "cp=2,cp_method=ulysses", "pp=2", "tp=2,sp=true,recompute=selective",
+    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "cp=2,cp_method=ulysses", "pp=2",
+    "tp=2,sp=true,recompute=selective",
+    "tp=2,sp=true,sp_regather=true",
     "cp=2,recompute=full", "dp=2,ep=2,recompute=full", "cp=2,ep=2,zero=1",
 ]  # fmt: skip
 SLOW = [
@@ -24,12 +26,13 @@ SLOW = [
     "tp=2,recompute=selective", "cp=2,recompute=selective",
 ]  # fmt: skip
 FOUR = [
-    "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,zero=2", "cp=2,tp=2,sp=true", "pp=2,dp=2,zero=3",
+    "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,sp_regather=true,zero=2", "cp=2,tp=2,sp=true",
+    "pp=2,dp=2,zero=3",
     "pp=2,schedule=zbv,virtual_stages=2,dp=2,zero=1", "dp=4,ep=2,zero=3", "pp=2,tp=2,sp=true", "cp=4",
     "dp=2,ep=2,tp=2,sp=true", "dp_replicate=2,dp_shard=2,ep=2,zero=1", "pp=4,schedule=zb_h1",
 ]  # fmt: skip
 OTHERS = [
-    ("gpt2", "tp=2,sp=true"), ("gpt2", "pp=2"), ("bert", "tp=2"), ("bert", "tp=2,sp=true"),
+    ("gpt2", "tp=2,sp=true"), ("gpt2", "pp=2"), ("bert", "tp=2"), ("bert", "tp=2,sp=true,sp_regather=true"),
     ("qwen3", "tp=2,sp=true"), ("olmo2", "tp=2"), ("olmo2", "tp=2,sp=true,recompute=selective"),
     ("olmo2", "tp=2,dp=2,zero=3,recompute=full"),
 ]  # fmt: skip

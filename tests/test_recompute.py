@@ -26,7 +26,8 @@ TINY = [
     "train.sample_every=0",
 ]  # fmt: skip
 LAYOUTS = [
-    "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2",
+    "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true",
+    "tp=2,sp=true,sp_regather=true", "cp=2",
     "cp=2,cp_method=ulysses", "pp=2,schedule=1f1b", "pp=2,schedule=zbv,virtual_stages=2", "dp=2,tp=2,zero=3",
     "dp=2,ep=2",
 ]  # fmt: skip

@@ -73,6 +73,7 @@ def one_process(model: str) -> dict:
 LAYOUTS = [
     "tp=2",
     "tp=2,sp=true",
+    "tp=2,sp=true,sp_regather=true",
     "tp=4",
     "tp=4,sp=true",
     "tp=2,dp_replicate=2",
@@ -83,6 +84,7 @@ QUICK += [
     ("gpt2", "tp=2"),
     ("bert", "tp=2"),
     ("bert", "tp=4,sp=true"),
+    ("gpt2", "tp=2,sp=true,sp_regather=true"),
     ("gpt2", "tp=2,dp_replicate=2,sp=true"),
 ]
 
@@ -112,20 +114,25 @@ def collectives(rank: int, world: int, recipe: Recipe) -> dict[tuple[str, str], 
 
 def test_what_is_communicated():
     """Megatron's volume: a layer sums two activations in forward and two in backward; with sp each sum is a scatter and
-    a gather. And the loss: three numbers a token from each rank, never logits."""
+    a gather, and with sp_regather there is one more gather for each column layer, in backward. And the loss: three
+    numbers a token from each rank, never logits."""
     L, activation, statistics = 2, 4 * ROWS * T * 32, 4 * 2 * 3 * ROWS * T
     wanted = {
         ("all_reduce", "tp"): [4 * L + 2, (4 * L + 2) * activation],
         ("all_gather", "tp"): [1, statistics],
     }
     assert run_ranks(2, collectives, recipe_of("llama", "layout.tp=2")) == [wanted] * 2
-    gathers = 4 * L + 2 + 2 * L  # the last: inputs of column layers, again in backward
-    wanted = {
-        ("reduce_scatter", "tp"): [4 * L + 2, (4 * L + 2) * activation],
-        ("all_gather", "tp"): [gathers + 1, gathers * activation + statistics],
-        ("all_reduce", "tp"): [1, 4 * (2 * L + 1) * 32],  # norms
-    }
-    assert run_ranks(2, collectives, recipe_of("llama", "layout.tp=2", "layout.sp=true")) == [wanted] * 2
+    for regather in (False, True):
+        gathers = 4 * L + 2 + 2 * L * regather
+        wanted = {
+            ("reduce_scatter", "tp"): [4 * L + 2, (4 * L + 2) * activation],
+            ("all_gather", "tp"): [gathers + 1, gathers * activation + statistics],
+            ("all_reduce", "tp"): [1, 4 * (2 * L + 1) * 32],  # norms
+        }
+        recipe = recipe_of(
+            "llama", "layout.tp=2", "layout.sp=true", f"layout.sp_regather={str(regather).lower()}"
+        )
+        assert run_ranks(2, collectives, recipe) == [wanted] * 2
 
 
 def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool, native: bool) -> tuple:
@@ -193,6 +200,7 @@ def test_vocabulary_parallel_loss(chunks, native):
         (["layout.tp=4", "layout.sp=true", "layout.cp=2", "model.seq_len=20"],
          r"layout.tp = 4 must divide model.seq_len = 20 / layout.cp = 10: with sp"),
         (["layout.sp=true"], "it needs tp > 1"),
+        (["layout.tp=2", "layout.sp_regather=true"], "it needs sp=true"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_divided_is_refused(overrides, message):

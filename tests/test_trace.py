@@ -38,10 +38,14 @@ MOE = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2"]
 LAYOUTS = [
     "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "pp=2,schedule=1f1b",
     "pp=2,schedule=zbv,virtual_stages=2", "cp=2", "cp=2,cp_method=ulysses", "dp=2,ep=2", "dp=2,recompute=full",
-    "tp=2,sp=true,recompute=selective", "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,zero=2",
+    "tp=2,sp=true,recompute=selective", "tp=2,sp=true,sp_regather=true", "dp_replicate=2,dp_shard=2,zero=3",
+    "dp=2,tp=2,zero=2",
 ]  # fmt: skip
 FP32 = ["dp=2,zero=3", "tp=2", "pp=2,schedule=1f1b"]  # the others in fp32: `make test-all`
-EIGHT = ["dp=2,tp=2,pp=2,zero=1,schedule=1f1b", "dp=2,tp=2,pp=2,sp=true,zero=3,schedule=zbv,virtual_stages=2"]
+EIGHT = [
+    "dp=2,tp=2,pp=2,zero=1,schedule=1f1b",
+    "dp=2,tp=2,pp=2,sp=true,sp_regather=true,zero=3,schedule=zbv,virtual_stages=2",
+]
 
 
 def recipe_of(layout: str, mode: str = "fp32", *overrides: str) -> Recipe:

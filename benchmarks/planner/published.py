@@ -117,7 +117,8 @@ def layer_times(folder: Path) -> Result:
     for row in read(folder, "recompute_table4_layer_time.csv"):
         name = row["experiment"]
         how = "full" if "with recompute" in name else "selective" if "Selective" in name else "none"
-        layout = Layout(tp=8, sp="Sequence" in name or "Selective + Sequence" in name, recompute=how)
+        sp = "Sequence" in name or "Selective + Sequence" in name
+        layout = Layout(tp=8, sp=sp, sp_regather=sp, recompute=how)
         s = setting(model, layout, parse("a100"), 4, 1, "fp16", MEGATRON_2021)
         cost = part(card_of(s.model).block_operations(s.sizes, s.software), s, how)
         for key, seconds in (
@@ -174,6 +175,7 @@ def simumax(folder: Path) -> Result:
             cp_method="ulysses",
             tp=given["tp"],
             sp=given["tp"] > 1,
+            sp_regather=given["tp"] > 1,
             zero=1,
         )
         model = llama3(size, int(row["layers"]), given.get("seq", 4096))
@@ -237,6 +239,7 @@ def nanotron_setting(row: Row, model: ModelSection, cluster: Cluster) -> Setting
         pp=pp,
         tp=tp,
         sp=tp > 1,
+        sp_regather=tp > 1,
         zero=int(shared),
         dp_shard=dp if shared else 1,
         dp_replicate=1 if shared else dp,
@@ -328,6 +331,7 @@ def torchtitan(folder: Path) -> Result:
             dp_shard=sizes["fsdp"],
             tp=tp,
             sp=tp > 1,
+            sp_regather=tp > 1,
             zero=3,
             recompute="full" if row["ac"] == "full" else "selective",
         )

@@ -12,7 +12,7 @@ from typing import Literal
 
 from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
-from fivefold.spread.regions import SUM, WHOLE, Collective, What
+from fivefold.spread.regions import AGAIN, SUM, WHOLE, Collective, What
 
 Role = Literal["input", "stream", "product", "copied", "core", "inner"]
 Part = Literal["", "core", "inner", "out", "never"]
@@ -117,6 +117,7 @@ class Sizes:
     e: float = 2
     cp_method: str = "ring"
     load: float = 1.0
+    sp_regather: bool = False
 
     @property
     def N(self) -> float:
@@ -143,22 +144,25 @@ class Sizes:
         return self.model.head_width * self.model.heads / self.tp
 
     def enter(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """Messages in forward and backward at the entry of a tensor-parallel region. In backward under `sp`, the kept
-        piece is gathered again, overlapped with the matmul for the input's gradient."""
-        return self.whole(), (*self.whole(hidden=True), *self.sum())
+        """Messages in forward and backward at the entry of a tensor-parallel region. With `sp_regather`, the kept piece
+        is gathered again in backward, overlapped with the matmul for the input's gradient."""
+        return self.whole(), (*self._message(AGAIN[self.sp_regather], hidden=True), *self.sum())
 
     def leave(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """Messages in forward and backward at the exit of a tensor-parallel region."""
         return self.sum(), self.whole()
 
-    def whole(self, hidden: bool = False) -> tuple[Message, ...]:
+    def whole(self) -> tuple[Message, ...]:
         """The message that makes an activation whole (`spread/regions.py`)."""
-        what = WHOLE[self.sp] if self.tp > 1 else None
-        return (Message(what, "tp", self.N * self.model.dim * self.e, hidden),) if what else ()
+        return self._message(WHOLE[self.sp])
 
     def sum(self) -> tuple[Message, ...]:
         """The message that sums partial activations."""
-        return (Message(SUM[self.sp], "tp", self.N * self.model.dim * self.e),) if self.tp > 1 else ()
+        return self._message(SUM[self.sp])
+
+    def _message(self, what: What | None, hidden: bool = False) -> tuple[Message, ...]:
+        size = self.N * self.model.dim * self.e
+        return (Message(what, "tp", size, hidden),) if what and self.tp > 1 else ()
 
     def sends(
         self, collective: Collective, numbers: float, calls: int = 1

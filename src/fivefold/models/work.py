@@ -27,10 +27,10 @@ def block(s: Sizes, program: Program, attended: list[Operation], mlp: list[Opera
     """A block around its two sublayers: norms and the residual stream, in the order of a pre-norm block."""
     mask = dropout_mask(s, program)
     return [
-        norm("norm1", s, program, "input"),
+        norm("norm1", s, program, "input", attended[0]),
         *attended,
         add("add1", s, program, mask),
-        norm("norm2", s, program, "stream"),
+        norm("norm2", s, program, "stream", mlp[0]),
         *mlp,
         add("add2", s, program, mask),
     ]
@@ -42,16 +42,24 @@ def post_norm_block(
     """A block with norms of the sublayers' outputs. The residual stream itself is the sublayers' input."""
     mask, stream = dropout_mask(s, program), s.n * s.model.dim * s.e
     first, second = attended[0], mlp[0]
+    kept = Saved("attention input", stream, "input")
+    others = Saved("attention input of other ranks", kept_input(first, s) - stream, "stream")
     return [
-        replace(first, saved=(Saved("attention input", stream, "input"), *first.saved)),
+        replace(first, saved=(kept, others, *first.saved)),
         *attended[1:],
-        norm("norm1", s, program, "stream", keep_output=False),
+        norm("norm1", s, program, "stream"),
         add("add1", s, program, mask),
-        replace(second, saved=(Saved("mlp input", stream, "stream"), *second.saved)),
+        replace(second, saved=(Saved("mlp input", kept_input(second, s), "stream"), *second.saved)),
         *mlp[1:],
-        norm("norm2", s, program, "stream", keep_output=False),
+        norm("norm2", s, program, "stream"),
         add("add2", s, program, mask),
     ]
+
+
+def kept_input(first: Operation, s: Sizes) -> float:
+    """Bytes that a sublayer's first operation keeps of its input: of whole sequences, if it gathers them once."""
+    gathered = any(message.axis == "tp" for message in first.sent_forward)
+    return (s.N if gathered and not s.sp_regather else s.n) * s.model.dim * s.e
 
 
 def begin(s: Sizes, program: Program) -> list[Operation]:
@@ -101,7 +109,7 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
     if kept:
         saved.append(Saved("logits", kept * rows * columns, "stream"))
     return [
-        norm("norm", s, program, "stream", keep_output=False),
+        norm("norm", s, program, "stream"),
         Operation(
             "output", Matmul(rows, columns, D), sent_forward=into, sent_backward=back, saved=tuple(saved)
         ),
@@ -137,12 +145,13 @@ def dropout_mask(s: Sizes, program: Program) -> float:
     return s.n * s.model.dim * size if s.model.dropout else 0.0
 
 
-def norm(name: str, s: Sizes, program: Program, role: Role, keep_output: bool = True) -> Operation:
+def norm(name: str, s: Sizes, program: Program, role: Role, reader: Operation | None = None) -> Operation:
+    """reader: the operation that keeps the norm's output."""
     D, e, n = s.model.dim, s.e, s.n
     forward, backward, kernels = (2, 3, 1) if program.fused else (14, 24, 6)
     saved = [Saved(f"{name} input", n * D * e, role)]
-    if keep_output:
-        saved.append(Saved(f"{name} output", n * D * e, "stream"))
+    if reader:
+        saved.append(Saved(f"{name} output", kept_input(reader, s), "stream"))
     return Operation(
         name, None, 0.0, forward * n * D * e, backward * n * D * e, kernels, saved=tuple(saved), rate="norm"
     )
@@ -267,8 +276,9 @@ def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple
 
 
 def _gathered(s: Sizes) -> float:
-    """Bytes of a whole input and its gradient in the backward of the matmul that begins a tensor-parallel region."""
-    return s.N * s.model.dim * s.e * ((s.tp > 1) + s.sp)
+    """Bytes of the gradient of a whole input, and of that input if it is gathered again, in the backward of the matmul
+    that begins a tensor-parallel region."""
+    return s.N * s.model.dim * s.e * ((s.tp > 1) + s.sp_regather)
 
 
 def _plain_attention(s: Sizes, program: Program, causal: float) -> list[Operation]:

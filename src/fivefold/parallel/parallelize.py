@@ -71,7 +71,7 @@ def parallelize(
         for stage in stages:
             expert.apply(stage, mesh, table)
     if mesh.size("tp") > 1:
-        partial = [name for stage in stages for name in tensor.apply(stage, mesh, model, layout.sp)]
+        partial = [name for stage in stages for name in tensor.apply(stage, mesh, model)]
         found.reductions.append(tensor.sum_gradients(found.replicas, partial, mesh))
     if mesh.size("cp") > 1:
         found.positions = context.positions(model.seq_len, mesh)

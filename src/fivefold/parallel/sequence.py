@@ -3,7 +3,8 @@
 There are two ways (Megatron-LM, arXiv 1909.08053 and 2205.05198). Between two tensor-parallel regions an activation is
 either *whole* on every rank, after an all-reduce, or *cut along the sequence* (`sp`). A cut activation is all-gathered
 at the entry of a region; at its exit a reduce-scatter sums it and cuts it again. Both ways send the same bytes, but
-with `sp` norms, dropout and the residual stream take 1/tp of the work and memory.
+with `sp` norms, dropout and the residual stream take 1/tp of the work and memory. With `sp_regather` what is gathered
+takes 1/tp of the memory, too, for one more gather per region in backward.
 
 Legend: B batch, T sequence, t = T/tp, D model; "tp" ranks on the axis.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fivefold.comm import Axis
-from fivefold.spread.regions import SUM, WHOLE
+from fivefold.spread.regions import AGAIN, SUM, WHOLE
 
 Wait = Callable[[], Tensor]
 """Waits for a message that was started, and returns its result."""
@@ -28,6 +29,7 @@ Wait = Callable[[], Tensor]
 @dataclass(frozen=True)
 class TensorAxis:
     """The tensor axis, and the form of activations on it. sp: outside of its regions they are cut along the sequence.
+    regather: a region's first matmul keeps its piece of the input, and gathers the others again in backward.
 
     ordered: with sp, a region gets the sequence in order, (B, T, D). Where tokens are independent, the pieces may also
     lie one after the other, (tp B, t, D), which saves a copy of each activation.
@@ -36,6 +38,7 @@ class TensorAxis:
     axis: Axis
     sp: bool
     ordered: bool = True
+    regather: bool = False
 
     @property
     def size(self) -> int:
@@ -53,6 +56,10 @@ class TensorAxis:
     def start_whole(self, x: Tensor) -> Wait:
         """Makes the activation whole: x itself, or with sp gathered from every rank's piece (B, t, D)."""
         return SENDS[WHOLE[self.sp]](x, self)
+
+    def start_again(self, kept: Tensor) -> Wait:
+        """Makes the kept input of a region's first matmul whole in backward: it is, or it is gathered again."""
+        return SENDS[AGAIN[self.regather]](kept, self)
 
 
 def start_scatter(x: Tensor, axis: TensorAxis) -> Wait:

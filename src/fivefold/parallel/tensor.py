@@ -38,13 +38,14 @@ from fivefold.spread.parts import local_shape, parts
 from fivefold.spread.units import summed_over_tp
 
 
-def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection, sp: bool) -> list[str]:
+def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection) -> list[str]:
     """Shards a model on "meta" over the tensor axis, in place.
 
     Returns the names of parameters that are whole on every rank but have partial gradients, from this rank's heads or,
     with sp, from its piece of the sequence. `sum_gradients` sums them.
     """
-    card, axis = card_of(model), TensorAxis(mesh.axis("tp"), sp)
+    sp, regather = mesh.layout.sp, mesh.layout.sp_regather
+    card, axis = card_of(model), TensorAxis(mesh.axis("tp"), sp, regather=regather)
     assert axis.size > 1, "one rank needs no tensor parallelism"
     table = {name: cut for name, cut in card.cuts.items() if cut.axis == "tp"}
     for name, module in list(stage.named_modules()):
@@ -142,21 +143,22 @@ class RowLinear(nn.Module):
 
 
 class _Column(Function):
-    """With sp, backward keeps only the piece, and gathers it again while dx is computed."""
+    """The input is kept whole; or with `regather` as a piece, which backward gathers while dx is computed."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, deferred: Deferred | None
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        whole = axis.start_whole(x)()
+        ctx.save_for_backward(x if axis.regather else whole)
         ctx.weight, ctx.axis, ctx.has_bias, ctx.deferred = weight, axis, bias is not None, deferred
-        return kernels.linear(axis.start_whole(x)(), weight, bias)
+        return kernels.linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
-        whole = axis.start_whole(x)
+        whole = axis.start_again(x)
         dx = kernels.input_gradient(dy, weight)
         x = whole()
         dx = axis.start_sum(dx)  # overlaps with the gradients that need no communication

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fivefold.plan import memory
 from fivefold.plan.memory import Buffers
-from fivefold.plan.shared_costs import Position, SharedCosts
+from fivefold.plan.shared_costs import Position, SharedCosts, within_block
 from fivefold.plan.space import Choice, Space
 from fivefold.schedules.pipeline import most_live
 
@@ -39,7 +39,7 @@ class LeastBytes:
         """Three pipeline positions: the first, the one with most blocks times live microbatches, the one with most
         blocks. With each the bytes that its live microbatches keep at least, and the bytes that one of them keeps."""
         x = c.layout
-        key = (x.tp, x.cp, x.cp_method, x.ep, x.sp, x.recompute, c.B, c.dtype, c.count)
+        key = (*within_block(x), x.recompute, c.B, c.dtype, c.count)
         key += (x.pp, x.schedule, x.virtual_stages)
         if key not in self._kept:
             positions = self.shared.positions(x)

@@ -167,6 +167,7 @@ def layout_at(center: Base, values: Values) -> Layout:
         pp=pp,
         tp=tp,
         sp=tp > 1 and (own.sp or own.tp == 1),
+        sp_regather=tp > 1 and own.sp_regather,
         zero=zero,
         dp_replicate=replicas if zero else dp,
         dp_shard=dp // replicas if zero else 1,

@@ -165,6 +165,7 @@ def setting(
         DTYPES[dtype].bytes,
         layout.cp_method,
         software.expert_load,
+        layout.sp_regather,
     )
     return Setting(model, layout, cluster.for_ranks(layout.ranks), software, sizes, dtype, microbatches)
 

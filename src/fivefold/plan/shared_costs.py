@@ -54,6 +54,11 @@ class MicrobatchCost(NamedTuple):
     bytes: MicrobatchBytes
 
 
+def within_block(x: Layout) -> tuple[object, ...]:
+    """The fields of a layout on which the operations of a block depend."""
+    return x.tp, x.cp, x.cp_method, x.ep, x.sp, x.sp_regather
+
+
 class SharedCosts:
     """The shared parts of all layouts of a model on a cluster."""
 
@@ -73,7 +78,7 @@ class SharedCosts:
     def parts(self, c: Choice) -> tuple[Parts, Sums]:
         """Seconds and bytes of a layout's operations."""
         x = c.layout
-        key = (x.tp, x.cp, x.cp_method, x.ep, x.sp, c.B, c.dtype)
+        key = (*within_block(x), c.B, c.dtype)
         if key not in self._parts:
             s = self.setting(c)
             work = card_of(s.model).work(s.sizes, self.software)
@@ -84,7 +89,7 @@ class SharedCosts:
         """Costs as in `time.stage_costs`, without the communication of ZeRO."""
         x = c.layout
         late = time.saves_late(x)
-        key = (x.tp, x.cp, x.cp_method, x.ep, x.sp, x.recompute, late, c.B, c.dtype, c.count == 1)
+        key = (*within_block(x), x.recompute, late, c.B, c.dtype, c.count == 1)
         if key not in self._microbatches:
             self._microbatches[key] = self._microbatch(c)
         return self._microbatches[key]

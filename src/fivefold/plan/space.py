@@ -20,6 +20,8 @@ from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
 from fivefold.spread.layout import Layout, divisors, problems
 
 RECOMPUTE = tuple(MODES)
+SEQUENCES = ((False, False), (True, False), (True, True))
+"""(sp, sp_regather) on a tensor axis."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,9 @@ class Space:
                 if devices % (tp * one.cp):
                     continue
                 dp = devices // (tp * one.cp)
-                for sp in (False, True)[: 1 + (tp > 1)]:
+                for sp, regather in SEQUENCES if tp > 1 else SEQUENCES[:1]:
                     for ep in divisors(math.gcd(experts, dp * one.cp)):
-                        way = replace(one, tp=tp, sp=sp, ep=ep, dp_replicate=dp)
+                        way = replace(one, tp=tp, sp=sp, sp_regather=regather, ep=ep, dp_replicate=dp)
                         if (tp == 1 or one.cp == 1) and not sp and ep == 1:
                             yield way  # already checked
                         elif self._allowed(way):

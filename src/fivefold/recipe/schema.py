@@ -111,6 +111,9 @@ class LayoutSection(Section):
     """Tensor-parallel ranks."""
     sp: bool = False
     """Megatron sequence parallelism on the tensor axis."""
+    sp_regather: bool = False
+    """With `sp`: keep only a rank's piece of the inputs that are gathered, and gather them again in backward, as
+    Megatron-LM does (arXiv 2205.05198). Less memory for one more gather per attention and feed-forward."""
     cp: int = Field(default=1, ge=1)
     """Context-parallel ranks. Each has a part of every sequence."""
     cp_method: Literal["ring", "ulysses"] = "ring"

@@ -39,6 +39,7 @@ class Layout:
     ep: int = 1
     zero: int = 0
     sp: bool = False
+    sp_regather: bool = False
     schedule: str = DEFAULT
     virtual_stages: int = 1
     microbatches: int | None = None
@@ -220,7 +221,7 @@ def describe(layout: Layout) -> str:
     if layout.cp > 1:
         words.append(f"context by {layout.cp_method}")
     if layout.sp:
-        words.append("sequence parallel")
+        words.append("sequence parallel" + ", gathered again in backward" * layout.sp_regather)
     if layout.pp > 1:
         words.append(f"schedule {layout.schedule} with {layout.stages_per_rank} stage(s) per rank")
     if layout.recompute != "none":
@@ -259,6 +260,8 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         )
     if layout.sp and layout.tp == 1:
         yield {"sp", "tp"}, "sp=true cuts the sequence between tensor-parallel ranks: it needs tp > 1"
+    if layout.sp_regather and not layout.sp:
+        yield {"sp_regather", "sp"}, "sp_regather=true gathers what sp has cut: it needs sp=true"
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:
             stages_per_rank(layout.schedule, layout.virtual_stages)

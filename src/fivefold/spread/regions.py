@@ -15,10 +15,13 @@ from typing import Literal
 What = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
 
 WHOLE: dict[bool, What | None] = {False: None, True: "all_gather"}
-"""By sp: the collective that makes an activation whole. None: every rank has it. With sp a layer keeps only its piece,
-so backward gathers it once more, beside the matmul of the input's gradient."""
+"""By sp: the collective that makes an activation whole. None: every rank has it."""
 SUM: dict[bool, What] = {False: "all_reduce", True: "reduce_scatter"}
 """By sp: the collective that adds up the ranks' partial sums, whole or each rank's piece."""
+AGAIN: dict[bool, What | None] = {False: None, True: WHOLE[True]}
+"""By sp_regather: the collective that makes the input of a region's first matmul whole again in backward, beside the
+matmul of the input's gradient. Megatron-LM does so. None: forward keeps the whole input, and sp sends as many bytes as
+the all-reduces would."""
 
 
 @dataclass(frozen=True)
