@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
-from fivefold.parallel.replica import gradient_norm
 from fivefold.plan.budget import noise_parts
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.step.state import State, build_state
-from fivefold.step.step import forward_backward
+from fivefold.step.step import agree, forward_backward
 from fivefold.train.noise import NoiseScale
 from fivefold.train.start import run_command
 
@@ -62,8 +61,12 @@ def test_the_scale_of_a_known_problem(microbatch: int) -> None:
     for _ in range(1500):
         rows = torch.randint(0, V, (B, T), generator=generator)
         forward_backward(state, [(part, part) for part in rows.split(microbatch)], 0)
-        figures = noise.figures(gradient_norm(state.parallel.replicas, state.mesh))
+        figures = noise.figures(norm_of(state), noise.take().item())
     assert figures["noise_scale"] / T == pytest.approx(known, rel=0.1)
+
+
+def norm_of(state: State) -> float:
+    return agree(state, torch.zeros(()), False)[1].item()
 
 
 def tokens() -> Tensor:
@@ -77,7 +80,7 @@ def measured(rank: int, world: int, recipe: Recipe) -> tuple[float, float]:
     own = tokens().chunk(state.mesh.size("dp"))[state.mesh.index("dp")]
     batch = [(rows[:, :-1], rows[:, 1:]) for rows in own.split(recipe.train.microbatch_size or 1)]
     forward_backward(state, batch, 0)
-    noise.figures(gradient_norm(state.parallel.replicas, state.mesh))
+    noise.figures(norm_of(state), noise.take().item())
     for replica in state.parallel.replicas:
         replica.close()
     return state.noise

@@ -111,9 +111,32 @@ def test_states_travel_and_weigh_what_the_card_says(name):
 
 def test_a_scale_is_applied_to_the_gradient():
     masters, copies = {"w": torch.ones(2, 2)}, {"w": torch.ones(2, 2)}
-    updater("momentum", masters).step({"w": torch.full((2, 2), 4.0)}, lr=0.1, scale=0.25)
+    updater("momentum", masters).step({"w": torch.full((2, 2), 4.0)}, lr=0.1, scale=torch.tensor(0.25))
     updater("momentum", copies).step({"w": torch.ones(2, 2)}, lr=0.1)
     assert torch.equal(masters["w"], copies["w"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_a_skipped_step_changes_nothing(name, when):
+    """Neither weights nor states nor counts, wherever it comes; a step that is not skipped keeps its bits."""
+    generator = torch.Generator().manual_seed(0)
+    masters = {"matrix": torch.randn(3, 2, generator=generator), "norm": torch.ones(2)}
+    copies = {key: w.clone() for key, w in masters.items()}
+    changes = {"dampening": 0.25} if name == "momentum" else {}
+    one, other = updater(name, masters, **changes), updater(name, copies, **changes)
+    no, yes = torch.zeros(()), torch.ones(())
+    for step in range(3):
+        grads = {key: torch.randn(w.shape, generator=generator) for key, w in masters.items()}
+        if step == when:
+            before = [t.clone() for t in (*masters.values(), *one.kept())]
+            one.step({key: torch.full_like(g, torch.nan) for key, g in grads.items()}, lr=0.1, skip=yes)
+            assert all(map(torch.equal, before, (*masters.values(), *one.kept())))
+            assert bool(one.states()) == (when > 0 and name != "sgd")
+        one.step({key: g.clone() for key, g in grads.items()}, lr=0.1, skip=no)
+        other.step(grads, lr=0.1)
+    assert all(torch.equal(copies[key], masters[key]) for key in masters)
+    assert all(map(torch.equal, one.kept(), other.kept()))
 
 
 def test_clipping():
@@ -122,9 +145,9 @@ def test_clipping():
     )
     assert square.item() == pytest.approx(4 * 9 + 8 * 16)
     assert sum_of_squares([torch.zeros(0)]).item() == 0
-    assert clip_scale(4.0, 1.0) == 0.25
-    assert clip_scale(0.5, 1.0) == clip_scale(4.0, 0.0) == 1.0
-    assert clip_scale(float("inf"), 1.0) == clip_scale(float("nan"), 1.0) == 1.0
+    for norm, scale in ((4.0, 0.25), (0.5, 1.0), (float("inf"), 1.0), (float("nan"), 1.0)):
+        assert clip_scale(torch.tensor(norm, dtype=torch.float64), 1.0) == scale
+    assert clip_scale(torch.tensor(4.0), 0.0) is None
 
 
 LAYOUTS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2", "dp=2,ep=2,zero=3"]

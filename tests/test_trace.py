@@ -191,13 +191,13 @@ def test_a_rank_that_is_not_there() -> None:
 
 
 def test_host_syncs_are_counted_where_they_are() -> None:
-    """The loss reads twice per microbatch, clipping and agreeing of the ranks once per step."""
-    found = trace(recipe_of("dp=1"), 0, 3).syncs
-    assert {operation for operation, _ in found} == {"item"}
-    times = dict.fromkeys(("kernels/loss.py", "parallel/replica.py", "step/step.py"), 0)
-    for (_, place), count in found.items():
-        times[place.split(":")[0]] += count
-    assert times == {"kernels/loss.py": 6, "parallel/replica.py": 1, "step/step.py": 2}
+    """A dense step reads its figures once. Experts with a capacity choose rows in every microbatch and block."""
+    [(operation, place)] = found = trace(recipe_of("dp=1"), 0, 3).syncs
+    assert (operation, place.split(":")[0], found[operation, place]) == ("item", "step/step.py", 1)
+    mixed = trace(recipe_of("dp=1", "fp32", *MOE, "model.capacity_factor=1.0"), 0, 3).syncs
+    assert {key: times for key, times in mixed.items() if key[1].startswith("kernels/")} == {
+        ("index", "kernels/mixture.py:45"): 3 * 4
+    }
 
 
 def test_figures_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import forward_backward
 from fivefold.train.job import Job
+from fivefold.train.loop import train_loop
 from fivefold.train.run import run_rank
 from fivefold.train.share import share_of
 from fivefold.train.start import run_command
@@ -237,6 +238,77 @@ def test_divergence_is_an_error_and_destroys_nothing(text, tmp_path):
     with pytest.raises(UserError, match="not finite in 5 steps in a row"):
         run_command(recipe, out=tmp_path / "run", module=module)
     assert module.weight.isfinite().all()
+
+
+class OnceNotFinite(torch.nn.Module):
+    """Its third loss is not finite: all of it, or with `hidden` the loss alone and no gradient."""
+
+    def __init__(self, hidden: bool = False):
+        super().__init__()
+        self.weight, self.calls, self.hidden = torch.nn.Parameter(torch.ones(3)), 0, hidden
+
+    def forward(self, inputs, targets):
+        self.calls += 1
+        loss = (self.weight * inputs.float().mean()).square().sum()
+        if self.calls != 3:
+            return loss
+        return loss + torch.tensor(torch.inf) if self.hidden else loss * torch.nan
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_step_that_is_not_finite_is_skipped(text, tmp_path, hidden, capsys):
+    """The device decides it; the host learns of it a step later, and every step is written down."""
+    recipe = tiny(text, "train.microbatch_size=8", "checkpoint.every=2", "checkpoint.keep_last=3")
+    out = run_command(recipe, out=tmp_path / "run", module=OnceNotFinite(hidden))
+    losses = lines(out, "loss")
+    assert [loss is not None for loss in losses] == [True, True, False, True, True, True], "JSON has no NaN"
+    assert "step 3: loss or gradient is not finite; the update is skipped" in capsys.readouterr().out
+    for folder, updates in zip(store.checkpoints(out), (2, 3, 5), strict=True):
+        found = store.load(folder)
+        assert (found.meta["updates"], found.meta["skipped"]) == (updates, 0)
+        assert all(tensor.isfinite().all() for tensor in (*found.model.values(), *found.optimizer.values()))
+
+
+class Recorder:
+    """Hooks of the loop that write down what is called, and fail where there are no more batches."""
+
+    def __init__(self, batches):
+        self.batches, self.calls = iter(batches), []
+
+    def next_batch(self):
+        return [next(self.batches)], 0.0
+
+    def stop_wanted(self):
+        return False
+
+    def begin_step(self):
+        self.calls.append("begin")
+
+    def inspect(self):
+        return None
+
+    def end_step(self):
+        return {}
+
+    def record(self, line, skipped):
+        self.calls.append(f"record {line['step']}")
+
+    def __getattr__(self, name):  # validate, sample, save
+        return lambda step: self.calls.append(f"{name} {step}")
+
+
+def test_a_step_is_read_while_the_next_one_runs(text):
+    """So that a GPU does not wait for the host. Before a checkpoint, and after an error, nothing is left unread."""
+    recipe = resolve(
+        tiny(text, "train.microbatch_size=8", "checkpoint.every=3", "train.val_every=0"), vocab_size=257
+    )
+    state = build_state(recipe, ranks_of(0, 1))
+    tokens = torch.ones(8, 16, dtype=torch.int64)
+    hooks = Recorder([(tokens, tokens)] * 5)
+    with pytest.raises(StopIteration):
+        train_loop(state, recipe, hooks)
+    first = ["begin", "begin", "record 1", "begin", "record 2", "record 3", "save 3"]
+    assert hooks.calls == [*first, "begin", "begin", "record 4", "record 5"]
 
 
 def test_run_folder_and_its_errors(text, tmp_path, monkeypatch):

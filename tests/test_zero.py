@@ -173,7 +173,7 @@ def sent(rank: int, world: int, recipe: Recipe, microbatches: int) -> dict[tuple
 
     def step() -> None:
         forward_backward(state, share(state, recipe, microbatches), 0)
-        update(state, recipe.optim, 1.0, 10)
+        update(state, recipe.optim, torch.ones(()), torch.zeros(()), 10)
 
     step()
     with Collectives(state.mesh) as counter:
@@ -227,7 +227,7 @@ def whole_masters(rank: int, world: int, recipe: Recipe) -> tuple[int, int, int]
     """Elements of masters, moments and gradients that a rank has after a step."""
     state = state_on(rank, world, recipe)
     forward_backward(state, share(state, recipe, 1), 0)
-    update(state, recipe.optim, 1.0, 10)
+    update(state, recipe.optim, torch.ones(()), torch.zeros(()), 10)
     kinds = (state.masters(), state.gradients(), state.moments())
     masters, gradients, moments = (sum(t.numel() for t in kind.values()) for kind in kinds)
     return masters, gradients, moments // 2

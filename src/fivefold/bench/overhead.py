@@ -110,7 +110,7 @@ def _seconds(recipe: Recipe, ranks: Ranks, steps: int) -> float:
     laps = []
     for _ in range(steps):
         began = time.perf_counter()
-        take_step(state, recipe, batch)
+        take_step(state, recipe, batch).wait()
         laps.append(time.perf_counter() - began)
     for replica in state.parallel.replicas:
         replica.close()

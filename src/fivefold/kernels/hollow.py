@@ -106,9 +106,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if func in _IN_PLACE:
         return None
-    if func is aten.bincount.default:  # no value exceeds `minlength`
-        minlength = kwargs["minlength"] if "minlength" in kwargs else args[2]
-        return Hollow(torch.empty(minlength, dtype=torch.int64, device=META))
     if func in FROM_DATA:
         return Hollow(torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=META))
     if (

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native, sizes
 from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
+from fivefold.kernels.private import assert_on_device
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -35,7 +36,8 @@ class _LinearCrossEntropy(Function):
         assert targets.shape == x.shape[:1], "one target a row"
         N, V = x.shape[0], weight.shape[0]
         rows = rows_at_once(x, V)
-        scale = 1.0 / max(1, int((targets >= 0).sum()))
+        assert_on_device((targets < V).all(), "a target beyond the vocabulary")
+        scale = mean_scale(targets)
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
         needs_x, needs_weight, _, needs_bias, _ = (needed and gradients for needed in ctx.needs_input_grad)
         dx = torch.empty_like(x) if needs_x else None
@@ -69,23 +71,27 @@ class _LinearCrossEntropy(Function):
         return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None
 
 
+def mean_scale(targets: Tensor) -> Tensor:
+    """1 / (number of targets that count), an fp32 scalar on their device: reading it would stop the host."""
+    return (1.0 / (targets >= 0).sum().clamp(min=1).double()).float()
+
+
 def rows_at_once(x: Tensor, V: int) -> int:
     """Rows of x (N, D) whose V logits are computed at once."""
     return sizes.rows_at_once(x.shape[0], V, x.element_size(), sizes.logits_bytes(x.device.type))
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: float) -> Tensor:
+def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: Tensor) -> Tensor:
     """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V)."""
     if native.usable(logits):
-        assert int(targets.max()) < logits.shape[1], "a target beyond the vocabulary"
-        native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, *logits.shape, scale)
+        native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, scale, *logits.shape)
         return logits
     for part in sizes.fp32_parts(*logits.shape):
         _plain_loss_and_gradient(logits[part], targets[part], losses[part], scale)
     return logits
 
 
-def _plain_loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: float) -> None:
+def _plain_loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: Tensor) -> None:
     """Holds `sizes.FP32_COPIES` fp32 tensors of the logits' size."""
     log_p = torch.log_softmax(logits.float(), dim=-1)
     counted = targets >= 0

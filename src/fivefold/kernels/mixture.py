@@ -38,7 +38,8 @@ def assign(chosen_NK: Tensor, experts: int, capacity: int = 0) -> Assignment:
     """Sorts slots by expert. capacity: most rows per expert; the first slots are kept. 0: no limit."""
     slots = chosen_NK.t().reshape(-1)
     order = slots.argsort(stable=True)
-    chosen = counts = torch.bincount(slots, minlength=experts)
+    # not bincount: on a GPU it waits for its result
+    chosen = counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
     if capacity:
         first = (counts.cumsum(0) - counts)[slots[order]]  # the expert's first row
         order = order[torch.arange(len(order), device=order.device) - first < capacity]

@@ -305,8 +305,8 @@ static inline void NAME(cross_entropy_gradient)(T *p, i64 V, i64 target, float s
 }
 
 /* Cross-entropy of rows of V logits, and its gradient in their place: losses[n] = logsumexp - logit[target],
- * logits = (softmax - onehot(target)) * scale. Target < 0: loss 0, gradient 0. */
-void NAME(cross_entropy)(T *logits, const i64 *targets, float *losses, i64 rows, i64 V, float scale) {
+ * logits = (softmax - onehot(target)) * scale[0]. Target < 0: loss 0, gradient 0. */
+void NAME(cross_entropy)(T *logits, const i64 *targets, float *losses, const float *scale, i64 rows, i64 V) {
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < rows; n++) {
     T *p = logits + n * V;
@@ -318,7 +318,7 @@ void NAME(cross_entropy)(T *logits, const i64 *targets, float *losses, i64 rows,
     }
     float top = NAME(largest)(p, V), sum = NAME(sum_exp)(p, V, top);
     losses[n] = logf(sum) + top - LOAD(p + target);
-    NAME(cross_entropy_gradient)(p, V, target, top, sum, scale);
+    NAME(cross_entropy_gradient)(p, V, target, top, sum, scale[0]);
   }
 }
 
@@ -337,16 +337,16 @@ void NAME(vocabulary_statistics)(const T *logits, const i64 *targets, float *out
 }
 
 /* Its gradient in place of the logits, given the log-sum-exp over the whole vocabulary:
- * (exp(logit - lse) - onehot(target)) * scale. A row with target < 0 gets zeros. */
-void NAME(vocabulary_gradient)(T *logits, const i64 *targets, const float *lse, i64 rows, i64 V, i64 first,
-                               float scale) {
+ * (exp(logit - lse) - onehot(target)) * scale[0]. A row with target < 0 gets zeros. */
+void NAME(vocabulary_gradient)(T *logits, const i64 *targets, const float *lse, const float *scale, i64 rows, i64 V,
+                               i64 first) {
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < rows; n++) {
     T *p = logits + n * V;
     if (targets[n] < 0)
       memset(p, 0, sizeof(T) * (size_t)V);
     else
-      NAME(cross_entropy_gradient)(p, V, targets[n] - first, lse[n], 1.0f, scale);
+      NAME(cross_entropy_gradient)(p, V, targets[n] - first, lse[n], 1.0f, scale[0]);
   }
 }
 #endif

@@ -40,12 +40,12 @@ def vocabulary_loss(statistics: Tensor) -> tuple[Tensor, Tensor]:
     return lse, lse - at_target.sum(0)
 
 
-def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: float) -> Tensor:
+def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: Tensor) -> Tensor:
     """scale * (softmax - onehot) of this rank's columns, zero where the target is negative. It overwrites
     the logits."""
     if native.usable(logits):
         native.call(
-            "vocabulary_gradient", logits.dtype, logits, targets, lse.contiguous(), *logits.shape, first, scale
+            "vocabulary_gradient", logits.dtype, logits, targets, lse.contiguous(), scale, *logits.shape, first
         )  # fmt: skip
         return logits
     here, index = _local(targets, first, logits.shape[1])

@@ -30,9 +30,13 @@ def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
-def clip_scale(norm: float, max_norm: float) -> float:
-    """The factor that limits the gradient's norm to max_norm. 0: it is never clipped.
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor | None:
+    """The factor that limits the gradient's norm (scalar) to max_norm: an fp32 scalar on the norm's device. 0: None, it
+    is never clipped.
 
     A norm that is not finite gives 1: the caller decides what to do.
     """
-    return max_norm / norm if 0 < max_norm < norm < float("inf") else 1.0
+    if not max_norm:
+        return None
+    clipped = (norm > max_norm) & norm.isfinite()
+    return torch.where(clipped, max_norm / norm, 1.0).float()

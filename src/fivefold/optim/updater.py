@@ -33,9 +33,23 @@ class Updater:
         ]
         self.optimizer = card.build([group for group in groups if group["params"]], lr, **fields)
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float, scale: float = 1.0) -> None:
-        """Updates the masters with their gradients times `scale`. A scale other than 1 also changes the gradients."""
-        if scale != 1.0:
+    def step(
+        self,
+        gradients: Mapping[str, Tensor],
+        lr: float,
+        scale: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Updates the masters with their gradients times `scale`, which changes the gradients, too.
+
+        skip: fp32 scalar; where it is 1, masters and states stay as they are. The fused kernels read it on the device,
+        under the name that gradient scalers gave it. Only the first update is decided on the host: it also makes the
+        states, and a momentum that starts from its gradient must not start from a skipped one.
+        """
+        if skip is not None and self.card.states and not self.optimizer.state and skip.item():
+            return
+        self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+        if scale is not None:
             torch._foreach_mul_(list(gradients.values()), scale)
         for name, weight in self.masters.items():
             weight.grad = gradients[name]

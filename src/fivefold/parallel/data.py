@@ -50,8 +50,8 @@ class DataParallel:
             self.weights.collect,
         )
 
-    def update(self, lr: float, scale: float) -> None:
-        self.updater.step(self.gradients, lr, scale)
+    def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        self.updater.step(self.gradients, lr, scale, skip)
         self.refresh()
 
     def kept(self) -> dict[str, list[Tensor]]:

@@ -137,7 +137,7 @@ class Balance:
         mixed = [number for number, is_mixed in enumerate(card_of(model).mixed) if is_mixed]
         self.rows = {number: row for row, number in enumerate(mixed)}  # of `sums`, by block
         self.sums = torch.zeros(0)  # (blocks with experts, E + 4), fp64: see `models.mixture.RouterStats`
-        self.figures: dict[str, float] = {}
+        self.figures: dict[str, Tensor] = {}
 
     def start_step(self, scale: float) -> None:
         """scale: factor on the gradients of this step's losses."""
@@ -156,23 +156,26 @@ class Balance:
         mesh.axis("all").all_reduce(self.sums)
         self.figures = self._figures()
 
-    def _figures(self) -> dict[str, float]:
-        """expert_load_max, expert_load_min: tokens of the most and the least used expert of any block, relative to an
-        even split. dropped_share: share of slots that were dropped. aux_loss, z_loss: mean terms, unweighted."""
-        slots, (dropped, aux, z, passes) = self.sums[:, :-4], self.sums[:, -4:].sum(0).tolist()
+    def _figures(self) -> dict[str, Tensor]:
+        """Scalars on the device. expert_load_max, expert_load_min: tokens of the most and the least used expert of any
+        block, relative to an even split. dropped_share: share of slots that were dropped. aux_loss, z_loss: mean terms,
+        unweighted."""
+        slots, (dropped, aux, z, passes) = self.sums[:, :-4], self.sums[:, -4:].sum(0).unbind()
         load = slots / slots.mean(1, keepdim=True).clamp(min=1)
         return {
-            "expert_load_max": load.max().item(),
-            "expert_load_min": load.min().item(),
-            "dropped_share": dropped / max(1.0, slots.sum().item()),
-            "aux_loss": aux / max(1.0, passes),
-            "z_loss": z / max(1.0, passes),
+            "expert_load_max": load.max(),
+            "expert_load_min": load.min(),
+            "dropped_share": dropped / slots.sum().clamp(min=1),
+            "aux_loss": aux / passes.clamp(min=1),
+            "z_loss": z / passes.clamp(min=1),
         }
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Lowers the bias of experts with more than an even share and raises the others, by a fixed rate."""
+    def update(self, skip: Tensor) -> None:
+        """Lowers the bias of experts with more than an even share and raises the others, by a fixed rate. skip: 1: not
+        in this step (fp32 scalar)."""
         for number, mixture in self.layers.items():
             if mixture.router.bias is not None:
                 slots = self.sums[self.rows[number], :-4]
-                mixture.router.bias += self.model.balance_rate * (slots.mean() - slots).sign().float()
+                step = self.model.balance_rate * (slots.mean() - slots).sign().float()
+                mixture.router.bias += step * (1 - skip)

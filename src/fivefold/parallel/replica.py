@@ -44,9 +44,9 @@ class Replica(Protocol):
         """Waits until all gradients are summed over the ranks that hold the same weights."""
         ...
 
-    def update(self, lr: float, scale: float) -> None:
-        """Runs the optimizer: updates the masters with their gradients times `scale`, and the working weights from
-        them."""
+    def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        """Runs the optimizer: updates the masters with their gradients times `scale` unless `skip` is 1 (both: fp32
+        scalars on the device), and the working weights from them."""
         ...
 
     def refresh(self) -> None:
@@ -69,15 +69,14 @@ class Replica(Protocol):
         ...
 
 
-def gradient_norm(replicas: Iterable[Replica], mesh: Mesh) -> float:
-    """Norm of the whole gradient: each element counts once, on the rank that owns it. All ranks call it."""
+def gradient_square(replicas: Iterable[Replica], mesh: Mesh) -> Tensor:
+    """This rank's share of the squared norm of the gradient, a scalar in fp64: each element counts once, on the rank
+    that owns it. Where nothing is divided, every rank has the whole gradient, and its whole norm."""
     divided = mesh.layout.divided
     square = sum_of_squares(
         [r.gradients[n] for r in replicas for n in r.gradients if not divided or r.parts[n].owned]
     )
-    if divided:
-        square = mesh.axis("all").all_reduce(square.to(mesh.device))
-    return square.sqrt().item()
+    return square.to(mesh.device)
 
 
 def assert_owned_once(replicas: Iterable[Replica], mesh: Mesh, total: int) -> None:

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.kernels.loss import add_chunk, rows_at_once
+from fivefold.kernels.loss import add_chunk, mean_scale, rows_at_once
+from fivefold.kernels.private import assert_on_device
 from fivefold.kernels.vocabulary import vocabulary_gradient, vocabulary_loss, vocabulary_statistics
 from fivefold.models.layers import Embedding, Output
 from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis
@@ -80,9 +81,8 @@ class _Loss(Function):
         whole = axis.start_whole(x)().contiguous()  # (B, T, D) or (tp B, t, D)
         x_ND, targets_N = whole.flatten(0, 1), targets.flatten()
         N, v = x_ND.shape[0], weight.shape[0]
-        assert N == 0 or int(targets_N.max()) < v * axis.size, "a target beyond the vocabulary"
-        rows, counted = rows_at_once(x_ND, v), targets_N >= 0
-        scale = 1.0 / max(1, int(counted.sum()))
+        assert_on_device((targets_N < v * axis.size).all(), "a target beyond the vocabulary")
+        rows, counted, scale = rows_at_once(x_ND, v), targets_N >= 0, mean_scale(targets_N)
         needs_x, needs_weight, _, needs_bias = (needed and grad for needed in ctx.needs_input_grad[:4])
         ctx.dx, ctx.gone = None, False
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
@@ -130,7 +130,7 @@ def _chunk(
     bias: Tensor | None,
     axis: TensorAxis,
     losses: Tensor,
-    scale: float,
+    scale: Tensor,
 ) -> Tensor:
     """Fills losses (n) for a chunk of tokens, x (n, D); returns the gradient of its logits on this rank, (n, v)."""
     first, targets = axis.index * weight.shape[0], targets.contiguous()

@@ -175,8 +175,8 @@ class Sharded:
             for other in found[1:]:
                 found[0].add_(other)
 
-    def update(self, lr: float, scale: float) -> None:
-        self.updater.step(self.gradients, lr, scale)
+    def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        self.updater.step(self.gradients, lr, scale, skip)
         self.refresh()
 
     def refresh(self) -> None:

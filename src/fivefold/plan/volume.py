@@ -226,11 +226,11 @@ def _shared(
 
 
 def control(s: Setting) -> list[Sent]:
-    """The numbers that all ranks agree on once per step: the loss and whether to stop (2 fp32), the squared norm (fp64)
-    where states are divided, and expert loads (fp64, with four more numbers per block)."""
+    """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop, and where states are
+    divided the squared norm; and expert loads (with four more numbers per block)."""
     if s.layout.ranks == 1:
         return []
-    card, sizes = card_of(s.model), [8.0] * (2 if s.layout.divided else 1)
+    card, sizes = card_of(s.model), [8.0 * (3 if s.layout.divided else 2)]
     if card.has_experts:
         sizes.append(8.0 * math.prod(card.load_sums))
     return [("all_reduce", "all", size) for size in sizes]

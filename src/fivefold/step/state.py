@@ -27,13 +27,16 @@ from fivefold.spread.parts import Part, held, size_of, whole
 
 @dataclass
 class State:
-    """The training state. `step` counts finished optimizer steps."""
+    """The training state. `step` counts optimizer steps.
+
+    counts: (2) fp64, on the device, because the host learns of a step's result while a later one runs: the steps that
+    changed the weights, and the steps skipped in a row since then.
+    """
 
     parallel: Parallel
     mesh: Mesh
+    counts: Tensor
     step: int = 0
-    updates: int = 0  # steps that changed the weights: those with a finite gradient
-    skipped: int = 0  # steps skipped in a row
     noise: tuple[float, float] = (
         0.0,
         0.0,
@@ -44,6 +47,19 @@ class State:
         """The model, if this rank computes all of its blocks."""
         assert len(self.parallel.stages) == 1
         return self.parallel.stages[0]
+
+    @property
+    def updates(self) -> int:
+        """The number of steps that changed the weights: those with a finite loss and gradient. Waits for the device."""
+        return int(self.counts[0])
+
+    @property
+    def skipped(self) -> int:
+        """The number of steps skipped in a row. Waits for the device."""
+        return int(self.counts[1])
+
+    def set_counts(self, updates: int, skipped: int) -> None:
+        self.counts = torch.tensor([updates, skipped], dtype=torch.float64, device=self.mesh.device)
 
     def masters(self) -> dict[str, Tensor]:
         """This rank's part of the fp32 weights, by name."""
@@ -94,7 +110,7 @@ def with_optimizer(parallel: Parallel, mesh: Mesh, optim: OptimSection) -> State
     assert None not in fields.values(), "a resolved recipe has the optimizer's fields"
     for replica in parallel.replicas:
         replica.updater = Updater(card, replica.masters, optim.lr, optim.weight_decay, fields)
-    return State(parallel, mesh)
+    return State(parallel, mesh, torch.zeros(2, dtype=torch.float64, device=mesh.device))
 
 
 def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:

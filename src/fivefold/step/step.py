@@ -1,11 +1,13 @@
 """One optimizer step: forward and backward of each microbatch, clipping, update. Gradients add up in fp32, and are
-summed over the ranks while the last backward runs. Also computes the loss without a step, for validation."""
+summed over the ranks while the last backward runs. Also computes the loss without a step, for validation.
+
+What a step finds out (loss, norm, whether its update is skipped) stays on the device until `Done` is read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,19 +17,62 @@ from fivefold.optim.clip import clip_scale
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.parallel.replica import gradient_norm
+from fivefold.parallel.replica import gradient_square
 from fivefold.recipe import OptimSection, Recipe
 from fivefold.step.state import State
 
+OWN = ("loss", "norm", "stop", "skipped")
 
-class Done(NamedTuple):
-    """The result of a step: the loss and the gradient norm over all ranks, the learning rate, and True if any rank was
-    asked to stop."""
 
-    loss: float
-    norm: float
-    lr: float
-    stop: bool
+class Done:
+    """A step that the host has queued. On a GPU it may not have run yet.
+
+    Its figures travel to the host behind it. Reading one waits for this step alone, and not for later ones. So a loop
+    that reads them after it has queued the next step keeps the GPU busy. lr: the learning rate.
+    """
+
+    def __init__(self, lr: float, figures: Mapping[str, Tensor]):
+        self.lr, self._names = lr, tuple(figures)
+        device = torch.stack([figure.double() for figure in figures.values()])
+        self._host = device.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if device.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> None:
+        """Waits until the step is done."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    @cached_property
+    def _figures(self) -> dict[str, float]:
+        self.wait()
+        return dict(zip(self._names, self._host.tolist(), strict=True))
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the global batch."""
+        return self._figures["loss"]
+
+    @property
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        return self._figures["norm"]
+
+    @property
+    def stop(self) -> bool:
+        """True if any rank was asked to stop."""
+        return self._figures["stop"] > 0
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped in a row, up to this one."""
+        return int(self._figures["skipped"])
+
+    @property
+    def more(self) -> dict[str, float]:
+        """Further figures: the load of experts, and what `inspect` returned."""
+        return {name: figure for name, figure in self._figures.items() if name not in OWN}
 
 
 def take_step(
@@ -35,21 +80,23 @@ def take_step(
     recipe: Recipe,
     microbatches: list[Microbatch],
     stop_wanted: Callable[[], bool] = lambda: False,
-    inspect: Callable[[], None] = lambda: None,
+    inspect: Callable[[], Mapping[str, Tensor] | None] = lambda: None,
 ) -> Done:
-    """Takes one step of a resolved recipe: gradients, clipping, update.
+    """Takes one step of a resolved recipe: gradients, clipping, update. The host waits for no result.
 
     stop_wanted: returns True if this rank was asked to stop. inspect: called when `state` has the whole gradient,
-    before it is clipped.
+    before it is clipped. It may return further figures of the step: scalars on the device, equal on all ranks.
     """
     assert recipe.train.steps, "a resolved recipe has steps"
-    loss = forward_backward(state, microbatches, recipe.train.seed)
-    inspect()
-    norm = gradient_norm(state.parallel.replicas, state.mesh)
-    lr = update(state, recipe.optim, norm, recipe.train.steps)
-    found, stop = agree(loss, stop_wanted(), state.mesh)
+    share = forward_backward(state, microbatches, recipe.train.seed)
+    more = inspect() or {}
+    loss, norm, stop = agree(state, share, stop_wanted())
+    skip = 1 - (loss.isfinite() & norm.isfinite()).float()
+    lr = update(state, recipe.optim, norm, skip, recipe.train.steps)
     state.step += 1
-    return Done(found, norm, lr, stop)
+    own = zip(OWN, (loss, norm, stop, state.counts[1]), strict=True)
+    balance = state.parallel.balance
+    return Done(lr, {**dict(own), **(balance.figures if balance else {}), **more})
 
 
 def forward_backward(state: State, microbatches: list[Microbatch], seed: int) -> Tensor:
@@ -120,33 +167,40 @@ def seed_dropout(seed: int, step: int, microbatch: int, rank: int) -> None:
     torch.manual_seed(mixed % 2**63)
 
 
-def update(state: State, optim: OptimSection, norm: float, steps: int) -> float:
-    """Clips the gradient, given its norm, and updates the weights. Returns the schedule's learning rate. A gradient
-    that is not finite is skipped: it would destroy the weights."""
+def update(state: State, optim: OptimSection, norm: Tensor, skip: Tensor, steps: int) -> float:
+    """Clips the gradient, given its norm, and updates the weights. Returns the schedule's learning rate.
+
+    skip: 1 if loss or gradient are not finite, an fp32 scalar on the device. Then masters, moments and counts stay as
+    they are: such a gradient would destroy them. The host does not know it yet, so it queues the update all the same.
+    """
     assert optim.warmup_steps is not None, "a resolved recipe has warmup_steps"
     lowest = optim.lr if optim.min_lr is None else optim.min_lr  # only a constant one has none
     lr = learning_rate(
         state.step, total=steps, warmup=optim.warmup_steps, lr=optim.lr, min_lr=lowest,
         schedule=optim.schedule, decay_fraction=optim.decay_fraction,
     )  # fmt: skip
-    if not math.isfinite(norm):
-        state.skipped += 1
-        return lr
-    state.skipped = 0
-    state.updates += 1
     scale = clip_scale(norm, optim.grad_clip)
     for replica in state.parallel.replicas:
-        replica.update(lr, scale)
+        replica.update(lr, scale, skip)
     if state.parallel.balance is not None:
-        state.parallel.balance.update()
+        state.parallel.balance.update(skip)
+    updates, skipped = state.counts.unbind()
+    state.counts = torch.stack([updates + (1 - skip), (skipped + 1) * skip])
     return lr
 
 
-def agree(loss: Tensor, stop: bool, mesh: Mesh) -> tuple[float, bool]:
-    """(mean loss, True if any rank was asked to stop), equal on all ranks, so all stop at the same step."""
-    both = torch.stack([loss.float(), torch.tensor(float(stop), device=loss.device)])
-    mesh.axis("all").all_reduce(both)
-    return both[0].item(), both[1].item() > 0
+def agree(state: State, share: Tensor, stop: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean loss, norm of the whole gradient, > 0 if any rank was asked to stop), equal on all ranks: fp64 scalars.
+
+    share: this rank's share of the loss. One message sums everything; where states are not divided, all ranks have the
+    same norm already.
+    """
+    mesh = state.mesh
+    square = gradient_square(state.parallel.replicas, mesh)
+    sums = torch.stack([share.double(), torch.full_like(square, float(stop)), square])
+    mesh.axis("all").all_reduce(sums if mesh.layout.divided else sums[:2])
+    loss, stopping, square = sums.unbind()
+    return loss.float().double(), square.sqrt(), stopping
 
 
 @torch.no_grad()

@@ -80,7 +80,8 @@ def trace(recipe: Recipe, rank: int, microbatches: int) -> Traced:
                 _prime(state)
                 batch = _batch(recipe, state.mesh, microbatches)
                 with Probe(state, hollow) as probe:
-                    take_step(state, recipe, batch)
+                    done = take_step(state, recipe, batch)
+                    assert done.loss, "read as a loop does"
         finally:
             for replica in state.parallel.replicas:
                 replica.close()
@@ -91,7 +92,7 @@ def _prime(state: State) -> None:
     """Creates the optimizer's states, as a first step does."""
     for replica in state.parallel.replicas:
         gradients = {name: torch.zeros_like(master) for name, master in replica.masters.items()}
-        replica.updater.step(gradients, 0.0, 1.0)
+        replica.updater.step(gradients, 0.0)
         for master in replica.masters.values():
             master.grad = None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.checkpoint import store
 from fivefold.data.tokenizer import Tokenizer
@@ -30,6 +30,7 @@ from fivefold.train.prediction import Prediction
 from fivefold.train.saved import identity, save_state
 from fivefold.train.share import validation_set
 
+SQUARES = "partial_squares"  # the figure of a step that `NoiseScale.take` returns
 MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
 
 
@@ -58,23 +59,28 @@ class RunHooks:
     def begin_step(self) -> None:
         self.predicted.begin_step(self.state)
 
-    def record(self, line: dict[str, Any]) -> None:
+    def inspect(self) -> dict[str, Tensor]:
+        return {SQUARES: self.noise.take()} if self.noise else {}
+
+    def end_step(self) -> dict[str, Any]:
         self.predicted.end_step()
+        return {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
+
+    def record(self, line: dict[str, Any], skipped: int) -> None:
         speed = self.tokens / line["step_s"]
         line |= {"tokens": line["step"] * self.tokens, "tokens_per_s": speed}
-        line |= {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
         if self.flops and self.peak:
             line["mfu"] = speed * self.flops / self.peak
         if self.noise:
-            line |= self.noise.figures(line["grad_norm"])
+            line |= self.noise.figures(line["grad_norm"], line.pop(SQUARES))
         self._write(line)
         self.console.step(line)
         pipeline = self.state.parallel.pipeline
         if self.ranks.first and pipeline is not None and pipeline.recording and pipeline.recorded is not None:
             path = write_pipeline_trace(self.job.out / "traces", line["step"], *pipeline.recorded)
             self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
-        if self.state.skipped:
-            self.console.note(f"step {line['step']}: the gradient is not finite; its update is skipped")
+        if skipped:
+            self.console.note(f"step {line['step']}: loss or gradient is not finite; the update is skipped")
 
     def validate(self, step: int) -> None:
         job = self.job

@@ -2,22 +2,26 @@
 
 A step reads the microbatches of this rank and runs forward and backward for each. Gradients accumulate in fp32 and are
 summed over the ranks while the last backward runs. Then the step clips and updates. When due, the loop validates,
-samples and saves.
+samples and saves. What a step found out is read and recorded while the next one runs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.parallel.pipeline import Microbatch
 from fivefold.recipe import Recipe
 from fivefold.step.state import State
-from fivefold.step.step import take_step
+from fivefold.step.step import Done, take_step
 
-MAX_SKIPPED = 5  # steps in a row with a non-finite gradient before the run stops
+MAX_SKIPPED = 5  # steps in a row with a non-finite loss or gradient before the run stops
 
 
 class Hooks(Protocol):
@@ -30,8 +34,16 @@ class Hooks(Protocol):
         """The microbatches are there; the step is about to run."""
         ...
 
-    def record(self, line: dict[str, Any]) -> None:
-        """Records the figures of a finished step."""
+    def inspect(self) -> Mapping[str, Tensor]:
+        """Returns further figures of the step: see `step.take_step`."""
+        ...
+
+    def end_step(self) -> dict[str, Any]:
+        """The step is queued. Returns the figures that the host knows already."""
+        ...
+
+    def record(self, line: dict[str, Any], skipped: int) -> None:
+        """Records the figures of a step, in order of steps. skipped: as in `step.Done`."""
         ...
 
     def validate(self, step: int) -> None: ...
@@ -43,44 +55,82 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks) -> bool:
     """Trains to the recipe's last step. Returns False if it was stopped before; the state is saved either way.
 
     Raises:
-        UserError: the gradient stays not finite for MAX_SKIPPED steps.
+        UserError: loss or gradient stay not finite for MAX_SKIPPED steps.
     """
     train = recipe.train
     assert train.steps, "a resolved recipe has steps"
-    while state.step < train.steps:
-        began = time.perf_counter()
-        microbatches, waited = hooks.next_batch()
-        if state.parallel.pipeline is not None:
-            state.parallel.pipeline.recording = state.step + 1 == recipe.observe.trace_step
-        hooks.begin_step()
-        done = take_step(state, recipe, microbatches, hooks.stop_wanted)
-        stop = done.stop
-        hooks.record(
-            {
-                "step": state.step,
-                "loss": done.loss,
-                "grad_norm": done.norm,
-                "lr": done.lr,
-                "data_wait_s": waited,
-            }
-            | (state.parallel.balance.figures if state.parallel.balance else {})
-            | {"step_s": time.perf_counter() - began}
-        )
-        diverged, last = state.skipped >= MAX_SKIPPED, state.step == train.steps
-        if stop or diverged or last or due(recipe.checkpoint.every, state.step):
-            hooks.save(state.step)  # save first, because the sender of a signal may not wait long
-        if diverged:
-            raise UserError(
-                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {state.step}: the run has "
-                "diverged. The weights before these steps are saved; resume with a smaller optim.lr or optim.grad_clip"
-            )
-        if stop:
-            return last
-        if last or due(train.val_every, state.step):
-            hooks.validate(state.step)
-        if last or due(train.sample_every, state.step):
-            hooks.sample(state.step)
+    with _Late(hooks) as late:
+        while state.step < train.steps:
+            late.began = time.perf_counter()
+            microbatches, waited = hooks.next_batch()
+            traced = state.step + 1 == recipe.observe.trace_step
+            if state.parallel.pipeline is not None:
+                state.parallel.pipeline.recording = traced
+            hooks.begin_step()
+            done = take_step(state, recipe, microbatches, hooks.stop_wanted, hooks.inspect)
+            last, saving = state.step == train.steps, due(recipe.checkpoint.every, state.step)
+            validating = last or due(train.val_every, state.step)
+            sampling = last or due(train.sample_every, state.step)
+            late.add(state.step, done, waited, at_once=saving or validating or sampling or traced)
+            diverged = late.skipped >= MAX_SKIPPED
+            if late.stop or diverged or last or saving:
+                hooks.save(state.step)  # save first, because the sender of a signal may not wait long
+            if diverged:
+                raise UserError(
+                    f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step {state.step}: the "
+                    "run has diverged. These steps have not changed the weights, which are saved; resume with a "
+                    "smaller optim.lr or optim.grad_clip"
+                )
+            if late.stop:
+                return last
+            if validating:
+                hooks.validate(state.step)
+            if sampling:
+                hooks.sample(state.step)
     return True
+
+
+class _Late:
+    """Reads the figures of a step while the device computes the next one.
+
+    On a GPU the host runs ahead, and reading a step's figures is its only wait for the device. So it learns one step
+    late that it shall stop, or that the run has diverged. Step times are those between two readings; they add up to the
+    whole time.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks, self.began = hooks, 0.0
+        self.queued: deque[tuple[dict[str, Any], Done]] = deque()
+        self.stop, self.skipped = False, 0
+
+    def add(self, step: int, done: Done, waited: float, at_once: bool) -> None:
+        """Queues a step, and records those before it. at_once: its own figures, too."""
+        line: dict[str, Any] = {"step": step, "lr": done.lr, "data_wait_s": waited}
+        self.queued.append((line, done))
+        left = 0 if at_once else 1
+        for _, earlier in list(self.queued)[: len(self.queued) - left]:
+            earlier.wait()
+        line["step_s"] = time.perf_counter() - self.began
+        line |= self.hooks.end_step()
+        self._record(left)
+        if self.stop or self.skipped >= MAX_SKIPPED:
+            self._record(0)
+
+    def _record(self, left: int) -> None:
+        """Records all steps but the last `left`."""
+        while len(self.queued) > left:
+            line, done = self.queued.popleft()
+            self.stop, self.skipped = self.stop or done.stop, max(self.skipped, done.skipped)
+            found = {"step": line["step"], "loss": done.loss, "grad_norm": done.norm, **line, **done.more}
+            self.hooks.record(found, done.skipped)
+
+    def __enter__(self) -> _Late:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """An error in a step must not lose the line of the one before."""
+        with suppress(Exception):
+            self._record(0)
 
 
 def due(every: int, step: int) -> bool:

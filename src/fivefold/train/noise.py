@@ -58,12 +58,16 @@ class NoiseScale:
         mean."""
         self.square += torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
 
-    def figures(self, norm: float) -> dict[str, float]:
-        """The figures after a step whose whole gradient has this norm. All ranks call it. noise_scale: in tokens; left
-        out while noise hides the gradient."""
-        self.mesh.axis("all").all_reduce(self.square)
-        small = self.parts * self.square.item()  # mean squared norm of a partial gradient
-        self.square.zero_()
+    def take(self) -> Tensor:
+        """The sum of the squared norms of this step's partial gradients: a scalar. All ranks call it, once the whole
+        gradient is there."""
+        square, self.square = self.square, torch.zeros_like(self.square)
+        return self.mesh.axis("all").all_reduce(square)
+
+    def figures(self, norm: float, square: float) -> dict[str, float]:
+        """The figures of a step whose whole gradient has this norm, given what `take` returned in it. noise_scale: in
+        tokens; left out while noise hides the gradient."""
+        small = self.parts * square  # mean squared norm of a partial gradient
         if not math.isfinite(small + norm):
             return {}
         now = noise_parts(1.0 / self.parts, 1.0, small, norm * norm)

@@ -62,8 +62,8 @@ class Plain:
     def finish(self) -> None:
         """Does nothing: there is nothing to wait for."""
 
-    def update(self, lr: float, scale: float) -> None:
-        self.updater.step(self.gradients, lr, scale)
+    def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        self.updater.step(self.gradients, lr, scale, skip)
         self.refresh()
 
     def refresh(self) -> None:

@@ -158,8 +158,8 @@ def _load(
     moments: Iterable[str],
 ) -> None:
     masters, meta = state.masters(), checkpoint.meta
-    state.step, state.updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
-    state.skipped = int(meta.get("skipped", 0))
+    state.step, updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
+    state.set_counts(updates, int(meta.get("skipped", 0)))
     gradient, trace = meta.get("noise", (0.0, 0.0))  # older checkpoints have none
     state.noise = float(gradient), float(trace)
     for name, weight in masters.items():
@@ -175,7 +175,7 @@ def _load(
             for moment in moments
         }
         for replica in state.parallel.replicas:
-            replica.updater.load(found, state.updates)
+            replica.updater.load(found, updates)
 
 
 def _files(checkpoint: store.Reader, parts: dict[str, Part], moments: Iterable[str]) -> set[str]:
