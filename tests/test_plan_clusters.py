@@ -7,6 +7,7 @@ import pytest
 from fivefold.errors import UserError
 from fivefold.plan import communication
 from fivefold.plan.clusters import PRESETS, of_gpu, parse
+from fivefold.plan.topology import topology
 from fivefold.spread.layout import Layout
 
 
@@ -128,3 +129,80 @@ def test_preset_of_a_gpu(name: str, preset: str) -> None:
 def test_other_gpus_get_no_other_figures(name: str) -> None:
     with pytest.raises(UserError, match=rf"no figures of {name} \(it has those of a100, h100"):
         of_gpu(name)
+
+
+LINKS = "devices_per_node = 4\nintra_gb_s = 20\nintra_latency_us = 2\n"
+
+
+def written(folder: Path, text: str) -> str:
+    file = folder / "net.toml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_topology_of_a_file(tmp_path: Path) -> None:
+    """Every key of a file's links arrives; a base has the links of its preset."""
+    text = LINKS + (
+        "inter_gb_s = 5\ninter_latency_us = 9\nnics_per_node = 2\nnvlink_domain = 2\n"
+        "pcie_gb_s = 8\npcie_latency_us = 1\n"
+        "nodes_per_leaf = 2\noversubscription = 3\n"
+    )
+    net = topology(written(tmp_path, text), 16)
+    assert (net.ranks, net.local, net.cards, net.domain, net.leaf, net.oversubscription) == (
+        16,
+        4,
+        2,
+        2,
+        2,
+        3.0,
+    )
+    assert (net.near.bandwidth, net.far and net.far.bandwidth, net.pcie and net.pcie.bandwidth) == (
+        20e9,
+        5e9,
+        8e9,
+    )
+    assert net.route(0, 12).links == (
+        "pcie 0 out", "card 0.0 out", "leaf 0 up", "leaf 1 down", "card 3.0 in", "pcie 12 in"
+    )  # fmt: skip
+    assert net.bandwidth("leaf 0 up") == pytest.approx(2 * 2 * 5e9 / 3)
+    grid = topology(written(tmp_path, LINKS + "torus = [2, 2]"), 4)
+    assert grid.torus == (2, 2)
+    assert grid.far is None
+    based = topology(written(tmp_path, 'base = "a100"\nnics_per_node = 4'), 16)
+    assert based.near.bandwidth == PRESETS["a100"].intra.achieved
+    assert (based.far, based.cards) == ((14e-6, pytest.approx(24e9)), 4)
+    assert topology("h100:4x4", 16).local == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("intra_gb_s = 20\nintra_latency_us = 2", "devices_per_node is missing"),
+        (LINKS.replace("intra_latency_us = 2\n", ""), "intra_latency_us is missing: give it, or a base"),
+        (LINKS, "16 ranks on nodes of 4 need a link between nodes, which is missing: give inter_gb_s"),
+        (LINKS + "inter_gb_s = 5", r"inter_latency_us is missing \(there is inter_gb_s\)"),
+        (LINKS + "nics_per_node = 2", r"inter_gb_s is missing \(there is nics_per_node\)"),
+        (LINKS + "oversubscription = 0.5", "oversubscription: must be a number of at least 1"),
+        (LINKS + "torus = 4", "torus: must be a list of sizes"),
+        (
+            LINKS + "torus = [4, 4]\ninter_gb_s = 5\ninter_latency_us = 9",
+            "4x4 has 16 devices, but a node has 4",
+        ),
+        (LINKS + "inter_gbs = 5", "unknown key 'inter_gbs'; did you mean 'inter_gb_s'"),
+        (LINKS + "devices = 8", "16 ranks need as many devices, but it has 8"),
+    ],
+)
+def test_topology_errors(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        topology(written(tmp_path, text), 16)
+
+
+def test_shared_cards_slow_the_planner_down(tmp_path: Path) -> None:
+    """Half the cards: half the bandwidth between nodes for everyone, if all send."""
+    half = parse(written(tmp_path, 'base = "h100"\nnics_per_node = 4\ndevices = 64'))
+    assert half.rail == parse("h100:64").rail / 2
+    spine = parse(written(tmp_path, 'base = "h100"\nnodes_per_leaf = 4\noversubscription = 2\ndevices = 64'))
+    assert spine.rail == parse("h100:64").rail / 2
+    ranks = communication.Group(8, 1)
+    full = communication.all_gather(8e9, ranks, parse("h100:64"))
+    assert communication.all_gather(8e9, ranks, half) == pytest.approx(2 * full, rel=0.01)

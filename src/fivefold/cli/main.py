@@ -16,6 +16,7 @@ import typer
 from fivefold.cli import (
     bench,
     check,
+    collectives,
     draw,
     export,
     generate,
@@ -47,6 +48,7 @@ for name, module, function in (
     ("plan", plan, plan.plan),
     ("check", check, check.check),
     ("draw", draw, draw.draw),
+    ("collectives", collectives, collectives.collectives),
     ("recipes", recipes, recipes.recipes),
     ("tokenize", tokenize, tokenize.tokenize),
     ("generate", generate, generate.generate),

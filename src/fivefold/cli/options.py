@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_
 import math
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,6 +86,23 @@ def require_writable(option: str, path: Path | None) -> None:
         why = error.strerror or "no such path"
     if why:
         raise UserError(f"{option} {path}: cannot be written: {why}")
+
+
+def bytes_of(option: str, text: str) -> int:
+    """Reads a size such as `4096`, `4K`, `1.5M` or `2GiB` (powers of 1024).
+
+    Raises:
+        UserError: it is not a size.
+    """
+    found = re.fullmatch(
+        r"(\d{1,15}(?:\.\d{1,6})?) ?([KMGT]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE
+    )
+    if not found:
+        raise UserError(f"{option}: '{text[:60]}' is not a size; write 4K, 16M, 1G or a number of bytes")
+    size = round(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+    if not 1 <= size <= 1 << 50:
+        raise UserError(f"{option}: {text[:60]} is not possible; must be at least 1 byte and at most 1024T")
+    return size
 
 
 def print_json(result: dict[str, Any]) -> None:

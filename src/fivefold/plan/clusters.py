@@ -12,7 +12,7 @@ from typing import Any
 from fivefold.errors import UserError, did_you_mean
 from fivefold.host.devices import BY_NAME, GB, sheet_of
 from fivefold.plan import measured
-from fivefold.plan.devices import Cluster, Device, Link, of_table
+from fivefold.plan.devices import Cluster, Device, Link, Wiring, of_table
 from fivefold.precision import DTYPES
 
 MOST_DEVICES = 1_000_000
@@ -167,41 +167,93 @@ _KEYS = {
     "inter_gb_s": _Key(GB),
     "inter_share": _Key(most=1.0),
     "inter_latency_us": _Key(1e-6, above=-1e-9),
+    "nics_per_node": _Key(most=MOST_DEVICES),
+    "nvlink_domain": _Key(most=MOST_DEVICES),
+    "pcie_gb_s": _Key(GB),
+    "pcie_latency_us": _Key(1e-6, above=-1e-9),
+    "nodes_per_leaf": _Key(most=MOST_DEVICES),
+    "oversubscription": _Key(above=1 - 1e-9),
 }
-_WHOLE = ("devices", "devices_per_node", "units")
+_WHOLE = ("devices", "devices_per_node", "units", "nics_per_node", "nvlink_domain", "nodes_per_leaf")
+_ALONE = {
+    "devices_per_node": (),
+    "intra_gb_s": (),
+    "intra_latency_us": (),
+    "inter_gb_s": ("inter_latency_us", "nics_per_node", "nodes_per_leaf", "oversubscription"),
+    "inter_latency_us": ("inter_gb_s",),
+    "pcie_gb_s": ("pcie_latency_us",),
+}
+"""Keys that a file without a base must have: always (), or if it has one of those."""
 
 
 def _own(path: Path) -> Cluster:
     """Reads a cluster file: `base = "h100"` and the keys of `_KEYS` that differ from it."""
+    base, values, wiring = _read(path)
+    if base is None:
+        raise UserError(f"cluster '{path}': base: must be a preset, one of {', '.join(PRESETS)}")
+    return _changed(PRESETS[base], values, wiring, path.stem)
+
+
+def links(path: Path) -> tuple[Cluster, bool]:
+    """(the cluster of a file, whether its nodes are connected). Without a base only its links count.
+
+    Raises:
+        UserError: the file is broken, or a link is missing.
+    """
+    base, values, wiring = _read(path)
+    if base is not None:
+        return _changed(PRESETS[base], values, wiring, path.stem), True
+    for key, others in _ALONE.items():
+        because = next((other for other in others if other in values), None)
+        if key not in values and (because or not others):
+            reason = f" (there is {because})" if because else ""
+            raise UserError(
+                f"topology '{path}': {key} is missing{reason}: give it, or a base, one of {', '.join(PRESETS)}"
+            )
+    whole = {"intra_share": 1.0, "inter_share": 1.0} | values
+    bare = replace(PRESETS["h100"], intra=Link(0, 1, 0), inter=Link(0, 1, 0))
+    return _changed(bare, whole, wiring, path.stem), "inter_gb_s" in values
+
+
+def _read(path: Path) -> tuple[str | None, dict[str, float], tuple[int, ...]]:
+    """(base, values in SI units, sizes of the torus) of a file."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cluster '{path}': cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"cluster '{path}': not valid TOML: {str(error)[:200]}") from None
-    base = table.pop("base", None)
-    if not isinstance(base, str) or base not in PRESETS:
+    base, torus = table.pop("base", None), table.pop("torus", [])
+    if base is not None and (not isinstance(base, str) or base not in PRESETS):
         raise UserError(f"cluster '{path}': base: must be a preset, one of {', '.join(PRESETS)}")
-    values = {key: _number(path, key, value) for key, value in table.items()}
-    return _changed(PRESETS[base], values, path.stem)
+    sizes = isinstance(torus, list) and all(
+        isinstance(size, int) and 1 < size <= MOST_DEVICES for size in torus
+    )
+    if not sizes:
+        raise UserError(
+            f"cluster '{path}': torus: must be a list of sizes of at least 2, such as [4, 4], not {torus!r:.60}"
+        )
+    return base, {key: _number(path, key, value) for key, value in table.items()}, tuple(torus)
 
 
 def _number(path: Path, key: str, value: Any) -> float:
     if key not in _KEYS:
         near = did_you_mean(key, _KEYS)
-        raise UserError(f"cluster '{path}': unknown key '{key}'{near} (keys: base, {', '.join(_KEYS)})")
+        raise UserError(
+            f"cluster '{path}': unknown key '{key}'{near} (keys: base, torus, {', '.join(_KEYS)})"
+        )
     rule = _KEYS[key]
     whole = key not in _WHOLE or isinstance(value, int)
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (number and whole and rule.above < value <= rule.most):
         kind = "whole number" if key in _WHOLE else "number"
-        limits = "of at least 0" if rule.above < 0 else "above 0"
+        limits = f"of at least {round(rule.above)}" if rule.above else "above 0"
         limits += f" and at most {rule.most:g}" if math.isfinite(rule.most) else ""
         raise UserError(f"cluster '{path}': {key}: must be a {kind} {limits}, not {str(value)[:60]}")
     return value * rule.factor
 
 
-def _changed(cluster: Cluster, values: dict[str, float], name: str) -> Cluster:
+def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...], name: str) -> Cluster:
     device, link = cluster.device, {"intra": cluster.intra, "inter": cluster.inter}
     peak = {d: values.get(f"{d}_tflops", device.peak.get(d, 0.0)) for d in RATED}
     for side, old in link.items():
@@ -229,4 +281,19 @@ def _changed(cluster: Cluster, values: dict[str, float], name: str) -> Cluster:
         int(values.get("devices_per_node", cluster.per_node)),
         link["intra"],
         link["inter"],
+        wiring=_wiring(values, torus),
+    )
+
+
+def _wiring(values: dict[str, float], torus: tuple[int, ...]) -> Wiring:
+    pcie = None
+    if "pcie_gb_s" in values:
+        pcie = Link(values["pcie_gb_s"], 1.0, values.get("pcie_latency_us", 0.0))
+    return Wiring(
+        int(values.get("nics_per_node", 0)),
+        int(values.get("nvlink_domain", 0)),
+        pcie,
+        int(values.get("nodes_per_leaf", 0)),
+        values.get("oversubscription", 1.0),
+        torus,
     )

@@ -98,7 +98,7 @@ def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> 
     if cluster.machine:
         return _measured("all_to_all", size, group, cluster)
     inside = size * (group.local - 1) / group.ranks / _link(cluster.intra, group.local, cluster)
-    outside = size * (group.ranks - group.local) / group.ranks / cluster.inter.achieved
+    outside = size * (group.ranks - group.local) / group.ranks / cluster.rail
     hops = cluster.inter.latency if group.nodes > 1 else cluster.intra.latency
     return LAUNCH + hops * math.log2(group.ranks) + max(inside, outside)
 
@@ -130,7 +130,7 @@ def _bandwidth(group: Group, cluster: Cluster) -> float:
     inside = _link(cluster.intra, group.local, cluster)
     if group.nodes == 1:
         return inside
-    rails = group.local * cluster.inter.achieved
+    rails = group.local * cluster.rail
     return rails if group.local == 1 else min(inside, rails)
 
 

@@ -61,6 +61,24 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Wiring:
+    """What is between the devices of a node, and between nodes, besides `Cluster.intra` and `Cluster.inter`.
+
+    cards: network cards per node, 0 for one per device. domain: devices that `intra` connects, 0 for a whole node.
+    pcie: the link to the cards, and to devices beyond the domain; None: as `intra`. leaf: nodes on a leaf switch, 0 for
+    all. oversubscription: what the cards below a leaf switch can send, by what its links to the spine carry. torus:
+    sizes of a torus inside the node, in which `intra` is the link to one neighbour.
+    """
+
+    cards: int = 0
+    domain: int = 0
+    pcie: Link | None = None
+    leaf: int = 0
+    oversubscription: float = 1.0
+    torus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Cluster:
     """`devices` equal devices, `per_node` on each node.
 
@@ -76,10 +94,23 @@ class Cluster:
     inter: Link
     machine: Measured | None = None
     disk: float = 2 * GB  # a local NVMe drive's, sustained
+    wiring: Wiring = Wiring()
 
     @property
     def nodes(self) -> int:
         return math.ceil(self.devices / self.per_node)
+
+    @property
+    def rail(self) -> float:
+        """Bytes/s that each device sends to other nodes if all do so at once."""
+        x = self.wiring
+        beyond = bool(x.leaf) and self.nodes > x.leaf
+        return (
+            self.inter.achieved
+            * (x.cards or self.per_node)
+            / self.per_node
+            / (x.oversubscription if beyond else 1)
+        )
 
     @property
     def oversubscription(self) -> float:

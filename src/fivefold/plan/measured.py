@@ -193,10 +193,29 @@ def path() -> Path:
 
 def save(table: Measured) -> None:
     """Writes the table of this machine into the cache's file, beside those of other machines."""
+    _write(table.machine, as_json(table))
+
+
+def save_collectives(found: dict[str, Any]) -> None:
+    """Writes what `fivefold bench collectives` found on this machine, beside its table: `fit`, and `seconds` by number
+    of ranks, size and algorithm."""
+    _write(_collectives_key(), found)
+
+
+def load_collectives() -> dict[str, Any] | None:
+    """What `save_collectives` wrote for this processor and torch; None if nothing."""
+    return _tables().get(_collectives_key())
+
+
+def _collectives_key() -> str:
+    return f"{key()} | collectives"
+
+
+def _write(name: str, found: dict[str, Any]) -> None:
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(_tables() | {table.machine: as_json(table)}, indent=1))
+        write_atomically(file, json.dumps(_tables() | {name: found}, indent=1))
     except OSError as error:
         raise UserError(f"{file}: cannot be written: {error.strerror}; set $FIVEFOLD_CACHE") from None
 

@@ -25,7 +25,7 @@ class Shape(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        return self.ranks // self.local
+        return math.ceil(self.ranks / self.local)
 
 
 class Wire(NamedTuple):

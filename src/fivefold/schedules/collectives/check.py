@@ -119,9 +119,11 @@ def check_order(collective: Collective, rows: Sequence[Sequence[Group]] | None =
                     met[rank, at].append((other, source, target, which))
     steps: list[list[Step]] = []
     for row in begins:
-        steps.append([])
+        own: list[Step] = []
         for group in row:
-            steps[-1] += [("begin", group), ("end", group)]
+            own.append(("begin", group))
+            own.append(("end", group))
+        steps.append(own)
 
     def needs(step: Step) -> list[Hashable]:
         return [] if step[0] == "begin" else [("begin", group_of[other]) for other in met[step[1]]]

@@ -149,4 +149,5 @@ def compare(primitive: str, topology: Topology, size: float) -> tuple[list[Choic
         }
         best = min(costs, key=lambda pieces: costs[pieces].seconds)
         found.append(Choice(made, best, costs[best]))
-    return sorted(found, key=lambda choice: choice.cost.seconds), refused
+    # Among equals those for any topology come first.
+    return sorted(found, key=lambda x: (round(x.cost.seconds, 12), bool(x.algorithm.needs))), refused

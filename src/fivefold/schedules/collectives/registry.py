@@ -35,14 +35,24 @@ def algorithm(primitive: str, name: str) -> Algorithm:
     Raises:
         UserError: there is no such primitive, or it has no such algorithm.
     """
-    if primitive not in ALGORITHMS:
-        near = did_you_mean(primitive, ALGORITHMS)
-        raise UserError(f"primitive: '{primitive}' is unknown{near} (valid: {', '.join(ALGORITHMS)})")
-    known = ALGORITHMS[primitive]
+    known = ALGORITHMS[check_primitive(primitive)]
     if name not in known:
         near = did_you_mean(name, known)
         raise UserError(f"{primitive}: algorithm '{name}' is unknown{near} (valid: {', '.join(known)})")
     return known[name]
+
+
+def check_primitive(name: str) -> Primitive:
+    """The primitive with this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    for primitive in PRIMITIVES:
+        if primitive == name:
+            return primitive
+    near = did_you_mean(name, PRIMITIVES)
+    raise UserError(f"primitive: '{name}' is unknown{near} (valid: {', '.join(PRIMITIVES)})")
 
 
 def shape_of(ranks: int, local: int = 0, grid: tuple[int, ...] = (), pieces: int = 1, root: int = 0) -> Shape:

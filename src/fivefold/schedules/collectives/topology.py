@@ -69,9 +69,8 @@ class Topology:
     @property
     def shape(self) -> Shape:
         """What schedules are made for here."""
-        local = min(self.local, self.ranks)
         grid = self.torus if prod(self.torus) == self.ranks else ()
-        return Shape(self.ranks, local if self.ranks % local == 0 else self.ranks, grid)
+        return Shape(self.ranks, min(self.local, self.ranks), grid)
 
     @property
     def levels(self) -> Levels:

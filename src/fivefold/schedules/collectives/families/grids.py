@@ -138,7 +138,7 @@ NODES = "a multiple of the ranks per node"
 ALGORITHMS = (
     Algorithm(
         "all_reduce", "hierarchical", lambda s: grid_all_reduce(nodes_and_devices(s), shortest), each_rank,
-        "several nodes with slow links between them: each card carries 1/local of the message", MIKAMI,
+        "several nodes: each card carries only its part", MIKAMI,
         full_nodes, NODES, line=_hierarchical_line(2),
     ),
     Algorithm(
@@ -151,11 +151,11 @@ ALGORITHMS = (
     ),
     Algorithm(
         "all_reduce", "torus_2d", _on_grid(2, rings.scatter), each_rank,
-        "a torus, or many ranks: rings along rows and columns", MIKAMI, _fits(2), "a product of two numbers", grids=2,
+        "a torus: rings along rows, then columns", MIKAMI, _fits(2), "a product of two numbers", grids=2,
     ),
     Algorithm(
         "all_reduce", "mesh_2d", _on_grid(2, line), each_rank,
-        "a grid without wrap-around: lines carry both directions", "Ying et al. 2018, arXiv 1811.06992", _fits(2),
+        "a grid without wrap-around", "Ying et al. 2018, arXiv 1811.06992", _fits(2),
         "a product of two numbers", grids=2,
     ),
     Algorithm(

@@ -151,16 +151,16 @@ def rabenseifner_line(shape: Shape, levels: Levels) -> Line | None:
 
 ALGORITHMS = (
     Algorithm(
-        "all_reduce", "butterfly", butterfly, one, "small messages: fewest rounds; sends everything in each", THAKUR,
+        "all_reduce", "butterfly", butterfly, one, "small messages: fewest rounds", THAKUR,
         line=butterfly_line,
     ),
     Algorithm(
         "all_reduce", "halving_doubling", halving_doubling, left_chunks,
-        "medium and large messages on a power of two, all links equal", THAKUR,
+        "medium and large messages, all links equal", THAKUR,
     ),
     Algorithm(
         "all_reduce", "rabenseifner", rabenseifner, left_chunks,
-        "medium and large messages; largest exchanges with the nearest ranks", RABENSEIFNER, line=rabenseifner_line,
+        "medium and large messages, near links faster", RABENSEIFNER, line=rabenseifner_line,
     ),
     Algorithm(
         "reduce_scatter", "halving", lambda s: halving(s.ranks), each_rank, "small messages", THAKUR,

@@ -97,7 +97,7 @@ ALGORITHMS = (
     ),
     Algorithm(
         "all_reduce", "ring", all_reduce, chunks,
-        "large messages, any number of ranks; each rank talks to its neighbours only", BANDWIDTH,
+        "large messages, any number of ranks", BANDWIDTH,
         streams=channels, line=two_turns,
     ),
 )  # fmt: skip

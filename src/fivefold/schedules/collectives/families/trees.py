@@ -47,7 +47,7 @@ def double(shape: Shape) -> Rounds:
 ALGORITHMS = (
     Algorithm(
         "all_reduce", "reduce_broadcast", lambda s: there_and_back(from_root(star(s.ranks), s)), one,
-        "two ranks; otherwise the root's link carries everything",
+        "two ranks: the root's link carries everything",
     ),
     Algorithm(
         "all_reduce", "tree", lambda s: there_and_back(from_root(binomial(s.ranks), s)), one,
@@ -55,7 +55,7 @@ ALGORITHMS = (
     ),
     Algorithm(
         "all_reduce", "double_tree", double, lambda s: 2 * s.pieces,
-        "medium and large messages on very many ranks; pieces follow each other through two trees",
+        "large messages on very many ranks, in pieces",
         "Sanders, Speck, Traeff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan",
         pieces=PIECES,
     ),
