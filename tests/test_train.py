@@ -300,7 +300,7 @@ class Recorder:
 def test_a_step_is_read_while_the_next_one_runs(text):
     """So that a GPU does not wait for the host. Before a checkpoint, and after an error, nothing is left unread."""
     recipe = resolve(
-        tiny(text, "train.microbatch_size=8", "checkpoint.every=3", "train.val_every=0"), vocab_size=257
+        tiny(text, "train.microbatch_size=8", "checkpoint.every=3", "train.val_every=100"), vocab_size=257
     )
     state = build_state(recipe, ranks_of(0, 1))
     tokens = torch.ones(8, 16, dtype=torch.int64)
