@@ -28,7 +28,7 @@ MODEL = [
     f"model.vocab_size={V}", "train.microbatch_size=2", "train.sample_every=0", "train.steps=4",
     "optim.warmup_steps=0", "observe.tensorboard=false",
 ]  # fmt: skip
-EXPERTS = ["model.arch=moe", "model.experts=4", "model.expert_ffn_dim=256"]
+EXPERTS = ["model.experts=4", "model.expert_ffn_dim=256"]
 CASES = [
     ("llama", "fp32", "dp=1"), ("llama", "bf16", "dp=1"), ("llama", "bf16", "dp=1,recompute=selective"),
     ("llama", "fp32", "dp=1,recompute=full"), ("gpt2", "bf16", "dp=1"), ("bert", "fp32", "dp=1"),
@@ -48,7 +48,7 @@ CASES = [
 
 def recipe_of(arch: str, mode: str, layout: str, *overrides: str) -> Recipe:
     """Three microbatches of two sequences; a pipeline twice as many as it has ranks."""
-    kind = EXPERTS if arch == "moe" else [f"model.arch={arch}"]
+    kind = [f"model.arch={arch}", *(EXPERTS if arch in ("moe", "deepseek") else [])]
     sets = [*MODEL, *kind, f"precision.mode={mode}", "train.global_batch_size=64", *overrides]
     recipe = load("quickstart", sets, layout)
     axes = Layout.from_recipe(recipe.layout)
@@ -136,7 +136,7 @@ def _steps(state: State, recipe: Recipe, batches, evenly: bool):
 
     def step(mode) -> None:
         share = share_of(batches, state.step, train.global_batch_size, train.microbatch_size or 1, mesh)
-        modes = [Evenly(mesh.index("ep"))] if evenly and recipe.model.arch == "moe" else []
+        modes = [Evenly(mesh.index("ep"))] if evenly and recipe.model.experts else []
         with _all([*modes, *([mode] if mode else [])]):
             take_step(state, recipe, share)
 

@@ -20,6 +20,9 @@ MODELS = {
         arch="qwen3", layers=2, dim=32, heads=4, kv_heads=2, head_dim=12, vocab_size=64, seq_len=24
     ),
     "olmo2": ModelSection(arch="olmo2", layers=2, dim=32, heads=4, kv_heads=2, vocab_size=64, seq_len=24),
+    "deepseek": ModelSection(
+        arch="deepseek", layers=2, dim=32, heads=4, vocab_size=64, seq_len=24, rope_dim=4, value_dim=5
+    ),
     "gpt2": ModelSection(arch="gpt2", layers=2, dim=32, heads=4, vocab_size=64, seq_len=24),
 }
 GREEDY = Sampling(max_tokens=18, temperature=0)

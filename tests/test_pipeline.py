@@ -165,7 +165,7 @@ def test_the_head_counts():
     assert sum(sizes) == 12
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "deepseek"])
 def test_costs_are_the_models_flops(arch):
     model = small(arch)
     blocks, _, head = card_of(model).costs

@@ -93,7 +93,7 @@ def test_shape_of_a_size(parameters: float, arch: str, layers: int, dim: int) ->
     assert count_parameters(found) == pytest.approx(parameters, rel=0.01)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "deepseek"])
 @pytest.mark.parametrize("parameters", [3e8, 7e9, 1e12])
 def test_shapes_make_models_of_about_their_size(arch: str, parameters: float) -> None:
     like = load("mixtral-8x7b").model if arch == "moe" else change(LLAMA, [f"model.arch={arch}"]).model

@@ -153,11 +153,11 @@ def test_zero_pipelines_and_recompute_add_their_python() -> None:
     assert piped - base["pp=2"] == pytest.approx(1e-3 * 8, rel=0.2)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "deepseek"])
 def test_every_layout_has_a_price(arch: str) -> None:
     sets = [
         f"model.arch={arch}",
-        *(["model.experts=4", "model.experts_per_token=2"] if arch == "moe" else []),
+        *(["model.experts=4", "model.experts_per_token=2"] if arch in ("moe", "deepseek") else []),
     ]
     layouts = [
         "dp=1",
@@ -175,7 +175,7 @@ def test_every_layout_has_a_price(arch: str) -> None:
         "pp=2,schedule=dualpipev",
     ]
     layouts += ["cp=4", "cp=2,cp_method=ulysses", "dp=2,recompute=full", "tp=2,recompute=selective"]
-    layouts += ["dp=2,ep=2", "dp=4,ep=2,zero=3"] if arch == "moe" else []
+    layouts += ["dp=2,ep=2", "dp=4,ep=2,zero=3"] if arch in ("moe", "deepseek") else []
     for mode in ("fp32", "bf16"):
         for layout in layouts:
             found = plan(layout, *sets, f"precision.mode={mode}")

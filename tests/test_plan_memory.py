@@ -127,7 +127,7 @@ def test_live_microbatches_of_the_first_stage() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "qwen3", "olmo2"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "qwen3", "olmo2", "deepseek"])
 def test_elements_are_those_of_the_sharding_table(layout: Layout, arch: str) -> None:
     section = ModelSection(arch=arch, layers=7, dim=64, heads=4, seq_len=32, ffn_dim=96)  # pyright: ignore[reportArgumentType]
     model = resolve_model(section, vocab_size=256)
@@ -218,6 +218,11 @@ def test_the_error_is_the_one_that_plans_state() -> None:
         ("llama", "bf16", "tp=2,sp=true,sp_regather=true"),
         ("olmo2", "bf16", "tp=2,sp=true,recompute=full"),
         ("gpt2", "fp32", "tp=2,sp=true,recompute=full"),
+        ("deepseek", "bf16", "dp=1"),
+        ("deepseek", "fp32", "dp=1,recompute=selective"),
+        ("deepseek", "bf16", "tp=2,sp=true"),
+        ("deepseek", "bf16", "cp=2"),
+        ("deepseek", "bf16", "dp=2,ep=2,zero=2"),
     ],
     ids=" ".join,
 )

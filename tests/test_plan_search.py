@@ -48,6 +48,10 @@ SLOW = {
     "larger batch": (["train.global_batch_size=12"], "h100:8"),
     "experts of eight": ([*MOE, "model.layers=4"], "h100:4x2"),
     "gpt2, six": (["model.arch=gpt2", "model.kv_heads=none", "train.global_batch_size=6"], "a100:6"),
+    "latent attention": (
+        [*MOE, "model.arch=deepseek", "model.kv_heads=none", "model.layers=2", "train.global_batch_size=4"],
+        "h100:4",
+    ),
     "experts in every block": ([*MOE, "model.dense_layers=0", "train.global_batch_size=8"], "h100:4x2"),
     "experts of a long sequence": ([*MOE, "model.layers=4", "model.seq_len=16384"], "a100:2x4"),
     "long sequences, more blocks": (["model.layers=6", "model.seq_len=65536"], "h100:2x4"),

@@ -35,6 +35,7 @@ TINY = [
     "train.steps=4", "optim.warmup_steps=0", "model.tie_embeddings=true",
 ]  # fmt: skip
 MOE = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2"]
+DEEPSEEK = ["model.arch=deepseek", "model.kv_heads=4", "model.experts=4"]
 LAYOUTS = [
     "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "pp=2,schedule=1f1b",
     "pp=2,schedule=zbv,virtual_stages=2", "cp=2", "cp=2,cp_method=ulysses", "dp=2,ep=2", "dp=2,recompute=full",
@@ -115,8 +116,9 @@ def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:
         ("dp=2", ["model.arch=bert", "model.kv_heads=4"]),
         ("tp=2", ["model.arch=qwen3", "model.head_dim=12"]),
         ("tp=2,sp=true,recompute=selective", ["model.arch=olmo2"]),
+        ("tp=2,sp=true", [*DEEPSEEK, "model.nope_dim=7", "model.value_dim=5"]),
     ],
-    ids=["gpt2", "untied", "moe", "bert", "qwen3", "olmo2"],
+    ids=["gpt2", "untied", "moe", "bert", "qwen3", "olmo2", "deepseek"],
 )
 def test_trace_of_other_models(layout: str, overrides: list[str]) -> None:
     compare(recipe_of(layout, "bf16", *overrides))

@@ -19,7 +19,7 @@ from fivefold.recipe import Recipe
 from fivefold.train.verify import Figure, prepared
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "deepseek"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_one_rank_passes(tmp_path, arch, mode):
     """The trainer on one rank against plain autograd."""

@@ -141,6 +141,7 @@ MEGATRON_CORE = replace(
     attention="flash",
     probability_dropout=False,
     loss="fused",
+    pads_values=False,
     scatters_transfers=False,
     optimizer_passes=1,
     states={"bf16": States(2, 4, 4, 8, 4)},
@@ -160,17 +161,46 @@ def llama3(size: str, layers: int, seq_len: int) -> ModelSection:
     return resolve_model(section, vocab_size=128256)
 
 
+# Of the same table: width, feed-forward, expert, experts, experts of a token, shared experts, vocabulary.
+DEEPSEEK = {
+    "deepseekv2": (5120, 12288, 1536, 160, 6, 2, 102400),
+    "deepseekv3": (7168, 18432, 2048, 256, 8, 1, 129280),
+}
+
+
+def deepseek(name: str, layers: int, seq_len: int) -> ModelSection:
+    """The models of SimuMax's launcher: one dense block, and a softmax router with a term of the loss."""
+    dim, ffn_dim, expert_ffn_dim, experts, per_token, shared_experts, vocabulary = DEEPSEEK[name]
+    section = ModelSection(
+        arch="deepseek", layers=layers, dim=dim, heads=128, seq_len=seq_len, query_rank=1536, kv_rank=512, nope_dim=128,
+        rope_dim=64, value_dim=128, ffn_dim=ffn_dim, expert_ffn_dim=expert_ffn_dim, experts=experts,
+        experts_per_token=per_token, shared_experts=shared_experts, dense_layers=1, router_score="softmax",
+        balance="aux",
+    )  # fmt: skip
+    return resolve_model(section, vocab_size=vocabulary)
+
+
 def simumax(folder: Path) -> Result:
-    """SimuMax's runs on 8 B200: milliseconds and allocated memory. Of its models those with plain attention."""
+    """SimuMax's runs on 8 B200: milliseconds and allocated memory. Llama 3's shapes."""
+    return _simumax(folder, {f"llama3-{size}": (llama3, size) for size in LLAMA3})
+
+
+def simumax_deepseek(folder: Path) -> Result:
+    """The same of DeepSeek's shapes: latent attention, and experts on all 8 devices with an even load."""
+    return _simumax(folder, {name: (deepseek, name) for name in DEEPSEEK})
+
+
+def _simumax(folder: Path, models: dict[str, tuple[Callable[[str, int, int], ModelSection], str]]) -> Result:
     pairs, memory, lines = [], [], []
     for row in read(folder, "simumax_b200_part.csv"):
-        size = row["model"].removeprefix("llama3-")
-        if size not in LLAMA3:
+        if row["model"] not in models:
             continue
-        given = {name: int(n) for name, n in re.findall(r"_(tp|cp|pp|dp|seq)(\d+)", row["case"])}
+        made, name = models[row["model"]]
+        given = {name: int(n) for name, n in re.findall(r"_(tp|cp|pp|dp|ep|seq)(\d+)", row["case"])}
         layout = Layout(
             pp=given.get("pp", 1),
             dp_shard=given["dp"],
+            ep=given.get("ep", 1),
             cp=given.get("cp", 1),
             cp_method="ulysses",
             tp=given["tp"],
@@ -178,7 +208,7 @@ def simumax(folder: Path) -> Result:
             sp_regather=given["tp"] > 1,
             zero=1,
         )
-        model = llama3(size, int(row["layers"]), given.get("seq", 4096))
+        model = made(name, int(row["layers"]), given.get("seq", 4096))
         plan = price(
             setting(model, layout, parse("b200"), 1, int(row["microbatch_count"]), "bf16", MEGATRON_CORE)
         )
@@ -377,6 +407,7 @@ TABLES: dict[str, Callable[[Path], Result]] = {
     "sc21": sc21,
     "layer_times": layer_times,
     "simumax": simumax,
+    "simumax_deepseek": simumax_deepseek,
     "torchtitan": torchtitan,
     "zero_bubble": zero_bubble,
     "nanotron": nanotron,

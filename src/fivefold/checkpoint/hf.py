@@ -17,6 +17,7 @@ from torch import Tensor
 from fivefold.checkpoint import store, write
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
+from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.precision import torch_dtype
 from fivefold.recipe import DataSection, Recipe, TrainSection, load, resolve, to_toml
@@ -47,7 +48,10 @@ def export_run(
     recipe = load(run / "recipe.toml")
     state = store.load(checkpoint or store.latest(run), kinds=("model",)).model
     if dtype is not None:
-        state = {name: tensor.to(torch_dtype(dtype)) for name, tensor in state.items()}
+        state = {
+            name: tensor if name in card_of(recipe.model).buffers else tensor.to(torch_dtype(dtype))
+            for name, tensor in state.items()
+        }
     weights = to_hf(state, recipe.model)
     with _new_folder(out) as folder:
         token_ids = _write_text_files(run, folder, recipe)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fivefold.kernels.blockwise_attention import attention, qkv_attention
     from fivefold.kernels.elementwise import add_rms_norm, rms_norm, rope, swiglu
+    from fivefold.kernels.latent import latent_heads
     from fivefold.kernels.loss import linear_cross_entropy
     from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 
@@ -18,6 +19,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "input_gradient",
+    "latent_heads",
     "linear",
     "linear_cross_entropy",
     "qkv_attention",
@@ -31,6 +33,7 @@ _HOMES = {
     "add_rms_norm": "elementwise",
     "attention": "blockwise_attention",
     "input_gradient": "matmul",
+    "latent_heads": "latent",
     "linear": "matmul",
     "linear_cross_entropy": "loss",
     "qkv_attention": "blockwise_attention",

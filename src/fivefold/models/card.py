@@ -51,6 +51,8 @@ class Card(ABC):
     """True if the width of a head need not be D / H."""
     attention_biases = False
     """True if the projections of attention may have biases though other layers have none."""
+    latent_attention = False
+    """True if queries, keys and values are made from narrow latent vectors (MLA)."""
     has_experts = False
     """True if some blocks have a mixture of experts as feed-forward."""
     whole_sequences: tuple[str, ...] = ()
@@ -74,6 +76,11 @@ class Card(ABC):
     @cached_property
     def _parameters(self) -> dict[str, Shape]:
         return self.table()
+
+    @property
+    def buffers(self) -> dict[str, Shape]:
+        """Names and shapes of the tensors that checkpoints keep beside the parameters, and no optimizer changes."""
+        return {}
 
     @property
     def cuts(self) -> dict[str, Cut]:

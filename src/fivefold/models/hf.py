@@ -69,7 +69,7 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
             )
     _raise_all("the weights do not fit config.json", problems)
 
-    shapes = card_of(model).parameters
+    shapes = card_of(model).parameters | card_of(model).buffers
     ours: dict[str, Tensor] = {}
     for entry in entries:
         parts = [given[name] for name in entry.theirs]

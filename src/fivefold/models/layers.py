@@ -100,6 +100,17 @@ class AttentionCore(nn.Module):
         return kernels.qkv_attention(qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal)
 
 
+class RegionInput(nn.Module):
+    """Identity: an activation enters the part of a sublayer that computes with some of the heads only, beside the
+    linear layers there. No parameters.
+
+    Tensor parallelism replaces it by a module that makes the activation whole and sums its gradients.
+    """
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+
 class Output(nn.Module):
     """Hidden states and the output layer's weight -> logits or loss (see `logits_or_loss`). No parameters.
 

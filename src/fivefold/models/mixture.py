@@ -87,7 +87,8 @@ class Router(nn.Module):
         assert model.experts, "a resolved recipe has experts"
         assert model.experts_per_token, "a resolved recipe has experts_per_token"
         self.per_token, self.normalize = model.experts_per_token, model.router_normalize
-        self.sigmoid = model.router_score == "sigmoid"
+        self.sigmoid, self.scale = model.router_score == "sigmoid", model.router_scale
+        self.groups, self.groups_per_token = model.expert_groups, model.groups_per_token
         self.weight = nn.Parameter(torch.empty(model.experts, model.dim))
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(model.experts) if model.balance == "bias" else None)
@@ -99,10 +100,14 @@ class Router(nn.Module):
         if self.sigmoid:
             shares = scores / scores.sum(-1, keepdim=True)
         ranked = scores.detach() if self.bias is None else scores.detach() + self.bias.float()
+        if self.groups_per_token < self.groups:
+            ranked = best_groups(ranked, self.groups, self.groups_per_token)
         chosen = ranked.topk(self.per_token, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.scale != 1:
+            weights = weights * self.scale
         return chosen, weights, shares, logits
 
 
@@ -140,7 +145,7 @@ class Mixture(nn.Module):
         self.aux_weight = model.aux_loss_weight if model.balance == "aux" else 0.0
         self.z_weight = model.z_loss_weight
         self.router, self.total, self.experts = Router(model), Total(), Experts(model)
-        width = model.shared_experts * model.expert_ffn_dim
+        width = (model.shared_experts or 0) * model.expert_ffn_dim
         self.shared = SwiGLU(model.dim, width) if width else None
         self.stats = RouterStats()
 
@@ -173,6 +178,15 @@ class Mixture(nn.Module):
             dropped = (chosen_E - counts_E).sum()
             facts = torch.cat([chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
         return _Attach.apply(y_ND, self.aux_weight * aux + self.z_weight * z, self.stats, facts)
+
+
+def best_groups(scores_NE: Tensor, groups: int, count: int) -> Tensor:
+    """The scores in the `count` best groups of experts; those in the others become -inf. A group's score is the sum of
+    its two best experts' scores (DeepSeek-V3, section 2.1.2)."""
+    each_NGe = scores_NE.unflatten(-1, (groups, -1))
+    best_NG = each_NGe.topk(2, dim=-1).values.sum(-1).topk(count, dim=-1).indices
+    outside_NG = torch.ones_like(each_NGe[..., 0], dtype=torch.bool).scatter(-1, best_NG, False)
+    return each_NGe.masked_fill(outside_NG[..., None], -math.inf).flatten(-2)
 
 
 def balance_loss(shares_NE: Tensor, chosen_E: Tensor) -> Tensor:

@@ -90,7 +90,8 @@ class Program:
     dropout, too. selective: the region that "selective" recomputes (models/recomputation.py). fused: consecutive
     element-wise operations are one pass over memory. loss: logits exist in "chunks"; or whole, in the compute dtype
     ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at once, if in
-    chunks. fp32_parts: without a fused kernel, parts of a chunk are copied to fp32.
+    chunks. fp32_parts: without a fused kernel, parts of a chunk are copied to fp32. pads_values: value heads that are
+    narrower than key heads are padded to their width.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -101,6 +102,7 @@ class Program:
     loss: Literal["chunks", "fused", "plain"] = "chunks"
     chunk_bytes: float = sizes.logits_bytes("cuda")
     fp32_parts: bool = True
+    pads_values: bool = True
 
 
 @dataclass(frozen=True)
@@ -143,25 +145,27 @@ class Sizes:
         """Number of query features on this rank."""
         return self.model.head_width * self.model.heads / self.tp
 
-    def enter(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """Messages in forward and backward at the entry of a tensor-parallel region. With `sp_regather`, the kept piece
-        is gathered again in backward, overlapped with the matmul for the input's gradient."""
-        return self.whole(), (*self._message(AGAIN[self.sp_regather], hidden=True), *self.sum())
+    def enter(self, width: int | None = None) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Messages in forward and backward at the entry of a tensor-parallel region, for `width` features (None: D).
+        With `sp_regather`, the kept piece is gathered again in backward, overlapped with the matmul for the input's
+        gradient."""
+        again = self._message(AGAIN[self.sp_regather], width, hidden=True)
+        return self.whole(width), (*again, *self.sum(width))
 
     def leave(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """Messages in forward and backward at the exit of a tensor-parallel region."""
         return self.sum(), self.whole()
 
-    def whole(self) -> tuple[Message, ...]:
-        """The message that makes an activation whole (`spread/regions.py`)."""
-        return self._message(WHOLE[self.sp])
+    def whole(self, width: int | None = None) -> tuple[Message, ...]:
+        """The message that makes an activation of `width` features (None: D) whole (`spread/regions.py`)."""
+        return self._message(WHOLE[self.sp], width)
 
-    def sum(self) -> tuple[Message, ...]:
+    def sum(self, width: int | None = None) -> tuple[Message, ...]:
         """The message that sums partial activations."""
-        return self._message(SUM[self.sp])
+        return self._message(SUM[self.sp], width)
 
-    def _message(self, what: What | None, hidden: bool = False) -> tuple[Message, ...]:
-        size = self.N * self.model.dim * self.e
+    def _message(self, what: What | None, width: int | None, hidden: bool = False) -> tuple[Message, ...]:
+        size = self.N * (width or self.model.dim) * self.e
         return (Message(what, "tp", size, hidden),) if what and self.tp > 1 else ()
 
     def sends(

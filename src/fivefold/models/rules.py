@@ -42,7 +42,14 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
 
 def _heads(model: ModelSection, card: Card, tp: int) -> Iterator[Contradiction]:
     fields, width = {"model.dim", "model.heads"}, model.head_width
-    if model.head_dim and card.rotary and width % 2:
+    if card.latent_attention:
+        if (model.rope_dim or 0) % 2:
+            yield (
+                {"model.rope_dim"},
+                f"model.rope_dim = {model.rope_dim} must be even: RoPE rotates pairs. "
+                f"Nearest valid: {(model.rope_dim or 0) - 1}",
+            )
+    elif model.head_dim and card.rotary and width % 2:
         near = max(2, width - 1)
         yield (
             {"model.head_dim"},
@@ -81,6 +88,7 @@ WORDS = {
     "has_experts": "experts",
     "free_heads": "heads of their own width",
     "attention_biases": "biases that only attention has",
+    "latent_attention": "latent attention",
 }
 """Facts of cards in words."""
 

@@ -51,6 +51,16 @@ class ModelSection(Section):
     """d: width of a head, if it is not D / H."""
     attention_bias: bool = _of("attention_biases", False)
     """The projections of attention have biases."""
+    query_rank: int | None = _of("latent_attention", None, ge=1)
+    """Width of the latent vector that a token's queries are made from (MLA, arXiv 2405.04434)."""
+    kv_rank: int | None = _of("latent_attention", None, ge=1)
+    """Width of the latent vector that a token's keys and values are made from."""
+    nope_dim: int | None = _of("latent_attention", None, ge=1)
+    """Width of the part of each query and key head without positions."""
+    rope_dim: int | None = _of("latent_attention", None, ge=2)
+    """Width of the part with rotary positions. All heads of a token share this part of the key."""
+    value_dim: int | None = _of("latent_attention", None, ge=1)
+    """Width of a value head. At most `nope_dim + rope_dim`."""
     ffn_dim: int | None = Field(default=None, ge=1)
     """F: inner width of the feed-forward layer (with experts: of the `dense_layers`)."""
     vocab_size: int | None = Field(default=None, ge=2)
@@ -82,17 +92,24 @@ class ModelSection(Section):
     """E: routed experts per block."""
     experts_per_token: int | None = _of("has_experts", None, ge=1)
     """Routed experts per token."""
-    shared_experts: int = _of("has_experts", 0, ge=0)
+    shared_experts: int | None = _of("has_experts", None, ge=0)
     """Additional experts that compute every token (DeepSeekMoE, arXiv 2401.06066)."""
     expert_ffn_dim: int | None = _of("has_experts", None, ge=1)
     """Inner width of an expert."""
     dense_layers: int = _of("has_experts", 0, ge=0)
     """Number of first blocks with an ordinary feed-forward layer instead of experts."""
-    router_score: Literal["softmax", "sigmoid"] = _of("has_experts", "softmax")
+    router_score: Literal["softmax", "sigmoid"] | None = _of("has_experts", None)
     """Function from the router's logits to a token's scores: `softmax` (Mixtral), `sigmoid` (DeepSeek-V3)."""
     router_normalize: bool | None = _of("has_experts", None)
     """Divide the scores of a token's experts by their sum."""
-    balance: Literal["aux", "bias", "none"] = _of("has_experts", "aux")
+    router_scale: float = _of("has_experts", 1.0, gt=0)
+    """Factor on the results of the routed experts (DeepSeek-V3: 2.5)."""
+    expert_groups: int = _of("has_experts", 1, ge=1)
+    """Groups of experts, of which a token uses only some (DeepSeek-V3: 8). Must divide `experts`."""
+    groups_per_token: int = _of("has_experts", 1, ge=1)
+    """Groups of experts that a token uses: those whose two best experts have the highest sum of scores (DeepSeek-V3:
+    4)."""
+    balance: Literal["aux", "bias", "none"] | None = _of("has_experts", None)
     """Balancing of the experts' load: `aux` (a term of the loss, Switch, arXiv 2101.03961), `bias` (loss-free: a bias
     per expert, added to its scores when experts are chosen, follows the load, arXiv 2408.15664), `none`."""
     aux_loss_weight: float = _of("has_experts", 0.01, ge=0)
@@ -108,8 +125,15 @@ class ModelSection(Section):
 
     @property
     def head_width(self) -> int:
-        """d: width of a head."""
+        """d: width of a query head."""
+        if self.nope_dim and self.rope_dim:
+            return self.nope_dim + self.rope_dim
         return self.head_dim or self.dim // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Features of a query head that rotary positions turn."""
+        return self.rope_dim or self.head_width
 
 
 FACTS: dict[str, str] = {

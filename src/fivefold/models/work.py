@@ -173,10 +173,10 @@ def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
 
 
 def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool) -> list[Operation]:
-    D, e, N, T, qkv, q = s.model.dim, s.e, s.N, s.model.seq_len, s.qkv, s.q
+    """Attention with one matmul for queries, keys and values."""
+    D, e, N, qkv, q = s.model.dim, s.e, s.N, s.qkv, s.q
     into, back = s.enter()
     out, out_back = s.leave()
-    share = 0.5 if causal else 1.0  # of the scores that the mask does not hide
     product = Operation(
         "qkv",
         Matmul(N, qkv, D),
@@ -186,35 +186,9 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
         saved=(Saved("qkv", N * qkv * e, "copied" if program.attention == "blocks" else "product"),),
         workspace=N * qkv * e + _gathered(s),
     )
-    ring = N * (qkv - q) * e * (s.cp - 1)
-    forward: tuple[Message, ...] = (Message("ring", "cp", ring, hidden=True),) if s.cp > 1 else ()
-    backward: tuple[Message, ...] = (Message("ring", "cp", 2 * ring, hidden=True),) if s.cp > 1 else ()
-    if s.cp > 1 and s.cp_method == "ulysses":  # tokens are exchanged for heads, and back
-        (there, there_back), (home, home_back) = (s.sends(HEADS, N * x) for x in (qkv, q))
-        forward, backward = (*there, *home), (*there_back, *home_back)
-    turned = 2 * N * (qkv - (qkv - q) / 2) * e if rotary else 0.0
-    turned *= 1.0 if program.fused else 3.0
-    if program.attention != "plain":
-        saved, besides = _kept_by_attention(s, program, share)
-        core = [
-            Operation(
-                "attention",
-                attention=4.0 * N * T * q * share,
-                forward=turned,
-                backward=turned,
-                kernels=1 if not rotary or program.fused else 5,
-                sent_forward=forward,
-                sent_backward=backward,
-                saved=saved,
-                part="core",
-                workspace=N * (qkv + q) * e + besides,
-            )
-        ]
-    else:
-        core = _plain_attention(s, program, share)
     return [
         product,
-        *core,
+        *core(s, program, causal, rotary, q),
         Operation(
             "attention out",
             Matmul(N, D, q),
@@ -224,6 +198,39 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
             saved=(Saved("attention output", N * q * e, "inner"),),
             part="out",
         ),
+    ]
+
+
+def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -> list[Operation]:
+    """Attention between its projections. value: features of the value heads on this rank, for all query heads; fewer
+    than those of queries if value heads are narrower and the program does not pad them."""
+    e, N, T, q = s.e, s.N, s.model.seq_len, s.q
+    qkv = q + (s.qkv - q) / 2 * (1 + value / q)
+    share = 0.5 if causal else 1.0  # of the scores that the mask does not hide
+    ring = N * (qkv - q) * e * (s.cp - 1)
+    forward: tuple[Message, ...] = (Message("ring", "cp", ring, hidden=True),) if s.cp > 1 else ()
+    backward: tuple[Message, ...] = (Message("ring", "cp", 2 * ring, hidden=True),) if s.cp > 1 else ()
+    if s.cp > 1 and s.cp_method == "ulysses":  # tokens are exchanged for heads, and back
+        (there, there_back), (home, home_back) = (s.sends(HEADS, N * x) for x in (qkv, value))
+        forward, backward = (*there, *home), (*there_back, *home_back)
+    turned = 2 * N * (qkv - (qkv - q) / 2) * e if rotary else 0.0
+    turned *= 1.0 if program.fused else 3.0
+    if program.attention == "plain":
+        return _plain_attention(s, program, share)
+    saved, besides = _kept_by_attention(s, program, share)
+    return [
+        Operation(
+            "attention",
+            attention=2.0 * N * T * (q + value) * share,
+            forward=turned,
+            backward=turned,
+            kernels=1 if not rotary or program.fused else 5,
+            sent_forward=forward,
+            sent_backward=backward,
+            saved=saved,
+            part="core",
+            workspace=N * (qkv + value) * e + besides,
+        )
     ]
 
 

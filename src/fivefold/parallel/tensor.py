@@ -26,13 +26,21 @@ from torch.autograd.function import once_differentiable
 from fivefold import kernels
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
-from fivefold.models.layers import AttentionCore, Embedding, Linear, Output, Positions, WideRMSNorm
+from fivefold.models.layers import (
+    AttentionCore,
+    Embedding,
+    Linear,
+    Output,
+    Positions,
+    RegionInput,
+    WideRMSNorm,
+)
 from fivefold.models.section import ModelSection
 from fivefold.parallel.deferred import Deferred, weight_gradient
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.norm import CutRMSNorm
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.sequence import TensorAxis, Whole, piece
+from fivefold.parallel.sequence import Enter, TensorAxis, Whole, piece
 from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
 from fivefold.spread.parts import local_shape, parts
 from fivefold.spread.units import summed_over_tp
@@ -58,6 +66,8 @@ def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection) -> list[str]:
             stage.set_submodule(name, PiecePositions(module, axis))
         elif isinstance(module, WideRMSNorm) and cut is not None:
             stage.set_submodule(name, CutRMSNorm(module, axis.axis))
+        elif isinstance(module, RegionInput):
+            stage.set_submodule(name, EnterRegion(axis))
         elif isinstance(module, Linear) and cut is not None and cut.kind in ("column", "row"):
             kind = ColumnLinear if cut.kind == "column" else RowLinear
             beside = stage.get_submodule(name.rpartition(".")[0]).children()
@@ -96,7 +106,7 @@ def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
 def _compile_around(stage: nn.Module) -> None:
     """Excludes the layers that communicate from compilation; the code between them is compiled."""
     for module in stage.modules():
-        if isinstance(module, ColumnLinear | RowLinear | CutRMSNorm):
+        if isinstance(module, ColumnLinear | RowLinear | CutRMSNorm | EnterRegion):
             as_it_is: Any = torch.compiler.disable(module.forward)
             module.forward = as_it_is
 
@@ -140,6 +150,17 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Row.apply(x, self.weight, self.bias, self.axis, self.deferred)
+
+
+class EnterRegion(nn.Module):
+    """Replaces `models.layers.RegionInput`. x whole, or with sp a piece of the sequence -> whole (B, T, D)."""
+
+    def __init__(self, axis: TensorAxis):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Enter.apply(x, self.axis)
 
 
 class _Column(Function):

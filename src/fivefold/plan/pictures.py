@@ -193,10 +193,7 @@ def _work(op: Operation, s: Setting) -> tuple[float, tuple[float, float]]:
         forward, backward = forward + size, backward + 2 * size
     if op.attention:
         flops += op.attention
-        queries, context = (
-            s.model.dim / s.sizes.tp,
-            s.sizes.cp,
-        )  # keys and values of all context ranks are read
+        queries, context = s.sizes.q, s.sizes.cp  # keys and values of all context ranks are read
         size = s.sizes.N * (2 * queries + (s.sizes.qkv - queries) * context) * s.sizes.e
         forward, backward = forward + size, backward + 2 * size
     return flops, (forward, backward)

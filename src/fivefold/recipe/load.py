@@ -15,7 +15,7 @@ from fivefold.recipe import words
 from fivefold.recipe.migrate import migrate
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
-from fivefold.recipe.words import KEYS, SECTIONS, optional, plain_type
+from fivefold.recipe.words import KEYS, SECTIONS, none_unsets, plain_type
 from fivefold.spread.layout import parse as parse_layout
 
 _SHIPPED = Path(__file__).parent.parent / "recipes"
@@ -178,7 +178,7 @@ class _Draft:
             if not isinstance(values, dict):
                 continue  # the file has `section = ...`, which is reported as such
             self.origins |= {key: f"--set {text}", section: self.origins.get(section, f"--set {text}")}
-            if raw.lower() == "none" and key in KEYS and optional(KEYS[key]):
+            if raw.lower() == "none" and key in KEYS and none_unsets(KEYS[key]):
                 values.pop(name, None)
             else:
                 given.add(key)

@@ -39,6 +39,11 @@ def optional(field: FieldInfo) -> bool:
     return type(None) in get_args(field.annotation)
 
 
+def none_unsets(field: FieldInfo) -> bool:
+    """True if the text "none" unsets a field; it may also be one of its values."""
+    return optional(field) and "none" not in get_args(plain_type(field))
+
+
 def plain_type(field: FieldInfo) -> Any:
     """The type of a field without its `| None`."""
     return _without_none(field.annotation)

@@ -13,13 +13,21 @@ from torch.nn import functional as F
 
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
-from fivefold.models.layers import AddRMSNorm, Embedding, Linear, RMSNorm, rope_scaling, rope_table
+from fivefold.models.layers import (
+    AddRMSNorm,
+    Embedding,
+    Linear,
+    RMSNorm,
+    Sublayer,
+    rope_scaling,
+    rope_table,
+)
 from fivefold.models.section import ModelSection
 from fivefold.models.sublayers import Attention, SwiGLU
 
 
 class Block(nn.Module):
-    attention_type: type[Attention] = Attention
+    attention_type: type[Sublayer] = Attention
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
@@ -48,7 +56,7 @@ class Model(LanguageModel):
         super().__init__()
         assert model.vocab_size is not None, "a resolved recipe has vocab_size"
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
-        self.head_width, self.rope_theta = model.head_width, model.rope_theta
+        self.rotary_width, self.rope_theta = model.rotary_width, model.rope_theta
         self.scaling = rope_scaling(model)
         self.dropout = model.dropout
         self.embed = Embedding(model.vocab_size, model.dim)
@@ -60,7 +68,7 @@ class Model(LanguageModel):
         return F.dropout(self.embed(tokens_BT), self.dropout, self.training)
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
-        return rope_table(positions_T, self.head_width, self.rope_theta, self.scaling)
+        return rope_table(positions_T, self.rotary_width, self.rope_theta, self.scaling)
 
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)

@@ -25,13 +25,24 @@ class Card(llama.Card):
     }
     widths = (*llama.Card.widths, "expert_ffn_dim")
     has_experts = True
+    shared, score, balance = 0, "softmax", "aux"
+    """Defaults of `shared_experts`, `router_score` and `balance`."""
 
     def defaults(self) -> dict[str, Any]:
         """An expert is as wide as a dense layer. With one expert per token, scores are not normalised: a score divided
         by itself would teach the router nothing."""
         found, per_token = super().defaults(), self.per_token
         found |= {"experts": EXPERTS, "experts_per_token": per_token, "router_normalize": per_token > 1}
+        found |= {"shared_experts": self.shared, "router_score": self.score, "balance": self.balance}
         return found | {"expert_ffn_dim": self.model.ffn_dim or found["ffn_dim"]}
+
+    @property
+    def buffers(self) -> dict[str, Shape]:
+        """Biases of the routers, which follow the load."""
+        if self.model.balance != "bias":
+            return {}
+        mixed = [number for number in range(self.model.layers) if self.is_mixed(number)]
+        return {f"blocks.{number}.mlp.router.bias": (self.model.experts or 0,) for number in mixed}
 
     def resized(self, layers: int) -> dict[str, Any]:
         dense = min(self.model.dense_layers, layers - 1)
@@ -54,6 +65,7 @@ class Card(llama.Card):
                 "model.router_normalize with model.experts_per_token = 1 divides a score by itself: the router would "
                 "not learn. Nearest valid: router_normalize = false",
             )
+        yield from self._group_rules(experts, per_token)
         if model.dense_layers >= model.layers:
             yield (
                 {"model.dense_layers", "model.layers"},
@@ -67,12 +79,34 @@ class Card(llama.Card):
                     f"model.{name} = {size} must be a multiple of 8: the grouped product of experts wants rows of "
                     f"whole 16 bytes. Nearest valid: {max(8, round(size / 8) * 8)}",
                 )
+        chosen = model.balance or self.balance
         for name, balance in (("aux_loss_weight", "aux"), ("balance_rate", "bias")):
-            if model.balance != balance and getattr(model, name) != getattr(type(model)(), name):
+            if chosen != balance and getattr(model, name) != getattr(type(model)(), name):
                 yield (
                     {f"model.{name}", "model.balance"},
-                    f'model.{name} needs model.balance = "{balance}", not "{model.balance}"',
+                    f'model.{name} needs model.balance = "{balance}", not "{chosen}"',
                 )
+
+    def _group_rules(self, experts: int, per_token: int) -> Iterator[Contradiction]:
+        """Groups have equally many experts, at least the two that their score counts, and enough for a token."""
+        groups, used = self.model.expert_groups, self.model.groups_per_token
+        if experts % groups or experts < 2 * groups > 2:
+            nearest = max(
+                n for n in range(1, groups + 1) if n == 1 or (experts % n == 0 and experts >= 2 * n)
+            )
+            yield (
+                {"model.expert_groups", "model.experts"},
+                f"model.expert_groups = {groups} must divide model.experts = {experts} into groups of two or more. "
+                f"Nearest valid: expert_groups = {nearest}",
+            )
+        elif used > groups or used * (experts // groups) < per_token <= experts:
+            least = -(-per_token // (experts // groups))
+            yield (
+                {"model.groups_per_token", "model.expert_groups", "model.experts_per_token"},
+                f"model.groups_per_token = {used} must be at most model.expert_groups = {groups}, with at least "
+                f"model.experts_per_token = {per_token} experts. "
+                f"Nearest valid: groups_per_token = {min(max(used, least), groups)}",
+            )
 
     def is_mixed(self, number: int) -> bool:
         return number >= self.model.dense_layers
@@ -86,7 +120,7 @@ class Card(llama.Card):
     def mixture(self) -> dict[str, Shape]:
         """Router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one wide SwiGLU."""
         model = self.model
-        D, E, F, shared = model.dim, model.experts or 0, model.expert_ffn_dim or 0, model.shared_experts
+        D, E, F, shared = model.dim, model.experts or 0, model.expert_ffn_dim or 0, model.shared_experts or 0
         routed: dict[str, Shape] = {
             "router.weight": (E, D),
             "experts.gate_up": (E, 2 * F, D),

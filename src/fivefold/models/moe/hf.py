@@ -37,6 +37,8 @@ OURS: dict[str, Any] = {
     "dense_layers": 0,
     "router_score": "softmax",
     "router_normalize": True,
+    "router_scale": 1.0,
+    "expert_groups": 1,
 }
 
 
@@ -99,6 +101,9 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "experts_per_token": per_token,
         "expert_ffn_dim": config["intermediate_size"],
         "router_normalize": True,
+        "shared_experts": 0,
+        "router_score": "softmax",
+        "balance": "aux",
         "seq_len": config.get("max_position_embeddings", 4096 * 32),
         "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e6),

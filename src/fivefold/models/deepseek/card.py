@@ -1,0 +1,182 @@
+"""DeepSeek-V3 as data: see module.py for the papers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fivefold.models import work
+from fivefold.models.card import Contradiction
+from fivefold.models.moe import card as moe
+from fivefold.models.operations import Matmul, Operation, Program, Saved, Sizes
+from fivefold.models.parameters import linear, rms_norm, under
+from fivefold.models.section import ModelSection
+from fivefold.spread.parts import Cut, Shape
+
+
+class Widths(NamedTuple):
+    """Widths of latent attention: of the two latent vectors, and of the parts of a head."""
+
+    query_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @property
+    def latents(self) -> int:
+        """Width of both latent vectors and of the part of the key that all heads share."""
+        return self.query_rank + self.kv_rank + self.rope
+
+    @property
+    def query(self) -> int:
+        """Width of a query head."""
+        return self.nope + self.rope
+
+    @property
+    def key_value(self) -> int:
+        """Width of what a head gets from its token's latent vector: a part of the key, and the value."""
+        return self.nope + self.value
+
+
+def widths_of(model: ModelSection) -> Widths:
+    """The widths of a resolved model."""
+    given = model.query_rank, model.kv_rank, model.nope_dim, model.rope_dim, model.value_dim
+    return Widths(*(width or 0 for width in given))
+
+
+class Card(moe.Card):
+    summary = "moe with multi-head latent attention, one shared expert, and routers that a bias balances"
+    words = moe.Card.words | {
+        "query_rank": "D / 2",
+        "kv_rank": "D / 4",
+        "nope_dim": "D / H",
+        "rope_dim": "half of `nope_dim`, made even",
+        "value_dim": "`nope_dim`",
+    }
+    widths = (*moe.Card.widths, "query_rank", "kv_rank")
+    grouped_queries = free_heads = attention_biases = False
+    latent_attention = True
+    shared, score, balance = 1, "sigmoid", "bias"
+
+    def defaults(self) -> dict[str, Any]:
+        model = self.model
+        nope = model.nope_dim or max(1, model.dim // model.heads)
+        return super().defaults() | {
+            "norm_eps": 1e-6,
+            "query_rank": max(1, model.dim // 2),
+            "kv_rank": max(1, model.dim // 4),
+            "nope_dim": nope,
+            "rope_dim": 2 * max(1, nope // 4),
+            "value_dim": nope,
+        }
+
+    def resized(self, layers: int) -> dict[str, Any]:
+        names = ("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")
+        return super().resized(layers) | dict.fromkeys(names)
+
+    def rules(self) -> Iterator[Contradiction]:
+        yield from super().rules()
+        model, unset = self.model, self.defaults()
+        query = (model.nope_dim or unset["nope_dim"]) + (model.rope_dim or unset["rope_dim"])
+        if model.value_dim and model.value_dim > query:
+            yield (
+                {"model.value_dim", "model.nope_dim", "model.rope_dim"},
+                f"model.value_dim = {model.value_dim} must be at most nope_dim + rope_dim = {query}. "
+                f"Nearest valid: {query}",
+            )
+
+    def attention(self) -> dict[str, Shape]:
+        """Rows of `latents`: the queries' latent vector, that of keys and values, the shared part of the key. Rows of
+        `up_q` and `up_kv` go head by head."""
+        D, H, w = self.model.dim, self.model.heads, widths_of(self.model)
+        return (
+            linear("latents", D, w.latents, bias=False)
+            | under("norm_q", rms_norm(w.query_rank))
+            | under("norm_kv", rms_norm(w.kv_rank))
+            | linear("up_q", w.query_rank, H * w.query, bias=False)
+            | linear("up_kv", w.kv_rank, H * w.key_value, bias=False)
+            | linear("out", H * w.value, D, bias=False)
+        )
+
+    def cut(self, name: str, shape: Shape) -> Cut | None:
+        if name in ("attention.up_q.weight", "attention.up_kv.weight"):
+            return Cut("column", 0, shape[:1])
+        return super().cut(name, shape)
+
+    def attention_flops(self, number: int) -> float:
+        w = widths_of(self.model)
+        return 3.0 * self.model.heads * (w.query + w.value) * self.model.seq_len
+
+    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
+        """The latent vectors are whole on every tensor-parallel rank, of the tokens that it has outside of regions. A
+        region begins behind their norms, so it is entered with narrow activations."""
+        w, e, N, n, H = widths_of(s.model), s.e, s.N, s.n, s.model.heads / s.tp
+        blocks, out, out_back = program.attention == "blocks", *s.leave()
+        value = s.q if program.pads_values else H * w.value
+        qkv = s.qkv - s.q + value
+        normed = n * (w.query_rank + w.kv_rank) * e
+        forward, backward, kernels = (2, 3, 2) if program.fused else (14, 24, 12)
+        kept = [Saved("normed latents", normed, "inner"), Saved("their statistics", 8 * n, "inner")]
+        if blocks:  # each norm copies its part of the latents
+            kept.append(Saved("copied latents", normed, "inner"))
+        moved = N * (H * (w.query + w.key_value) + qkv) * e
+        cut = 0.0 if value == H * w.value else N * (value + H * w.value) * e  # values lose their padding
+        held = [Saved("attention output", N * H * w.value * e, "inner")]
+        if cut and (not blocks or (s.cp > 1 and s.cp_method == "ring")):  # these keep their own result
+            held.append(Saved("padded output", N * value * e, "inner"))
+        return [
+            Operation(
+                "latents",
+                Matmul(n, w.latents, s.model.dim),
+                saved=(Saved("latents", n * w.latents * e, "copied" if blocks else "product"),),
+                workspace=n * w.latents * e,
+            ),
+            Operation(
+                "latent norms",
+                forward=forward * normed,
+                backward=backward * normed,
+                kernels=kernels,
+                saved=tuple(kept),
+                part="inner",
+                workspace=n * w.latents * e + normed,
+                rate="norm",
+            ),
+            self._up("query up", s, w.query_rank, H * w.query),
+            self._up("key-value up", s, w.kv_rank, H * w.key_value),
+            Operation(
+                "heads",
+                forward=moved,
+                backward=moved,
+                kernels=1 if program.fused else 8,
+                sent_forward=s.whole(w.rope),
+                sent_backward=s.sum(w.rope),
+                saved=() if blocks else (Saved("qkv", N * qkv * e, "inner"),),
+                part="inner",
+                workspace=moved,
+            ),
+            *work.core(s, program, self.causal, rotary=False, value=value),
+            Operation(
+                "attention out",
+                Matmul(N, s.model.dim, H * w.value),
+                forward=cut,
+                backward=cut,
+                sent_forward=out,
+                sent_backward=out_back,
+                saved=tuple(held),
+                part="out",
+            ),
+        ]
+
+    def _up(self, name: str, s: Sizes, rank: int, features: float) -> Operation:
+        """A matmul from a latent vector to this rank's heads."""
+        into, back = s.enter(rank)
+        gathered = s.N * rank * s.e * ((s.tp > 1) + s.sp)
+        return Operation(
+            name,
+            Matmul(s.N, features, rank),
+            sent_forward=into,
+            sent_backward=back,
+            part="inner",
+            workspace=s.N * features * s.e + gathered,
+        )

@@ -1,0 +1,161 @@
+"""Maps our `deepseek` to `DeepseekV3ForCausalLM` and back. Layers for multi-token prediction, which transformers does
+not compute with either, are refused as unknown weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.models.deepseek.card import widths_of
+from fivefold.models.hf_map import Entry, same
+from fivefold.models.llama import hf as llama
+from fivefold.models.llama.hf import TIED, rename
+from fivefold.models.section import ModelSection
+
+__all__ = [
+    "ARCHITECTURE",
+    "MODEL_TYPE",
+    "SUPPORTED",
+    "TIED",
+    "entries",
+    "from_config",
+    "problems",
+    "rename",
+    "to_config",
+]
+
+MODEL_TYPE = "deepseek_v3"
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False, None),
+    "rope_interleave": (True,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "pretraining_tp": (1, None),
+}
+# Their router's settings; capacity limits apply in training only.
+OURS: dict[str, Any] = {"router_score": "sigmoid", "balance": "bias"}
+
+
+def entries(model: ModelSection) -> list[Entry]:
+    """The weight map.
+
+    Raises:
+        UserError: their format cannot express the model.
+    """
+    _check(model)
+    table, w = [], widths_of(model)
+    for entry in llama.entries(model):
+        block = int(entry.ours.split(".")[1]) if entry.ours.startswith("blocks.") else 0
+        if ".attention.qkv" in entry.ours:
+            table += _attention(f"blocks.{block}.attention", f"model.layers.{block}.self_attn", w.query_rank,
+                                w.kv_rank + w.rope)  # fmt: skip
+        elif ".mlp.gate_up" in entry.ours and block >= model.dense_layers:
+            table += _mixture(model, f"blocks.{block}.mlp", f"model.layers.{block}.mlp")
+        elif ".mlp." not in entry.ours or block < model.dense_layers:
+            table.append(entry)
+    return table
+
+
+def _attention(ours: str, theirs: str, query: int, key_value: int) -> list[Entry]:
+    down = (f"{theirs}.q_a_proj.weight", f"{theirs}.kv_a_proj_with_mqa.weight")
+    return [
+        Entry(f"{ours}.latents.weight", down, (query, key_value)),
+        *same(f"{ours}.norm_q", f"{theirs}.q_a_layernorm"),
+        *same(f"{ours}.norm_kv", f"{theirs}.kv_a_layernorm"),
+        *same(f"{ours}.up_q", f"{theirs}.q_b_proj"),
+        *same(f"{ours}.up_kv", f"{theirs}.kv_b_proj"),
+    ]
+
+
+def _mixture(model: ModelSection, ours: str, theirs: str) -> list[Entry]:
+    D, F, E = model.dim, model.expert_ffn_dim or 0, model.experts or 0
+    experts, shared = [f"{theirs}.experts.{e}" for e in range(E)], f"{theirs}.shared_experts"
+    gate_up = tuple(f"{expert}.{kind}_proj.weight" for expert in experts for kind in ("gate", "up"))
+    both = tuple(f"{shared}.{kind}_proj.weight" for kind in ("gate", "up"))
+    return [
+        *same(f"{ours}.router", f"{theirs}.gate"),
+        Entry(f"{ours}.router.bias", (f"{theirs}.gate.e_score_correction_bias",)),
+        Entry(f"{ours}.experts.gate_up", gate_up, (F,) * (2 * E)),
+        Entry(f"{ours}.experts.down", tuple(f"{e}.down_proj.weight" for e in experts), (D,) * E),
+        Entry(f"{ours}.shared.gate_up.weight", both, (F * (model.shared_experts or 0),) * 2),
+        *same(f"{ours}.shared.down", f"{shared}.down_proj"),
+    ]
+
+
+def _check(model: ModelSection) -> None:
+    found = [
+        f'model.{name} = "{getattr(model, name)}"' for name, v in OURS.items() if getattr(model, name) != v
+    ]
+    if not model.shared_experts:
+        found.append("model.shared_experts = 0")
+    if found:
+        raise UserError(f"this model cannot be exported: DeepSeek-V3's format has no {', '.join(found)}")
+
+
+def to_config(model: ModelSection) -> dict[str, Any]:
+    _check(model)
+    config, w = llama.to_config(model), widths_of(model)
+    del config["mlp_bias"]
+    return config | {
+        "model_type": MODEL_TYPE,
+        "head_dim": w.rope,  # their rotary table reads it
+        "q_lora_rank": w.query_rank,
+        "kv_lora_rank": w.kv_rank,
+        "qk_nope_head_dim": w.nope,
+        "qk_rope_head_dim": w.rope,
+        "v_head_dim": w.value,
+        "rope_interleave": True,
+        "moe_intermediate_size": model.expert_ffn_dim,
+        "n_routed_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "n_shared_experts": model.shared_experts,
+        "first_k_dense_replace": model.dense_layers,
+        "n_group": model.expert_groups,
+        "topk_group": model.groups_per_token,
+        "norm_topk_prob": model.router_normalize,
+        "routed_scaling_factor": model.router_scale,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `[model]`. Keys missing in older files have the defaults of `DeepseekV3Config`."""
+    known = {"max_position_embeddings": 4096} | dict(config)
+    return llama.from_config(known) | {
+        "arch": "deepseek",
+        "head_dim": None,
+        "query_rank": config.get("q_lora_rank", 1536),
+        "kv_rank": config.get("kv_lora_rank", 512),
+        "nope_dim": config.get("qk_nope_head_dim", 128),
+        "rope_dim": config.get("qk_rope_head_dim", 64),
+        "value_dim": config.get("v_head_dim", 128),
+        "experts": config.get("n_routed_experts", 256),
+        "experts_per_token": config.get("num_experts_per_tok", 8),
+        "shared_experts": config.get("n_shared_experts", 1),
+        "expert_ffn_dim": config.get("moe_intermediate_size", 2048),
+        "dense_layers": config.get("first_k_dense_replace", 3),
+        "expert_groups": config.get("n_group", 8),
+        "groups_per_token": config.get("topk_group", 4),
+        "router_score": OURS["router_score"],
+        "router_normalize": config.get("norm_topk_prob", True),
+        "router_scale": float(config.get("routed_scaling_factor", 2.5)),
+        "balance": OURS["balance"],
+    }
+
+
+def problems(config: Mapping[str, Any]) -> list[str]:
+    """Llama's problems, queries without a latent vector, grouped queries, no shared experts."""
+    found, heads = llama.problems(config), config["num_attention_heads"]
+    if config.get("q_lora_rank", 1536) is None:
+        found.append("q_lora_rank = null; only a width is supported")
+    if (config.get("num_key_value_heads") or heads) != heads:
+        found.append(f"num_key_value_heads = {config['num_key_value_heads']}; only {heads} is supported")
+    if not config.get("n_shared_experts", 1):
+        found.append(f"n_shared_experts = {config['n_shared_experts']}; only 1 or more are supported")
+    return found

@@ -1,0 +1,299 @@
+"""DeepSeek-V3: values and gradients of transformers, layouts against one process, the planner against the trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import compared, tiny
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from steps import counted, planned
+from torch.nn import functional as F
+
+from fivefold import kernels
+from fivefold.checkpoint.hf import export_run, import_folder
+from fivefold.errors import UserError
+from fivefold.models.build import build
+from fivefold.models.card import card_of
+from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
+from fivefold.models.layers import rope_table
+from fivefold.models.mixture import best_groups
+from fivefold.models.section import ModelSection
+from fivefold.plan import volume
+from fivefold.recipe import active_parameters, count_parameters, load, resolve_model
+from fivefold.spread.layout import to_text
+from fivefold.trace.depth import exact
+
+ODD = {
+    "query_rank": 20, "kv_rank": 12, "nope_dim": 7, "rope_dim": 4, "value_dim": 5, "experts": 8, "experts_per_token": 3,
+    "expert_ffn_dim": 24, "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, "router_scale": 2.5,
+}  # fmt: skip
+SMALL = {
+    "arch": "deepseek",
+    "layers": 3,
+    "dim": 40,
+    "heads": 4,
+    "vocab_size": 128,
+    "seq_len": 32,
+    "ffn_dim": 72,
+}
+MODELS = {
+    "odd": ModelSection(**SMALL, **ODD, norm_eps=1e-4, init_std=0.3),
+    "tied": ModelSection(**SMALL, tie_embeddings=True, shared_experts=2, router_normalize=False, init_std=0.3),
+    "wide values": ModelSection(**SMALL, nope_dim=8, rope_dim=4, value_dim=12, rope_factor=8.0, rope_context=16,
+                                init_std=0.3),
+}  # fmt: skip
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def pair(request, tmp_path_factory):
+    """(our module, theirs that is read from the exported folder, the model section, the folder)."""
+    transformers = pytest.importorskip("transformers")
+    model = resolve_model(MODELS[request.param], vocab_size=128)
+    ours, random = build(model, device="cpu", seed=3), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in [*ours.named_parameters(), *ours.named_buffers()]:
+            if tensor.ndim == 1:
+                tensor += 0.2 * torch.randn(tensor.shape, generator=random)
+            assert tensor.any(), name
+    folder = tmp_path_factory.mktemp("deepseek")
+    weights = {name: tensor.contiguous() for name, tensor in to_hf(ours.state_dict(), model).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(model)))
+    theirs, report = transformers.DeepseekV3ForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return ours, theirs.eval(), model, folder
+
+
+def tokens_of(seed: int = 7) -> torch.Tensor:
+    return torch.randint(0, 128, (3, 32), generator=torch.Generator().manual_seed(seed))
+
+
+def test_logits_are_theirs(pair):
+    ours, theirs, _, _ = pair
+    with torch.no_grad():
+        got, expected = ours(tokens_of()), theirs(tokens_of()).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_loss_and_gradients_are_theirs(pair):
+    ours, theirs, model, _ = pair
+    ours.zero_grad()
+    theirs.zero_grad()
+    loss = ours(tokens_of(), tokens_of(8))
+    expected = F.cross_entropy(theirs(tokens_of()).logits.flatten(0, 1), tokens_of(8).flatten())
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    loss.backward()
+    expected.backward()
+    state = {name: p.grad for name, p in ours.named_parameters()} | dict(ours.named_buffers())
+    got, named = to_hf(state, model), dict(theirs.named_parameters())
+    for name, parameter in named.items():
+        if name.endswith("gate_up_proj"):
+            mlp = name.removesuffix("experts.gate_up_proj")
+            experts = [
+                torch.cat([got[f"{mlp}experts.{e}.{kind}_proj.weight"] for kind in ("gate", "up")])
+                for e in range(model.experts or 0)
+            ]
+            gradient = torch.stack(experts)
+        elif name.endswith("experts.down_proj"):
+            mlp = name.removesuffix("experts.down_proj")
+            gradient = torch.stack(
+                [got[f"{mlp}experts.{e}.down_proj.weight"] for e in range(model.experts or 0)]
+            )
+        else:
+            gradient = got[name]
+        assert parameter.grad is not None, name
+        difference = (gradient - parameter.grad).norm() / parameter.grad.norm()
+        assert difference < 2e-5, f"{name}: relative difference {difference:.2e}"
+
+
+def test_bytes_survive_the_way_in_and_out(pair, tmp_path):
+    """A folder of theirs becomes a run and a folder again."""
+    _, theirs, model, folder = pair
+    export_run(import_folder(folder, tmp_path / "run"), tmp_path / "out")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert from_hf_config(hf_config(model)) == model
+    assert from_hf_config(theirs.config.to_dict()) == model
+    assert from_hf_config(json.loads((tmp_path / "out" / "config.json").read_text())) == model
+
+
+def test_the_routers_bias_stays_fp32_in_an_export(pair, tmp_path):
+    folder = pair[3]
+    export_run(import_folder(folder, tmp_path / "run"), tmp_path / "out", dtype="bf16")
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert (tensor.dtype == torch.float32) == name.endswith("e_score_correction_bias"), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_lora_rank": None}, "q_lora_rank = null"),
+        ({"rope_interleave": False}, "rope_interleave = false"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 40.0}}, 'rope_type "yarn"'),
+        ({"attention_bias": True}, "attention_bias = true"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2; only 4"),
+        ({"n_shared_experts": 0}, "n_shared_experts = 0"),
+        ({"scoring_func": "softmax"}, "scoring_func = softmax"),
+    ],
+)
+def test_what_differs_is_refused(change, message):
+    config = hf_config(resolve_model(MODELS["odd"], vocab_size=128)) | change
+    with pytest.raises(UserError, match=message):
+        from_hf_config(config)
+
+
+def test_layers_for_more_tokens_are_refused(pair):
+    ours, _, model, _ = pair
+    weights = to_hf(ours.state_dict(), model) | {"model.layers.3.eh_proj.weight": torch.zeros(40, 80)}
+    with pytest.raises(UserError, match=r"model\.layers\.3\.eh_proj\.weight is not part of DeepseekV3"):
+        from_hf(weights, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("balance", "aux"), ("router_score", "softmax"), ("shared_experts", 0)]
+)
+def test_what_their_format_lacks_is_not_exported(name, value):
+    model = resolve_model(MODELS["odd"].model_copy(update={name: value}), vocab_size=128)
+    with pytest.raises(UserError, match=f"format has no model.{name}"):
+        hf_config(model)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rope_dim=3"], "rope_dim = 3 must be even: .* Nearest valid: 2"),
+        (["value_dim=12"], "value_dim = 12 must be at most nope_dim . rope_dim = 11. Nearest valid: 11"),
+        (["expert_groups=3"], "expert_groups = 3 must divide model.experts = 8 .* expert_groups = 2"),
+        (["expert_groups=8"], "groups of two or more. Nearest valid: expert_groups = 4"),
+        (["groups_per_token=1"], "groups_per_token = 1 must be .* Nearest valid: groups_per_token = 2"),
+        (["groups_per_token=5"], "groups_per_token = 5 must be .* Nearest valid: groups_per_token = 4"),
+        (["kv_heads=2"], "needs kv_heads = heads"),
+        (["head_dim=16"], "deepseek has no heads of their own width"),
+        (["aux_loss_weight=0.1"], 'needs model.balance = "aux", not "bias"'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(overrides, message):
+    fields = [f"model.{name}={value}" for name, value in ODD.items()]
+    base = [*fields, "model.arch=deepseek", "model.dim=40", "model.heads=4", "model.layers=3"]
+    with pytest.raises(UserError, match=message):
+        load("quickstart", [*base, *(f"model.{one}" for one in overrides)])
+
+
+def test_none_is_a_way_of_balancing():
+    """It does not unset the field."""
+    assert load("moe-tiny", ["model.balance=none"]).model.balance == "none"
+
+
+def test_published_sizes():
+    """671B parameters, of which 37B compute a token; 236B and 21B."""
+    common = {
+        "arch": "deepseek", "heads": 128, "query_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64,
+        "value_dim": 128,
+    }  # fmt: skip
+    v3 = ModelSection(
+        layers=61, dim=7168, ffn_dim=18432, vocab_size=129280, experts=256, experts_per_token=8, shared_experts=1,
+        expert_ffn_dim=2048, dense_layers=3, expert_groups=8, groups_per_token=4, **common,
+    )  # fmt: skip
+    v2 = ModelSection(
+        layers=60, dim=5120, ffn_dim=12288, vocab_size=102400, experts=160, experts_per_token=6, shared_experts=2,
+        expert_ffn_dim=1536, dense_layers=1, **common,
+    )  # fmt: skip
+    found = [round(size(model) / 1e9) for model in (v3, v2) for size in (count_parameters, active_parameters)]
+    assert found == [671, 38, 236, 21]  # the report's 37B leave out the embedding
+
+
+def test_names_and_shapes_are_the_modules():
+    for section in MODELS.values():
+        model = resolve_model(section, vocab_size=128)
+        card, module = card_of(model), build(model)
+        assert [(n, tuple(p.shape)) for n, p in module.named_parameters()] == list(card.parameters.items())
+        assert {n: tuple(b.shape) for n, b in module.named_buffers()} == card.buffers
+
+
+def test_groups_are_those_with_the_best_two():
+    scores = torch.tensor([[9.0, -1, 5, 5, 4, 3, 8, 1], [0.0, 1, 2, 3, 4, 5, 6, 7]])
+    kept = best_groups(scores, 4, 2) > -torch.inf
+    assert kept.int().tolist() == [[0, 0, 1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_put_together(dtype):
+    """Values and gradients of the plain way."""
+    B, T, H, nope, rope, value = 2, 6, 3, 5, 4, 3
+    random = torch.Generator().manual_seed(0)
+    shapes = ((B, T, H, nope + rope), (B, T, H, nope + value), (B, T, rope))
+    parts = [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
+    cos, sin = rope_table(torch.arange(T), rope, 100.0)
+
+    def plain(q, kv, key):
+        def turned(x):
+            return kernels.rope(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), cos, sin)
+
+        k = torch.cat((kv[..., :nope], turned(key[:, :, None]).expand(-1, -1, H, -1)), dim=-1)
+        q = torch.cat((q[..., :nope], turned(q[..., nope:])), dim=-1)
+        return torch.cat((q, k, F.pad(kv[..., nope:], (0, nope + rope - value))), dim=2).flatten(2)
+
+    got, expected = kernels.latent_heads(*parts, cos, sin, value), plain(*parts)
+    assert torch.equal(got, expected)
+    direction = torch.randn(got.shape, generator=random).to(dtype)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, parts, direction),
+        torch.autograd.grad(expected, parts, direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, atol=0.05 if dtype == torch.bfloat16 else 1e-6, rtol=0.01)
+
+
+TINY = ["model.arch=deepseek", *(f"model.{name}={value}" for name, value in ODD.items())]
+QUICK = ["dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "tp=2,sp=true,recompute=selective"]
+LAYOUTS = [
+    *QUICK, "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "pp=2", "cp=2,cp_method=ulysses", "dp=2,recompute=full",
+    "dp=2,recompute=selective", "pp=2,schedule=zbv,virtual_stages=2,recompute=selective", "cp=2,tp=2,sp=true",
+    "dp=4,ep=2,zero=3", "dp=2,tp=2,pp=2",
+]  # fmt: skip
+MARKED = [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("deepseek")
+
+
+@pytest.mark.parametrize("layout", MARKED)
+def test_layouts_compute_what_one_process_computes(room, layout):
+    report = compared(tiny(room, layout, *TINY), folder=room / "reference")
+    assert report.passed, report
+
+
+def test_bf16_passes(room):
+    assert compared(tiny(room, "tp=2,sp=true", *TINY, mode="bf16")).passed
+
+
+@pytest.mark.parametrize("layout", MARKED)
+def test_bytes_are_those_counted(room, layout):
+    recipe = tiny(room, layout, *TINY)
+    s = planned(recipe)
+    for rank, step in enumerate(run_ranks(s.layout.ranks, counted, recipe, timeout_s=300)):
+        assert volume.counted(s, rank) == step.sent, f"rank {rank} of {to_text(s.layout)}"
+
+
+def test_flops_are_those_of_the_formula():
+    """But for the keys that the mask hides within a block of queries, and for the values' padding."""
+    from test_trace import recipe_of
+
+    recipe = recipe_of("dp=1", "fp32", *TINY, "model.kv_heads=4")
+    model, found = recipe.model, exact(recipe)
+    computed = 12 * model.head_width
+    formula = 3 * (model.head_width + (model.value_dim or 0))
+    tokens = recipe.train.global_batch_size * model.seq_len
+    assert found.step.flops == found.formula + model.layers * tokens * model.seq_len * model.heads * (
+        computed - formula
+    )
