@@ -45,6 +45,11 @@ MODELS = {
     "tied": ModelSection(**SMALL, tie_embeddings=True, shared_experts=2, router_normalize=False, init_std=0.3),
     "wide values": ModelSection(**SMALL, nope_dim=8, rope_dim=4, value_dim=12, rope_factor=8.0, rope_context=16,
                                 init_std=0.3),
+    "direct queries": ModelSection(**SMALL | {"heads": 3, "layers": 2}, query_rank=0, nope_dim=5, rope_dim=10,
+                                   value_dim=9, rope_factor=6.0, rope_scaling="yarn", rope_context=16, rope_theta=50.0,
+                                   rope_low=0.5, rope_mscale=1.5, experts_per_token=1, init_std=0.3),
+    "one block": ModelSection(**SMALL | {"layers": 1, "heads": 5}, kv_rank=3, nope_dim=1, rope_dim=2, value_dim=1,
+                              experts=6, expert_groups=3, groups_per_token=1, init_std=0.3),
 }  # fmt: skip
 
 
@@ -68,6 +73,9 @@ def pair(request, tmp_path_factory):
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     return ours, theirs.eval(), model, folder
+
+
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
 
 
 def tokens_of(seed: int = 7) -> torch.Tensor:
@@ -135,9 +143,16 @@ def test_the_routers_bias_stays_fp32_in_an_export(pair, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_lora_rank": None}, "q_lora_rank = null"),
         ({"rope_interleave": False}, "rope_interleave = false"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 40.0}}, 'rope_type "yarn"'),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 40.0}}, 'rope_scaling has rope_type "dynamic"'),
+        (
+            {"rope_scaling": YARN},
+            "rope_scaling has mscale None and mscale_all_dim None; only the same number",
+        ),
+        (
+            {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+            "rope_parameters has mscale 1.0 and",
+        ),
         ({"attention_bias": True}, "attention_bias = true"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2; only 4"),
         ({"n_shared_experts": 0}, "n_shared_experts = 0"),
@@ -148,6 +163,23 @@ def test_what_differs_is_refused(change, message):
     config = hf_config(resolve_model(MODELS["odd"], vocab_size=128)) | change
     with pytest.raises(UserError, match=message):
         from_hf_config(config)
+
+
+def test_the_published_config_is_read():
+    """That of DeepSeek-V3, without its fp8 and its layer for a second token, is the recipe's model and back."""
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "num_hidden_layers": 61, "vocab_size": 129280, "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": False, "initializer_range": 0.006,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    }  # fmt: skip
+    given, shipped = from_hf_config(config), resolve_model(load("deepseek-v3").model, vocab_size=129280)
+    scaled = {"rope_scaling": "yarn", "rope_factor": 40.0, "rope_high": 32.0, "rope_context": 4096}
+    assert given == shipped.model_copy(update=scaled | {"seq_len": 163840})
+    assert from_hf_config(hf_config(given)) == given
 
 
 def test_layers_for_more_tokens_are_refused(pair):
@@ -227,21 +259,23 @@ def test_groups_are_those_with_the_best_two():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_are_put_together(dtype):
     """Values and gradients of the plain way."""
-    B, T, H, nope, rope, value = 2, 6, 3, 5, 4, 3
+    B, T, H, nope, rope, value, scale = 2, 6, 3, 5, 4, 3, 2.0
     random = torch.Generator().manual_seed(0)
     shapes = ((B, T, H, nope + rope), (B, T, H, nope + value), (B, T, rope))
     parts = [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
     cos, sin = rope_table(torch.arange(T), rope, 100.0)
 
     def plain(q, kv, key):
+        q = q.float() * scale
+
         def turned(x):
             return kernels.rope(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), cos, sin)
 
         k = torch.cat((kv[..., :nope], turned(key[:, :, None]).expand(-1, -1, H, -1)), dim=-1)
         q = torch.cat((q[..., :nope], turned(q[..., nope:])), dim=-1)
-        return torch.cat((q, k, F.pad(kv[..., nope:], (0, nope + rope - value))), dim=2).flatten(2)
+        return torch.cat((q.to(dtype), k, F.pad(kv[..., nope:], (0, nope + rope - value))), dim=2).flatten(2)
 
-    got, expected = kernels.latent_heads(*parts, cos, sin, value), plain(*parts)
+    got, expected = kernels.latent_heads(*parts, cos, sin, value, scale), plain(*parts)
     assert torch.equal(got, expected)
     direction = torch.randn(got.shape, generator=random).to(dtype)
     for mine, theirs in zip(
@@ -253,11 +287,20 @@ def test_heads_are_put_together(dtype):
 
 
 TINY = ["model.arch=deepseek", *(f"model.{name}={value}" for name, value in ODD.items())]
-QUICK = ["dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "tp=2,sp=true,recompute=selective"]
+DIRECT = [
+    *TINY,
+    "model.query_rank=0",
+    "model.rope_scaling=yarn",
+    "model.rope_factor=4",
+    "model.rope_context=8",
+]
+QUICK = [
+    "dp=2,zero=3", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses", "dp=2,ep=2",
+    "pp=2,schedule=zbv,virtual_stages=2,recompute=selective",
+]  # fmt: skip
 LAYOUTS = [
-    *QUICK, "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "pp=2", "cp=2,cp_method=ulysses", "dp=2,recompute=full",
-    "dp=2,recompute=selective", "pp=2,schedule=zbv,virtual_stages=2,recompute=selective", "cp=2,tp=2,sp=true",
-    "dp=4,ep=2,zero=3", "dp=2,tp=2,pp=2",
+    *QUICK, "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "tp=2,sp=true,recompute=selective", "pp=2",
+    "dp=2,recompute=full", "dp=2,recompute=selective", "cp=2,tp=2,sp=true", "dp=4,ep=2,zero=3", "dp=2,tp=2,pp=2",
 ]  # fmt: skip
 MARKED = [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
 
@@ -271,6 +314,24 @@ def room(tmp_path_factory) -> Path:
 def test_layouts_compute_what_one_process_computes(room, layout):
     report = compared(tiny(room, layout, *TINY), folder=room / "reference")
     assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=2,sp=true,recompute=selective",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in ("dp=2,zero=2", "tp=2", "pp=2,schedule=zbv,virtual_stages=2", "cp=2", "dp=2,ep=2")
+        ),
+    ],
+)
+def test_queries_from_the_input_itself(tmp_path, layout):
+    recipe = tiny(tmp_path, layout, *DIRECT)
+    assert (report := compared(recipe)).passed, report
+    s = planned(recipe)
+    for rank, step in enumerate(run_ranks(s.layout.ranks, counted, recipe, timeout_s=300)):
+        assert volume.counted(s, rank) == step.sent, f"rank {rank} of {to_text(s.layout)}"
 
 
 def test_bf16_passes(room):

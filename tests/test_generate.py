@@ -23,6 +23,20 @@ MODELS = {
     "deepseek": ModelSection(
         arch="deepseek", layers=2, dim=32, heads=4, vocab_size=64, seq_len=24, rope_dim=4, value_dim=5
     ),
+    "yarn": ModelSection(
+        arch="deepseek",
+        layers=2,
+        dim=32,
+        heads=3,
+        vocab_size=64,
+        seq_len=24,
+        query_rank=0,
+        nope_dim=9,
+        rope_dim=4,
+        rope_factor=3.0,
+        rope_scaling="yarn",
+        rope_context=8,
+    ),
     "gpt2": ModelSection(arch="gpt2", layers=2, dim=32, heads=4, vocab_size=64, seq_len=24),
 }
 GREEDY = Sampling(max_tokens=18, temperature=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from fivefold.train.generate import open_run
 transformers = pytest.importorskip("transformers")
 
 SMALL = {"layers": 2, "dim": 32, "heads": 4, "seq_len": 16, "vocab_size": 320}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 ARCHS = ("llama", "gpt2", "bert", "qwen3", "olmo2")
 
 
@@ -174,13 +176,20 @@ def test_first_bert_files_with_gamma_and_pooler_are_imported(tmp_path):
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
             ["'factor' is missing"],
         ),
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling", '"yarn"', '"llama3"']),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            ["rope_scaling", '"dynamic"', '"llama3"', '"yarn"'],
+        ),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, ["'factor' is missing"]),
+        ("llama", {"rope_scaling": YARN | {"truncate": False}}, ["rope_scaling", "truncate"]),
+        ("llama", {"rope_scaling": YARN | {"attention_factor": 0.5}}, ["attention_factor of 0.5"]),
         ("llama", {"hidden_act": "gelu", "mlp_bias": True}, ["hidden_act = gelu", "silu", "mlp_bias = true"]),
         ("llama", {"sliding_window": 4096}, ["sliding_window = 4096", "null"]),
         ("llama", {"head_dim": 7}, ["model.head_dim = 7 must be even"]),
         ("llama", {"model_type": "mistral", "sliding_window": 4096}, ["sliding_window = 4096", "null"]),
         ("llama", {"model_type": "mistral"}, ["sliding_window is missing", "4096"]),
-        ("llama", {"model_type": "gemma"}, ['"gemma"', "bert, gpt2, llama, mistral, mixtral, olmo2, qwen3"]),
+        ("llama", {"model_type": "gemma"}, ['"gemma"', "bert, deepseek_v3, gpt2, llama, mistral, mixtral"]),
         ("qwen3", {"use_sliding_window": True}, ["use_sliding_window = true"]),
         ("olmo2", {"hidden_act": "gelu"}, ["hidden_act = gelu", "silu"]),
         ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
@@ -218,6 +227,28 @@ def test_llama_3_1_and_heads_of_their_own_width_are_read():
     got = from_hf_config(config)
     assert (got.rope_factor, got.rope_low, got.rope_high, got.rope_context) == (8, 1, 4, 8192)
     assert (got.head_width, got.attention_bias) == (64, True)
+
+
+@pytest.mark.parametrize(
+    ("more", "mscale"),
+    [
+        ({}, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 0.0),
+        ({"attention_factor": 1 + 0.2 * math.log(4)}, 2.0),
+    ],
+)
+def test_yarn_is_read(more, mscale):
+    model = resolve_model(ModelSection(**SMALL), vocab_size=300)
+    got = from_hf_config(hf_config(model) | {"rope_scaling": YARN | more})
+    assert (got.rope_scaling, got.rope_factor, got.rope_low, got.rope_high, got.rope_context) == (
+        "yarn",
+        4,
+        1,
+        32,
+        64,
+    )
+    assert got.rope_mscale == mscale
+    assert from_hf_config(hf_config(got)) == got
 
 
 def test_mistral_without_a_window_is_a_llama():

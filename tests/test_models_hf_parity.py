@@ -21,6 +21,18 @@ MODELS = {
         arch="llama", head_dim=20, kv_heads=2, attention_bias=True, **SMALL
     ),
     "llama-3.1": ModelSection(arch="llama", rope_factor=8.0, rope_context=16, rope_theta=100.0, **SMALL),
+    "llama-yarn": ModelSection(
+        arch="llama",
+        head_dim=16,
+        kv_heads=2,
+        rope_factor=6.0,
+        rope_scaling="yarn",
+        rope_context=16,
+        rope_theta=50.0,
+        rope_low=0.5,
+        rope_mscale=1.5,
+        **SMALL,
+    ),
     "qwen3": ModelSection(arch="qwen3", kv_heads=2, head_dim=16, ffn_dim=72, **SMALL),
     "qwen3-tied-odd": ModelSection(
         arch="qwen3", kv_heads=1, head_dim=6, tie_embeddings=True, **SMALL | {"layers": 1}

@@ -125,28 +125,52 @@ class Output(nn.Module):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of rotary frequencies (arXiv 2407.21783), for a longer context than `context` tokens.
+    """Scaling of rotary frequencies, for a longer context than `context` tokens.
 
     Frequencies with fewer than `low` turns in the old context are divided by `factor`, those with more than `high`
-    stay, and between the two limits the share is linear in the number of turns.
+    stay. Between the two limits the share is linear, with "llama3" (arXiv 2407.21783) in the number of turns, with
+    "yarn" (arXiv 2309.00071) in the number of the pair. The rotated vectors grow by `amplitude`.
     """
 
+    kind: str
     factor: float
     low: float
     high: float
     context: int
+    amplitude: float = 1.0
 
-    def __call__(self, frequencies: Tensor) -> Tensor:
-        turns = frequencies * (self.context / (2 * math.pi))
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+    def __call__(self, frequencies: Tensor, theta: float) -> Tensor:
+        kept = (
+            self._by_turns(frequencies) if self.kind == "llama3" else self._by_pair(frequencies, theta)
+        ).clamp(0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
+
+    def _by_turns(self, frequencies: Tensor) -> Tensor:
+        turns = frequencies * (self.context / (2 * math.pi))
+        return (turns - self.low) / (self.high - self.low)
+
+    def _by_pair(self, frequencies: Tensor, theta: float) -> Tensor:
+        """The pair with n turns has the number pairs x log_theta(context / (2 pi n)). Limits are whole numbers."""
+        pairs = len(frequencies)
+        first, last = (
+            pairs * math.log(self.context / (2 * math.pi * n), theta) for n in (self.high, self.low)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * pairs - 1)
+        return 1 - (torch.arange(pairs, device=frequencies.device) - first) / (last - first or 0.001)
 
 
 def rope_scaling(model: ModelSection) -> RopeScaling | None:
     """The scaling that a model asks for."""
     if model.rope_factor == 1:
         return None
-    return RopeScaling(model.rope_factor, model.rope_low, model.rope_high, model.rope_context)
+    return RopeScaling(
+        model.rope_scaling,
+        model.rope_factor,
+        model.rope_low,
+        model.rope_high,
+        model.rope_context,
+        model.rope_amplitude,
+    )
 
 
 def rope_table(
@@ -161,9 +185,11 @@ def rope_table(
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is not None:
-        frequencies = scaling(frequencies)
+        frequencies = scaling(frequencies, theta)
     angles = torch.outer(positions_T.float(), frequencies)
-    return angles.cos(), angles.sin()
+    if scaling is None or scaling.amplitude == 1:
+        return angles.cos(), angles.sin()
+    return angles.cos() * scaling.amplitude, angles.sin() * scaling.amplitude
 
 
 def logits_or_loss(

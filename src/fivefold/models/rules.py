@@ -25,7 +25,7 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
     for name, fact in FACTS.items():
         if not getattr(card, fact) and getattr(model, name) != getattr(PLAIN, name):
             yield {f"model.{name}", "model.arch"}, f"model.{name}: {lacks(model, fact)}"
-    for name in ("rope_low", "rope_high", "rope_context"):
+    for name in ("rope_scaling", "rope_low", "rope_high", "rope_context", "rope_mscale"):
         if model.rope_factor == 1 and getattr(model, name) != getattr(PLAIN, name):
             yield (
                 {f"model.{name}", "model.rope_factor"},
@@ -37,18 +37,18 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             {"model.rope_low", "model.rope_high"},
             f"model.rope_low = {model.rope_low} must be below model.rope_high = {model.rope_high}",
         )
+    if model.rope_factor > 1 and model.rope_scaling != "yarn" and model.rope_mscale != PLAIN.rope_mscale:
+        yield (
+            {"model.rope_mscale", "model.rope_scaling"},
+            f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
+        )
     yield from card.rules()
 
 
 def _heads(model: ModelSection, card: Card, tp: int) -> Iterator[Contradiction]:
     fields, width = {"model.dim", "model.heads"}, model.head_width
     if card.latent_attention:
-        if (model.rope_dim or 0) % 2:
-            yield (
-                {"model.rope_dim"},
-                f"model.rope_dim = {model.rope_dim} must be even: RoPE rotates pairs. "
-                f"Nearest valid: {(model.rope_dim or 0) - 1}",
-            )
+        pass  # its heads have widths of their own
     elif model.head_dim and card.rotary and width % 2:
         near = max(2, width - 1)
         yield (

@@ -5,6 +5,7 @@ Sizes: T sequence, D model, H heads, K key-value heads, F feed-forward, V vocabu
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -51,8 +52,9 @@ class ModelSection(Section):
     """d: width of a head, if it is not D / H."""
     attention_bias: bool = _of("attention_biases", False)
     """The projections of attention have biases."""
-    query_rank: int | None = _of("latent_attention", None, ge=1)
-    """Width of the latent vector that a token's queries are made from (MLA, arXiv 2405.04434)."""
+    query_rank: int | None = _of("latent_attention", None, ge=0)
+    """Width of the latent vector that a token's queries are made from (MLA, arXiv 2405.04434). 0: they are made from
+    the block's input itself."""
     kv_rank: int | None = _of("latent_attention", None, ge=1)
     """Width of the latent vector that a token's keys and values are made from."""
     nope_dim: int | None = _of("latent_attention", None, ge=1)
@@ -74,9 +76,15 @@ class ModelSection(Section):
     rope_theta: float = _of("rotary", 10000.0, gt=0)
     """Base of the rotary position embedding (arXiv 2104.09864)."""
     rope_factor: float = _of("rotary", 1.0, ge=1)
-    """Llama 3.1's scaling of rotary positions (arXiv 2407.21783): wavelengths of more than `rope_context / rope_low`
-    tokens are stretched by this factor, those of less than `rope_context / rope_high` are not, those between in part.
-    1: none."""
+    """Scaling of rotary positions for long contexts: wavelengths of more than `rope_context / rope_low` tokens are
+    stretched by this factor, those of less than `rope_context / rope_high` are not, those between in part. 1: none."""
+    rope_scaling: Literal["llama3", "yarn"] = _of("rotary", "llama3")
+    """Only with `rope_factor`. Share of the wavelengths between the two limits: linear in the turns within the context
+    (`llama3`, arXiv 2407.21783), or in the number of the rotated pair (`yarn`, arXiv 2309.00071; there `rope_high` is
+    usually 32)."""
+    rope_mscale: float = _of("rotary", 1.0, ge=0)
+    """Only with `rope_scaling = "yarn"`, which multiplies attention's scores by (1 + 0.1 `rope_mscale`
+    ln(`rope_factor`)) squared."""
     rope_low: float = _of("rotary", 1.0, gt=0)
     """Only with `rope_factor`."""
     rope_high: float = _of("rotary", 4.0, gt=0)
@@ -134,6 +142,11 @@ class ModelSection(Section):
     def rotary_width(self) -> int:
         """Features of a query head that rotary positions turn."""
         return self.rope_dim or self.head_width
+
+    @property
+    def rope_amplitude(self) -> float:
+        """The factor on queries and keys that scaling by YaRN asks for."""
+        return 1 + 0.1 * self.rope_mscale * math.log(self.rope_factor) if self.rope_scaling == "yarn" else 1.0
 
 
 FACTS: dict[str, str] = {

@@ -372,14 +372,15 @@ def mixture(s: Sizes) -> list[Operation]:
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
     exchange, exchange_back = s.sends(ROWS, max(routed, received) * D)
     counts, _ = s.sends(COUNTS, E)
+    order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     wide = (Saved("router input in fp32", N * D * 4, "stream"),) if e != 4 else ()
     router = Operation("router", Matmul(N, E, D), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=wide)
     ops = [
         router,
         Operation(
             "dispatch",
-            forward=2 * routed * D * e,
-            backward=2 * routed * D * e,
+            forward=2 * routed * D * e + order,
+            backward=2 * routed * D * e + order,
             kernels=4,
             sent_forward=(*counts, *exchange),
             sent_backward=exchange_back,
@@ -388,8 +389,8 @@ def mixture(s: Sizes) -> list[Operation]:
         *_swiglu("experts", received, F, s, here),
         Operation(
             "combine",
-            forward=3 * routed * D * e,
-            backward=3 * routed * D * e,
+            forward=3 * routed * D * e + order,
+            backward=3 * routed * D * e + order,
             kernels=4,
             sent_forward=exchange,
             sent_backward=exchange_back,

@@ -15,7 +15,7 @@ from fivefold.spread.parts import Cut, Shape
 
 
 class Widths(NamedTuple):
-    """Widths of latent attention: of the two latent vectors, and of the parts of a head."""
+    """Widths of latent attention: of the two latent vectors (0: queries have none), and of the parts of a head."""
 
     query_rank: int
     kv_rank: int
@@ -25,7 +25,7 @@ class Widths(NamedTuple):
 
     @property
     def latents(self) -> int:
-        """Width of both latent vectors and of the part of the key that all heads share."""
+        """Width of the latent vectors and of the part of the key that all heads share."""
         return self.query_rank + self.kv_rank + self.rope
 
     @property
@@ -73,12 +73,18 @@ class Card(moe.Card):
 
     def resized(self, layers: int) -> dict[str, Any]:
         names = ("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")
-        return super().resized(layers) | dict.fromkeys(names)
+        return super().resized(layers) | {name: None for name in names if getattr(self.model, name)}
 
     def rules(self) -> Iterator[Contradiction]:
         yield from super().rules()
         model, unset = self.model, self.defaults()
         query = (model.nope_dim or unset["nope_dim"]) + (model.rope_dim or unset["rope_dim"])
+        if (model.rope_dim or 0) % 2:
+            yield (
+                {"model.rope_dim"},
+                f"model.rope_dim = {model.rope_dim} must be even: RoPE rotates pairs. "
+                f"Nearest valid: {(model.rope_dim or 0) - 1}",
+            )
         if model.value_dim and model.value_dim > query:
             yield (
                 {"model.value_dim", "model.nope_dim", "model.rope_dim"},
@@ -92,9 +98,9 @@ class Card(moe.Card):
         D, H, w = self.model.dim, self.model.heads, widths_of(self.model)
         return (
             linear("latents", D, w.latents, bias=False)
-            | under("norm_q", rms_norm(w.query_rank))
+            | (under("norm_q", rms_norm(w.query_rank)) if w.query_rank else {})
             | under("norm_kv", rms_norm(w.kv_rank))
-            | linear("up_q", w.query_rank, H * w.query, bias=False)
+            | linear("up_q", w.query_rank or D, H * w.query, bias=False)
             | linear("up_kv", w.kv_rank, H * w.key_value, bias=False)
             | linear("out", H * w.value, D, bias=False)
         )
@@ -110,14 +116,16 @@ class Card(moe.Card):
 
     def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
         """The latent vectors are whole on every tensor-parallel rank, of the tokens that it has outside of regions. A
-        region begins behind their norms, so it is entered with narrow activations."""
+        region begins behind their norms, so it is entered with narrow activations. (Queries without a latent vector
+        enter it with the block's normed input, which the first matmul keeps anyway.)"""
         w, e, N, n, H = widths_of(s.model), s.e, s.N, s.n, s.model.heads / s.tp
         blocks, out, out_back = program.attention == "blocks", *s.leave()
         value = s.q if program.pads_values else H * w.value
         qkv = s.qkv - s.q + value
         normed = n * (w.query_rank + w.kv_rank) * e
-        forward, backward, kernels = (2, 3, 2) if program.fused else (14, 24, 12)
-        kept = [Saved("normed latents", normed, "inner"), Saved("their statistics", 8 * n, "inner")]
+        norms = 1 + (w.query_rank > 0)
+        forward, backward, kernels = (2, 3, norms) if program.fused else (14, 24, 6 * norms)
+        kept = [Saved("normed latents", normed, "inner"), Saved("their statistics", 4 * norms * n, "inner")]
         if blocks:  # each norm copies its part of the latents
             kept.append(Saved("copied latents", normed, "inner"))
         moved = N * (H * (w.query + w.key_value) + qkv) * e
@@ -142,7 +150,7 @@ class Card(moe.Card):
                 workspace=n * w.latents * e + normed,
                 rate="norm",
             ),
-            self._up("query up", s, w.query_rank, H * w.query),
+            self._up("query up", s, w.query_rank or s.model.dim, H * w.query),
             self._up("key-value up", s, w.kv_rank, H * w.key_value),
             Operation(
                 "heads",
@@ -169,7 +177,7 @@ class Card(moe.Card):
         ]
 
     def _up(self, name: str, s: Sizes, rank: int, features: float) -> Operation:
-        """A matmul from a latent vector to this rank's heads."""
+        """A matmul from vectors of `rank` features to this rank's heads."""
         into, back = s.enter(rank)
         gathered = s.N * rank * s.e * ((s.tp > 1) + s.sp)
         return Operation(

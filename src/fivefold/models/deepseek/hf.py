@@ -62,11 +62,17 @@ def entries(model: ModelSection) -> list[Entry]:
 
 def _attention(ours: str, theirs: str, query: int, key_value: int) -> list[Entry]:
     down = (f"{theirs}.q_a_proj.weight", f"{theirs}.kv_a_proj_with_mqa.weight")
+    if query:
+        first = [
+            Entry(f"{ours}.latents.weight", down, (query, key_value)),
+            *same(f"{ours}.norm_q", f"{theirs}.q_a_layernorm"),
+            *same(f"{ours}.up_q", f"{theirs}.q_b_proj"),
+        ]
+    else:
+        first = [Entry(f"{ours}.latents.weight", down[1:]), *same(f"{ours}.up_q", f"{theirs}.q_proj")]
     return [
-        Entry(f"{ours}.latents.weight", down, (query, key_value)),
-        *same(f"{ours}.norm_q", f"{theirs}.q_a_layernorm"),
+        *first,
         *same(f"{ours}.norm_kv", f"{theirs}.kv_a_layernorm"),
-        *same(f"{ours}.up_q", f"{theirs}.q_b_proj"),
         *same(f"{ours}.up_kv", f"{theirs}.kv_b_proj"),
     ]
 
@@ -100,10 +106,15 @@ def to_config(model: ModelSection) -> dict[str, Any]:
     _check(model)
     config, w = llama.to_config(model), widths_of(model)
     del config["mlp_bias"]
+    if (
+        model.rope_factor > 1 and model.rope_scaling == "yarn"
+    ):  # theirs is a factor on all scores, not on the rotated
+        scores = {"attention_factor": 1.0, "mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale}
+        config |= {key: config[key] | scores for key in ("rope_scaling", "rope_parameters")}
     return config | {
         "model_type": MODEL_TYPE,
         "head_dim": w.rope,  # their rotary table reads it
-        "q_lora_rank": w.query_rank,
+        "q_lora_rank": w.query_rank or None,
         "kv_lora_rank": w.kv_rank,
         "qk_nope_head_dim": w.nope,
         "qk_rope_head_dim": w.rope,
@@ -127,10 +138,13 @@ def to_config(model: ModelSection) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `[model]`. Keys missing in older files have the defaults of `DeepseekV3Config`."""
     known = {"max_position_embeddings": 4096} | dict(config)
-    return llama.from_config(known) | {
+    found, rope = llama.from_config(known), config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if "rope_mscale" in found:
+        found["rope_mscale"] = float(rope.get("mscale_all_dim") or 0)
+    return found | {
         "arch": "deepseek",
         "head_dim": None,
-        "query_rank": config.get("q_lora_rank", 1536),
+        "query_rank": config.get("q_lora_rank", 1536) or 0,
         "kv_rank": config.get("kv_lora_rank", 512),
         "nope_dim": config.get("qk_nope_head_dim", 128),
         "rope_dim": config.get("qk_rope_head_dim", 64),
@@ -150,10 +164,15 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems(config: Mapping[str, Any]) -> list[str]:
-    """Llama's problems, queries without a latent vector, grouped queries, no shared experts."""
+    """Llama's problems, grouped queries, no shared experts, and YaRN with different factors on the scores of the two
+    parts of a head."""
     found, heads = llama.problems(config), config["num_attention_heads"]
-    if config.get("q_lora_rank", 1536) is None:
-        found.append("q_lora_rank = null; only a width is supported")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        if "rope_mscale" in llama.scaled(rope) and abs(llama.amplitude(rope) - 1) > 1e-6:
+            of = {name: rope.get(name) for name in ("mscale", "mscale_all_dim")}
+            found.append(f"{key} has mscale {of['mscale']} and mscale_all_dim {of['mscale_all_dim']}; only the same "
+                         "number for both is supported")  # fmt: skip
     if (config.get("num_key_value_heads") or heads) != heads:
         found.append(f"num_key_value_heads = {config['num_key_value_heads']}; only {heads} is supported")
     if not config.get("n_shared_experts", 1):

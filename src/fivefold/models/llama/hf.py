@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,8 @@ ALSO = ("mistral",)
 """Other model types with the same computation. They come back as `llama`."""
 ARCHITECTURE = "LlamaForCausalLM"
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-SCALED = "llama3"
-"""The way of scaling rotary frequencies that Llama 3.1 has (`models.layers.RopeScaling`)."""
+LIMITS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+"""Ways of scaling rotary frequencies (`models.layers.RopeScaling`), with their names of the two limits."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
 # Keys of config.json that affect the computation, with the values that our model supports.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -78,11 +79,13 @@ def to_config(model: ModelSection) -> dict[str, Any]:
 def _scaling(model: ModelSection) -> dict[str, Any] | None:
     if model.rope_factor == 1:
         return None
-    return {
-        "rope_type": SCALED,
+    low, high = LIMITS[model.rope_scaling]
+    amplitude = {"attention_factor": model.rope_amplitude} if model.rope_scaling == "yarn" else {}
+    return amplitude | {
+        "rope_type": model.rope_scaling,
         "factor": model.rope_factor,
-        "low_freq_factor": model.rope_low,
-        "high_freq_factor": model.rope_high,
+        low: model.rope_low,
+        high: model.rope_high,
         "original_max_position_embeddings": model.rope_context,
     }
 
@@ -92,15 +95,7 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     width, heads, head_dim = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
     own = head_dim is not None and head_dim * heads != width
-    scaled = {}
-    if _kind(rope) == SCALED:
-        scaled = {
-            "rope_factor": float(rope["factor"]),
-            "rope_low": float(rope["low_freq_factor"]),
-            "rope_high": float(rope["high_freq_factor"]),
-            "rope_context": rope["original_max_position_embeddings"],
-        }
-    return scaled | {
+    return scaled(rope) | {
         "arch": "llama",
         "layers": config["num_hidden_layers"],
         "dim": width,
@@ -118,6 +113,38 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def scaled(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields for a scaling of rotary frequencies."""
+    kind = _kind(rope)
+    if kind not in LIMITS or rope["factor"] == 1:
+        return {}
+    low, high = LIMITS[kind]
+    if kind == "yarn":
+        rope = {low: 1, high: 32} | dict(rope)
+    found = {
+        "rope_scaling": kind,
+        "rope_factor": float(rope["factor"]),
+        "rope_low": float(rope[low]),
+        "rope_high": float(rope[high]),
+        "rope_context": rope["original_max_position_embeddings"],
+    }
+    if kind == "yarn":
+        found["rope_mscale"] = round((amplitude(rope) - 1) / (0.1 * math.log(rope["factor"])), 9)
+    return found
+
+
+def amplitude(rope: Mapping[str, Any]) -> float:
+    """The factor on queries and keys that YaRN's parameters mean."""
+
+    def grown(mscale: float) -> float:
+        return 1 + 0.1 * mscale * math.log(max(1.0, rope["factor"]))
+
+    given, mscale, of_all = (rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return given
+    return grown(mscale) / grown(of_all) if mscale and of_all else grown(1)
+
+
 def problems(config: Mapping[str, Any]) -> list[str]:
     """Problems that `SUPPORTED` cannot express: rotary embeddings that are scaled in another way, and the window that
     Mistral's files mean if they name none."""
@@ -126,9 +153,14 @@ def problems(config: Mapping[str, Any]) -> list[str]:
         found.append("sliding_window is missing, which means 4096 tokens here; only null is supported")
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key) or {}
-        if (kind := _kind(rope)) not in ("default", SCALED):
+        if (kind := _kind(rope)) not in ("default", *LIMITS):
+            kinds = " and ".join(f'"{kind}"' for kind in LIMITS)
+            found.append(f'{key} has rope_type "{kind}"; only "default" (unscaled), {kinds} are supported')
+        elif kind == "yarn" and rope.get("truncate", True) is not True:
+            found.append(f"{key} has truncate = {rope['truncate']}; only true is supported")
+        elif kind == "yarn" and amplitude(rope) < 1:
             found.append(
-                f'{key} has rope_type "{kind}"; only "default" (unscaled) and "{SCALED}" are supported'
+                f"{key} has an attention_factor of {amplitude(rope):g}; only 1 and more are supported"
             )
         elif rope.get("partial_rotary_factor", 1.0) != 1.0:
             found.append(
