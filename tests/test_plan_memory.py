@@ -221,6 +221,7 @@ def test_the_error_is_the_one_that_plans_state() -> None:
         ("deepseek", "bf16", "dp=1"),
         ("deepseek", "fp32", "dp=1,recompute=selective"),
         ("deepseek", "bf16", "tp=2,sp=true"),
+        ("deepseek", "bf16", "tp=2,sp=true,sp_regather=true"),
         ("deepseek", "bf16", "cp=2"),
         ("deepseek", "bf16", "dp=2,ep=2,zero=2"),
     ],

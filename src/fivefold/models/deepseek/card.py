@@ -116,16 +116,21 @@ class Card(moe.Card):
 
     def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
         """The latent vectors are whole on every tensor-parallel rank, of the tokens that it has outside of regions. A
-        region begins behind their norms, so it is entered with narrow activations. (Queries without a latent vector
-        enter it with the block's normed input, which the first matmul keeps anyway.)"""
+        region begins behind their norms, so it is entered with narrow activations. Queries without a latent vector
+        enter it with the block's normed input, which the first matmul keeps, too."""
         w, e, N, n, H = widths_of(s.model), s.e, s.N, s.n, s.model.heads / s.tp
         blocks, out, out_back = program.attention == "blocks", *s.leave()
         value = s.q if program.pads_values else H * w.value
         qkv = s.qkv - s.q + value
-        normed = n * (w.query_rank + w.kv_rank) * e
+        normed, rows = (
+            n * (w.query_rank + w.kv_rank) * e,
+            s.n if s.sp_regather else N,
+        )  # rows kept in the region
         norms = 1 + (w.query_rank > 0)
         forward, backward, kernels = (2, 3, norms) if program.fused else (14, 24, 6 * norms)
-        kept = [Saved("normed latents", normed, "inner"), Saved("their statistics", 4 * norms * n, "inner")]
+        kept = [Saved("normed latents", normed * rows / n, "inner"), Saved("rms", 4 * norms * n, "inner")]
+        if not w.query_rank and rows > n:
+            kept.append(Saved("input of all ranks", rows * s.model.dim * e, "inner"))
         if blocks:  # each norm copies its part of the latents
             kept.append(Saved("copied latents", normed, "inner"))
         moved = N * (H * (w.query + w.key_value) + qkv) * e
@@ -179,7 +184,7 @@ class Card(moe.Card):
     def _up(self, name: str, s: Sizes, rank: int, features: float) -> Operation:
         """A matmul from vectors of `rank` features to this rank's heads."""
         into, back = s.enter(rank)
-        gathered = s.N * rank * s.e * ((s.tp > 1) + s.sp)
+        gathered = s.N * rank * s.e * ((s.tp > 1) + s.sp_regather)
         return Operation(
             name,
             Matmul(s.N, features, rank),
