@@ -17,6 +17,7 @@ from data_recipes import recipe_of, write
 from fivefold.data import Batches, check, prepare
 from fivefold.data.tokenizer import train_bpe
 from fivefold.data.tokens import SHARD_TOKENS, DataSet, ShardWriter
+from fivefold.files import write_atomically
 
 END = 256  # of the tokenizer `bytes`
 SHAKESPEARE = Path(__file__).parents[1] / ".." / "shared" / "data" / "tinyshakespeare.txt"
@@ -378,3 +379,19 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
     recipe = recipe_of(path, tmp_path / "unused")
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache": None})})
     assert prepare(recipe).info["folder"].startswith(str(tmp_path / "from-env"))
+
+
+def test_processes_of_one_number_on_two_hosts_do_not_share_temporary_files(tmp_path, monkeypatch):
+    """With a common disk: while one has written its file, the other writes and renames its own."""
+    replace, file = os.replace, tmp_path / "file"
+
+    def interrupted(temporary: Path, path: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        write_atomically(path, "the other's")
+        replace(temporary, path)
+
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr(os, "replace", interrupted)
+    write_atomically(file, "mine")
+    assert file.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [file]

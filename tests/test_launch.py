@@ -105,6 +105,39 @@ def test_groups_are_freed_once_at_the_end(clean, tmp_path):
     assert registered == [ranks._free_groups]
 
 
+def launched_on_two_hosts(clean) -> None:
+    """The variables of torchrun for the first of two ranks on two hosts."""
+    values = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in values.items():
+        clean.setenv(name, value)
+    clean.setattr(ranks.torch, "set_num_threads", lambda count: None)
+    clean.setattr(ranks.socket, "gethostname", lambda: "node7")
+    clean.setattr(ranks.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+
+
+def test_a_host_whose_name_is_loopback_is_refused(clean):
+    """As on Debian, where the host's name is 127.0.1.1: gloo would listen where no other host reaches it."""
+    launched_on_two_hosts(clean)
+    clean.setattr(ranks.socket, "gethostbyname", {"node7": "127.0.1.1"}.__getitem__)
+    clean.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with (
+        pytest.raises(UserError, match=r"node7 stands for 127.0.1.1. Set GLOO_SOCKET_IFNAME .*: eth0, ib0\)"),
+        ranks.join(),
+    ):
+        pass
+
+
+def test_ranks_that_cannot_be_reached_are_one_message(clean, tmp_path):
+    launched_on_two_hosts(clean)
+    clean.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    clean.setenv(ranks.STORE_FILE, str(tmp_path / "store"))
+    with (
+        pytest.raises(UserError, match=r"rank 0 cannot reach .*no-such-interface.*: eth0, ib0\)"),
+        ranks.join(),
+    ):
+        pass
+
+
 # The layout for the ranks that there are
 
 SMALL = ["train.global_batch_size=16", "train.microbatch_size=4", "model.heads=4", "model.kv_heads=4"]

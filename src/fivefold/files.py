@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,9 +28,15 @@ def cache_folder(setting: str | None = None) -> Path:
         return Path(tempfile.gettempdir(), f"fivefold-{os.getuid()}")
 
 
+def own_word() -> str:
+    """A word for the name of a temporary file, which no other process has. Two hosts with a common disk may have
+    processes of the same number."""
+    return uuid.uuid4().hex[:12]
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Writes the whole file, or nothing if interrupted."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{own_word()}")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 

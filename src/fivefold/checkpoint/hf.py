@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor
 from fivefold.checkpoint import store, write
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
+from fivefold.files import own_word
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.precision import torch_dtype
@@ -189,7 +189,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder; name a new one")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.parent / f".{out.name}.{os.getpid()}"
+    temporary = out.parent / f".{out.name}.{own_word()}"
     temporary.mkdir()
     try:
         yield temporary

@@ -308,13 +308,16 @@ def _exchange(
 ) -> _Both:
     send = dist.P2POp(dist.isend, leaving, group=group, group_peer=to)
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
-    return _Both(dist.batch_isend_irecv([send, receive]))
+    return _Both(dist.batch_isend_irecv([receive, send]))  # in this order: see _move
 
 
 def _move(
     messages: list[tuple[Callable[..., Any], str, Tensor, int]], group: dist.ProcessGroup, async_op: bool
 ) -> _Both:
-    ops = [dist.P2POp(function, x, group=group, group_peer=peer) for function, _, x, peer in messages]
+    # gloo asks a peer for data once a receive is posted. Behind a send that is already under way, the request would
+    # wait in the socket, and both directions would take turns. So receives are posted first.
+    ordered = sorted(messages, key=lambda message: message[0] is dist.isend)
+    ops = [dist.P2POp(function, x, group=group, group_peer=peer) for function, _, x, peer in ordered]
     return _Both(dist.batch_isend_irecv(ops))
 
 

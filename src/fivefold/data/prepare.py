@@ -22,7 +22,7 @@ from fivefold.data.tasks import hub_fingerprint
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import FORMAT, NAMES, DataSet, open_tokens, read_manifest, write_manifest
 from fivefold.errors import UserError
-from fivefold.files import cache_folder, locked, writable
+from fivefold.files import cache_folder, locked, own_word, writable
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
@@ -86,7 +86,7 @@ def _make(
     tell: Progress,
 ) -> dict[str, Any]:
     """Builds in a temporary folder and renames it, so that a folder with the key's name is always complete."""
-    folder, temporary = root / key, root / f"{key}.tmp-{os.getpid()}"
+    folder, temporary = root / key, root / f"{key}.tmp-{own_word()}"
     if alone:  # anything here was left by a killed run or has been damaged
         for left in [folder, *root.glob(f"{key}.tmp-*")]:
             shutil.rmtree(left, ignore_errors=True)

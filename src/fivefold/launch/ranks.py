@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,6 +89,9 @@ def join(timeout_s: float = Ranks.timeout_s) -> Iterator[Ranks]:
     """Joins the process group of the launcher (if any) and leaves it at the end.
 
     timeout_s: seconds until a message fails.
+
+    Raises:
+        UserError: a variable of the launcher is wrong, or the other ranks cannot be reached.
     """
     rank, world, local_rank, local_world = found() or (0, 1, 0, 1)
     device = device_for(local_rank)
@@ -98,19 +102,45 @@ def join(timeout_s: float = Ranks.timeout_s) -> Iterator[Ranks]:
     if world > 1:
         atexit.unregister(_free_groups)  # of a join before
         atexit.register(_free_groups)
+        if device.type == "cpu" and world > local_world:
+            _check_address()
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=_store(rank, world, timeout_s),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        try:
+            dist.init_process_group(
+                backend,
+                store=_store(rank, world, timeout_s),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except RuntimeError as error:
+            said = str(error).splitlines()[0][:300]
+            raise UserError(
+                f"rank {rank} cannot reach the other ranks: {said}.{_interfaces(backend)}"
+            ) from error
     try:
         yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
     finally:
         if world > 1:
             dist.destroy_process_group()
+
+
+def _check_address() -> None:
+    """Refuses a host whose name stands for the loopback interface: gloo would listen there, and no other host could
+    reach it."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+        if address.startswith("127.") and not os.environ.get("GLOO_SOCKET_IFNAME"):
+            raise UserError(
+                f"other hosts cannot reach this one by its name: {name} stands for {address}.{_interfaces('gloo')}"
+            )
+
+
+def _interfaces(backend: str) -> str:
+    """What to do about the network: the sentence that ends an error."""
+    names = ", ".join(name for _, name in socket.if_nameindex() if name != "lo")
+    return f" Set {backend.upper()}_SOCKET_IFNAME to the network interface between the hosts (here: {names or 'none'})"
 
 
 def _free_groups() -> None:

@@ -1,0 +1,181 @@
+"""Several hosts on one machine: runs a command under torchrun across them, or measures the links between them.
+
+    python benchmarks/hosts.py --hosts 2 --ranks 2 --rate 200mbit -- fivefold train quickstart --out runs/hosts
+    python benchmarks/hosts.py --hosts 2 --ranks 2 --rate 200mbit [--out benchmarks/results/hosts.json]
+
+The hosts are Linux namespaces (`tests/namespaces.py`), which root may make, and other users where user namespaces are
+permitted. Where they are not, the script says so and ends with 0. Without a command it measures, with gloo:
+
+- the link: seconds of a message of 64 bytes, bytes/s of a large one, between two ranks of a host and of two hosts;
+- all-reduce of 4 KiB to 16 MiB over the ranks of one host, over one rank of each host, and over all ranks.
+
+Messages are sent one directly after another, and the median counts. Nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from namespaces import Hosts, Unavailable
+
+SIZES = {4 << 10: 60, 64 << 10: 40, 1 << 20: 20, 4 << 20: 10, 16 << 20: 5}
+"""Bytes that every rank reduces, and the number of repetitions."""
+SMALL, LARGE = 64, 16 << 20  # bytes of the messages that measure latency and bandwidth
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of each host")
+    parser.add_argument(
+        "--rate", default="200mbit", help="of each host's link, such as 1gbit; none: unlimited"
+    )
+    parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="until all is killed")
+    parser.add_argument("--out", type=Path, help="JSON file for what is measured")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="*", help="what to run (after --); nothing: measure")
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker)
+        return 0
+    try:
+        with Hosts(args.hosts, None if args.rate == "none" else args.rate) as hosts:
+            if args.command:
+                return hosts.run(args.command, args.ranks, timeout_s=args.timeout).code
+            found = measure(hosts, args.ranks, args.timeout)
+    except Unavailable as reason:
+        print(f"skipped: {reason}", file=sys.stderr)
+        return 0
+    except ValueError as error:
+        parser.error(str(error))
+    print(report(found))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def measure(hosts: Hosts, ranks: int, timeout_s: float = 600) -> dict[str, Any]:
+    """What the workers find, on `ranks` ranks of every host."""
+    with tempfile.TemporaryDirectory(prefix="fivefold-hosts-") as folder:
+        file = Path(folder, "found.json")
+        done = hosts.run([sys.executable, __file__, "--worker", str(file)], ranks, timeout_s=timeout_s)
+        if done.code:
+            raise SystemExit(f"measuring failed: {done}")
+        return json.loads(file.read_text()) | {"hosts": hosts.count, "ranks": ranks, "rate": hosts.rate}
+
+
+def worker(file: Path) -> None:
+    """One rank's part. The first one writes what was found."""
+    from fivefold.host.machine import describe
+    from fivefold.launch.ranks import join
+
+    with join(timeout_s=120) as ranks:
+        local, world = ranks.local_world, ranks.world
+        groups = {
+            "one host": range(local),
+            "one rank of each host": range(0, world, local),
+            "all": range(world),
+        }
+        groups = {name: members for name, members in groups.items() if len(members) > 1}
+        axes = {name: axis for name, members in groups.items() if (axis := _axis(name, members, ranks))}
+        everyone = axes["all"]
+        found: dict[str, Any] = {"machine": describe(), "link": {}, "all_reduce": {}}
+        for name in groups:
+            everyone.barrier()
+            if name in axes and name != "all":
+                found["link"][name] = link(axes[name])
+        for name in groups:
+            everyone.barrier()
+            if name in axes:
+                found["all_reduce"][name] = all_reduces(axes[name])
+        everyone.barrier()
+        if ranks.first:
+            file.write_text(json.dumps(found))
+
+
+def _axis(name: str, members: range, ranks: Any) -> Any:
+    """The axis of these ranks; None for a rank that is not one of them. All ranks call it."""
+    import torch.distributed as dist
+
+    from fivefold.comm import Axis
+
+    group = dist.new_group(list(members))
+    if ranks.rank not in members:
+        return None
+    return Axis(name, list(members), members.index(ranks.rank), ranks.device, group)
+
+
+def link(axis: Any) -> dict[str, float]:
+    """Seconds of a small message, and bytes/s of a large one in one direction and in both at once, between the first
+    two ranks of an axis."""
+    import torch
+
+    if axis.index > 1:
+        return {}
+    peer = 1 - axis.index
+    small, large, other = (torch.zeros(size, dtype=torch.uint8) for size in (SMALL, LARGE, LARGE))
+
+    def there_and_back(x: torch.Tensor) -> None:
+        for sender in (0, 1):
+            (axis.start_send if axis.index == sender else axis.start_receive)(x, peer)()
+
+    small_s, large_s = (
+        timed(lambda x=x: there_and_back(x), times) / 2 for x, times in ((small, 200), (large, 3))
+    )
+    both = timed(lambda: axis.start_exchange(large, peer, other, peer)(), 3)
+    return {"latency_s": small_s, "bytes_s": LARGE / large_s, "both_ways_bytes_s": LARGE / both}
+
+
+def all_reduces(axis: Any) -> dict[str, float]:
+    """Seconds of gloo's all-reduce by size."""
+    import torch
+
+    found = {}
+    for size, times in SIZES.items():
+        x = torch.zeros(size // 4)
+        found[str(size)] = timed(lambda x=x: axis.all_reduce(x), times)
+    return found
+
+
+def timed(work: Callable[[], object], times: int) -> float:
+    """Median seconds, after one round that does not count."""
+    laps = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        work()
+        laps.append(time.perf_counter() - began)
+    return median(laps[1:])
+
+
+def report(found: dict[str, Any]) -> str:
+    hosts, ranks = found["hosts"], found["ranks"]
+    lines = [f"{hosts} hosts of {ranks} ranks, {found['rate'] or 'unlimited'} between them", ""]
+    lines += [
+        "| between two ranks of | 64 bytes, us | one way, Mbit/s | both ways, each, Mbit/s |",
+        "|" + "---|" * 4,
+    ]
+    for name, row in found["link"].items():
+        speeds = [f"{8e-6 * row[key]:.0f}" for key in ("bytes_s", "both_ways_bytes_s")]
+        where = "two hosts" if name.startswith("one rank") else name
+        lines.append(f"| {where} | {1e6 * row['latency_s']:.0f} | {' | '.join(speeds)} |")
+    sizes = list(SIZES)
+    names = [f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB" for size in sizes]
+    lines += ["", f"| all-reduce over, ms | {' | '.join(names)} |", "|" + "---|" * (1 + len(sizes))]
+    for name, row in found["all_reduce"].items():
+        lines.append(f"| {name} | {' | '.join(f'{1e3 * row[str(size)]:.2f}' for size in sizes)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
