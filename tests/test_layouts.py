@@ -52,7 +52,7 @@ FIVE = [
 """All five dimensions of parallelism at once, on 16 ranks."""
 
 QUICK = {
-    "dp=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2", "dp=2,ep=2", "cp=2,tp=2,sp=true", "dp=2,tp=2,pp=2",
+    "dp=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2", "dp=2,ep=2", "cp=2,tp=2,sp=true,sp_regather=true", "dp=2,tp=2,pp=2",
     "pp=2,dp=2,cp=2,tp=2,sp=true,ep=2,zero=1", "dp=4,ep=2,zero=3", "pp=2,dp=2,zero=3,recompute=full",
     "pp=2,schedule=zbv,virtual_stages=2,recompute=selective",
 }  # fmt: skip
