@@ -31,6 +31,7 @@ MODEL = [
 EXPERTS = ["model.experts=4", "model.expert_ffn_dim=256"]
 CASES = [
     ("llama", "fp32", "dp=1"), ("llama", "bf16", "dp=1"), ("llama", "bf16", "dp=1,recompute=selective"),
+    ("llama", "bf16", "dp=1,recompute=ops:attention+gate+norm"),
     ("llama", "fp32", "dp=1,recompute=full"), ("gpt2", "bf16", "dp=1"), ("bert", "fp32", "dp=1"),
     ("llama", "bf16", "dp=2"), ("llama", "fp32", "dp=2,zero=1"), ("llama", "bf16", "dp=2,zero=1"),
     ("llama", "bf16", "dp=2,zero=2"), ("llama", "fp32", "dp=2,zero=3"), ("llama", "bf16", "dp=2,zero=3"),

@@ -37,7 +37,7 @@ layouts = st.builds(
     sp=st.booleans(),
     schedule=st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 3), ("zbv", 1), ("zbv", 2)]),
     microbatches=st.none() | st.integers(1, 64),
-    recompute=st.sampled_from(["none", "full", "selective"]),
+    recompute=st.sampled_from(["none", "full", "selective", "ops:gate+norm"]),
 )
 
 

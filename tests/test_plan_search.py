@@ -17,7 +17,7 @@ from fivefold.plan.clusters import parse
 from fivefold.plan.devices import Cluster, of_table
 from fivefold.plan.predict import Plan, held, predict, price
 from fivefold.plan.search import Search, apply, search, space_of
-from fivefold.plan.space import RECOMPUTE, SEQUENCES, Choice, Space
+from fivefold.plan.space import SEQUENCES, Choice, Space
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES
@@ -63,7 +63,7 @@ def small(overrides: list[str]) -> Recipe:
     return load("quickstart", [*SMALL, *overrides], "dp=1")
 
 
-def every_valid(recipe: Recipe, devices: int) -> Iterator[tuple[Layout, int]]:
+def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tuple[Layout, int]]:
     """Layouts of so many ranks and microbatches that break no rule, by trying all; of those that are the same by other
     words one."""
     model, batch, sizes = recipe.model, recipe.train.global_batch_size, divisors(devices)
@@ -77,7 +77,7 @@ def every_valid(recipe: Recipe, devices: int) -> Iterator[tuple[Layout, int]]:
             SEQUENCES,
             SCHEDULES if pp > 1 else ("1f1b",),
             range(1, model.layers + 1) if pp > 1 else (1,),
-            RECOMPUTE,
+            modes,
         )
         for method, ep, zero, (sp, again), schedule, virtual, recompute in options:
             layout = Layout(
@@ -93,7 +93,7 @@ def every_valid(recipe: Recipe, devices: int) -> Iterator[tuple[Layout, int]]:
 def choices(space: Space) -> Iterator[Choice]:
     """All that a search considers, none left out."""
     for shape in space.shapes:
-        for B, recompute, dtype in itertools.product(space.microbatches(shape), RECOMPUTE, space.dtypes):
+        for B, recompute, dtype in itertools.product(space.microbatches(shape), space.modes, space.dtypes):
             for schedule, virtual in space.schedules(shape.pp):
                 changed = replace(shape, recompute=recompute, schedule=schedule, virtual_stages=virtual)
                 for layout in space.sharings(changed):
@@ -129,7 +129,7 @@ def test_every_valid_layout_is_considered_once(case: str) -> None:
     found = [(c.layout, c.B, c.dtype) for c, _ in all_of_them]
     wanted = {
         (layout, B, dtype)
-        for layout, B in every_valid(space.recipe, space.cluster.devices)
+        for layout, B in every_valid(space.recipe, space.cluster.devices, space.modes)
         for dtype in space.dtypes
     }
     assert set(found) == wanted

@@ -18,12 +18,12 @@ from fivefold.spread.units import keepings, local_parameters
 TWO = [
     "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "cp=2,cp_method=ulysses", "pp=2",
     "tp=2,sp=true,recompute=selective",
-    "tp=2,sp=true,sp_regather=true",
+    "tp=2,sp=true,sp_regather=true", "tp=2,sp=true,recompute=ops:attention+gate+norm",
     "cp=2,recompute=full", "dp=2,ep=2,recompute=full", "cp=2,ep=2,zero=1",
 ]  # fmt: skip
 SLOW = [
     "dp=2,zero=3", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full",
-    "tp=2,recompute=selective", "cp=2,recompute=selective",
+    "tp=2,recompute=selective", "cp=2,recompute=selective", "tp=2,recompute=ops:gate", "cp=2,recompute=ops:attention",
 ]  # fmt: skip
 FOUR = [
     "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,sp_regather=true,zero=2", "cp=2,tp=2,sp=true",

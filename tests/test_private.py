@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fivefold.kernels.hollow import Hollowing
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
@@ -100,6 +101,15 @@ def one_memory(rank: int, world: int) -> None:
 @pytest.mark.parametrize("what", [whole_and_scattered, divided_alone, one_memory])
 def test_fsdp_does_what_is_assumed(what) -> None:
     run_ranks(2, what)
+
+
+def test_storage() -> None:
+    """Of views and detached tensors, hollow ones, too."""
+    with Hollowing():
+        hollow = [torch.empty(2, 3), torch.empty(2, 3)]
+    for x, other in ((torch.ones(2, 3), torch.ones(2, 3)), hollow):
+        assert private.storage_of(x) == private.storage_of(x.detach().view(6))
+        assert private.storage_of(x) != private.storage_of(other)
 
 
 def test_private_names_stand_in_one_file() -> None:

@@ -333,6 +333,9 @@ def test_what_the_layout_does_not_use_is_noted() -> None:
     assert notes(recipe)[0] == 'layout.schedule = "zbv" has no effect in this layout: a schedule needs pp > 1'
     assert notes(change(recipe, ["layout.pp=2", "layout.cp=2"])) == []
     assert notes(load("quickstart")) == []
+    pieces = [f"layout.sp_regather={again}" for again in ("false", "true")]
+    found = [notes(load("quickstart", [piece], "tp=2,sp=true,recompute=ops:norm")) for piece in pieces]
+    assert [len(some) for some in found] == [1, 0]
 
 
 def test_a_resolved_recipe_may_get_another_learning_rate() -> None:

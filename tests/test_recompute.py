@@ -1,24 +1,29 @@
 """Recompute: the gradients of recompute=none bit for bit, dropout included, and less memory."""
 
+import re
 from typing import get_args
 
 import pytest
 import torch
 from ranks import run_ranks
 from runs import ranks_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.kernels import matmul
+from fivefold.errors import UserError
+from fivefold.kernels import blockwise_attention, matmul
 from fivefold.models.build import build
-from fivefold.models.operations import Role
-from fivefold.models.recomputation import MODES, REGIONS, region
+from fivefold.models.card import card_of
+from fivefold.models.layers import AttentionCore
+from fivefold.models.operations import Part, Program, Role, Sizes
+from fivefold.models.recomputation import EVERY, MODES, OPERATIONS, PARTS, PREFIX, REGIONS, chosen, region
 from fivefold.parallel import recompute
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.recipe.schema import LayoutSection
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import forward_backward
 from fivefold.trace.memory import Tracker
+from fivefold.trace.traffic import Collectives
 
 TINY = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.seq_len=32", "model.vocab_size=128",
@@ -39,8 +44,12 @@ def recipe_of(layout: str, *overrides: str) -> Recipe:
     return resolve(load("quickstart", [*base, *moe, *overrides], layout), vocab_size=128)
 
 
-def gradients(rank: int, world: int, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """This rank's gradients after two steps' backward, of which the second starts from the same weights."""
+Sent = dict[tuple[str, str], list[int]]
+
+
+def gradients(rank: int, world: int, recipe: Recipe) -> tuple[dict[str, torch.Tensor], Sent]:
+    """This rank's gradients after two steps' backward, of which the second starts from the same weights; calls and
+    bytes of its messages."""
     state = build_state(recipe, ranks_of(rank, world))
     tokens = torch.arange(8 * 33).view(8, 33) * 7919 % 128
     dp, T = state.mesh.index("dp"), state.parallel.positions
@@ -50,41 +59,46 @@ def gradients(rank: int, world: int, recipe: Recipe) -> dict[str, torch.Tensor]:
         inputs, targets = inputs[:, T], targets[:, T]
     microbatches = [(inputs[i : i + 2], targets[i : i + 2]) for i in range(0, len(rows), 2)]
     try:
-        for _ in range(2):
-            forward_backward(state, microbatches, 0)
-        return {name: gradient.clone() for name, gradient in state.gradients().items()}
+        with Collectives(state.mesh) as sent:
+            for _ in range(2):
+                forward_backward(state, microbatches, 0)
+        return {name: gradient.clone() for name, gradient in state.gradients().items()}, sent.found
     finally:
         for replica in state.parallel.replicas:
             replica.close()
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("how", ["full", "selective", "ops:attention+gate+norm"])
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "qwen3", "olmo2"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_gradients_are_those_of_none_on_one_process(arch, how, mode):
     recipe = recipe_of("dp=1", f"model.arch={arch}", f"precision.mode={mode}")
-    wanted = gradients(0, 1, recipe)
-    got = gradients(0, 1, change(recipe, [f"layout.recompute={how}"]))
+    wanted, _ = gradients(0, 1, recipe)
+    got, _ = gradients(0, 1, change(recipe, [f"layout.recompute={how}"]))
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     assert all(g.norm() > 0 for g in wanted.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_none_on_every_axis(layout):
-    """With dropout 0.1, whatever is computed again and whatever talks while it is."""
+    """With dropout 0.1, whatever is computed again and whatever talks while it is. "selective" and norms talk no more
+    than without them."""
     recipe = recipe_of(layout)
     world = Layout.from_recipe(recipe.layout).ranks
     wanted = run_ranks(world, gradients, recipe, timeout_s=60)
-    for how in ("full", "selective"):
+    for how in ("full", "selective", "ops:norm", "ops:attention+gate+norm"):
         got = run_ranks(world, gradients, change(recipe, [f"layout.recompute={how}"]), timeout_s=60)
         for rank in range(world):
-            wrong = [n for n in wanted[rank] if not torch.equal(got[rank][n], wanted[rank][n])]
+            (found, sent), (plain, before) = got[rank], wanted[rank]
+            wrong = [n for n in plain if not torch.equal(found[n], plain[n])]
             assert not wrong, f"{how}, rank {rank}: {wrong}"
+            if how in ("selective", "ops:norm"):
+                assert sent == before, f"{how}, rank {rank} sends something twice"
 
 
-def kept(how: str) -> tuple[int, dict[str, int]]:
+def kept(how: str, *overrides: str) -> tuple[int, dict[str, int]]:
     """Bytes alive between forward and backward, and how often parts of a block have computed to their end."""
-    recipe = recipe_of("dp=1", "model.dropout=0.0", "model.seq_len=256", "model.layers=4")
+    recipe = recipe_of("dp=1", "model.dropout=0.0", "model.seq_len=256", "model.layers=4", *overrides)
     module = build(recipe.model, device="cpu", seed=0)
     recompute.apply(module, how)  # type: ignore[arg-type]
     calls: dict[str, int] = {}
@@ -99,49 +113,106 @@ def kept(how: str) -> tuple[int, dict[str, int]]:
     return size, calls
 
 
+SIZES = Sizes(recipe_of("dp=1", "model.dropout=0.0", "model.seq_len=256").model, 2, e=4)
+
+
+def planned(roles: set[Role]) -> int:
+    """Bytes that the planner's operations keep in these roles, in four blocks."""
+    ops = card_of(SIZES.model).block_operations(SIZES, Program(attention="blocks"))
+    return round(4 * sum(saved.size for op in ops for saved in op.saved if saved.role in roles))
+
+
 def test_what_is_kept_and_what_is_computed_again():
-    """Less is kept, the more is computed again; "selective" repeats no matrix product of the layers."""
+    """Each mode frees the bytes that the planner says. "selective" frees the whole core and runs no module again."""
     none, once = kept("none")
-    selective, some = kept("selective")
+    core, nothing = kept("selective")
+    assert none - core == planned({"core"}) > 0.2 * none
+    assert nothing == once == dict.fromkeys(once, 1)
+    attention, some = kept("ops:attention")
+    assert none - attention == planned({"core", "inner"}) - planned({"copied"})
+    assert some == once | {"attention.core": 2}
+    gate, some = kept("ops:gate")
+    assert none - gate == planned({"gate"})
+    assert some == once
+    norm, some = kept("ops:norm")
+    assert none - norm == planned({"norm"}) > 0
+    assert some == once
+    every, _ = kept("ops:norm+gate+attention")
+    assert every == attention + gate + norm - 2 * none
     full, twice = kept("full")
-    assert full < 0.5 * selective
-    assert selective < 0.8 * none
-    assert once == dict.fromkeys(once, 1)
-    assert some["attention.core"] == 2
-    assert [some[name] for name in ("attention.qkv", "mlp.gate_up", "norm1", "norm2")] == [1] * 4
+    assert full < 0.5 * every
     assert [twice[name] for name in ("attention.qkv", "attention.out", "mlp.gate_up", "norm1")] == [2] * 4
-    assert some["attention.out"] == some["mlp.down"] == twice["mlp.down"] == 1, "stopped before the last one"
+    assert twice["mlp.down"] == 1, "stopped before the last one"
 
 
 def test_what_is_computed_again_stops_before_a_product(monkeypatch):
-    """The last product of what is repeated is not, whether oneDNN or MKL computes it."""
+    """No matmul of a layer is repeated except by "full", whether oneDNN or MKL computes it, and of attention's only the
+    scores by "selective"."""
     counts = {}
     for way in ("onednn", "mkl"):
         if way == "mkl":
             monkeypatch.setattr(matmul, "_onednn", lambda x, weight: False)
-        for how in ("none", "selective", "full"):
+        for how in ("none", "selective", "full", "ops:attention+gate+norm"):
             counts[way, how] = products(how)
-    assert counts["onednn", "none"] == counts["mkl", "none"]
-    assert counts["onednn", "selective"] == counts["mkl", "selective"] == counts["mkl", "none"]
-    assert counts["onednn", "full"] == counts["mkl", "full"]
+    for how in ("none", "selective", "full"):
+        assert counts["onednn", how] == counts["mkl", how]
+    layers, core = counts["mkl", "none"]
+    assert counts["mkl", "selective"] == (layers, core + 4), "the scores of four blocks"
+    assert (
+        counts["mkl", "ops:attention+gate+norm"][0]
+        == counts["onednn", "ops:attention+gate+norm"][0]
+        == layers
+    )
 
 
-def products(how: str) -> int:
-    """Matrix products of a step in fp32."""
+def products(how: str) -> tuple[int, int]:
+    """Matrix products of a step in fp32: of layers, and of attention's core."""
     module = build(recipe_of("dp=1", "model.dropout=0.0").model, device="cpu", seed=0)
     recompute.apply(module, how)
     tokens = torch.arange(2 * 32).view(2, 32) % 128
     with Products() as counted:
         module(tokens, tokens).backward()
-    return counted.count
+    return counted.layers, counted.core
 
 
 class Products(TorchDispatchMode):
-    count = 0
+    layers = core = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.__name__.split(".")[0] in ("mm", "addmm", "_linear_pointwise")
+        name = func.__name__.split(".")[0]
+        self.layers += name in ("mm", "addmm", "_linear_pointwise")
+        self.core += name == "bmm"
         return func(*args, **(kwargs or {}))
+
+
+def test_plain_attention_frees_what_the_paper_says(monkeypatch):
+    """arXiv 2205.05198, section 5: at T 2048 the core has most of the activations of attention without fused kernels.
+    Nothing that grows with T^2 is kept."""
+    monkeypatch.setattr(blockwise_attention.native, "usable", lambda *tensors: False)
+    with sdpa_kernel(SDPBackend.MATH):
+        (none, wanted), (selective, got) = (plain_block(how, 2048) for how in ("none", "selective"))
+        assert torch.equal(wanted, got)
+        half = plain_block("selective", 1024)[0]
+    assert selective < 0.4 * none
+    assert selective == pytest.approx(2 * half, rel=0.01)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        flash = plain_block("none", 2048)[0]
+        assert plain_block("selective", 2048)[0] == flash
+    assert none - selective >= 0.95 * (none - flash), "bytes of the core"
+
+
+def plain_block(how: str, length: int) -> tuple[int, torch.Tensor]:
+    """Bytes kept by attention of 12 heads, and the gradient of its input."""
+    draw = torch.Generator().manual_seed(0)
+    qkv = torch.randn(1, length, 3 * 12 * 8, generator=draw).requires_grad_()
+    core = AttentionCore(12, 12)
+    core.recompute = how == "selective"
+    with Tracker() as tracker:
+        found = core(qkv)
+        size = tracker.made()
+    found.sum().backward()
+    assert qkv.grad is not None
+    return size, qkv.grad
 
 
 def test_nothing_is_kept_for_later_without_gradients():
@@ -156,7 +227,17 @@ def test_nothing_is_kept_for_later_without_gradients():
 
 
 def test_one_table_names_the_modes():
-    assert set(MODES) == set(get_args(LayoutSection.model_fields["recompute"].annotation))
-    assert [region(mode).runs for mode in MODES] == [None, ("sublayer", "finish"), ("block", "forward")]
-    everything = {role for found in REGIONS.values() for role in found.keeps}
-    assert everything == set(get_args(Role))
+    named = [region(f"{PREFIX}{name}") for name in OPERATIONS]
+    assert chosen("ops:norm+attention") == ("attention", "norm")
+    assert all(chosen(mode) == () for mode in MODES)
+    assert {role for found in (*REGIONS.values(), *named) for role in found.keeps} == set(get_args(Role))
+    assert set(get_args(Role)) - {"copied"} == EVERY
+    assert {*PARTS, "never"} == set(get_args(Part))
+
+
+@pytest.mark.parametrize("mode", ["some", "ops:", "ops:attention+", "ops:gelu", "ops:gate+gate", "attention"])
+def test_what_no_mode_is_called(mode):
+    with pytest.raises(
+        UserError, match=f'layout.recompute = "{re.escape(mode)}" is unknown: it must be "none", '
+    ):
+        recipe_of("dp=1", f"layout.recompute={mode}")

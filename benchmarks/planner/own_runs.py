@@ -30,7 +30,7 @@ BATCH = 8
 # layout, sequences in a microbatch
 LAYOUTS = [
     ("dp=1", 2),
-    ("dp=1,recompute=selective", 2),
+    ("dp=1,recompute=ops:attention+gate", 2),
     ("dp=1,recompute=full", 2),
     ("dp=2", 2),
     ("dp=2,zero=1", 2),

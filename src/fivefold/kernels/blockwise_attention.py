@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope
@@ -39,21 +40,35 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
 
 
 def qkv_attention(
-    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    causal: bool,
+    recompute: bool = False,
 ) -> Tensor:
     """Attention on one fused projection: rotates queries and keys (if cos is given) and attends.
 
     qkv (B, T, (H + 2K) d): all query heads, then key heads, then value heads. cos, sin (T, d/2) fp32 or None.
-    Returns (B, T, H d).
+    recompute: backward computes the probabilities again instead of keeping them. Returns (B, T, H d).
     """
     if native.usable(qkv):
-        return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal)
+        return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute)
     B, T, width = qkv.shape
     d = width // (heads + 2 * kv_heads)
     q, k, v = qkv.view(B, T, -1, d).split([heads, kv_heads, kv_heads], dim=2)
     if cos is not None and sin is not None:
         q, k = rope(q, cos, sin), rope(k, cos, sin)
+    if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain():
+        return checkpoint(attention, q, k, v, causal, use_reentrant=False).reshape(B, T, heads * d)
     return attention(q, k, v, causal).reshape(B, T, heads * d)
+
+
+def _is_plain() -> bool:
+    """True if PyTorch may use no fused attention. Fused attention keeps no probabilities."""
+    cuda = torch.backends.cuda
+    return not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
 
 
 class _QKVAttention(Function):
@@ -61,8 +76,9 @@ class _QKVAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool
-    ):
+        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool,
+        recompute: bool,
+    ):  # fmt: skip
         qkv = qkv.contiguous()
         B, T, width = qkv.shape
         d = width // (heads + 2 * kv_heads)
@@ -73,17 +89,17 @@ class _QKVAttention(Function):
         k_BKTd = _heads_first(qkv, heads, kv_heads, d, 0, T, cos, sin)
         v_BKTd = _heads_first(qkv, heads + kv_heads, kv_heads, d, 0, T)
         out = qkv.new_empty(B, T, heads * d)
-        queries, probabilities = [], []
+        queries, probabilities, keeps = [], [], keeps_probabilities(T) and not recompute
         for start, end, seen in query_blocks(T, causal, qkv.element_size()):
             q = _heads_first(qkv, 0, heads, d, start, end, cos, sin)
             p = _probabilities(q, k_BKTd, start, seen, causal)  # (BK, GQ, S)
             o = torch.bmm(p, _flat(v_BKTd[:, :, :seen]))  # (BK, GQ, d)
             _heads_last(o.view(q.shape), out, 0, start)
             queries.append(q)
-            probabilities.append(p)
-        kept = probabilities if keeps_probabilities(T) else []
-        ctx.save_for_backward(k_BKTd, v_BKTd, cos, sin, *queries, *kept)
-        ctx.causal, ctx.heads = causal, heads
+            if keeps:
+                probabilities.append(p)
+        ctx.save_for_backward(k_BKTd, v_BKTd, cos, sin, *queries, *probabilities)
+        ctx.causal, ctx.heads, ctx.keeps = causal, heads, keeps
         return out
 
     @staticmethod
@@ -91,14 +107,14 @@ class _QKVAttention(Function):
     def backward(ctx: Any, *grads: Tensor):
         k, v, cos, sin, *saved = ctx.saved_tensors
         B, K, T, d = k.shape
-        blocks, kept = query_blocks(T, ctx.causal, k.element_size()), keeps_probabilities(T)
+        blocks = query_blocks(T, ctx.causal, k.element_size())
         total_dtype = k.dtype if len(blocks) <= 2 else torch.float32  # sums over many blocks are fp32
         dout, dk, dv = grads[0].contiguous(), None, None  # (B, T, H d)
         dqkv = k.new_empty(B, T, (ctx.heads + 2 * K) * d)
         for i in reversed(range(len(blocks))):  # the last block sees every key, so its matmuls start the sums
             start, end, seen = blocks[i]
             q = saved[i]
-            p = saved[len(blocks) + i] if kept else _probabilities(q, k, start, seen, ctx.causal)
+            p = saved[len(blocks) + i] if ctx.keeps else _probabilities(q, k, start, seen, ctx.causal)
             do = _stack(_heads_first(dout, 0, ctx.heads, d, start, end), K)  # (BK, GQ, d)
             ds = torch.bmm(
                 do, _flat(v[:, :, :seen]).transpose(1, 2)
@@ -116,7 +132,7 @@ class _QKVAttention(Function):
         assert dv is not None
         _heads_last(dk.to(k.dtype), dqkv, ctx.heads, 0, cos, sin)
         _heads_last(dv.to(k.dtype), dqkv, ctx.heads + K, 0)
-        return dqkv, None, None, None, None, None
+        return dqkv, *[None] * 6
 
 
 def _probabilities(q_BHQd: Tensor, k_BKTd: Tensor, start: int, seen: int, causal: bool) -> Tensor:

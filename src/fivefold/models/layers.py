@@ -79,7 +79,10 @@ class WideRMSNorm(nn.Module):
 
 class Sublayer(nn.Module, ABC):
     """Attention or feed-forward, in two halves: a first matmul, and `finish`, which computes the rest up to the
-    sublayer's output. `parallel/recompute.py` keeps the first matmul's result and recomputes the second half."""
+    sublayer's output. `parallel/recompute.py` keeps the first matmul's result and recomputes the second half. entry:
+    the name of the first matmul, if nothing else reads the sublayer's input."""
+
+    entry: str = ""
 
     @abstractmethod
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
@@ -89,15 +92,20 @@ class Sublayer(nn.Module, ABC):
 class AttentionCore(nn.Module):
     """Attention between projections: (B, T, (H + 2K) d) -> (B, T, H d). No parameters.
 
-    Context parallelism replaces it by another module; tensor parallelism lowers its head counts.
+    Context parallelism replaces it by another module; tensor parallelism lowers its head counts. recompute: backward
+    computes scores and softmax again.
     """
+
+    recompute = False
 
     def __init__(self, heads: int, kv_heads: int, causal: bool = True) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.causal = heads, kv_heads, causal
 
     def forward(self, qkv: Tensor, cos_Td: Tensor | None = None, sin_Td: Tensor | None = None) -> Tensor:
-        return kernels.qkv_attention(qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal)
+        return kernels.qkv_attention(
+            qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute
+        )
 
 
 class RegionInput(nn.Module):

@@ -14,20 +14,22 @@ from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
 from fivefold.spread.regions import AGAIN, SUM, WHOLE, Collective, What
 
-Role = Literal["input", "stream", "product", "copied", "core", "inner"]
-Part = Literal["", "core", "inner", "out", "never"]
+Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate"]
+Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
 Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor kept from forward to backward. role: "input": a block's input. "stream": on its residual stream.
-    "product": the result of a sublayer's first matmul. "copied": such a result that is kept only if its copies are not.
-    "core": within attention's core. "inner": any other."""
+    """A tensor kept from forward to backward. role: "input": a block's input. "stream": on its residual stream. "norm":
+    the result of the norm before a sublayer. "product": that of a sublayer's first matmul. "copied": such a result that
+    is kept only if its copies are not. "core": within attention's core. "inner": any other of attention. "gate": the
+    result of the gate. once: bytes of it that exist at once if it is recomputed; None: all."""
 
     name: str
     size: float
     role: Role
+    once: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class Operation:
     """One step of forward, and its backward.
 
     attention: FLOPs of fused attention in forward. forward, backward: bytes moved by element-wise work. kernels: number
-    of kernels in forward. part: where it stands, which says what recomputes it (models/recomputation.py). "core" and
-    "inner" are as in `Saved`; "out" is the matmul behind these; "" is outside of sublayers' second halves; "never":
-    backward does not need it. workspace: bytes that its backward (for the loss: its forward) holds besides saved
-    tensors. random: numbers drawn in forward, for dropout. rate: the measured
-    operation whose element-wise work it resembles.
+    of kernels in forward. part: where it stands, which says what recomputes it (models/recomputation.py). "norm",
+    "core", "inner" and "gate" are as in `Saved`; "out" and "down" are the matmuls behind attention and gate; "" is any
+    other; "never": backward does not need it. workspace: bytes that its backward (for the loss: its forward) holds
+    besides saved tensors. random: numbers drawn in forward, for dropout. rate: the measured operation whose
+    element-wise work it resembles.
     """
 
     name: str
@@ -97,7 +99,7 @@ class Program:
     attention: Literal["flash", "blocks", "plain"] = "flash"
     masks: Literal["bytes", "numbers"] = "bytes"
     probability_dropout: bool = False
-    selective: Literal["core", "sublayer", "operations"] = "sublayer"
+    selective: Literal["core", "operations"] = "core"
     fused: bool = True
     loss: Literal["chunks", "fused", "plain"] = "chunks"
     chunk_bytes: float = sizes.logits_bytes("cuda")

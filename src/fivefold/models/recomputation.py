@@ -1,69 +1,143 @@
-"""What backward recomputes in each mode, as one table. `parallel/recompute.py` wraps the methods that it names; the
-planner reads what is kept and repeated. No torch."""
+"""What backward recomputes in each mode, as one table. `parallel/recompute.py` executes it; the planner reads what is
+kept and repeated. No torch.
+
+A mode is "none", "selective", "full", or operations by their names: "ops:attention+gate+norm".
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, TypeVar
 
+from fivefold.errors import UserError
 from fivefold.models.operations import Operation, Part, Program, Role
 
 
 @dataclass(frozen=True)
-class Region:
-    """A part of the model that backward runs again from its input.
+class Recomputed:
+    """An operation that backward can run again, from tensors that are kept anyway.
 
-    runs: the module that is a region, and its method; None: this program cannot do it. keeps: roles of the tensors that
-    are kept from forward. repeats: parts of the operations that backward repeats; `last` among them only if their layer
-    saves its input after its matmul, because recomputation stops at the last tensor that is needed. Layers that
-    communicate or defer their weight gradient do. matmuls: share of the matmuls that are repeated. collectives: "all"
-    are repeated; or "gathers", which a layer would repeat anyway, beside its matmul: recomputation runs them before.
+    frees: roles of the tensors that are not kept. keeps: those that are kept instead. repeats: parts of the operations
+    that run again. last: the one of them that runs again only if its layer saves its input after its matmul, because
+    recomputation stops at the last tensor that is needed. Layers that communicate or defer their weight gradient do.
+    host: share of a block's Python that runs again.
     """
 
-    runs: tuple[Literal["block", "sublayer"], str] | None
-    keeps: frozenset[Role]
+    frees: frozenset[Role]
     repeats: frozenset[Part]
+    keeps: frozenset[Role] = frozenset()
     last: Part | None = None
+    host: float = 0.25
+
+
+OPERATIONS = {
+    "attention": Recomputed(
+        frozenset({"core", "inner"}), frozenset({"core", "inner", "out"}), frozenset({"copied"}), "out"
+    ),
+    "gate": Recomputed(frozenset({"gate"}), frozenset({"gate", "down"}), last="down"),
+    "norm": Recomputed(frozenset({"norm"}), frozenset({"norm"}), host=0.0),
+}
+"""attention: all behind the first matmul: norms of queries and keys, rotation, the core, the core's result. gate: the
+gate or GELU. norm: the norms before attention and feed-forward, from their own inputs."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is kept from forward, and what backward repeats. The fields are sums over `Recomputed`.
+
+    matmuls: share of the matmuls that are repeated. core: True if fused attention repeats its scores and their softmax
+    only, and these only if forward would have kept them. collectives: "all" of the repeated parts are repeated;
+    or "gathers", which a layer would repeat anyway, beside its matmul: recomputation runs them before.
+    """
+
+    keeps: frozenset[Role]
+    repeats: frozenset[Part] = frozenset()
+    lasts: frozenset[Part] = frozenset()
+    host: float = 0.0
     matmuls: float = 1.0
+    core: bool = False
     collectives: Literal["all", "gathers"] = "all"
 
     def repeated(self, op: Operation, saves_late: bool) -> float:
         """Average number of times that backward repeats an operation's forward, besides its messages. saves_late: True
         if layers save their inputs after their matmuls."""
-        if op.part not in self.repeats or (op.part == self.last and not saves_late):
+        if op.part not in self.repeats or (op.part in self.lasts and not saves_late):
             return 0.0
         if self.matmuls < 1 and op.attention:
             return 0.0  # its result is kept
+        if self.core and op.attention:
+            return SCORES * any(saved.role == "core" for saved in op.saved)
         return self.matmuls if op.matmul else 1.0
 
     def repeats_messages(self, op: Operation) -> bool:
         """True if backward repeats an operation's forward messages."""
-        return self.collectives == "all" and op.part in self.repeats
+        return self.collectives == "all" and not self.core and op.part in self.repeats
 
 
-WITHIN: frozenset[Role] = frozenset({"core", "inner"})
-BESIDES: frozenset[Role] = frozenset({"input", "stream", "product", "copied"})
-"""Tensors saved in the second half of a sublayer; those saved outside of it, with its input."""
+SCORES = 0.5
+"""Share of fused attention's forward that computes probabilities. The rest multiplies them with the values."""
+EVERY: frozenset[Role] = frozenset({"input", "stream", "norm", "product", "core", "inner", "gate"})
+"""Roles of the tensors that are kept if nothing is recomputed."""
+PARTS: frozenset[Part] = frozenset({"", "norm", "core", "inner", "out", "gate", "down"})
+NEVER: frozenset[Part] = frozenset({"never"})
 REGIONS = {
-    "nothing": Region(None, (BESIDES | WITHIN) - {"copied"}, frozenset()),
-    "block": Region(("block", "forward"), frozenset({"input"}), frozenset({"", "core", "inner", "out"})),
-    "sublayer": Region(("sublayer", "finish"), BESIDES, frozenset({"core", "inner", "out"}), last="out"),
-    "core": Region(None, (BESIDES | WITHIN) - {"core"}, frozenset({"core"})),
+    "nothing": Region(EVERY),
+    "block": Region(frozenset({"input"}), PARTS, host=1.0),
+    "core": Region(EVERY - {"core"}, frozenset({"core"}), core=True),
     "operations": Region(
-        None,
-        BESIDES - {"stream"},
-        frozenset({"", "core", "inner", "out", "never"}),
+        frozenset({"input", "product", "copied"}),
+        PARTS | NEVER,
+        host=0.5,
         matmuls=0.5,
         collectives="gathers",
     ),
 }
-"""sublayer: everything behind a sublayer's first matmul. core: attention's core only (arXiv 2205.05198). operations:
-every second matmul and all operations between matmuls. That is torchtitan's default, which keeps the results of
-attention and of reduce-scatters."""
+"""core: attention's scores, softmax and dropout (arXiv 2205.05198, section 5). operations: every second matmul and all
+operations between matmuls. That is torchtitan's default. It keeps the results of attention and of reduce-scatters."""
 MODES: dict[str, str | None] = {"none": "nothing", "selective": None, "full": "block"}
 """The region that each mode of `layout.recompute` repeats. None: the program says it (`Program.selective`)."""
+PREFIX = "ops:"
+T = TypeVar("T")
+
+
+def chosen(mode: str) -> tuple[str, ...]:
+    """The operations that a mode names, in the table's order; none if the mode is one of `MODES`.
+
+    Raises:
+        UserError: the mode is neither.
+    """
+    if mode in MODES:
+        return ()
+    names = mode.removeprefix(PREFIX).split("+")
+    if not mode.startswith(PREFIX) or not set(names) <= set(OPERATIONS) or len(names) > len(set(names)):
+        modes = ", ".join(f'"{name}"' for name in MODES)
+        raise UserError(
+            f'layout.recompute = "{mode}" is unknown: it must be {modes}, or "{PREFIX}" and some of '
+            f'{", ".join(OPERATIONS)}, joined by + (such as "{PREFIX}{"+".join(OPERATIONS)}")'
+        )
+    return tuple(name for name in OPERATIONS if name in names)
 
 
 def region(mode: str, program: Program | None = None) -> Region:
     """The region of a mode, by the program's meaning of "selective"; None: this program's."""
-    return REGIONS[MODES[mode] or (program or Program()).selective]
+    if mode in MODES:
+        return REGIONS[MODES[mode] or (program or Program()).selective]
+    return _together(chosen(mode))
+
+
+@lru_cache(maxsize=64)
+def _together(names: tuple[str, ...]) -> Region:
+    """The region of several operations."""
+    found = [OPERATIONS[name] for name in names]
+    return Region(
+        (EVERY - _union(one.frees for one in found)) | _union(one.keeps for one in found),
+        _union(one.repeats for one in found),
+        frozenset(one.last for one in found if one.last),
+        sum(one.host for one in found),
+    )
+
+
+def _union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
+    return frozenset().union(*sets)

@@ -19,6 +19,8 @@ from fivefold.models.section import ModelSection
 class Attention(Sublayer):
     """Self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads."""
 
+    entry = "qkv"
+
     def __init__(self, model: ModelSection, bias: bool, causal: bool = True) -> None:
         super().__init__()
         heads, kv_heads, d = model.heads, model.kv_heads or model.heads, model.head_width
@@ -48,6 +50,8 @@ class Attention(Sublayer):
 class SwiGLU(Sublayer):
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202). Rows of `gate_up.weight`: F of the gate, then F of up."""
 
+    entry = "gate_up"
+
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
         self.gate_up = Linear(dim, 2 * width, bias=False)
@@ -63,6 +67,8 @@ class SwiGLU(Sublayer):
 
 class GELU(Sublayer):
     """down(gelu(up(x))), with biases. approximate: "tanh" or "none" (exact)."""
+
+    entry = "up"
 
     def __init__(self, dim: int, width: int, approximate: Literal["tanh", "none"]) -> None:
         super().__init__()

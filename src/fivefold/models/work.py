@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fivefold.kernels import sizes
-from fivefold.models.operations import Matmul, Message, Operation, Program, Role, Saved, Sizes
+from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes
 from fivefold.spread.regions import (
     COUNTS,
     HEADS,
@@ -21,6 +21,9 @@ from fivefold.spread.regions import (
     Collective,
     loads,
 )
+
+ENTRIES = ("qkv", "up")
+"""First matmuls whose input is a norm's output and nothing else reads (`Sublayer.entry`)."""
 
 
 def block(s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation]) -> list[Operation]:
@@ -150,11 +153,14 @@ def norm(name: str, s: Sizes, program: Program, role: Role, reader: Operation | 
     D, e, n = s.model.dim, s.e, s.n
     forward, backward, kernels = (2, 3, 1) if program.fused else (14, 24, 6)
     saved = [Saved(f"{name} input", n * D * e, role)]
+    part: Part = ""
     if reader:
-        saved.append(Saved(f"{name} output", kept_input(reader, s), "stream"))
-    return Operation(
-        name, None, 0.0, forward * n * D * e, backward * n * D * e, kernels, saved=tuple(saved), rate="norm"
-    )
+        kept = kept_input(reader, s)
+        if reader.name in ENTRIES and kept == n * D * e:
+            part = "norm"
+        saved.append(Saved(f"{name} output", kept, "norm" if part else "stream"))
+    moved = forward * n * D * e, backward * n * D * e
+    return Operation(name, None, 0.0, *moved, kernels, saved=tuple(saved), part=part, rate="norm")
 
 
 def _bias(biased: bool, features: float, rows: float, e: float) -> float:
@@ -279,7 +285,7 @@ def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple
     if not sizes.keeps_probabilities(T):
         return (copies,), 2 * largest
     every = each * sum((stop - start) * seen for start, stop, seen in blocks)
-    return (copies, Saved("probabilities", every, "inner")), largest
+    return (copies, Saved("probabilities", every, "core", once=largest)), largest
 
 
 def _gathered(s: Sizes) -> float:
@@ -348,8 +354,8 @@ def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[
             forward * N * F * e,
             backward * N * F * e,
             1 if program.fused else 2,
-            saved=(Saved("activation", N * F * e, "inner"),),
-            part="inner",
+            saved=(Saved("activation", N * F * e, "gate"),),
+            part="gate",
             rate="gate" if gated else "gelu",
             workspace=N * wide * e,  # the gradient of its result takes the place of the result
         ),
@@ -359,7 +365,7 @@ def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[
             backward=_bias(biased, D, N, e),
             sent_forward=out,
             sent_backward=out_back,
-            part="out",
+            part="down",
         ),
     ]
 
@@ -405,7 +411,7 @@ def mixture(s: Sizes) -> list[Operation]:
 def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1) -> list[Operation]:
     """A SwiGLU that is whole on every tensor-parallel rank, or `count` of them that share the rows."""
     D, e = s.model.dim, s.e
-    inner = Saved(f"{name} activation", rows * F * e, "inner")
+    inner = Saved(f"{name} activation", rows * F * e, "gate")
     return [
         Operation(
             f"{name} up",
@@ -417,7 +423,7 @@ def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1) -> lis
             forward=3 * rows * F * e,
             backward=5 * rows * F * e,
             saved=(inner,),
-            part="inner",
+            part="gate",
             rate="gate",
             workspace=2 * rows * F * e,
         ),

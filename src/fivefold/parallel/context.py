@@ -206,7 +206,9 @@ class Ulysses(AttentionCore):
         assert self.heads % c == 0
         assert self.kv_heads % c == 0
         whole = _WholeSequence.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis)
-        out = kernels.qkv_attention(whole, self.heads // c, self.kv_heads // c, None, None, self.causal)
+        out = kernels.qkv_attention(
+            whole, self.heads // c, self.kv_heads // c, None, None, self.causal, self.recompute
+        )
         return _WholeHeads.apply(out, self.axis)
 
 

@@ -80,7 +80,7 @@ def parallelize(
     if mesh.size("pp") > 1:
         found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype)
     for stage in stages:
-        recompute.apply(stage, layout.recompute)
+        recompute.apply(stage, layout.recompute, mesh.device.type == "cuda")
     if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
         for stage in stages:
             mixed = {

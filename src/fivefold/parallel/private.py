@@ -18,6 +18,12 @@ if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from torch.distributed.tensor import DTensor
 
 
+def storage_of(x: Tensor) -> int:
+    """A number of the tensor's storage while it lives, even of one without memory. Without it: `ops:norm` cannot tell a
+    matmul's input from its weight among the tensors that autograd saves."""
+    return x.untyped_storage()._cdata
+
+
 def give_memory(module: nn.Module, device: torch.device) -> None:
     """Gives memory to the parameters that FSDP2 has sharded; FSDP2 follows them. Without it: `to_empty`, which also
     gives memory to all other parameters."""

@@ -1,46 +1,60 @@
-"""Recomputes activations in backward instead of keeping them from forward: less memory for more work. It wraps the
-methods that `models/recomputation.py` names.
+"""Recomputes activations in backward instead of keeping them from forward: less memory for more work. What a mode keeps
+and repeats is a table (`models/recomputation.py`).
 
 - "full": a block keeps its input only; backward runs the whole block again (Chen et al., arXiv 1604.06174). About a
   third more work.
-- "selective": a sublayer keeps the result of its first matmul and recomputes from there the parts that are cheap for
-  the memory they take: attention, the gate or GELU (Korthikanti et al., arXiv 2205.05198, section 5). The second matmul
-  is not repeated: its result is not needed, and recomputation stops at the last tensor that is. (Layers that
-  communicate or defer their weight gradient save their input only after the matmul, so there it is repeated.)
-
-"Selective" keeps, per token and block of llama, in units of D: inputs and results of the norms (4), queries, keys and
-values ((H + 2K) / H), gate and up (2 F / D). It drops attention's probabilities (which are kept up to T 1024), its
-output, and the gate's.
+- "selective": attention's scores, softmax and dropout, whose memory grows with T^2 (Korthikanti et al., arXiv
+  2205.05198, section 5). Nothing else is repeated, so nothing is sent twice. Attention keeps its queries, keys and
+  values. Fused attention of GPUs and a ring of ranks keep nothing with T^2; there this changes nothing.
+- "ops:attention+gate+norm": some operations. "attention" and "gate" keep the result of a sublayer's first matmul and
+  run all from there. The second matmul is not repeated: its result is not needed, and recomputation stops at the last
+  tensor that is. (Layers that communicate or defer their weight gradient save their input only after the matmul, so
+  there it is repeated.) "norm": the norm before a sublayer runs again from its own input, which it keeps anyway.
 
 The random state of forward is restored, so dropout drops the same elements, and gradients equal those of "none" bit for
-bit. Collectives inside a block (tensor, sequence, context, expert parallelism) run again; all ranks reach them in the
-same order, that of their backward. Collectives of the data axes around a block (gathering its weights) stay outside.
+bit. Collectives inside a block (tensor, sequence, context, expert parallelism) run again with "full", "attention" and
+"gate"; all ranks reach them in the same order, that of their backward. Collectives of the data axes around a block
+(gathering its weights) stay outside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.base import LanguageModel
-from fivefold.models.layers import Sublayer
-from fivefold.models.recomputation import region
+from fivefold.models.layers import AddRMSNorm, AttentionCore, RMSNorm, Sublayer
+from fivefold.models.recomputation import chosen
+from fivefold.parallel import private
 
 
-def apply(stage: LanguageModel, mode: str) -> None:
-    """Makes the blocks of a stage recompute activations: mode is "none", "selective" or "full"."""
-    if (runs := region(mode).runs) is None:
-        return
-    kind, method = runs
+def apply(stage: LanguageModel, mode: str, compiled: bool = False) -> None:
+    """Makes the blocks of a stage recompute activations. mode: of `layout.recompute`. compiled: blocks are compiled
+    later."""
+    names = chosen(mode)
     for block in stage.blocks.values():
-        for module in (block,) if kind == "block" else block.modules():
-            if kind == "block" or isinstance(module, Sublayer):
-                _set(module, method)
+        if mode == "full":
+            _set(block, "forward")
+        for module in block.modules():
+            if mode == "selective" and isinstance(module, AttentionCore):
+                module.recompute = True
+            if isinstance(module, Sublayer) and _operation(module) in names:
+                _set(module, "finish")
+        if "norm" in names:
+            for norm, sublayer in getattr(block, "norms", ()):
+                _norm(block.get_submodule(norm), block.get_submodule(sublayer), compiled)
+
+
+def _operation(sublayer: Sublayer) -> str:
+    """The name of what a sublayer computes behind its first matmul."""
+    attends = any(isinstance(child, AttentionCore) for child in sublayer.children())
+    return "attention" if attends else "gate"
 
 
 def _set(module: nn.Module, method: str) -> None:
@@ -59,3 +73,44 @@ def _computed_again(function: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(function, *inputs, use_reentrant=False, **options)
 
     return run
+
+
+def _norm(norm: nn.Module, sublayer: nn.Module, compiled: bool) -> None:
+    """Lets the first matmul of a sublayer keep nothing of its input, the result of `norm`. Backward computes it again.
+    Under sequence parallelism the matmul keeps what it gathered, unless it gathers again."""
+    if not isinstance(sublayer, Sublayer) or not sublayer.entry:
+        return  # a mixture of experts, whose input has several readers
+    entry = sublayer.get_submodule(sublayer.entry)
+    compute, multiply = norm.forward, entry.forward
+    latest: list[tuple[Tensor, Callable[[], Tensor]]] = []  # (the norm's last result, makes it again)
+
+    def normed(*inputs: Tensor) -> Any:
+        found = compute(*inputs)
+        if torch.is_grad_enabled():
+            result, again = found, partial(compute, inputs[0].detach())
+            if isinstance(norm, AddRMSNorm):
+                total, result = found
+                again = partial(RMSNorm.forward, norm, total.detach())
+            latest[:] = [(result, again)]
+        return found
+
+    def multiplied(x: Tensor) -> Tensor:
+        if not latest or latest[0][0] is not x:
+            return multiply(x)
+        _, again = latest.pop()
+        given = private.storage_of(x)  # not x itself: autograd keeps these functions
+
+        def pack(saved: Tensor) -> Tensor | torch.Size:
+            return saved.shape if private.storage_of(saved) == given else saved
+
+        def unpack(packed: Tensor | torch.Size) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            with torch.no_grad():
+                return again().view(packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            return multiply(x)
+
+    keep_out = torch.compiler.disable if compiled else lambda function: function
+    norm.forward, entry.forward = keep_out(normed), keep_out(multiplied)

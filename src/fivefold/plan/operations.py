@@ -18,15 +18,16 @@ class Sums:
     """Sums over a microbatch's operations. The memory of every recomputation mode follows from them.
 
     block: saved bytes by role, of a block without experts (False) and with (True). begin, end: the same before and
-    behind the blocks. owed: see `owed`. parts: the last block's backward, cut at the matmuls of its sublayers, with the
-    largest workspace of each part. loss: workspace of the loss.
+    behind the blocks. owed: see `owed`. parts: the last block's backward, cut at the matmuls of its sublayers: saved
+    bytes, those of them that exist at once if attention's core is recomputed, largest workspace. loss: workspace of the
+    loss.
     """
 
     block: dict[bool, ByRole]
     begin: ByRole
     end: ByRole
     owed: dict[bool, float]
-    parts: list[tuple[ByRole, float]]
+    parts: list[tuple[ByRole, ByRole, float]]
     loss: float
 
 
@@ -42,17 +43,18 @@ def sums(work: Work, e: float, mixed: bool) -> Sums:
         saved(work.begin),
         saved(work.end),
         {kind: owed(block, e) for kind, block in work.block.items()},
-        [(saved(part), max(op.workspace for op in part)) for part in parts if part],
+        [(saved(part), saved(part, True), max(op.workspace for op in part)) for part in parts if part],
         max(op.workspace for op in work.end),
     )
 
 
-def saved(operations: Iterable[Operation]) -> ByRole:
-    """Bytes of the saved tensors of each role."""
+def saved(operations: Iterable[Operation], once: bool = False) -> ByRole:
+    """Bytes of the saved tensors of each role. once: those that exist at once if they are recomputed."""
     found: ByRole = {}
     for op in operations:
         for tensor in op.saved:
-            found[tensor.role] = found.get(tensor.role, 0.0) + tensor.size
+            size = tensor.size if tensor.once is None or not once else tensor.once
+            found[tensor.role] = found.get(tensor.role, 0.0) + size
     return found
 
 
@@ -72,11 +74,12 @@ def owed(operations: Iterable[Operation], e: float) -> float:
 def largest_backward(found: Sums, recompute: str, software: Software) -> tuple[float, float]:
     """(recomputed bytes, workspace) at the moment when their sum is largest. Full recomputation repeats the whole
     block, the other modes one part at a time."""
-    again = region("none").keeps - region(recompute, software).keeps
-    workspace = max(workspace for _, workspace in found.parts)
+    used = region(recompute, software)
+    again = region("none").keeps - used.keeps
+    workspace = max(workspace for *_, workspace in found.parts)
     if not again:
         return 0.0, workspace
-    made = [(_of(sizes, again), most) for sizes, most in found.parts]
+    made = [(_of(once if used.core else sizes, again), most) for sizes, once, most in found.parts]
     return (sum(size for size, _ in made), workspace) if recompute == "full" else max(made, key=sum)
 
 

@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from fivefold.models.recomputation import MODES
+from fivefold.models.card import card_of
+from fivefold.models.operations import Sizes
+from fivefold.models.recomputation import MODES, region
 from fivefold.plan.devices import Cluster
+from fivefold.plan.software import of
 from fivefold.precision import TRAINED
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
 from fivefold.spread.layout import Layout, divisors, problems
 
-RECOMPUTE = tuple(MODES)
 SEQUENCES = ((False, False), (True, False), (True, True))
 """(sp, sp_regather) on a tensor axis."""
 
@@ -55,6 +57,15 @@ class Space:
         """The recipe's dtype. For `auto`, all dtypes that device and trainer support."""
         mode, peaks = self.recipe.precision.mode, self.cluster.device.peak
         return (mode,) if mode != "auto" else tuple(dtype for dtype in reversed(TRAINED) if dtype in peaks)
+
+    @cached_property
+    def modes(self) -> list[str]:
+        """Modes of recomputation: those of the table that free something, and the recipe's own choice of operations."""
+        model, own = self.recipe.model, self.recipe.layout.recompute
+        ops = card_of(model).block_operations(Sizes(model, 1), of(self.cluster))
+        roles = {saved.role for op in ops for saved in op.saved}
+        found = [mode for mode in MODES if mode == "none" or roles - region(mode).keeps - {"copied"}]
+        return found + [own] * (own not in MODES)
 
     @cached_property
     def shapes(self) -> list[Layout]:
@@ -144,7 +155,7 @@ class Space:
     def starts(self) -> Iterator[Choice]:
         """The starting choices of a search: everything but schedules and shardings of states."""
         for shape in self.shapes:
-            modes = [replace(shape, recompute=recompute) for recompute in RECOMPUTE]
+            modes = [replace(shape, recompute=recompute) for recompute in self.modes]
             for B in self.microbatches(shape):
                 count = self.batch // shape.dp_replicate // B
                 for changed in modes:
@@ -154,7 +165,7 @@ class Space:
     def size(self) -> int:
         """Number of valid layouts."""
         return sum(
-            self.kinds(shape) * len(self.microbatches(shape)) * len(RECOMPUTE) * len(self.dtypes)
+            self.kinds(shape) * len(self.microbatches(shape)) * len(self.modes) * len(self.dtypes)
             for shape in self.shapes
         )
 

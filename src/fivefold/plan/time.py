@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Work
-from fivefold.models.recomputation import MODES
+from fivefold.models.recomputation import region
 from fivefold.optim import update_traffic
 from fivefold.plan import communication, memory, rates, volume
 from fivefold.plan.communication import exposed, group
@@ -43,23 +43,26 @@ class Parts:
     """Costs of a model's operations for one microbatch.
 
     They depend on the tensor, context and expert axes, but not on the pipeline or the sharding of states, so many
-    layouts share them. block: by (with experts, recomputation, `saves_late`). begin, end: the parts before and after
-    the blocks.
+    layouts share them. operations: of a block without experts (False) and with (True), with their costs. begin, end:
+    the parts before and after the blocks.
     """
 
-    block: dict[tuple[bool, str, bool], Cost]
+    operations: dict[bool, tuple[list[Operation], list[Cost]]]
     begin: Cost
     end: Cost
+    blocks: dict[tuple[bool, str, bool], Cost] = field(default_factory=dict)
+
+    def block(self, mixed: bool, s: Setting) -> Cost:
+        """Cost of a block, with what this layout recomputes."""
+        key = mixed, s.layout.recompute, saves_late(s.layout)
+        if key not in self.blocks:
+            self.blocks[key] = together(*self.operations[mixed], s, *key[1:])
+        return self.blocks[key]
 
 
 def parts(s: Setting, work: Work) -> Parts:
     """Costs of the operations `work`, for any layout with these axes."""
-    found = {}
-    for mixed, ops in work.block.items():
-        costs = [operation(op, s) for op in ops]
-        for recompute in MODES:
-            for late in {s.layout.tp > 1, True}:
-                found[mixed, recompute, late] = together(ops, costs, s, recompute, late)
+    found = {mixed: (ops, [operation(op, s) for op in ops]) for mixed, ops in work.block.items()}
     return Parts(found, part(work.begin, s), end_cost(s, work.end))
 
 
@@ -73,7 +76,7 @@ def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
 
 def computed(s: Setting, mixed: bool, shared: Parts) -> Cost:
     """Cost of a block for one microbatch, with the host time to issue its operations."""
-    cost = shared.block[mixed, s.layout.recompute, saves_late(s.layout)]
+    cost = shared.block(mixed, s)
     if s.cluster.machine and s.cluster.machine.on_cpu:
         return cost + (_host(s.cluster.machine, s.layout) + _waits(cost, s))
     return (cost + Cost(host=s.software.host)).bound
@@ -91,12 +94,7 @@ def _host(machine: Measured, layout: Layout) -> Cost:
     block = machine.overhead("block")
     if layout.shards > 1:
         block += machine.overhead(f"zero{layout.zero}")
-    return Cost(0.4 * block, (0.6 + 0.4 * _again(layout)) * block)
-
-
-def _again(layout: Layout) -> float:
-    """Share of a block's forward that backward repeats."""
-    return {"none": 0.0, "selective": 0.5, "full": 1.0}[layout.recompute]
+    return Cost(0.4 * block, (0.6 + 0.4 * region(layout.recompute).host) * block)
 
 
 def _waits(cost: Cost, s: Setting) -> Cost:
@@ -109,7 +107,7 @@ def _waits(cost: Cost, s: Setting) -> Cost:
     axes = [("sp" if layout.sp else "tp")] * (layout.tp > 1) + [layout.cp_method] * (layout.cp > 1)
     seconds = sum(machine.waits(axis, elements, layout.ranks) for axis in axes)
     forward = max(0.4 * seconds, -cost.sent_forward)
-    backward = max((0.6 + 0.4 * _again(layout)) * seconds, -cost.sent_backward)
+    backward = max((0.6 + 0.4 * region(layout.recompute).host) * seconds, -cost.sent_backward)
     return Cost(forward, backward, 0.0, forward, backward)
 
 

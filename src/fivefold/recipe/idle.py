@@ -41,6 +41,11 @@ IDLE = (
         lambda r: _summing(r.layout) == 1,
         "gradients are summed with dp > 1 or cp > 1 only",
     ),
+    Idle(
+        "layout.recompute",
+        lambda r: r.layout.recompute == "ops:norm" and r.layout.sp and not r.layout.sp_regather,
+        "with sp a rank keeps what it gathered, not what norms give (sp_regather = true changes that)",
+    ),
     Idle("observe.trace_step", lambda r: r.layout.pp == 1, "only pipelines are measured (pp > 1)"),
     Idle(
         "optim.decay_fraction",

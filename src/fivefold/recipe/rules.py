@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from fivefold.errors import UserError
 from fivefold.models.card import Contradiction, card_of, resolve_model, round_up
+from fivefold.models.recomputation import chosen
 from fivefold.models.rules import lacks, model_rules
 from fivefold.models.section import ModelSection
 from fivefold.optim import FIELDS, OPTIMIZERS
@@ -23,6 +25,7 @@ def contradictions(recipe: Sections) -> Iterator[Contradiction]:
     yield from _experts(recipe)
     yield from _length(recipe)
     yield from _optimizer(recipe)
+    yield from _recomputation(recipe)
     yield from refused(recipe)
     yield from _batch(recipe)
     yield from layout_rules(recipe)
@@ -72,6 +75,13 @@ def _experts(recipe: Sections) -> Iterator[Contradiction]:
             f"model.capacity_factor is not supported with {name}: an expert's queue would span several ranks. "
             "Nearest valid: capacity_factor = 0",
         )
+
+
+def _recomputation(recipe: Sections) -> Iterator[Contradiction]:
+    try:
+        chosen(recipe.layout.recompute)
+    except UserError as error:
+        yield {"layout.recompute"}, str(error)
 
 
 def _length(recipe: Sections) -> Iterator[Contradiction]:

@@ -131,8 +131,10 @@ class LayoutSection(Section):
     """Pipeline stages per rank."""
     microbatches: int | None = Field(default=None, ge=1)
     """Microbatches per step and rank. Unset: derived from `global_batch_size` and `microbatch_size`."""
-    recompute: Literal["none", "full", "selective"] = "none"
-    """Activation recomputation in backward."""
+    recompute: str = "none"
+    """Activation recomputation in backward. `selective`: attention's scores, softmax and dropout (arXiv 2205.05198).
+    `full`: whole blocks, from their inputs (arXiv 1604.06174). `ops:attention+gate+norm`: the operations named, here
+    all there are."""
 
 
 class PrecisionSection(Section):

@@ -18,6 +18,9 @@ from fivefold.models.sublayers import GELU, Attention
 
 
 class Block(nn.Module):
+    norms = (("norm1", "attention"), ("norm2", "mlp"))
+    """The norm before each sublayer."""
+
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"

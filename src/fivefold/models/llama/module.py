@@ -28,6 +28,8 @@ from fivefold.models.sublayers import Attention, SwiGLU
 
 class Block(nn.Module):
     attention_type: type[Sublayer] = Attention
+    norms = (("norm1", "attention"), ("norm2", "mlp"))
+    """The norm before each sublayer."""
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
