@@ -1,18 +1,21 @@
-"""`fivefold bench hardware`: measures this machine for the planner."""
+"""`fivefold bench`: measures this machine for the planner (`hardware`), and its collectives (`collectives`)."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import JsonOption, print_json
+from fivefold.cli.options import JsonOption, bytes_of, print_json
+from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.plan.measured import Measured
 
 EXAMPLES = ["fivefold bench hardware", "fivefold bench hardware --json"]
+COLLECTIVES_EXAMPLES = ["fivefold bench collectives", "fivefold bench collectives --ranks 2 --sizes 4K,1M"]
+MOST = 64  # local ranks
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -38,6 +41,60 @@ def hardware(json: JsonOption = False) -> None:
         return
     print("\n".join(_text(table)))
     print(f"\nsaved to {measured.path()}; used by `fivefold plan RECIPE --cluster local`")
+
+
+@bench.command(
+    "collectives", epilog="\b\nExamples:" + "".join(f"\n  {example}" for example in COLLECTIVES_EXAMPLES)
+)
+def collectives(
+    ranks: Annotated[int, typer.Option(metavar="N", help="Number of local ranks.")] = 4,
+    sizes: Annotated[
+        str, typer.Option(metavar="SIZES", help="Sizes of the message, separated by commas.")
+    ] = "4K,64K,1M,4M,16M",
+    json: JsonOption = False,
+) -> None:
+    """Measure every all-reduce between local ranks, and fit alpha, beta and gamma to single messages.
+
+    This takes about a minute. Run nothing else meanwhile. The table goes to the cache folder, beside that of
+    `bench hardware`. `fivefold collectives --topology local` predicts with its alpha and beta.
+    """
+    if not 2 <= ranks <= MOST:
+        raise UserError(f"--ranks: {ranks} is not possible; must be at least 2 and at most {MOST}")
+    wanted = sorted({bytes_of("--sizes", size) for size in sizes.split(",")})
+    from fivefold.bench.collectives import measure
+    from fivefold.plan import measured
+
+    table = measure(ranks, wanted, lambda text: print(f"measuring {text}", file=sys.stderr))
+    if json:
+        print_json(table | {"path": str(measured.path())})
+        return
+    print("\n".join(_collectives(table, ranks)))
+    print(f"\nsaved to {measured.path()}; used by `fivefold collectives --topology local`")
+
+
+def _collectives(table: dict[str, Any], ranks: int) -> list[str]:
+    """The fit, and for each size the algorithms by measured time, with the prediction beside it."""
+    from fivefold.observe.format import size as size_text
+
+    fit, key = table["fit"], str(ranks)
+    lines = [
+        f"{ranks} local ranks: alpha {1e6 * fit['alpha']:.1f} µs, 1/beta {1e-9 / fit['beta']:.2f} GB/s per rank; "
+        f"shared by all: {1e6 * fit['bus_alpha']:.1f} µs per message, {1e-9 / fit['bus_beta']:.2f} GB/s; "
+        f"adding {1e-9 / fit['gamma']:.1f} GB/s"
+    ]
+    for size, times in table["seconds"][key].items():
+        lines += [
+            "",
+            f"all_reduce of {size_text(int(size)):22}{'measured ms':>12}{'predicted ms':>14}{'error':>9}",
+        ]
+        for name, seconds in sorted(times.items(), key=lambda item: item[1]):
+            line = f"  {name:34}{1e3 * seconds:12.3f}"
+            if name in table["predicted"][key][size]:
+                predicted = table["predicted"][key][size][name]
+                line += f"{1e3 * predicted:14.3f}{100 * (predicted / seconds - 1):+8.0f}%"
+            lines.append(line)
+    best = ", ".join(f"{size_text(int(size))} {name}" for size, name in table["best"][key].items())
+    return [*lines, "", f"fastest: {best}"]
 
 
 def _text(table: Measured) -> list[str]:

@@ -127,12 +127,14 @@ class Executor:
         for group in self.collective.rows[self.axis.index]:
             used = 0
             step: Step = ([], [])
-            for messages, moves, side in zip(step, (group.sends, group.receives), (1, 0), strict=True):
-                for key in dict.fromkeys((move[side], move.reduce) for move in moves):
-                    own = [move for move in moves if (move[side], move.reduce) == key]
-                    message = self._message(*key, own, used, side == 0)
+            for receives, moves in enumerate((group.sends, group.receives)):
+                parts: dict[tuple[int, bool], list[Move]] = {}
+                for move in moves:
+                    parts.setdefault((move.source if receives else move.target, move.reduce), []).append(move)
+                for (peer, reduce), own in parts.items():
+                    message = self._message(peer, reduce, own, used, bool(receives))
                     if message is not None:
-                        messages.append(message)
+                        step[receives].append(message)
                         used = message.packed[1] if message.packed else used
             if any(step):
                 self._steps.append(step)
