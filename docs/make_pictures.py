@@ -15,6 +15,8 @@ from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
 from fivefold.recipe import load, resolve
+from fivefold.schedules import collectives
+from fivefold.schedules.collectives import draw
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_svg
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import token_spans
@@ -28,6 +30,11 @@ LAYOUTS = {
     "expert": ("moe-tiny", "dp=4,ep=2"),
     "combined": ("quickstart", "pp=2,cp=2,tp=2"),
 }
+COLLECTIVES = {
+    "ring": ("Ring all-reduce on 4 ranks", collectives.shape_of(4)),
+    "rabenseifner": ("Rabenseifner's all-reduce on 8 ranks", collectives.shape_of(8)),
+    "hierarchical": ("Hierarchical all-reduce on 2 nodes of 2 ranks", collectives.shape_of(4, 2)),
+}
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # per rank
 COLORS = ("#1f5a9e", "#2c7a5a", "#b5651d", "#7b4fa3")
 
@@ -40,6 +47,9 @@ def main() -> None:
         (FOLDER / f"{name}.svg").write_text(picture, encoding="utf-8")
     (FOLDER / "schedules.svg").write_text(schedules(4, 8), encoding="utf-8")
     (FOLDER / "context.svg").write_text(context(4), encoding="utf-8")
+    for name, (title, shape) in COLLECTIVES.items():
+        picture = draw.to_svg(collectives.build("all_reduce", name, shape), title)
+        (PLAN_FOLDER / f"collective_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
 

@@ -8,6 +8,7 @@ from fivefold.errors import UserError
 from fivefold.plan import communication
 from fivefold.plan.clusters import PRESETS, of_gpu, parse
 from fivefold.plan.topology import topology
+from fivefold.schedules.collectives.cost import compare
 from fivefold.spread.layout import Layout
 
 
@@ -99,6 +100,47 @@ def test_all_reduce_as_measured(text: str, size: int, busbw: float) -> None:
     seconds = communication.all_reduce(size, ranks, cluster)
     n = cluster.devices
     assert 2 * (n - 1) / n * size / seconds / 1e9 == pytest.approx(busbw, rel=0.08)
+
+
+# Microseconds of an all-reduce on 8 H200 (ml-engineering, network/README.md).
+CURVE = {32 << 10: 39.8, 256 << 10: 39.1, 1 << 20: 46.0, 4 << 20: 68.5, 16 << 20: 133.5, 256 << 20: 1077.1}
+
+
+@pytest.mark.parametrize("size", list(CURVE))
+def test_all_reduce_of_any_size_as_measured(size: int) -> None:
+    """Within 15%, from where latency counts to where bandwidth does."""
+    seconds = communication.all_reduce(size, communication.Group(8, 8), parse("h200:8"))
+    assert 1e6 * seconds == pytest.approx(CURVE[size], rel=0.15)
+
+
+def test_small_messages_cost_what_the_best_algorithm_costs() -> None:
+    """4 KB on 8 H100: 3 hops of a butterfly, not 14 of a ring; on 8 nodes 3 hops more."""
+    cluster = parse("h100:64")
+    small, launch = communication.all_reduce(4096, communication.Group(8, 8), cluster), communication.LAUNCH
+    assert small - launch == pytest.approx(10.2e-6, rel=0.01)
+    both = communication.all_reduce(4096, communication.Group(64, 8), cluster)
+    assert both - launch == pytest.approx(10.2e-6 + 3 * 14e-6, rel=0.02)
+
+
+SIMULATED = [("all_reduce", communication.all_reduce), ("all_gather", communication.all_gather),
+             ("reduce_scatter", communication.reduce_scatter), ("all_to_all", communication.all_to_all)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("primitive", "price"), SIMULATED)
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("a100:8", 8), ("a100:32", 32), ("a100:4x1", 4), ("mi300x:8", 8)]
+)
+def test_prices_are_those_of_the_simulator(primitive: str, price, text: str, ranks: int) -> None:
+    """Among all algorithms none is cheaper; the planner knows the cheapest, or one about as good."""
+    cluster = parse(text)
+    members = communication.Group(ranks, min(ranks, cluster.per_node))
+    for size in (4e3, 1e6, 1e9):
+        simulated = compare(primitive, topology(text, ranks), size)[0][0].cost.seconds
+        priced = price(size, members, cluster) - communication.LAUNCH
+        if cluster.intra.mesh:  # the library's rings use all wires at once, ours one
+            assert size < 1e9 or priced <= simulated * 1.02
+        else:
+            assert simulated <= priced * 1.0001 <= 1.15 * simulated
 
 
 def test_collectives_of_one_rank_cost_nothing() -> None:

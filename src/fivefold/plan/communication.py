@@ -1,8 +1,9 @@
-"""Prices collectives by the alpha-beta model, with the algorithms that NCCL chooses from.
+"""Prices of messages: those of the cheapest algorithm of `schedules/collectives`, on the two levels of a cluster.
 
-A group's members are evenly spread, `local` of them on each of its nodes. A ring through all members leaves each node
-once and uses the network of all the group's devices there ("rails"). So its bandwidth is that of the slower level. With
-S bytes and n ranks, a rank sends S (n-1)/n in all-gather and reduce-scatter, and twice that in all-reduce.
+A group's members are evenly spread, `local` of them on each of its nodes. Of each algorithm the registry has a line,
+alpha + beta S, which the simulator gives, too (tests/test_collectives_cost.py). Bandwidths are those that NCCL reaches
+with large messages. A ring uses all network cards of the group's devices on a node, one channel each. With S bytes and
+n ranks, a rank sends S (n-1)/n in all-gather and reduce-scatter, and twice that in all-reduce.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fivefold.plan.devices import Cluster, Link
+from fivefold.plan.devices import Cluster
+from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, shape_of
 from fivefold.spread.layout import Layout, groups
 
-LAUNCH = 10e-6  # seconds until a collective is under way on all ranks
+# Seconds of a collective besides its algorithm: kernels start, ranks meet. All-reduces of 32 KiB take 39.8 us on 8 H200,
+# 43.8 on 8 A100 and 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). The best algorithm explains 10.5 of them.
+LAUNCH = 33e-6
+SWITCH = 25e-6  # latency of sums in NVLink's switches (NCCL's tuning model, "NVLS")
 
 
 @dataclass(frozen=True)
@@ -45,34 +50,21 @@ def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int) -> Group:
 
 
 def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
-    """Seconds to sum `size` bytes over a group, by the faster of a ring and a double tree."""
+    """Seconds to sum `size` bytes over a group."""
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
         return _measured(f"all_reduce {dtype}", size, group, cluster)
-    sent = 2 * size * (group.ranks - 1) / group.ranks
-    bandwidth = _bandwidth(group, cluster)
-    if group.nodes == 1 and group.ranks == cluster.per_node and cluster.intra.reduce:
-        bandwidth = cluster.intra.reduce
-    ring = 2 * _ring_latency(group, cluster)
-    tree = 2 * (
-        math.ceil(math.log2(group.nodes)) * cluster.inter.latency + (group.local - 1) * cluster.intra.latency
-    )
-    return LAUNCH + min(ring, tree if group.nodes > 1 else ring) + sent / bandwidth
+    return LAUNCH + _cheapest("all_reduce", size, group, cluster)
 
 
 def all_gather(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
-    """Seconds to gather `size` bytes in total on every rank, by a ring."""
+    """Seconds to gather `size` bytes in total on every rank."""
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
         return _measured("all_gather", size, group, cluster)
-    return _ring(size, group, cluster)
-
-
-def _ring(size: float, group: Group, cluster: Cluster) -> float:
-    sent = size * (group.ranks - 1) / group.ranks
-    return LAUNCH + _ring_latency(group, cluster) + sent / _bandwidth(group, cluster)
+    return LAUNCH + _cheapest("all_gather", size, group, cluster)
 
 
 def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
@@ -81,7 +73,7 @@ def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp
         return 0.0
     if cluster.machine:
         return _measured(f"reduce_scatter {dtype}", size, group, cluster)
-    return _ring(size, group, cluster)
+    return LAUNCH + _cheapest("reduce_scatter", size, group, cluster)
 
 
 def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
@@ -97,19 +89,16 @@ def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> 
         return 0.0
     if cluster.machine:
         return _measured("all_to_all", size, group, cluster)
-    inside = size * (group.local - 1) / group.ranks / _link(cluster.intra, group.local, cluster)
-    outside = size * (group.ranks - group.local) / group.ranks / cluster.rail
-    hops = cluster.inter.latency if group.nodes > 1 else cluster.intra.latency
-    return LAUNCH + hops * math.log2(group.ranks) + max(inside, outside)
+    return LAUNCH + _cheapest("all_to_all", size, group, cluster)
 
 
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
     """Seconds to send `size` bytes to another rank. `crosses`: that rank is on another node."""
     if cluster.machine:
         return _measured("send", size, Group(2, 2), cluster)
-    link = cluster.inter if crosses else cluster.intra
-    bandwidth = link.achieved / (cluster.per_node - 1) if link.mesh else link.achieved
-    return LAUNCH + link.latency + size / bandwidth
+    if crosses:
+        return LAUNCH + cluster.inter.latency + size / cluster.rail
+    return LAUNCH + cluster.intra.latency + size / _pair(cluster)
 
 
 def exposed(seconds: float, beside: float, cluster: Cluster) -> float:
@@ -125,22 +114,43 @@ def _measured(what: str, size: float, group: Group, cluster: Cluster) -> float:
     return cluster.machine.message(what, size, group.ranks, cluster.devices)
 
 
-def _bandwidth(group: Group, cluster: Cluster) -> float:
-    """Bytes/s that a rank sends in a ring."""
-    inside = _link(cluster.intra, group.local, cluster)
-    if group.nodes == 1:
-        return inside
-    rails = group.local * cluster.rail
-    return rails if group.local == 1 else min(inside, rails)
+def _cheapest(primitive: Primitive, size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of a message by the best algorithm for its size."""
+    key = primitive, group.ranks, group.local
+    lines = cluster.lines.get(key)
+    if lines is None:
+        lines = cluster.lines[key] = _lines(primitive, group, cluster)
+    return min([alpha + beta * size for alpha, beta in lines])
 
 
-def _link(link: Link, members: int, cluster: Cluster) -> float:
-    return link.achieved * (members - 1) / max(1, cluster.per_node - 1) if link.mesh else link.achieved
+def _lines(primitive: Primitive, group: Group, cluster: Cluster) -> tuple[Line, ...]:
+    """The lines of all algorithms of a group, without those that are never the cheapest."""
+    levels, shape = _levels(group, cluster), shape_of(group.ranks, group.local)
+    found = [
+        line
+        for made in ALGORITHMS[primitive].values()
+        if made.line and made.fits(shape) and (line := made.line(shape, levels))
+    ]
+    reduce = cluster.intra.reduce
+    if primitive == "all_reduce" and reduce and group.ranks == group.local == cluster.per_node:
+        found.append(Line(SWITCH, 2 * (group.ranks - 1) / group.ranks / reduce))
+    best: list[Line] = []
+    for line in sorted(found):  # by alpha: each must have less beta than those before it
+        if not best or line.beta < best[-1].beta:
+            best.append(line)
+    return tuple(best)
 
 
-def _ring_latency(group: Group, cluster: Cluster) -> float:
-    """Latency of one round through the ring, in seconds. One hop per node crosses the network."""
-    between = group.nodes if group.nodes > 1 else 0
-    return (group.ranks - 1 - min(between, group.ranks - 1)) * cluster.intra.latency + min(
-        between, group.ranks - 1
-    ) * cluster.inter.latency
+def _levels(group: Group, cluster: Cluster) -> Levels:
+    """The links of a group. Where each pair of devices has its own wire, it uses those between its members."""
+    link, near = cluster.intra, cluster.intra.achieved
+    if link.mesh:
+        near *= (group.local - 1) / max(1, cluster.per_node - 1)
+    # A device that is alone on its node sends nothing inside, but through its port to the network.
+    near = near or link.achieved
+    return Levels(Wire(link.latency, near), Wire(cluster.inter.latency, cluster.rail), _pair(cluster))
+
+
+def _pair(cluster: Cluster) -> float:
+    """Bytes/s between two devices of a node."""
+    return cluster.intra.achieved / (cluster.per_node - 1 if cluster.intra.mesh else 1)

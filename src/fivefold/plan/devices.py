@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from fivefold.host.devices import GB, GIB
 from fivefold.plan.measured import Measured, Share
+from fivefold.schedules.collectives import Line
 
 RUNTIME = 0.25 * GIB
 """Bytes per process for Python and PyTorch's libraries on a CPU."""
@@ -100,7 +101,12 @@ class Cluster:
     def nodes(self) -> int:
         return math.ceil(self.devices / self.per_node)
 
-    @property
+    @cached_property
+    def lines(self) -> dict[tuple[str, int, int], tuple[Line, ...]]:
+        """Prices of messages by collective and group (`communication.py`), kept here since the search asks often."""
+        return {}
+
+    @cached_property
     def rail(self) -> float:
         """Bytes/s that each device sends to other nodes if all do so at once."""
         x = self.wiring

@@ -10,6 +10,7 @@ from fivefold.schedules.collectives.algorithm import (
     each_rank,
     full_nodes,
     log2,
+    power_of_two,
 )
 from fivefold.schedules.collectives.families.rings import one
 from fivefold.schedules.collectives.families.rooted import THAKUR, binomial
@@ -82,11 +83,18 @@ def direct_line(shape: Shape, levels: Levels) -> Line:
 
 
 def bruck_line(shape: Shape, levels: Levels) -> Line | None:
-    if shape.nodes > 1 < shape.local:
+    n, local, near, far = shape.ranks, shape.local, levels.near, levels.far
+    if shape.nodes == 1 or local == 1:
+        latency, bandwidth = far if local == 1 and n > 1 else (near.latency, levels.pair)
+        bits = sum(o.bit_count() for o in range(n))
+        return Line(log2(n) * latency, bits / n / bandwidth)
+    if not power_of_two(shape) or local & (local - 1):
         return None
-    latency, bandwidth = levels.far if shape.nodes > 1 else (levels.near.latency, levels.pair)
-    bits = sum(bin(o).count("1") for o in range(shape.ranks))
-    return Line(log2(shape.ranks) * latency, bits / shape.ranks / bandwidth)
+    # Of the steps 1, 2, ..., local / 2, whose sum is less than a node, a chunk leaves its node in at most one. But the
+    # last device of a node sends to another node in all of them.
+    outside = log2(shape.nodes) + 1
+    alpha = (log2(n) - outside) * near.latency + outside * far.latency
+    return Line(alpha, log2(n) / 2 / min(near.bandwidth, far.bandwidth))
 
 
 def hierarchical_line(shape: Shape, levels: Levels) -> Line | None:
