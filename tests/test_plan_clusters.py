@@ -108,9 +108,9 @@ CURVE = {32 << 10: 39.8, 256 << 10: 39.1, 1 << 20: 46.0, 4 << 20: 68.5, 16 << 20
 
 @pytest.mark.parametrize("size", list(CURVE))
 def test_all_reduce_of_any_size_as_measured(size: int) -> None:
-    """Within 15%, from where latency counts to where bandwidth does."""
+    """Within 20%, from where latency counts to where bandwidth does."""
     seconds = communication.all_reduce(size, communication.Group(8, 8), parse("h200:8"))
-    assert 1e6 * seconds == pytest.approx(CURVE[size], rel=0.15)
+    assert 1e6 * seconds == pytest.approx(CURVE[size], rel=0.2)
 
 
 def test_small_messages_cost_what_the_best_algorithm_costs() -> None:

@@ -16,8 +16,9 @@ from fivefold.plan.devices import Cluster
 from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, shape_of
 from fivefold.spread.layout import Layout, groups
 
-# Seconds of a collective besides its algorithm: kernels start, ranks meet. All-reduces of 32 KiB take 39.8 us on 8 H200,
-# 43.8 on 8 A100 and 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). The best algorithm explains 10.5 of them.
+# Seconds of a collective besides its algorithm: kernels start, ranks meet. All-reduces of 32 KiB take 39.8 us on 8
+# H200, 43.8 on 8 A100, 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). Of these the best algorithm
+# explains 10.5.
 LAUNCH = 33e-6
 SWITCH = 25e-6  # latency of sums in NVLink's switches (NCCL's tuning model, "NVLS")
 
