@@ -154,12 +154,20 @@ def _predict(request: Request, rank: int | None, dry_run: bool = False) -> Plan:
 
 
 def _exact(recipe: Recipe, result: Plan, rank: int) -> Exact:
-    """Traces `rank` in the dtype that the prediction assumes."""
+    """Traces `rank` in the dtype that the prediction assumes: as the cluster's GPUs compute it, where this machine can
+    trace that, else as a CPU does."""
     from fivefold.plan.predict import resolved
+    from fivefold.trace import gpu
     from fivefold.trace.depth import exact
 
     precision = recipe.precision.model_copy(update={"mode": result.setting.dtype})
-    return exact(resolved(recipe.model_copy(update={"precision": precision})), rank)
+    whole, machine = (
+        resolved(recipe.model_copy(update={"precision": precision})),
+        result.setting.cluster.machine,
+    )
+    if (machine is not None and machine.on_cpu) or gpu.why_not():
+        return exact(whole, rank)
+    return gpu.exact_on_gpu(whole, rank)
 
 
 def _search(request: Request, top: int) -> Found:

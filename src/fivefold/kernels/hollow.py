@@ -1,5 +1,6 @@
-"""Hollow tensors: they claim to be on the CPU, and have a shape but no memory. The trainer's step runs on them
-unchanged (trace/), for models of any size.
+"""Hollow tensors: they claim to be on a device, and have a shape but no memory. The trainer's step runs on them
+unchanged (trace/), for models of any size. Claiming to be on a GPU, they take the code's path for GPUs, and two of them
+on different devices do not mix. That takes the guard of trace/gpu.py where PyTorch has no GPU.
 
 PyTorch's FakeTensorMode is the same idea, made for its compiler, and takes about 0.1 ms per operation. Here an
 operation runs on PyTorch's "meta" device, whose kernels compute shapes only: nothing is converted or cached.
@@ -21,24 +22,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.kernels import private
 
 aten = torch.ops.aten
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 FROM_DATA = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # torch.tensor
 _READS = (aten._local_scalar_dense.default, aten.item.default)
 _PUTS = (aten.index_put_.default, aten._index_put_impl_.default)
 _IN_PLACE = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
 """Operations without a meta kernel that write into their arguments and return nothing."""
+COPIES = (aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default)
+"""Operations between devices."""
 
 
 class Hollow(Tensor):
-    """meta: a plain tensor on "meta" of the same shape. Views share its storage."""
+    """meta: a plain tensor on "meta" of the same shape. Views share its storage. on: the device it claims to be on."""
 
     meta: Tensor
+    on: torch.device
     hollow = True  # `native.call` asks this of its first tensor
 
     @staticmethod
-    def __new__(cls, meta: Tensor) -> Hollow:
-        self = private.wrapper(cls, meta)
-        self.meta = meta
+    def __new__(cls, meta: Tensor, on: torch.device = CPU) -> Hollow:
+        self = private.wrapper(cls, meta, on)
+        self.meta, self.on = meta, on
         return self
 
     __torch_function__ = private.no_torch_function  # pyright: ignore[reportAssignmentType]
@@ -57,7 +61,7 @@ class Hollow(Tensor):
     @data.setter
     def data(self, other: Hollow) -> None:
         Tensor.data.__set__(self, other)  # pyright: ignore[reportAttributeAccessIssue]
-        self.meta = other.meta
+        self.meta, self.on = other.meta, other.on
 
     def tolist(self) -> Any:
         """Counts as one read, of all elements."""
@@ -69,11 +73,12 @@ class Hollow(Tensor):
         return filled(tuple(self.shape))
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"Hollow({tuple(self.shape)}, {self.dtype})"
+        where = "" if self.on == CPU else f", {self.on}"
+        return f"Hollow({tuple(self.shape)}, {self.dtype}{where})"
 
 
 class Hollowing(TorchDispatchMode):
-    """Makes tensors hollow that are created on the CPU inside.
+    """Makes tensors hollow that are created inside, on any device but "meta".
 
     chosen: the number of elements that a mask selects, which shapes depend on. Numbers that are read are 1.
     """
@@ -95,6 +100,8 @@ class Hollowing(TorchDispatchMode):
         if self.chosen is not None and func is aten.index.Tensor and is_mask(args[1]):
             mask = args[1][0]
             return args[0].new_empty(self.chosen(mask), *args[0].shape[mask.dim() :])
+        if self.chosen is not None and func is aten.nonzero.default:
+            return args[0].new_empty(self.chosen(args[0]), args[0].dim(), dtype=torch.int64)
         return _run(func, args, kwargs or {})
 
 
@@ -107,7 +114,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _IN_PLACE:
         return None
     if func in FROM_DATA:
-        return Hollow(torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=META))
+        given = args[0]
+        return Hollow(torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=META))
     if (
         func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
     ):  # its meta kernel knows bf16 only
@@ -117,28 +125,55 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     owners: dict[int, Hollow] = {}
     bare = [_bare(arg, owners) for arg in args]
     named = {name: _bare(arg, owners) for name, arg in kwargs.items()}
-    if not _to_meta(func, args, named, owners):
+    if (on := _to_meta(func, args, named, owners)) is None:
         return func(*args, **kwargs)
     out = func(*bare, **named)
-    if func is aten.native_layer_norm.default and bare[2] is not None and bare[2].dtype == bare[0].dtype:
+    if (
+        func is aten.native_layer_norm.default and on == CPU and bare[2] is not None
+        and bare[2].dtype == bare[0].dtype
+    ):  # fmt: skip
         out = (out[0], *(statistic.to(bare[0].dtype) for statistic in out[1:]))  # as on CPUs
-    return _dressed(out, owners)
+    return _dressed(out, owners, on)
 
 
-def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Hollow]) -> bool:
-    """Sets the result's device to "meta". False: neither arguments nor result are hollow."""
+def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Hollow]) -> torch.device | None:
+    """Sends the result to "meta". Returns the device that it claims to be on; None: neither arguments nor result are
+    hollow."""
     device = kwargs.get("device")
     if device is not None:
         if device.type == "meta" and not owners:
-            return False
+            return None
         kwargs["device"] = META
         kwargs.pop("pin_memory", None)
-    elif not owners:
-        if any(isinstance(arg, Tensor) for arg in args):
-            return False
+        return numbered(device)
+    if not owners:
+        if any(isinstance(item, Tensor) for arg in args for item in (arg if type(arg) is list else (arg,))):
+            return None
         if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs["device"] = META
-    return True
+        return CPU
+    return _common(func, args, owners)
+
+
+def _common(func: Any, args: Any, owners: dict[int, Hollow]) -> torch.device:
+    """The device of an operation's arguments. A number of the CPU, a tensor without dims, goes anywhere.
+
+    Raises:
+        RuntimeError: they are on several, or on another than the operation's.
+    """
+    found = [tensor.on for tensor in owners.values()]
+    if all(on == CPU for on in found) or func in COPIES:
+        return found[0]
+    wide = {tensor.on for tensor in owners.values() if tensor.dim()}
+    wide |= {CPU for arg in args if type(arg) is Tensor and arg.dim() and arg.device == CPU}
+    if len(wide) > 1 or func.namespace == "mkldnn" or "_for_cpu" in func.__name__:
+        raise RuntimeError(f"{func} does not take tensors on {', '.join(sorted(map(str, {*found, *wide})))}")
+    return next(iter(wide), next(on for on in found if on != CPU))
+
+
+def numbered(device: torch.device) -> torch.device:
+    """The first of a device's kind, if it has no number."""
+    return device if device.type == "cpu" or device.index is not None else torch.device(device.type, 0)
 
 
 def _bare(arg: Any, owners: dict[int, Hollow]) -> Any:
@@ -156,13 +191,13 @@ def _bare(arg: Any, owners: dict[int, Hollow]) -> Any:
     return arg
 
 
-def _dressed(out: Any, owners: dict[int, Hollow]) -> Any:
+def _dressed(out: Any, owners: dict[int, Hollow], on: torch.device) -> Any:
     """Wraps a result: an argument that is returned stays the same object, others become new hollow tensors."""
     kind = type(out)
     if kind is Tensor:
-        return owners[id(out)] if id(out) in owners else Hollow(out)
+        return owners[id(out)] if id(out) in owners else Hollow(out, on)
     if kind is list or kind is tuple:
-        return kind([_dressed(item, owners) for item in out])
+        return kind([_dressed(item, owners, on) for item in out])
     return out
 
 

@@ -55,18 +55,29 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     )
     key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, compiler, cpu]).encode()).hexdigest()[:16]
     library = cache_folder() / "kernels" / f"native-{key}.so"
+    command = [compiler, *_FLAGS, str(_SOURCE), "-lm"]
     try:
-        if not library.exists():
-            _compile(compiler, library)
-        for path in (library, library.parent):
-            _require_ours(path)
+        build(library, command)
         try:
             return ctypes.CDLL(str(library)), ""
         except OSError:  # e.g. truncated by a full disk
-            _compile(compiler, library)
+            library.unlink()
+            build(library, command)
             return ctypes.CDLL(str(library)), ""
     except (OSError, subprocess.SubprocessError) as error:
         return None, f"compiling the kernels failed: {error}"
+
+
+def build(library: Path, command: list[str]) -> None:
+    """Compiles a library, unless it is there. command: without the output.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be built, or another user could have written it.
+    """
+    if not library.exists():
+        _compile(command, library)
+    for path in (library, library.parent):
+        _require_ours(path)
 
 
 def _require_ours(path: Path) -> None:
@@ -76,14 +87,14 @@ def _require_ours(path: Path) -> None:
         raise OSError(f"{path} belongs to another user or can be written by others; not loaded")
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(command: list[str], library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        whole = [*command, "-o", str(built)]
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
-            raise OSError(f"{compiler} said: {done.stderr.strip()[:300]}")
+            raise OSError(f"{command[0]} said: {done.stderr.strip()[:300]}")
         built.chmod(0o700)
         built.replace(library)  # atomic: several ranks may compile at once
 
@@ -106,6 +117,8 @@ def call(name: str, dtype: torch.dtype, *arguments: torch.Tensor | int | float |
     """Runs kernel `name` of native.c for `dtype`. Tensors go as pointers (None: null), int as int64, float as float.
     Hollow tensors have no memory, so the call does nothing: a trace takes the same path with the same shapes."""
     if getattr(arguments[0], "hollow", False):  # not every argument: this is per call of every kernel
+        assert isinstance(arguments[0], torch.Tensor)
+        assert arguments[0].device.type == "cpu", f"{name} is a kernel for CPUs"
         return
     library = _load()[0]
     assert library is not None

@@ -12,11 +12,11 @@ from torch import Tensor
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
-def wrapper(cls: type, like: Tensor) -> Any:
-    """A tensor of class `cls` that claims to be on the CPU, and has the shape and dtype of `like` but no memory.
+def wrapper(cls: type, like: Tensor, device: torch.device) -> Any:
+    """A tensor of class `cls` that claims to be on `device`, and has the shape and dtype of `like` but no memory.
     Without it there are no hollow tensors: traces would use FakeTensorMode, 10 times slower."""
     return Tensor._make_wrapper_subclass(
-        cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=torch.device("cpu")
+        cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=device
     )
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 Build = Callable[..., "torch.optim.Optimizer"]
 """build(groups, lr, **fields). groups: as torch's optimizers take them ({"params": [...], "weight_decay": ...}).
-fields: the card's fields, with a recipe's values. It must run one fused kernel over all weights, and import torch
-itself."""
+fields: the card's fields, with a recipe's values. It must run one fused kernel over all weights, which changes nothing
+where the optimizer's `found_inf` is 1, and import torch itself."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ ROW, LARGE = 1024, 1 << 16
 """Elements of a row, and of the smallest tensor that is cut into rows."""
 
 
-def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
-    """Sum of squares over all elements of these gradients: a scalar in fp64.
+def sum_of_squares(gradients: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
+    """Sum of squares over all elements of these gradients, on their device: a scalar in fp64.
 
     On CPUs PyTorch's norm adds up all squares of a tensor in fp32, one after the other: with 20 million elements 1e-3
     of the sum is lost. So large tensors are cut into rows, and the sums of rows are added in fp64.
@@ -27,7 +27,9 @@ def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
             small.append(gradient)
     if small:
         norms.append(torch.stack(torch._foreach_norm(small)))
-    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.cat(norms).double().square().sum()
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor | None:

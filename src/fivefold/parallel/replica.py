@@ -73,10 +73,8 @@ def gradient_square(replicas: Iterable[Replica], mesh: Mesh) -> Tensor:
     """This rank's share of the squared norm of the gradient, a scalar in fp64: each element counts once, on the rank
     that owns it. Where nothing is divided, every rank has the whole gradient, and its whole norm."""
     divided = mesh.layout.divided
-    square = sum_of_squares(
-        [r.gradients[n] for r in replicas for n in r.gradients if not divided or r.parts[n].owned]
-    )
-    return square.to(mesh.device)
+    mine = [r.gradients[n] for r in replicas for n in r.gradients if not divided or r.parts[n].owned]
+    return sum_of_squares(mine, mesh.device)
 
 
 def assert_owned_once(replicas: Iterable[Replica], mesh: Mesh, total: int) -> None:

@@ -25,15 +25,17 @@ FIELDS = ("global_batch_size", "microbatch_size")  # of [train]
 
 
 class CachedFigures:
-    """The figures of one rank of a resolved recipe."""
+    """The figures of one rank of a resolved recipe. device: "cpu" or "cuda", whose path of the code is traced."""
 
-    def __init__(self, recipe: Recipe, rank: int) -> None:
+    def __init__(self, recipe: Recipe, rank: int, device: str = "cpu") -> None:
         world = Layout.from_recipe(recipe.layout).ranks
         key = {
             "recipe": {name: getattr(recipe, name).model_dump(mode="json") for name in SECTIONS},
             "train": {name: getattr(recipe.train, name) for name in FIELDS},
-            "mode": compute_mode(recipe, torch.device("cpu")),  # "auto" depends on the processor
+            # "auto" depends on the processor
+            "mode": compute_mode(recipe, torch.device("cpu")) if device == "cpu" else recipe.precision.mode,
             "rank": rank,
+            "device": device,
             "threads": threads_of(world),  # some kernels have workspace per thread
             "native": not native.why_not(),
             "code": [_source(), torch.__version__],
@@ -57,6 +59,6 @@ class CachedFigures:
 def _source() -> str:
     """A hash of the package's code."""
     folder, found = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c")]):
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c"), *folder.rglob("*.cpp")]):
         found.update(path.read_bytes())
     return found.hexdigest()

@@ -15,7 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fivefold.errors import UserError
+from fivefold.kernels.hollow import CPU
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, tokens_per_step
@@ -27,8 +30,10 @@ from fivefold.trace.memory import CATEGORIES, Peak
 from fivefold.trace.step import Traced, trace
 
 AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolation: about three seconds
-LEAST_BLOCKS = 2  # of a stage in a small model
-LEAST_SHARDED = 3  # the same under ZeRO, which may hold the weights of three blocks at once
+LEAST_BLOCKS, LEAST_SHARDED = (
+    2,
+    3,
+)  # blocks of a stage in a small model; ZeRO may hold the weights of three at once
 
 Figures = Mapping[str, int]
 
@@ -37,8 +42,9 @@ Figures = Mapping[str, int]
 class Exact:
     """The figures of one rank of a layout, in one step.
 
-    traced: (layers, microbatches) of the models that ran; one entry if nothing is extrapolated. formula: the model's
-    formula for FLOPs per rank, without recomputation, averaged over ranks.
+    device: "cpu" or "cuda", whose path of the code ran. traced: (layers, microbatches) of the models that ran; one
+    entry if nothing is extrapolated. formula: the model's formula for FLOPs per rank, without recomputation, averaged
+    over ranks.
     """
 
     layout: str
@@ -47,6 +53,7 @@ class Exact:
     traced: list[tuple[int, int]]
     formula: float
     seconds: float
+    device: str = CPU.type
 
     @property
     def extrapolated(self) -> bool:
@@ -57,6 +64,7 @@ class Exact:
         return {
             "layout": self.layout,
             "rank": self.rank,
+            "device": self.device,
             "memory": {"peak_bytes": memory.total, "at_peak": memory.at_peak, "highest": memory.highest},
             "communication": [
                 {"operation": operation, "axis": axis, "calls": calls, "bytes": size}
@@ -82,14 +90,41 @@ class Exact:
         peak = Peak(memory["peak_bytes"], memory["at_peak"], memory["highest"])
         traced = [(e["layers"], e["microbatches"]) for e in found["traced"]]
         step = Traced(peak, sent, found["flops"], syncs)
-        return cls(found["layout"], found["rank"], step, traced, found["flops_formula"], seconds)
+        layout, rank, device = found["layout"], found["rank"], found["device"]
+        return cls(layout, rank, step, traced, found["flops_formula"], seconds, device)
 
 
-def exact(recipe: Recipe, rank: int = 0, kept: bool = True) -> Exact:
-    """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache.
+def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device = CPU) -> Exact:
+    """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache. device: as in
+    `step.trace`.
 
     Raises:
         UserError: the layout is not valid, or has no such rank.
+    """
+    layout = check_rank(recipe, rank)
+    began = time.perf_counter()
+    entry = CachedFigures(recipe, rank) if kept else None
+    found = entry.read() if entry else None
+    if found is not None:
+        with suppress(KeyError, TypeError):
+            return Exact.from_json(found, time.perf_counter() - began)
+    count = microbatches_per_step(recipe)
+    layers, counts = sizes(recipe.model, layout, rank, count)
+    steps = {(L, m): trace(_with_layers(recipe, L), rank, m, device) for L in layers for m in counts}
+    formula = flops_per_token(recipe.model) * tokens_per_step(recipe) / layout.ranks
+    step = extrapolate(steps, recipe.model.layers, count)
+    seconds = time.perf_counter() - began
+    result = Exact(to_text(layout), rank, step, list(steps), formula, seconds, device.type)
+    if entry:
+        entry.write(result.as_json())
+    return result
+
+
+def check_rank(recipe: Recipe, rank: int) -> Layout:
+    """The recipe's layout.
+
+    Raises:
+        UserError: it is not valid, or has no such rank.
     """
     layout = Layout.from_recipe(recipe.layout)
     validate(layout, layout.ranks)
@@ -99,21 +134,7 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True) -> Exact:
             f"rank {rank}: layout '{to_text(layout)}' has {layout.ranks} ranks, 0 to {layout.ranks - 1}. "
             f"Nearest valid: {nearest}"
         )
-    began = time.perf_counter()
-    entry = CachedFigures(recipe, rank) if kept else None
-    found = entry.read() if entry else None
-    if found is not None:
-        with suppress(KeyError, TypeError):
-            return Exact.from_json(found, time.perf_counter() - began)
-    count = microbatches_per_step(recipe)
-    layers, counts = sizes(recipe.model, layout, rank, count)
-    steps = {(L, m): trace(_with_layers(recipe, L), rank, m) for L in layers for m in counts}
-    formula = flops_per_token(recipe.model) * tokens_per_step(recipe) / layout.ranks
-    step = extrapolate(steps, recipe.model.layers, count)
-    result = Exact(to_text(layout), rank, step, list(steps), formula, time.perf_counter() - began)
-    if entry:
-        entry.write(result.as_json())
-    return result
+    return layout
 
 
 def blocks_traced(recipe: Recipe, rank: int) -> int:
@@ -131,9 +152,14 @@ def sizes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work."""
     position = layout.coordinates(rank)["pp"]
-    if sum(map(sum, _stages(model, layout, position))) * microbatches <= AS_IT_IS:
-        return (model.layers,), (microbatches,)
-    return depths(model, layout, position), fewer(microbatches, layout)
+    layers, counts = (model.layers,), (microbatches,)
+    work = sum(map(sum, _stages(model, layout, position))) * microbatches
+    if work > AS_IT_IS:
+        layers = depths(model, layout, position)
+        work = sum(map(sum, _stages(_deep(model, layers[-1]), layout, position))) * microbatches
+    if work > AS_IT_IS:
+        counts = fewer(microbatches, layout)
+    return layers, counts
 
 
 def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...]:
@@ -153,15 +179,13 @@ def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...
 
 
 def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
-    """Two small numbers of microbatches that fill the pipeline and are held as all of them are; the number itself
-    where these two would be more work.
+    """Two small numbers of microbatches that fill the pipeline and are held as all of them are.
 
     FILLING per pipeline rank reach the most live activations. The sends under way and the batches held repeat after
     another one, or two where a rank has several stages (found by tracing every schedule; tested).
     """
     first = few(microbatches, layout.pp, FILLING + min(layout.stages_per_rank, 2) * (layout.pp > 1))
-    pair = first, first + layout.pp
-    return pair if sum(pair) < microbatches else (microbatches,)
+    return (first, first + layout.pp) if first + layout.pp < microbatches else (microbatches,)
 
 
 def extrapolate(steps: Mapping[tuple[int, int], Traced], layers: int, microbatches: int) -> Traced:

@@ -90,11 +90,12 @@ class _Memory:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts from entry to exit. states: tensors of known categories; other memory is activations or buffers. Track one
-    step only: gradients are recognised while they are live."""
+    """Counts from entry to exit. states: tensors of known categories; other memory is activations or buffers. on: the
+    type of the device whose memory counts. Track one step only: gradients are recognised while they are live."""
 
-    def __init__(self, states: LiveTensors | None = None) -> None:
+    def __init__(self, states: LiveTensors | None = None, on: str = "cpu") -> None:
         super().__init__()
+        self.on = on
         self.states = states or {}
         self.there: dict[int, _Memory] = {}  # by the storage's address
         self.changes: list[tuple[_Memory, int]] = []  # bytes more or less, in order
@@ -185,7 +186,8 @@ class Tracker(TorchDispatchMode):
         """Sees all tensors in nested tuples, lists and dictionaries."""
         kind = type(found)
         if kind is Hollow:
-            self._count(found.meta.untyped_storage(), made)
+            if found.on.type == self.on:
+                self._count(found.meta.untyped_storage(), made)
         elif kind is tuple or kind is list:
             for item in found:
                 self._walk(item, made)
@@ -200,7 +202,7 @@ class Tracker(TorchDispatchMode):
         return [
             self._count(plain.untyped_storage(), made)
             for plain in _plain(tensor)
-            if plain.device.type != "meta"
+            if plain.device.type == self.on
             and not isinstance(plain, private.FakeTensor)  # these have shapes only
         ]
 

@@ -14,7 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.kernels.hollow import Hollowing, is_mask
+from fivefold.kernels.hollow import CPU, Hollow, Hollowing, is_mask
 from fivefold.launch.ranks import Ranks, threads_of
 from fivefold.models.card import card_of
 from fivefold.models.objective import predicted
@@ -37,7 +37,7 @@ from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.step.state import State, assemble
 from fivefold.step.step import take_step
-from fivefold.trace import private
+from fivefold.trace import private, standins
 from fivefold.trace.flops import Flops
 from fivefold.trace.memory import Peak, Tracker, states_of
 from fivefold.trace.traffic import Collectives
@@ -45,13 +45,17 @@ from fivefold.trace.traffic import Collectives
 aten = torch.ops.aten
 SYNCS = (
     aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default, aten.masked_select.default,
-    aten.bincount.default, aten.repeat_interleave.Tensor, aten._unique2.default,
+    aten.bincount.default, aten._unique2.default,
 )  # fmt: skip
+COPIES = (aten._to_copy.default, aten.copy_.default)
 MASKED = (
     aten.index.Tensor,
+    aten.index_put.default,
     aten.index_put_.default,
     aten._index_put_impl_.default,
 )  # these count as syncs only where a mask chooses
+operators: set[str] = set()
+"""The operators that have run on a GPU in traces of this process."""
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 TRACING = (PACKAGE + "trace" + os.sep, PACKAGE + os.path.join("kernels", "hollow.py"))
 
@@ -67,12 +71,16 @@ class Traced:
     syncs: dict[tuple[str, str], int] = field(default_factory=dict, compare=False)
 
 
-def trace(recipe: Recipe, rank: int, microbatches: int) -> Traced:
+def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU) -> Traced:
     """Traces a step of a resolved recipe on a rank of its layout. It is the second step: the first one creates the
-    optimizer's states."""
+    optimizer's states. device: another than the CPU only in the process of worker.py."""
     layout = Layout.from_recipe(recipe.layout)
-    hollow = Hollowing(partial(_chosen, recipe.model))
-    with _one_of(rank, layout.ranks) as ranks:
+    hollow = Hollowing(partial(_chosen, recipe.model, recipe.model.seq_len // layout.cp))
+    with ExitStack() as stack:
+        ranks = stack.enter_context(_one_of(rank, layout.ranks, device))
+        if device != CPU:
+            stack.enter_context(standins.a_gpu())
+            stack.enter_context(standins.Creating(hollow))
         state = assemble(recipe, ranks, memory=hollow)
         try:
             _share_evenly(state)
@@ -102,28 +110,51 @@ class Probe(Tracker):
     the operations itself."""
 
     def __init__(self, state: State, hollow: Hollowing) -> None:
-        super().__init__(states_of(state))
+        super().__init__(states_of(state), state.mesh.device.type)
         self.hollow, self.sent, self.flops = hollow, Collectives(state.mesh), Flops()
         self.syncs: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Probe:
         self.sent.listen()
+        standins.waits.append(self._waited)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        standins.waits.remove(self._waited)
         self.sent.leave()
 
     def execute(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.sent.see(func, args)
-        if func in SYNCS or (func in MASKED and is_mask(args[1])):
-            self.syncs[_name(func), _caller()] += 1
+        if self._waits(func, args, kwargs):
+            self._waited(_name(func))
         out = self.hollow.__torch_dispatch__(func, types, args, kwargs)
+        if self.on != "cpu" and func.namespace == "aten" and (type(out) is not Hollow or out.on != CPU):
+            operators.add(func.name())
         if out is NotImplemented:  # Hollowing leaves it to the tensors' class
             out = func(*args, **kwargs)
         self.flops.see(func, args, kwargs, out)
         return out
+
+    def _waits(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """True if the host waits for the device: it needs a value, or copies to or from the CPU and waits for it."""
+        if func in COPIES:
+            if self.on == "cpu":
+                return False
+            there = kwargs.get("device") if func is aten._to_copy.default else args[1].device
+            waits = not (
+                kwargs.get("non_blocking") or (func is aten.copy_.default and len(args) > 2 and args[2])
+            )
+            return there is not None and there.type != args[0].device.type and waits
+        if func is aten.repeat_interleave.Tensor:
+            return kwargs.get("output_size") is None
+        if func in MASKED:
+            return is_mask(args[1])
+        return func in SYNCS and args[0].device.type == self.on
+
+    def _waited(self, name: str) -> None:
+        self.syncs[name, _caller()] += 1
 
     def found(self) -> Traced:
         sent = {key: (calls, size) for key, (calls, size) in sorted(self.sent.found.items())}
@@ -146,7 +177,7 @@ def _caller() -> str:
 
 
 @contextmanager
-def _one_of(rank: int, world: int) -> Iterator[Ranks]:
+def _one_of(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
     """Acts as one of `world` ranks that share this machine; the others do not exist."""
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_of(world))  # some kernels have workspace per thread
@@ -154,7 +185,7 @@ def _one_of(rank: int, world: int) -> Iterator[Ranks]:
     if world > 1:
         dist.init_process_group("fake", store=private.FakeStore(), rank=rank, world_size=world)
     try:
-        yield Ranks(rank, world, rank, world, torch.device("cpu"))
+        yield Ranks(rank, world, rank, world, device)
     finally:
         torch.set_num_threads(threads)
         sys.excepthook = hook
@@ -181,13 +212,15 @@ def _share_evenly(state: State) -> None:
 
 def _even(rows_2G: Tensor, rows: int) -> list[list[int]]:
     ranks = rows_2G.shape[1]
+    rows_2G.tolist()  # as the method that this replaces does: a host sync
     return [[rows // ranks + (index < rows % ranks) for index in range(ranks)]] * 2
 
 
-def _chosen(model: ModelSection, mask: Tensor) -> int:
-    """Number of elements that a mask selects: masked tokens (B, T), or slots (M) that fit their experts' capacity."""
+def _chosen(model: ModelSection, T: int, mask: Tensor) -> int:
+    """Number of elements that a mask selects: masked tokens (B T), T of each sequence, or slots (M) that fit their
+    experts' capacity."""
     if (objective := card_of(model).objective) == "mlm":
-        return mask.shape[0] * predicted(objective, mask.shape[1])
+        return mask.numel() // T * predicted(objective, T)
     assert model.experts, "nothing else is chosen by its values"
     room = math.ceil(model.capacity_factor * mask.numel() / model.experts)
     return min(mask.numel(), model.experts * room)

@@ -25,10 +25,11 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
 
 
 def _how(exact: Exact) -> str:
+    where = "a CPU" if exact.device == "cpu" else "a GPU"
     if not exact.extrapolated:
-        return "the trainer's own step, traced as a CPU computes it"
+        return f"the trainer's own step, traced as {where} computes it"
     models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
-    return f"the trainer's own step as a CPU computes it, extrapolated from {models}"
+    return f"the trainer's own step as {where} computes it, extrapolated from {models}"
 
 
 def _memory(plan: Plan, exact: Exact) -> Iterator[str]:

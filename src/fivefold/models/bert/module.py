@@ -41,8 +41,10 @@ class MaskedOnly(nn.Module):
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if targets_BT is None:
             return x_BTD, None
-        masked_BT = targets_BT != -100
-        return x_BTD[masked_BT].unsqueeze(0), targets_BT[masked_BT].unsqueeze(0)
+        # Their number is a shape. On a GPU the host waits for it: here, and nowhere else in forward or backward.
+        masked_M = (targets_BT != -100).flatten().nonzero().squeeze(1)
+        targets_M = targets_BT.flatten().index_select(0, masked_M)
+        return x_BTD.flatten(0, 1).index_select(0, masked_M).unsqueeze(0), targets_M.unsqueeze(0)
 
 
 class Model(LanguageModel):

@@ -1,0 +1,107 @@
+"""Traces a GPU's step on a machine with neither GPU nor driver: the code's path for GPUs, on tensors that claim to be
+on one (kernels/hollow.py).
+
+PyTorch's CPU build has no device guard for "cuda", which autograd asks for from C++. guard.cpp is one that does
+nothing. The machine's C++ compiler builds it at first use (two seconds). It must be loaded before PyTorch, and makes
+PyTorch believe in a GPU, so it gets a process of its own (worker.py) and is never loaded in a user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.errors import UserError
+from fivefold.files import cache_folder
+from fivefold.kernels.native import build
+from fivefold.recipe import Recipe
+from fivefold.trace.cache import CachedFigures
+from fivefold.trace.depth import Exact, check_rank
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+TORCH = Path(torch.__file__).parent
+FLAGS = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{TORCH / 'include'}"]
+LINKED = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+
+
+@cache
+def why_not() -> str:
+    """The reason why GPUs cannot be traced here; empty if they can."""
+    if torch.version.cuda or torch.version.hip:
+        return "this PyTorch is built for GPUs; the stand-in for one needs a CPU build"
+    if sys.platform != "linux":
+        return f"the stand-in for a GPU is built on Linux only, this is {sys.platform}"
+    if _compiler() is None:
+        return "no C++ compiler found (looked for $CXX, c++, g++)"
+    try:
+        _library()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"compiling the stand-in for a GPU failed: {error}"
+    return ""
+
+
+def _compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+
+
+def _library() -> Path:
+    """The guard as a library, in the cache folder."""
+    compiler = _compiler()
+    assert compiler is not None
+    parts = [SOURCE.read_text(), torch.__version__, compiler, *FLAGS]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    library = cache_folder() / "kernels" / f"guard-{key}.so"
+    build(library, [compiler, *FLAGS, str(SOURCE), *LINKED])
+    return library
+
+
+def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
+    """`depth.exact` of the GPU's path, from the cache or from a process of its own.
+
+    Raises:
+        UserError: the layout is not valid, or has no such rank.
+    """
+    entry = CachedFigures(recipe, rank, "cuda")
+    found, began = entry.read(), time.perf_counter()
+    if found is None:
+        check_rank(recipe, rank)
+        [result] = on_gpu([(recipe, rank)])
+        if "error" in result:
+            raise RuntimeError(f"the trace failed: {result['error']}")
+        entry.write(found := result["exact"])
+    return Exact.from_json(found, time.perf_counter() - began)
+
+
+def on_gpu(jobs: Iterable[tuple[Recipe, int]]) -> list[dict[str, Any]]:
+    """Traces (resolved recipe, rank) one after the other in one other process. Each result has the fields of
+    `worker.answer`.
+
+    Raises:
+        UserError: GPUs cannot be traced here.
+    """
+    if reason := why_not():
+        raise UserError(f"the step cannot be traced as a GPU computes it: {reason}")
+    lines = [json.dumps({"recipe": recipe.model_dump_json(), "rank": rank}) for recipe, rank in jobs]
+    libraries = [str(TORCH / "lib" / "libtorch_cpu.so"), str(_library())]
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold.trace.worker", *libraries],
+        input="\n".join(lines), capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(
+            f"the process that traces GPUs ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
+    return [json.loads(line) for line in done.stdout.splitlines()]

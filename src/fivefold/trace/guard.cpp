@@ -1,0 +1,56 @@
+/* A GPU that does nothing, for the CPU build of PyTorch: what autograd asks of a device before it runs operations on it.
+ *
+ * A trace's tensors claim to be on cuda:0 but hold no memory, and their operations compute shapes only (kernels/hollow.py).
+ * Autograd still wants a device guard, streams and events from C++, which a CPU build does not have. These do nothing.
+ * Only for traces, in a process of their own (trace/gpu.py). It must be loaded before PyTorch asks for CUDA's hooks. */
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+const c10::Device GPU(c10::DeviceType::CUDA, 0);
+const c10::Stream QUEUE(c10::Stream::DEFAULT, GPU);
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device exchangeDevice(c10::Device) const override { return GPU; }
+  c10::Device getDevice() const override { return GPU; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const override { return QUEUE; }
+  c10::Stream getDefaultStream(c10::Device) const override { return QUEUE; }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return QUEUE; }
+  c10::Stream getNewStream(c10::Device, int) const override { return QUEUE; }
+  c10::Stream exchangeStream(c10::Stream) const override { return QUEUE; }
+  void record(void **, const c10::Stream &, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void *, const c10::Stream &) const override {}
+  bool queryEvent(void *) const override { return true; }
+  bool queryStream(const c10::Stream &) const override { return true; }
+  void synchronizeStream(const c10::Stream &) const override {}
+  void synchronizeEvent(void *) const override {}
+  void synchronizeDevice(c10::DeviceIndex) const override {}
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+struct Hooks final : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex current_device() const override { return 0; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+};
+
+}  // namespace
+
+namespace at {
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
+}

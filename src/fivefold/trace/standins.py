@@ -1,0 +1,152 @@
+"""Stand-ins for what a step asks of `torch.cuda`, for the length of a trace: streams, events and random states that do
+nothing. PyTorch's CPU build refuses all of it. Nothing is queued in a trace, so nothing is out of order.
+
+Attention calls the kernel that PyTorch picks on NVIDIA GPUs from Ampere on. A CPU build would pick another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fivefold.kernels.hollow import Hollowing
+from fivefold.trace import private
+
+DEVICE = torch.device("cuda", 0)
+CAPABILITY = (9, 0)
+"""Of the GPU that the trace stands for: an H100's. "auto" is bf16 from (8, 0) on."""
+waits: list[Callable[[str], None]] = []
+"""Called with a name whenever the host would wait for the device."""
+_attention = F.scaled_dot_product_attention
+
+
+class Stream:
+    """A queue that is always empty."""
+
+    device = DEVICE
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        _waited("stream")
+
+
+class Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        pass
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        _waited("event")
+
+
+def _waited(name: str) -> None:
+    for seen in waits:
+        seen(name)
+
+
+@contextmanager
+def a_gpu() -> Iterator[None]:
+    """Lets code inside use one GPU of PyTorch's, as far as a step does. Blocks are not compiled."""
+    queue = Stream()
+    cuda = {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: queue,
+        "stream": lambda stream: nullcontext(stream),
+        "synchronize": lambda device=None: _waited("device"),
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device": lambda device: nullcontext(),
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device="cuda": torch.empty(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
+        "_initialized": True,
+        "_lazy_init": lambda: None,
+    }
+    with ExitStack() as stack:
+        for name, value in cuda.items():
+            _set(stack, torch.cuda, name, value)
+        _set(stack, torch.compiler, "disable", lambda function: function)
+        _set(stack, nn.Module, "compile", lambda module, *_, **__: None)
+        _set(stack, Tensor, "record_stream", lambda tensor, stream: None)
+        _set(stack, F, "scaled_dot_product_attention", _gpu_attention)
+        yield
+
+
+def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    before = getattr(owner, name)
+    stack.callback(setattr, owner, name, before)
+    setattr(owner, name, value)
+
+
+def _gpu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention in half precision; in fp32 the memory-efficient kernel, which knows no groups of heads."""
+    assert attn_mask is None, "a step's attention has no mask"
+    if q.dtype in (torch.bfloat16, torch.float16):
+        d = q.shape[-1]
+        q, k, v = (F.pad(x, (0, -d % 8)) for x in (q, k, v))
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale or 1 / math.sqrt(d)
+        )[0][..., :d]
+    if not enable_gqa:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, dropout_p, is_causal, scale=scale
+        )[0]
+    return _attention(q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=True)
+
+
+class Creating(TorchFunctionMode):
+    """Makes tensors hollow that are created on the GPU, or sent there, where `hollow` is not entered: modules are built
+    outside of it, on "meta". Also where PyTorch itself would copy from the CPU before anybody sees it."""
+
+    def __init__(self, hollow: Hollowing) -> None:
+        super().__init__()
+        self.hollow = hollow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "cuda":
+            return func(*args, **kwargs)
+        with nullcontext() if self.hollow in private.modes() else self.hollow:
+            if func is torch.tensor:
+                return func(*args, **{**kwargs, "device": "cpu"}).to(device)
+            return func(*args, **kwargs)

@@ -1,0 +1,37 @@
+"""The process in which GPUs are traced: python -m fivefold.trace.worker LIBRARY... (see gpu.py).
+
+It reads one job per line and writes one answer per line, both in JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import traceback
+from typing import Any
+
+
+def main() -> None:
+    for library in sys.argv[1:]:
+        ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # before torch is imported
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
+
+
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Returns {"exact": as `depth.Exact.as_json`, "operators": those that ran on the GPU} or {"error": ...}."""
+    from fivefold.recipe import Recipe
+    from fivefold.trace.depth import exact
+    from fivefold.trace.standins import DEVICE
+    from fivefold.trace.step import operators
+
+    operators.clear()
+    try:
+        found = exact(Recipe.model_validate_json(job["recipe"]), job["rank"], kept=False, device=DEVICE)
+    except Exception:
+        return {"error": traceback.format_exc()}
+    return {"exact": found.as_json(), "operators": sorted(operators)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""The GPU's path of a step, traced on a machine without a GPU: every operator takes its tensors where they are and has
+a kernel for GPUs, and the host waits only where docs/gpu.md says."""
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fivefold.errors import UserError
+from fivefold.kernels import native
+from fivefold.kernels.hollow import CPU, Hollow, Hollowing
+from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
+from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import stages_of
+from fivefold.trace import gpu
+from fivefold.trace.depth import exact
+from fivefold.trace.standins import DEVICE
+
+V, LAYERS = 96, 4
+TINY = [
+    f"model.layers={LAYERS}", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=80",
+    "model.seq_len=32", f"model.vocab_size={V}", "train.global_batch_size=8", "train.microbatch_size=2",
+    "train.sample_every=0", "train.steps=4", "optim.warmup_steps=0", "model.tie_embeddings=true",
+]  # fmt: skip
+ARCHS = {
+    "llama": [],
+    "gpt2": ["model.kv_heads=4", "model.dropout=0.1"],
+    "bert": ["model.kv_heads=4", "model.dropout=0.1"],
+    "moe": ["model.experts=4", "model.experts_per_token=2", "model.shared_experts=1", "model.balance=bias"],
+}
+MORE_ARCHS = {"qwen3": ["model.head_dim=12"], "olmo2": []}
+PIPELINES = [
+    f"pp=2,schedule={name},virtual_stages={max(1, min(2, schedule.stages[1] or 2))}"
+    for name, schedule in SCHEDULES.items()
+]
+LAYOUTS = [
+    "dp=1", "dp=1,recompute=full", "dp=1,recompute=selective", "dp=2",
+    "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp_replicate=2,dp_shard=2,zero=2",
+    "tp=2", "tp=2,sp=true", "tp=2,sp=true,recompute=selective", "cp=2", "cp=2,cp_method=ulysses", *PIPELINES,
+    "dp=2,tp=2,pp=2,zero=1,schedule=1f1b",
+    "dp=2,tp=2,pp=2,sp=true,zero=3,schedule=zbv,virtual_stages=2,recompute=full",
+    "dp=2,cp=2,tp=2,pp=2,sp=true,zero=2,schedule=gpipe",
+]  # fmt: skip
+EXPERTS = [
+    "dp=2,ep=2", "dp=2,ep=2,zero=3", "dp=2,tp=2,ep=2,sp=true,recompute=full",
+    "dp=2,cp=2,tp=2,pp=2,ep=2,sp=true,zero=1,schedule=1f1b",
+]  # fmt: skip
+CASES = [
+    *((arch, layout) for arch in ARCHS for layout in LAYOUTS),
+    *(("moe", layout) for layout in EXPERTS),
+    *((arch, layout) for arch in MORE_ARCHS for layout in ("dp=2,zero=3", "tp=2,sp=true", "cp=2")),
+]
+OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
+    "fp32": ("dp=2,zero=3", "llama", ["precision.mode=fp32"]),
+    "fp32 ring": ("cp=2", "llama", ["precision.mode=fp32"]),
+    "auto": ("dp=1", "llama", ["precision.mode=auto"]),
+    "bf16 sums": ("dp=2,zero=1", "llama", ["precision.reduce=bf16"]),
+    "untied": ("tp=2", "llama", ["model.tie_embeddings=false"]),
+    "no clipping": ("dp=1", "llama", ["optim.grad_clip=0"]),
+    **{name: ("dp=2,zero=2", "llama", [f"optim.name={name}"]) for name in ("sgd", "momentum", "nesterov")},
+    "capacity": ("dp=1", "moe", ["model.capacity_factor=1.0"]),
+}
+pytestmark = pytest.mark.skipif(bool(gpu.why_not()), reason=gpu.why_not())
+
+
+def recipe_of(layout: str, arch: str, *overrides: str) -> Recipe:
+    sets = [*TINY, f"model.arch={arch}", "precision.mode=bf16", *{**ARCHS, **MORE_ARCHS}[arch], *overrides]
+    return resolve(load("quickstart", sets, layout), vocab_size=V)
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict:
+    """The answers of one process for all cases. The last rank computes the loss, also in a pipeline."""
+    recipes = {(arch, layout): recipe_of(layout, arch) for arch, layout in CASES}
+    recipes |= {name: recipe_of(layout, arch, *sets) for name, (layout, arch, sets) in OTHERS.items()}
+    began = time.perf_counter()
+    found = gpu.on_gpu((r, Layout.from_recipe(r.layout).ranks - 1) for r in recipes.values())
+    print(f"{len(found)} traces of the GPU's path: {time.perf_counter() - began:.0f} s")
+    return {key: (recipe, answer) for (key, recipe), answer in zip(recipes.items(), found, strict=True)}
+
+
+def syncs(answer: dict) -> Counter[tuple[str, str]]:
+    """Host syncs by operation and file."""
+    found = Counter()
+    for sync in answer["exact"]["host_syncs"]:
+        found[sync["operation"], sync["at"].split(":")[0]] += sync["times"]
+    return found
+
+
+def expected(recipe: Recipe) -> dict[tuple[str, str], int]:
+    """What the table of docs/gpu.md says of the last rank."""
+    model, layout = recipe.model, Layout.from_recipe(recipe.layout)
+    microbatches = microbatches_per_step(recipe)
+    mine = stages_of(layout, layout.pp - 1)
+    stages = layout.pp * layout.stages_per_rank
+    found = {("event", "step/step.py"): 1}
+    if model.arch == "bert" and stages - 1 in mine:
+        found["nonzero", "models/bert/module.py"] = microbatches
+    blocks = model.layers * len(mine) // stages * microbatches
+    repeated = 1 + (recipe.layout.recompute == "full")
+    if layout.ep > 1:
+        found["item", "parallel/expert.py"] = blocks * repeated
+    if model.arch == "moe" and model.capacity_factor:
+        found["index", "kernels/mixture.py"] = blocks * repeated
+    return found
+
+
+@pytest.mark.parametrize(("arch", "layout"), CASES)
+def test_every_layout_and_architecture(traced, arch: str, layout: str) -> None:
+    check(*traced[arch, layout])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_settings(traced, name: str) -> None:
+    check(*traced[name])
+
+
+def check(recipe: Recipe, answer: dict) -> None:
+    assert "error" not in answer, answer["error"]
+    assert answer["exact"]["device"] == "cuda"
+    assert answer["exact"]["memory"]["at_peak"]["optimizer"] > 0 or recipe.optim.name == "sgd"
+    assert syncs(answer) == expected(recipe)
+    assert not {name for name in answer["operators"] if not runs_on_gpus(name)}
+
+
+def operators_of_pytorch() -> dict[str, dict]:
+    """PyTorch's own list of its operators and the devices of their kernels, by name and overload."""
+    import torchgen
+
+    path = Path(torchgen.__file__).with_name("packaged") / "ATen" / "native" / "native_functions.yaml"
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return {entry["func"].split("(")[0]: entry for entry in yaml.load(path.read_text(), loader)}
+
+
+TABLE = operators_of_pytorch()
+
+
+def runs_on_gpus(name: str) -> bool:
+    """True if PyTorch has a kernel for CUDA, or composes the operator of others."""
+    entry = TABLE[name.removeprefix("aten::")]
+    entries = [entry, TABLE[entry["structured_delegate"]]] if "structured_delegate" in entry else [entry]
+    if any("ufunc_inner_loop" in one for one in entries):  # generated for CPUs and GPUs from one formula
+        return True
+    kernels = [
+        device.strip()
+        for one in entries
+        for devices in one.get("dispatch", ())
+        for device in devices.split(",")
+    ]
+    composed = not kernels and "structured_delegate" not in entry
+    return composed or any(device == "CUDA" or device.startswith("Composite") for device in kernels)
+
+
+def test_the_list_of_operators_tells_devices_apart() -> None:
+    assert runs_on_gpus("aten::_scaled_dot_product_flash_attention")
+    assert runs_on_gpus("aten::add.Tensor")
+    assert not runs_on_gpus("aten::_scaled_dot_product_flash_attention_for_cpu")
+    assert not runs_on_gpus("aten::mkldnn_linear")
+
+
+def test_messages_and_flops_are_those_of_a_cpu(traced) -> None:
+    """But for the algorithm of a scatter, which is an all-to-all on CPUs, and for attention, whose kernels differ."""
+    for layout in ("dp=2", "tp=2,sp=true", "dp=2,zero=3"):
+        recipe, answer = traced["llama", layout]
+        cpu = exact(recipe, 1, kept=False).as_json()
+        there, here = (
+            {(e["operation"], e["axis"]): (e["calls"], e["bytes"]) for e in found["communication"]}
+            for found in (answer["exact"], cpu)
+        )
+        if "zero" in layout:
+            there["all_to_all", "shard"] = there.pop(("reduce_scatter", "shard"))
+        assert there == here
+        for category in ("params", "gradients", "optimizer"):
+            assert answer["exact"]["memory"]["at_peak"][category] == cpu["memory"]["at_peak"][category]
+
+
+def test_devices_do_not_mix() -> None:
+    with Hollowing():
+        here, there = torch.empty(2), Hollow(torch.empty(2, device="meta"), DEVICE)
+        assert (there + torch.tensor(1.0)).device == DEVICE, "a number goes anywhere"
+        assert there.to("cpu").device == CPU
+        with pytest.raises(RuntimeError, match=r"aten.add.Tensor does not take tensors on cpu, cuda:0"):
+            here + there
+        with pytest.raises(RuntimeError, match="_for_cpu"):
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[there.view(1, 1, 1, 2)] * 3)
+        with pytest.raises(AssertionError, match="swiglu_forward is a kernel for CPUs"):
+            native.call("swiglu_forward", torch.float32, there, there, 1, 1)
+
+
+WAITS = """
+import ctypes, sys
+for library in sys.argv[1:]:
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+import json, torch
+from fivefold.trace import step
+from fivefold.trace.standins import DEVICE
+import fivefold.step.step as trained
+from test_trace_gpu import recipe_of
+
+def clumsy(state, share, stop):
+    loss, norm, stop = agree(state, share, stop)
+    loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
+    torch.tensor([0, 1]).to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
+    counts = torch.ones(3, device=DEVICE, dtype=torch.int64)
+    torch.stack([loss, norm]).isnan().nonzero(), counts.repeat_interleave(counts, output_size=3)
+    return loss, norm, stop
+
+agree, trained.agree = trained.agree, clumsy
+recipe = recipe_of("dp=1", "bert")  # a model of which masks choose tokens
+found = step.trace(recipe, 0, 1, DEVICE).syncs
+print(json.dumps([[name, times] for (name, place), times in found.items()]))
+"""
+
+
+def test_what_waits_is_found() -> None:
+    """Reading a value, copies in both directions unless they say that nobody waits, and waiting itself."""
+    libraries = [str(gpu.TORCH / "lib" / "libtorch_cpu.so"), str(gpu._library())]
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS, *libraries],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = Counter()
+    for name, times in json.loads(done.stdout.splitlines()[-1]):
+        found[name] += times
+    assert found == {"event": 1, "item": 1, "to_copy": 3, "device": 1, "stream": 1, "nonzero": 2}
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    gpu.why_not.cache_clear()
+    with pytest.raises(UserError, match=r"no C\+\+ compiler found \(looked for \$CXX, c\+\+, g\+\+\)"):
+        gpu.on_gpu([(recipe_of("dp=1", "llama"), 0)])
+    monkeypatch.undo()
+    gpu.why_not.cache_clear()
+    assert not gpu.why_not()
