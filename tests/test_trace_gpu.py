@@ -187,7 +187,7 @@ def test_devices_do_not_mix() -> None:
         assert (there + torch.tensor(1.0)).device == DEVICE, "a number goes anywhere"
         assert there.to("cpu").device == CPU
         with pytest.raises(RuntimeError, match=r"aten.add.Tensor does not take tensors on cpu, cuda:0"):
-            here + there
+            here.add(there)
         with pytest.raises(RuntimeError, match="_for_cpu"):
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[there.view(1, 1, 1, 2)] * 3)
         with pytest.raises(AssertionError, match="swiglu_forward is a kernel for CPUs"):

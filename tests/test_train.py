@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,7 +305,7 @@ def test_a_step_is_read_while_the_next_one_runs(text):
     )
     state = build_state(recipe, ranks_of(0, 1))
     tokens = torch.ones(8, 16, dtype=torch.int64)
-    hooks = Recorder([(tokens, tokens)] * 5)
+    hooks: Any = Recorder([(tokens, tokens)] * 5)
     with pytest.raises(StopIteration):
         train_loop(state, recipe, hooks)
     first = ["begin", "begin", "record 1", "begin", "record 2", "record 3", "save 3"]

@@ -96,7 +96,7 @@ def on_gpu(jobs: Iterable[tuple[Recipe, int]]) -> list[dict[str, Any]]:
     libraries = [str(TORCH / "lib" / "libtorch_cpu.so"), str(_library())]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "fivefold.trace.worker", *libraries],
+        [sys.executable, "-P", "-m", "fivefold.trace.worker", *libraries],
         input="\n".join(lines), capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip

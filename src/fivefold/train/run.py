@@ -34,7 +34,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
     """Trains on one rank. Returns the signal that stopped the run early, or None if it is complete."""
     recipe = job.recipe
     with ExitStack() as stack:
-        message = "stopping: finishing this step, then saving" if ranks.first else ""
+        message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
         state = build_state(recipe, ranks, job.module)
         for replica in state.parallel.replicas:
