@@ -58,6 +58,7 @@ def operations(rank: int, world: int) -> None:
         found = axis.sum_scatter(rows.float().flatten(), torch.empty(6), dtype)
         equal(found, total[mine].float().flatten())
         equal(axis.all_to_all(rows), torch.cat([x[mine] for x in every]))
+        equal(axis.start_all_to_all(rows)(), torch.cat([x[mine] for x in every]))
         equal(axis.broadcast(rows.clone(), world - 1), every[-1])
         # Uneven: rank i sends j + (i == j) rows to rank j.
         splits = [[j + (i == j) for j in range(world)] for i in range(world)]

@@ -144,6 +144,13 @@ class Axis:
         self._run("all_to_all", larger, dist.all_to_all_single, out, x, taken, given)
         return out
 
+    def start_all_to_all(self, x: Tensor) -> Started:
+        """Starts `all_to_all` with equal slices."""
+        if self.group is None:
+            return Started(self, "all_to_all", x)
+        out = torch.empty_like(x)
+        return self._start("all_to_all", out, out, dist.all_to_all_single, out, x)
+
     def run(self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False) -> Tensor:
         """Runs a collective of `spread/regions.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
         what = collective.backward if backward else collective.forward

@@ -33,6 +33,7 @@ _TAGS = {
     "tokens_per_s": "speed/tokens_per_s",
     "mfu": "speed/mfu",
     "noise_scale": "train/noise_scale",
+    "compression_error": "train/compression_error",
     "peak_memory_bytes": "memory/peak_bytes",
     "tokens": "train/tokens",
 }
@@ -57,7 +58,7 @@ class MetricsWriter:
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write one line. `metrics` has an integer `step`; its other values are numbers (also 0-d tensors and
-        arrays), text or None."""
+        arrays), text, None, or numbers by name."""
         line = {key: _plain(value) for key, value in metrics.items() if value is not None}
         assert isinstance(line.get("step"), int), f"a metrics line needs an integer step: {metrics}"
         self._file.write(json.dumps(_no_nan(line), allow_nan=False, ensure_ascii=False) + "\n")
@@ -128,7 +129,10 @@ def _plain(value: Any) -> Any:
 
 
 def _no_nan(line: dict[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    return {
+        k: _no_nan(v) if isinstance(v, dict) else None if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in line.items()
+    }
 
 
 class _Events:

@@ -19,7 +19,7 @@ from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, printable, short_number, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.run_charts import run_charts
-from fivefold.observe.sections import commands, machine, recipe_text, sampled, samples
+from fivefold.observe.sections import commands, compression, machine, recipe_text, sampled, samples
 from fivefold.observe.summary import column, summarize
 from fivefold.recipe import Recipe, count_parameters, load
 
@@ -43,6 +43,7 @@ def page(run: Path) -> str:
     sections = [
         _section("Curves", run_charts(lines) + _table(lines)) if lines else "",
         _section("Predicted and measured", prediction.section(prediction.read(run))),
+        _section("Compressed gradients", shown) if (shown := compression(lines)) else "",
         _section("Samples", samples(lines)),
         _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
         _section("Machine", machine(run / "machine.json")),

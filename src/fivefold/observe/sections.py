@@ -41,6 +41,25 @@ def samples(lines: Sequence[dict[str, Any]]) -> str:
     return shown + (f'<p class="none">{left:,} more are in metrics.jsonl.</p>' if left > 0 else "")
 
 
+def compression(lines: Sequence[dict[str, Any]]) -> str:
+    """What compressed sums left out of each parameter's gradient, at the last validation; "" without compression."""
+    found = [
+        (line["step"], line[key]) for line in lines if isinstance(line.get(key := "compression_errors"), dict)
+    ]
+    if not found:
+        return ""
+    step, errors = found[-1]
+    rows = "".join(
+        f'<tr><th scope="row">{escape(printable(name))}</th><td>{100 * error:.1f}%</td></tr>\n'
+        for name, error in errors.items()
+    )
+    return (
+        f"<p>In step {step:,} rank 0 did not send these shares of its gradients (by their norm). They are added to the "
+        'next gradients.</p><details><summary>By parameter</summary><table><thead><tr><th scope="col">Parameter'
+        f'</th><th scope="col">Not sent</th></tr></thead><tbody>\n{rows}</tbody></table></details>'
+    )
+
+
 def recipe_text(path: Path, recipe: Recipe | None) -> str:
     """recipe.toml with marks on fields that differ from their defaults. A field's meaning is its tooltip."""
     if not path.is_file():

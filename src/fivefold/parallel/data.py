@@ -2,7 +2,8 @@
 
 The sum runs in buckets (spread/units.py), slices of the flat gradient buffer (parallel/flat.py). In the last backward
 of a step each bucket starts once its gradients are there, so communication overlaps with the rest of backward (Li et
-al., arXiv 2006.15704). Earlier microbatches communicate nothing.
+al., arXiv 2006.15704). Earlier microbatches communicate nothing. `layout.compress` sums buckets with fewer bytes
+(comm/compress).
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.comm import Axis, Started
+from fivefold.comm.compress import CompressedSum, compressed_sum
+from fivefold.comm.compress.base import Messages
 from fivefold.optim.updater import Updater
 from fivefold.parallel.flat import Weights
+from fivefold.schedules.compression import Compressor
 from fivefold.spread.parts import Part
 from fivefold.spread.units import BUCKET_BYTES, buckets
 
@@ -33,11 +37,12 @@ class DataParallel:
         axis: Axis,
         reduce: torch.dtype = torch.float32,
         flat_master: Tensor | None = None,
+        compressor: Compressor | None = None,
     ):
-        """flat_master: see `Weights`."""
+        """flat_master: see `Weights`. compressor: see `GradientSum`."""
         self.parts = {name: parts[name] for name in params}
         self.weights = Weights(params, compute_dtype, flat_master)
-        self.sum = GradientSum(self.weights, axis, reduce)
+        self.sum = GradientSum(self.weights, axis, reduce, compressor=compressor)
         self.masters, self.gradients = self.weights.master, self.weights.grads
         self.start_step, self.refresh, self.close = (
             self.weights.start_step,
@@ -55,8 +60,21 @@ class DataParallel:
         self.refresh()
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """The working weights; see `Replica.kept`."""
-        return {"params": [self.weights.flat_working]}
+        """The working weights, and what compression keeps; see `Replica.kept`."""
+        return {"params": [self.weights.flat_working], "gradients": list(self.unsent().values())}
+
+    def unsent(self) -> dict[str, Tensor]:
+        """What compression keeps from step to step, by a name; empty without it. Checkpoints store it."""
+        return {
+            f"{number}.{name}": tensor
+            for number, one in enumerate(self.sum.compressed)
+            for name, tensor in one.state().items()
+        }
+
+    def errors(self) -> dict[str, float]:
+        """What compression left out in the last step, by parameter (`CompressedSum.errors`); empty without it."""
+        found = [error for one in self.sum.compressed for error in one.errors()]
+        return dict(zip(self.weights.names, found, strict=True)) if found else {}
 
     def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
         """Calls `seen` with the gradient of each of these parameters in every microbatch."""
@@ -77,6 +95,8 @@ class GradientSum:
     """Sums the gradients of `weights` over the ranks of `axis`, by buckets, in dtype `reduce`.
 
     Use: `enable_sync()` before the last backward of a step, `wait()` after it. With one rank both do nothing.
+
+    compressor: None sums all bits. compressed: the compressed sum of each bucket, if there is a compressor.
     """
 
     def __init__(
@@ -85,12 +105,20 @@ class GradientSum:
         axis: Axis,
         reduce: torch.dtype = torch.float32,
         bucket_bytes: int = BUCKET_BYTES,
+        compressor: Compressor | None = None,
     ):
         self.weights, self.axis, self.reduce = weights, axis, reduce
-        sizes = [p.numel() for p in weights.params]
-        self.buckets = [Bucket(indices, weights.offsets) for indices in buckets(sizes, bucket_bytes)]
+        shapes = [tuple(p.shape) for p in weights.params]
+        some = buckets([p.numel() for p in weights.params], bucket_bytes)
+        self.buckets = [Bucket(indices, weights.offsets) for indices in some]
+        self.compressed: list[CompressedSum] = []
+        if compressor is not None and axis.size > 1:
+            self.compressed = [
+                compressed_sum(compressor, shapes[indices.start : indices.stop], axis, number)
+                for number, indices in enumerate(some)
+            ]
         self._bucket_of = [bucket for bucket in self.buckets for _ in bucket.indices]
-        self._started: list[Started] = []
+        self._started: list[tuple[Messages, Started]] = []
         self._syncing = False
         weights.on_gradient = self._gradient_ready
 
@@ -108,10 +136,13 @@ class GradientSum:
             return
         while len(self._started) < len(self.buckets):
             self._start()
-        for bucket, started in zip(self.buckets, self._started, strict=True):
-            sent = started()
-            if sent.dtype != torch.float32:
-                self.weights.flat_grads[bucket.start : bucket.end].copy_(sent)
+        under_way, self._started = self._started, []
+        while under_way:  # the next message of each bucket, in the same order on all ranks
+            under_way = [
+                (messages, started)
+                for messages, last in under_way
+                if (started := _next(messages, last)) is not None
+            ]
         self._syncing = False
 
     def _gradient_ready(self, index: int) -> None:
@@ -123,6 +154,22 @@ class GradientSum:
             self._start()
 
     def _start(self) -> None:
-        bucket = self.buckets[len(self._started)]
-        part = self.weights.flat_grads[bucket.start : bucket.end].to(self.reduce)
-        self._started.append(self.axis.start_all_reduce(part))
+        number = len(self._started)
+        bucket = self.buckets[number]
+        part = self.weights.flat_grads[bucket.start : bucket.end]
+        messages = self.compressed[number].sum(part) if self.compressed else self._sum(part)
+        self._started.append((messages, next(messages)))
+
+    def _sum(self, part: Tensor) -> Messages:
+        """Sums a slice of the flat buffer in dtype `reduce`."""
+        sent = yield self.axis.start_all_reduce(part.to(self.reduce))
+        if sent.dtype != torch.float32:
+            part.copy_(sent)
+
+
+def _next(messages: Messages, last: Started) -> Started | None:
+    """The message after `last`, started; None if there is no other."""
+    try:
+        return messages.send(last())
+    except StopIteration:
+        return None

@@ -26,6 +26,7 @@ from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.stages import split, sum_tied
 from fivefold.recipe import Recipe
+from fivefold.schedules.compression import compressor
 from fivefold.spread.parts import Part, held
 from fivefold.spread.units import Keeping, keepings, syncs
 
@@ -140,7 +141,8 @@ def _add_replicas(
         for buffer in keeping.buffers:
             params, flat = _materialize(stages, buffer.names, mesh.device, initial)
             axis = mesh.axis(buffer.group)
-            replicas.append(DataParallel(params, table, compute_dtype, axis, reduce, flat))
+            compress = compressor(layout.compress)
+            replicas.append(DataParallel(params, table, compute_dtype, axis, reduce, flat, compress))
         found.replicas += replicas
         of_stage |= dict.fromkeys(keeping.stages, replicas)
     return of_stage

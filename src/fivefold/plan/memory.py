@@ -3,6 +3,7 @@ schedule, and buffers at the moment with the largest sum. Search, `plan` and pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ from fivefold.plan import operations
 from fivefold.plan.operations import Sums
 from fivefold.plan.partition import schedule, stages
 from fivefold.plan.software import Partition, Software, States
+from fivefold.schedules.compression import compressor
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import TIED, sharing_group, stages_of
-from fivefold.spread.units import local_parameters, scattered_once
+from fivefold.spread.units import compressed_buckets, local_parameters, scattered_once
 
 ERROR = 0.015
 """Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""
@@ -282,12 +284,12 @@ def transfers(one: MicrobatchBytes, layout: Layout, microbatches: int) -> float:
 
 
 def at_peak(
-    one: MicrobatchBytes, besides: Buffers, live: float, own: float, last: bool
+    one: MicrobatchBytes, besides: Buffers, live: float, own: float, last: bool, summing: float = 0.0
 ) -> tuple[float, float]:
     """(activations, buffers) at the moment of `Buffers` with the largest sum.
 
     live: bytes kept by all live microbatches. own: bytes kept by one of them. last: True if the rank has the last
-    stage.
+    stage. summing: bytes of compressed sums, which end behind backward.
     """
     loss = one.end if last else 0.0
     left = own - loss - max(one.plain, one.mixed)
@@ -296,6 +298,7 @@ def at_peak(
         (left, one.stream + besides.scatter),
         (left + one.again, one.inside + besides.next),
         (0.0, besides.rest),
+        (0.0, summing),
     ]
     if last:
         moments.append((live, one.loss + besides.loss))
@@ -330,10 +333,26 @@ def predict(
         if (first, last) not in besides:
             besides[first, last] = buffers(model, layout, first, last, b, software)
         own_kept = sum(kept[i] for i in mine)
-        activations, more = at_peak(one, besides[first, last], live[position], own_kept, last)
-        weights = rank_states(b, layout, own, microbatches)
-        found.append(Memory(*weights, activations, more + always))
+        unsent, summing = compression(model, layout, mine, by_stage)
+        activations, more = at_peak(one, besides[first, last], live[position], own_kept, last, summing)
+        params, gradients, optimizer = rank_states(b, layout, own, microbatches)
+        found.append(Memory(params, gradients + unsent, optimizer, activations, more + always))
     return found
+
+
+def compression(
+    model: ModelSection, layout: Layout, mine: list[int], by_stage: Sequence[range]
+) -> tuple[int, int]:
+    """Bytes on a rank with these stages: what compression keeps from step to step (residuals, PowerSGD's Q), and its
+    first messages, given and taken, with the largest scratch."""
+    compress = compressor(layout.compress)
+    kept = messages = scratch = 0
+    if compress is not None:
+        for _, ranks, shapes in compressed_buckets(card_of(model), layout, mine, by_stage):
+            kept += compress.kept(shapes, ranks)
+            messages += 2 * compress.messages(shapes, ranks)[0].size
+            scratch = max(scratch, compress.scratch(shapes, ranks))
+    return kept, messages + scratch
 
 
 def live_schedule(layout: Layout, microbatches: int) -> tuple[Schedule | None, int]:

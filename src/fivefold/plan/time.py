@@ -17,6 +17,7 @@ from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
 from fivefold.precision import DTYPES
+from fivefold.schedules.compression import NONE, compressor
 from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed, splits_backward
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import sharing_group
@@ -213,6 +214,8 @@ def _synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
     for _, keeps, expert in own.groups():
         whole = keeps * sharing_group(s.layout, expert)[1]
         for sync, size in volume.synced(s, whole, expert):
+            if s.layout.compress != NONE:
+                continue  # see compressed_sums
             seconds = PRICES[sync.what](size, group(s.layout, s.cluster, sync.group), s.cluster)
             yield sync, seconds, _copied(sync, keeps, whole, s)
 
@@ -304,11 +307,29 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
             gathered, copies[1] = gathered + seconds, copies[1] + copied
         else:
             reduced, copies[0] = reduced + seconds, copies[0] + copied
+    if s.layout.compress != NONE:
+        reduced, *after = compressed_sums(s, own)
+        copies[0] = sum(after)
     if s.software.overlap_data:
         most = 1 - 1 / blocks  # share of the computation that can hide a message
         reduced = max(unhidden(reduced, backward, blocks), exposed(reduced, backward * most, s.cluster))
         gathered = max(unhidden(gathered, forward, blocks), exposed(gathered, forward * most, s.cluster))
     return reduced + copies[0], gathered + copies[1]
+
+
+def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
+    """Seconds of a rank's compressed gradient sums: of the first messages, which overlap with backward; of those that
+    follow; of encoding and decoding."""
+    first = later = encoding = 0.0
+    compress = compressor(s.layout.compress)
+    for computes, _, expert in own.groups():
+        messages = volume.compressed(s, expert) if computes else []
+        seconds = [_seconds([(what, axis, size * computes)], s) for what, axis, size in messages]
+        first, later = first + sum(seconds[:1]), later + sum(seconds[1:])
+        if compress is not None and messages:
+            moved = compress.passes * s.software.states[s.dtype].gradient * computes
+            encoding += rates.stream(moved, s.cluster.device, "copy", s.dtype)
+    return first, later, encoding
 
 
 def unhidden(seconds: float, beside: float, blocks: int) -> float:
@@ -354,6 +375,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
             extra, reduced, gathered, updated = late, r, g, u
     tensor_sums, tied_sums = max((_shared_sums(s, position) for position in range(p)), key=sum)
     worst = max(range(p), key=lambda position: busy[position])
+    encoding = max(compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
     besides = fixed(s)
     seconds = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
@@ -370,6 +392,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         ("pipeline, first start to last end", makespan),
         ("exposed gradient sums", reduced),
         ("exposed weight gathers", gathered),
+        *([("encoding of gradients, part of their sums", encoding)] if s.layout.compress != NONE else []),
         ("optimizer", updated),
         ("gradient sums over the tensor axis", tensor_sums),
         ("sum of tied embeddings", tied_sums),

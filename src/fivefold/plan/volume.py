@@ -24,9 +24,18 @@ from fivefold.plan.communication import group
 from fivefold.plan.cost import Setting
 from fivefold.plan.software import Partition
 from fivefold.schedules import ring_attention
+from fivefold.schedules.compression import Compressor, compressor
 from fivefold.spread.layout import Layout, first_names, groups, index_in
 from fivefold.spread.parts import TIED, sharing_group, stage_parameters, stages_of
-from fivefold.spread.units import Sync, keepings, kept_elements, summed_over_tp, syncs
+from fivefold.spread.units import (
+    Sync,
+    compressed_buckets,
+    keepings,
+    kept_elements,
+    local_parameters,
+    summed_over_tp,
+    syncs,
+)
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""
@@ -163,9 +172,15 @@ def _transfers(traffic: Traffic, s: Setting, position: int, stages: int) -> None
 
 
 def _gradients(traffic: Traffic, s: Setting, mine: list[int]) -> None:
-    """Adds weight gathers and gradient sums over the data axes."""
+    """Adds weight gathers and gradient sums over the data axes. Compression is without ZeRO: only sums."""
     card, blocks = card_of(s.model), memory.stages(s.model, s.layout, s.software.partition)
     names = {"gather": "all_gather", "scatter": s.software.scatter, "sum": "all_reduce"}
+    compress = compressor(s.layout.compress)
+    if compress is not None:
+        for name, ranks, shapes in compressed_buckets(card, s.layout, mine, blocks):
+            for wire in compress.messages(shapes, ranks):
+                traffic.add(wire.what, name, wire.size)
+        return
     for keeping in keepings(card, s.layout, mine, blocks):
         parts = [(unit.padded, unit.group, 1) for unit in keeping.units]
         parts += [(buffer.size, buffer.group, buffer.buckets) for buffer in keeping.buffers]
@@ -185,6 +200,28 @@ def synced(s: Setting, whole: float, expert: bool) -> Iterator[tuple[Sync, float
             yield sync, whole / sharing_group(s.layout, expert)[1] * b.gradient
         elif group(s.layout, s.cluster, sync.group).ranks > 1:
             yield sync, whole * (b.working if sync.what == "gather" else b.reduce)
+
+
+def compressed(s: Setting, expert: bool) -> list[Sent]:
+    """The messages of a compressed gradient sum, in their order: bytes per element, on average over the model's
+    parameters, each a bucket of its own."""
+    compress, (sync,) = compressor(s.layout.compress), syncs(s.layout, expert)
+    ranks = group(s.layout, s.cluster, sync.group).ranks
+    if compress is None or ranks == 1:
+        return []
+    hashed: Any = s.model
+    found = _per_element(hashed, s.layout.tp, s.layout.ep, compress, ranks, expert)
+    return [(what, sync.group, size) for what, size in found]
+
+
+@lru_cache(maxsize=256)
+def _per_element(
+    model: ModelSection, tp: int, ep: int, compress: Compressor, ranks: int, expert: bool
+) -> list[tuple[str, float]]:
+    local = local_parameters(card_of(model), Layout(tp=tp, ep=ep)).values()
+    shapes = [one.shape for one in local if (ep > 1 and one.axis == "ep") == expert]
+    whole = sum(math.prod(shape) for shape in shapes)
+    return [(wire.what, wire.size / whole) for wire in compress.messages(shapes, ranks)] if whole else []
 
 
 Sent = tuple[str, str, float]

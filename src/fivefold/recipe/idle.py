@@ -10,6 +10,7 @@ from operator import attrgetter
 from fivefold.models.card import Contradiction
 from fivefold.recipe.schema import LayoutSection, Sections
 from fivefold.recipe.words import toml_value
+from fivefold.schedules.compression import NONE
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,16 @@ IDLE = (
         "layout.recompute",
         lambda r: r.layout.recompute == "ops:norm" and r.layout.sp and not r.layout.sp_regather,
         "with sp a rank keeps what it gathered, not what norms give (sp_regather = true changes that)",
+    ),
+    Idle(
+        "precision.reduce",
+        lambda r: _summing(r.layout) > 1 and r.layout.compress != NONE,
+        "layout.compress says what is sent",
+    ),
+    Idle(
+        "layout.compress",
+        lambda r: _summing(r.layout) == 1,
+        "gradients are summed with dp > 1 or cp > 1 only",
     ),
     Idle("observe.trace_step", lambda r: r.layout.pp == 1, "only pipelines are measured (pp > 1)"),
     Idle(

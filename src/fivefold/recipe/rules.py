@@ -13,6 +13,7 @@ from fivefold.models.section import ModelSection
 from fivefold.optim import FIELDS, OPTIMIZERS
 from fivefold.recipe.idle import refused
 from fivefold.recipe.schema import Sections
+from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, problems
 
 R = TypeVar("R", bound=Sections)
@@ -249,6 +250,7 @@ def _noise(recipe: Sections) -> Iterator[Contradiction]:
             "gradients of the norms of heads are sums over the tensor axis"),
         ({"layout.tp", "layout.zero"}, layout.tp > 1 and layout.zero > 0, "tp under ZeRO: a message "
             "holds both shared and sharded gradients"),
+        ({"layout.compress"}, layout.compress != NONE, "compress: the sum is not the whole gradient"),
         ({"layout.pp", "model.tie_embeddings"}, layout.pp > 1 and tied, "pp with tied embeddings: "
             "two stages each have a part of the gradient"),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from pydantic import Field
 from fivefold.models.section import ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.precision import TRAINED
+from fivefold.schedules.compression import NONE
 
 if TYPE_CHECKING:  # a type checker reads no tables
     Dtype = Mode = OptimizerName = str
@@ -135,6 +136,10 @@ class LayoutSection(Section):
     """Activation recomputation in backward. `selective`: attention's scores, softmax and dropout (arXiv 2205.05198).
     `full`: whole blocks, from their inputs (arXiv 1604.06174). `ops:attention+gate+norm`: the operations named, here
     all there are."""
+    compress: str = NONE
+    """Sums gradients over replicas with fewer bytes, and adds what was left out to the next step's (error feedback,
+    arXiv 1901.09847). `int8`; `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth of each parameter;
+    `randk:0.01`, a random hundredth; `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
 
 
 class PrecisionSection(Section):

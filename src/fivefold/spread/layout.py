@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from fivefold.errors import UserError, did_you_mean
+from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_per_rank
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -44,6 +45,7 @@ class Layout:
     virtual_stages: int = 1
     microbatches: int | None = None
     recompute: str = "none"
+    compress: str = NONE
 
     @classmethod
     def from_recipe(cls, section: LayoutFields) -> Layout:
@@ -226,6 +228,8 @@ def describe(layout: Layout) -> str:
         words.append(f"schedule {layout.schedule} with {layout.stages_per_rank} stage(s) per rank")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
+    if layout.compress != NONE:
+        words.append(f"gradients compressed by {layout.compress}")
     return ", ".join(words)
 
 
@@ -262,6 +266,13 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         yield {"sp", "tp"}, "sp=true cuts the sequence between tensor-parallel ranks: it needs tp > 1"
     if layout.sp_regather and not layout.sp:
         yield {"sp_regather", "sp"}, "sp_regather=true gathers what sp has cut: it needs sp=true"
+    if message := problem(layout.compress):
+        yield {"compress"}, message
+    elif layout.compress != NONE and layout.zero:
+        yield (
+            {"compress", "zero"},
+            f"compress={layout.compress} sums whole gradients of replicas: it needs zero=0, not zero={layout.zero}",
+        )
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:
             stages_per_rank(layout.schedule, layout.virtual_stages)

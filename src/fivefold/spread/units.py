@@ -8,12 +8,13 @@ these, and the rest of the stage. `parallel` builds both from these tables, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from fivefold.spread.layout import Layout, index_in
+from fivefold.schedules.compression import NONE
+from fivefold.spread.layout import Layout, groups, index_in
 from fivefold.spread.parts import (
     Model,
     Shape,
@@ -67,16 +68,21 @@ class FlatBuffer:
 
     group: str
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    shapes: tuple[Shape, ...]
 
     @property
     def size(self) -> int:
-        return sum(self.sizes)
+        return sum(math.prod(shape) for shape in self.shapes)
 
     @property
     def buckets(self) -> int:
         """Number of buckets that the buffer is summed in."""
-        return _bucket_count(self.sizes)
+        return len(self.bucket_shapes)
+
+    @property
+    def bucket_shapes(self) -> tuple[tuple[Shape, ...], ...]:
+        """The shapes of the parameters of each bucket."""
+        return _bucket_shapes(self.shapes)
 
 
 @dataclass(frozen=True)
@@ -173,8 +179,22 @@ def _buffers(model: Model, layout: Layout, names: set[str]) -> list[FlatBuffer]:
             n for n in model.parameters if n in names and (layout.ep > 1 and local[n].axis == "ep") == expert
         ]
         if mine:
-            found.append(FlatBuffer(sync.group, tuple(mine), tuple(local[name].size for name in mine)))
+            found.append(FlatBuffer(sync.group, tuple(mine), tuple(local[name].shape for name in mine)))
     return found
+
+
+def compressed_buckets(
+    model: Model, layout: Layout, stages: Sequence[int], blocks: Sequence[range] | None = None
+) -> Iterator[tuple[str, int, tuple[Shape, ...]]]:
+    """(group, its number of ranks, shapes of the parameters) of each bucket whose sum is compressed
+    (schedules/compression)."""
+    if layout.compress == NONE:
+        return
+    for keeping in keepings(model, layout, stages, blocks):
+        for buffer in keeping.buffers:
+            ranks = groups(layout)[buffer.group][0]
+            if ranks > 1:
+                yield from ((buffer.group, ranks, shapes) for shapes in buffer.bucket_shapes)
 
 
 def buckets(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[range]:
@@ -194,8 +214,10 @@ def buckets(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[rang
 
 
 @lru_cache(maxsize=1024)
-def _bucket_count(sizes: tuple[int, ...]) -> int:
-    return len(buckets(buffer_order(sizes)))
+def _bucket_shapes(shapes: tuple[Shape, ...]) -> tuple[tuple[Shape, ...], ...]:
+    ordered = buffer_order(shapes)
+    some = buckets([math.prod(shape) for shape in ordered])
+    return tuple(tuple(ordered[bucket.start : bucket.stop]) for bucket in some)
 
 
 def buffer_order(parameters: Sequence[Any]) -> list[Any]:

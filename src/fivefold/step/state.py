@@ -21,6 +21,7 @@ from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.precision import DTYPES, MASTER, chosen, torch_dtype
 from fivefold.recipe import OptimSection, Recipe, count_parameters
+from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, held, size_of, whole
 
@@ -41,6 +42,7 @@ class State:
         0.0,
         0.0,
     )  # numerator and denominator averages of the noise scale (train/noise.py)
+    forgotten: str = ""  # what a checkpoint had no place for, in words
 
     @property
     def module(self) -> nn.Module:
@@ -72,6 +74,32 @@ class State:
     def moments(self) -> dict[str, Tensor]:
         """This rank's optimizer states, named as in a checkpoint ("exp_avg.NAME"); empty before a step."""
         return {name: t for replica in self.parallel.replicas for name, t in replica.updater.states().items()}
+
+    def unsent(self) -> dict[str, Tensor]:
+        """What this rank keeps of compressed gradient sums, named as in a checkpoint; empty without compression."""
+        return {
+            f"unsent.{self.mesh.rank}.{number}.{name}": tensor
+            for number, replica in enumerate(self._replicas())
+            for name, tensor in replica.unsent().items()
+        }
+
+    def compression_errors(self) -> dict[str, float]:
+        """For each parameter of this rank the share of its gradient that the last step's compressed sum left out."""
+        return {name: error for replica in self._replicas() for name, error in replica.errors().items()}
+
+    @property
+    def compressed_steps(self) -> int:
+        """Number of compressed sums so far, from which random-k draws."""
+        return max((one.steps for replica in self._replicas() for one in replica.sum.compressed), default=0)
+
+    @compressed_steps.setter
+    def compressed_steps(self, steps: int) -> None:
+        for replica in self._replicas():
+            for one in replica.sum.compressed:
+                one.steps = steps
+
+    def _replicas(self) -> list[DataParallel]:
+        return [replica for replica in self.parallel.replicas if isinstance(replica, DataParallel)]
 
 
 def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -> State:
@@ -145,7 +173,9 @@ def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch
     params = dict(module.named_parameters())
     spans = {name: whole(tuple(p.shape)) for name, p in params.items()}
     parts = {n: Part(tuple(p.shape), spans[n], spans[n], mesh.index("batch") == 0) for n, p in params.items()}
-    return Parallel([module], [DataParallel(params, parts, dtype, mesh.axis("batch"), reduce)])
+    compress = compressor(mesh.layout.compress)
+    replica = DataParallel(params, parts, dtype, mesh.axis("batch"), reduce, compressor=compress)
+    return Parallel([module], [replica])
 
 
 def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -89,6 +90,8 @@ class RunHooks:
         # Perhaps no microbatches for this rank: it still takes part.
         microbatches, token_bytes = validation_set(job, self.state.mesh)
         line = {"step": step, **evaluate(self.state, microbatches, token_bytes)}
+        if errors := self.state.compression_errors():
+            line |= {"compression_error": fmean(errors.values()), "compression_errors": errors}
         self._write(line)
         self.console.validation(line)
 

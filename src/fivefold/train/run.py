@@ -63,6 +63,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             console.note(
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
             )
+        if state.forgotten:
+            console.note(state.forgotten)
         batches = stack.enter_context(reader(job, state.mesh, state.step))
         hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted)
         complete = train_loop(state, recipe, hooks)

@@ -6,6 +6,7 @@ It writes the pieces that it owns into a checkpoint, and reads the parts that it
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from fivefold.checkpoint import store, write
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
+from fivefold.schedules.compression import NONE
+from fivefold.spread.layout import to_text
 from fivefold.spread.parts import Part, boxes, local_shape
 from fivefold.step.state import State
 from fivefold.train.checked import assert_same, check_files, machine_axis
@@ -32,8 +35,9 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
     measured = {"noise": list(state.noise)} if any(state.noise) else {}
     folder = store.folder_of(out, state.step)
     model = [*owned_pieces(state, state.masters()), *buffer_pieces(state)]
-    whole = counts | measured | meta
-    write.save(folder, model, owned_pieces(state, state.moments()), whole, axis=state.mesh.axis("all"))
+    optimizer = [*owned_pieces(state, state.moments()), *write.whole_pieces(state.unsent())]
+    whole = counts | measured | _compression(state) | meta
+    write.save(folder, model, optimizer, whole, axis=state.mesh.axis("all"))
     if state.mesh.rank == 0:
         store.prune(out, keep_last)
     return folder
@@ -57,6 +61,15 @@ def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[write.Piece]:
 def moments_of(state: State) -> tuple[str, ...]:
     """Names of the optimizer's states, which are the same for all parameters."""
     return next((replica.updater.card.state_names for replica in state.parallel.replicas), ())
+
+
+def _compression(state: State) -> dict[str, Any]:
+    """Where residuals of compression fit: in the same layout. And the number of compressed sums."""
+    layout = state.mesh.layout
+    if layout.compress == NONE:
+        return {}
+    same = to_text(replace(layout, recompute="none", microbatches=None, cp_method="ring", sp_regather=False))
+    return {"compression": {"layout": same, "steps": state.compressed_steps}}
 
 
 def buffer_pieces(state: State) -> list[write.Piece]:
@@ -128,6 +141,8 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
             moments = moments_of(state) if int(meta.get("updates", meta["step"])) else ()
             needed = _files(checkpoint, {name: parts[name] for name in masters}, moments)
             needed.update(*(checkpoint.files_of("model", name) for name in buffers))
+            unsent = _unsent(state, checkpoint)
+            needed.update(*(checkpoint.files_of("optimizer", name) for name in unsent))
         except (ValueError, KeyError) as error:
             raise UserError(f"{checkpoint.folder} does not fit the recipe: {error}") from None
     here = machine_axis(state.mesh)
@@ -135,6 +150,10 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
         check_files(checkpoint, needed, here)
     with all_or_none(state.mesh.axis("all")):
         _load(state, checkpoint, parts, buffers, moments)
+        for name, tensor in unsent.items():
+            tensor.copy_(checkpoint.read("optimizer", name))
+        if unsent:
+            state.compressed_steps = int(meta["compression"]["steps"])
 
 
 def _fits(state: State, checkpoint: store.Reader, parts: dict[str, Part], buffers: dict[str, Tensor]) -> None:
@@ -148,6 +167,18 @@ def _fits(state: State, checkpoint: store.Reader, parts: dict[str, Part], buffer
     wrong += [name for name in shapes if name in saved and checkpoint.shape("model", name) != shapes[name]]
     if wrong:
         raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
+
+
+def _unsent(state: State, checkpoint: store.Reader) -> dict[str, Tensor]:
+    """The tensors of compression that the checkpoint has. In another layout residuals start from zero."""
+    here, saved = _compression(state).get("compression"), checkpoint.meta.get("compression")
+    if here is None:
+        return {}
+    if saved is None or saved["layout"] != here["layout"]:
+        of = f"the layout {saved['layout']}" if saved else "a run without compression"
+        state.forgotten = f"compression: residuals start from zero, because the checkpoint is of {of}"
+        return {}
+    return state.unsent()
 
 
 def _load(

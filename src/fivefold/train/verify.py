@@ -45,6 +45,7 @@ from fivefold.precision import MASTER, TRAINED
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.rules import allows
 from fivefold.recipe.schema import LayoutSection
+from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
@@ -177,7 +178,13 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
         notes.append(f"gradients are summed in {MASTER} here; --mode bf16 compares bf16 sums")
     if recipe.train.steps and recipe.train.steps < steps:
         changes.append(f"train.steps={steps}")
-    return change(recipe, changes, layout), notes
+    found = change(recipe, changes, layout)
+    if found.layout.compress != NONE:
+        notes.append(
+            f"gradients are summed whole here: layout.compress = {found.layout.compress} is not exact"
+        )
+        found = change(found, [f"layout.compress={NONE}"])
+    return found, notes
 
 
 def alone() -> Ranks:
