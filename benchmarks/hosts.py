@@ -2,6 +2,7 @@
 
     python benchmarks/hosts.py --hosts 2 --ranks 2 --rate 200mbit -- fivefold train quickstart --out runs/hosts
     python benchmarks/hosts.py --hosts 2 --ranks 2 --rate 200mbit [--out benchmarks/results/hosts.json]
+    python benchmarks/hosts.py --hosts 2 --ranks 2 --rate 200mbit --train [--out benchmarks/results/hosts_train.json]
 
 The hosts are Linux namespaces (`tests/namespaces.py`), which root may make, and other users where user namespaces are
 permitted. Where they are not, the script says so and ends with 0. Without a command it measures, with gloo:
@@ -10,6 +11,10 @@ permitted. Where they are not, the script says so and ends with 0. Without a com
 - all-reduce of 4 KiB to 16 MiB over the ranks of one host, over one rank of each host, and over all ranks.
 
 Messages are sent one directly after another, and the median counts. Nothing else should run.
+
+`--train` trains a small model in several layouts, with and without the rate limit. It compares the bytes that leave a
+host with those that the planner counts, and the time of a step with the unlimited step plus the planner's bytes at the
+link's rate, as if nothing of that were hidden.
 """
 
 from __future__ import annotations
@@ -25,10 +30,25 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from namespaces import Hosts, Unavailable
+from namespaces import Hosts, Unavailable, bytes_per_second
 
 SIZES = {4 << 10: 60, 64 << 10: 40, 1 << 20: 20, 4 << 20: 10, 16 << 20: 5}
 """Bytes that every rank reduces, and the number of repetitions."""
+GOODPUT = 1448 / 1514  # of TCP over Ethernet: the payload of a packet
+LAYOUTS = (
+    "dp=4",
+    "dp_replicate=2,dp_shard=2,zero=1",
+    "dp_replicate=2,dp_shard=2,zero=3",
+    "dp=4,zero=3",
+    "dp=2,tp=2",
+    "dp=2,pp=2",
+)
+MODEL = [
+    "model.layers=4", "model.dim=256", "model.heads=8", "model.ffn_dim=768", "model.seq_len=128",
+    "model.tie_embeddings=true", "train.global_batch_size=4", "train.microbatch_size=1", "train.steps=1000",
+    "precision.mode=fp32",
+]  # fmt: skip
+STEPS = 3
 SMALL, LARGE = 64, 16 << 20  # bytes of the messages that measure latency and bandwidth
 
 
@@ -43,33 +63,39 @@ def main() -> int:
     )
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="until all is killed")
     parser.add_argument("--out", type=Path, help="JSON file for what is measured")
+    parser.add_argument("--train", action="store_true", help="measure training instead of messages")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help="what to run (after --); nothing: measure")
     args = parser.parse_args()
     if args.worker:
-        worker(args.worker)
+        (train_worker if args.train else worker)(args.worker)
         return 0
+    rate = None if args.rate == "none" else args.rate
     try:
-        with Hosts(args.hosts, None if args.rate == "none" else args.rate) as hosts:
+        with Hosts(args.hosts, rate) as hosts:
             if args.command:
                 return hosts.run(args.command, args.ranks, timeout_s=args.timeout).code
-            found = measure(hosts, args.ranks, args.timeout)
+            found = measure(hosts, args.ranks, args.train, args.timeout)
+        if args.train:
+            with Hosts(args.hosts, None) as hosts:
+                found = compared(found, measure(hosts, args.ranks, True, args.timeout))
     except Unavailable as reason:
         print(f"skipped: {reason}", file=sys.stderr)
         return 0
     except ValueError as error:
         parser.error(str(error))
-    print(report(found))
+    print(train_report(found) if args.train else report(found))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
-def measure(hosts: Hosts, ranks: int, timeout_s: float = 600) -> dict[str, Any]:
+def measure(hosts: Hosts, ranks: int, train: bool = False, timeout_s: float = 600) -> dict[str, Any]:
     """What the workers find, on `ranks` ranks of every host."""
     with tempfile.TemporaryDirectory(prefix="fivefold-hosts-") as folder:
         file = Path(folder, "found.json")
-        done = hosts.run([sys.executable, __file__, "--worker", str(file)], ranks, timeout_s=timeout_s)
+        command = [sys.executable, __file__, "--worker", str(file), *["--train"] * train]
+        done = hosts.run(command, ranks, timeout_s=timeout_s)
         if done.code:
             raise SystemExit(f"measuring failed: {done}")
         return json.loads(file.read_text()) | {"hosts": hosts.count, "ranks": ranks, "rate": hosts.rate}
@@ -146,6 +172,96 @@ def all_reduces(axis: Any) -> dict[str, float]:
         x = torch.zeros(size // 4)
         found[str(size)] = timed(lambda x=x: axis.all_reduce(x), times)
     return found
+
+
+def train_worker(file: Path) -> None:
+    """One rank's part of training. The first one writes, by layout, the seconds of a step, and the bytes that left this
+    host per step, as counted by the kernel and by the planner."""
+    import torch
+
+    from fivefold.comm import everyone
+    from fivefold.host.machine import describe
+    from fivefold.launch.ranks import join
+    from fivefold.recipe import load, microbatches_per_step, resolve
+    from fivefold.step.state import build_state
+    from fivefold.step.step import take_step
+
+    found: dict[str, Any] = {"machine": describe(), "model": MODEL, "layouts": {}}
+    with join(timeout_s=120) as ranks:
+        for layout in LAYOUTS:
+            recipe = resolve(load("quickstart", MODEL, layout), vocab_size=4096)
+            state = build_state(recipe, ranks)
+            tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
+            batch = [(tokens, tokens)] * microbatches_per_step(recipe)
+            marks = []
+            for _ in range(STEPS + 2):  # the first step does not count
+                everyone(ranks).barrier()
+                marks.append((time.perf_counter(), left_host()))
+                take_step(state, recipe, batch).wait()
+            for replica in state.parallel.replicas:
+                replica.close()
+            (began, before), (ended, after) = marks[1], marks[-1]
+            found["layouts"][layout] = {
+                "step_s": (ended - began) / STEPS,
+                "left_bytes": (after - before) / STEPS,
+                "planned_bytes": planned_bytes(recipe, ranks.local_world),
+            }
+    if ranks.first:
+        file.write_text(json.dumps(found))
+
+
+def left_host() -> int:
+    """Bytes that this host has sent to others."""
+    table = Path("/proc/self/net/dev").read_text().splitlines()
+    return int(next(line for line in table if "eth0:" in line).split(":")[1].split()[8])
+
+
+def planned_bytes(recipe: Any, local: int) -> float:
+    """Bytes that leave the first host in a step: the planner's messages, each by gloo's algorithm. Rings, ordered by
+    host, cross each link once."""
+    from dataclasses import replace
+
+    from fivefold.plan import volume
+    from fivefold.plan.clusters import parse
+    from fivefold.plan.communication import group
+    from fivefold.plan.predict import predict
+    from fivefold.plan.software import FIVEFOLD_CPU
+
+    cluster = replace(parse("h100"), per_node=local)
+    setting = replace(predict(recipe, cluster).setting, software=FIVEFOLD_CPU)
+    total = 0.0
+    for rank in range(local):
+        for (what, axis), (_, size) in volume.counted(setting, rank).items():
+            members = group(setting.layout, setting.cluster, axis)
+            n, here = members.ranks, members.local
+            if members.nodes > 1:
+                total += size * {
+                    "all_reduce": 2 * (n - 1) / n / here,
+                    "all_gather": (n - 1) / n / here,
+                    "all_to_all": (n - here) / n,
+                    "send": 1.0,
+                }.get(what, 0.0)
+    return total
+
+
+def compared(limited: dict[str, Any], unlimited: dict[str, Any]) -> dict[str, Any]:
+    """Adds each layout's step without the limit, and the predicted one."""
+    link = bytes_per_second(limited["rate"]) * GOODPUT
+    for layout, row in limited["layouts"].items():
+        row["unlimited_step_s"] = unlimited["layouts"][layout]["step_s"]
+        row["predicted_step_s"] = row["unlimited_step_s"] + row["planned_bytes"] / link
+    return limited
+
+
+def train_report(found: dict[str, Any]) -> str:
+    head = "| layout | MB left a host, counted | planned | step, unlimited, s | predicted, s | measured, s | error |"
+    lines = [f"{found['rate']} between hosts of {found['ranks']} ranks", "", head, "|" + "---|" * 7]
+    for layout, row in found["layouts"].items():
+        sizes = " | ".join(f"{1e-6 * row[key]:.2f}" for key in ("left_bytes", "planned_bytes"))
+        times = " | ".join(f"{row[key]:.3f}" for key in ("unlimited_step_s", "predicted_step_s", "step_s"))
+        error = row["predicted_step_s"] / row["step_s"] - 1
+        lines.append(f"| {layout} | {sizes} | {times} | {100 * error:+.0f}% |")
+    return "\n".join(lines)
 
 
 def timed(work: Callable[[], object], times: int) -> float:

@@ -68,7 +68,7 @@ def _collectives(size: int, device: torch.device) -> dict[str, Callable[[], obje
         found[f"reduce_scatter {name}"] = lambda x=x, mine=mine: dist.reduce_scatter_single(mine, x)
     return found | {
         "all_gather": lambda: dist.all_gather_single(whole["bf16"], part["bf16"]),
-        "all_to_all": lambda: dist.all_to_all_single(out, whole["bf16"]),
+        "all_to_all": lambda: every.all_to_all(whole["bf16"]),
         "scatter_gradients": lambda: every.sum_scatter(whole["fp32"], rows, torch.float32),
         "send": around,
     }
