@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from namespaces import Hosts, Unavailable, bytes_per_second
+from namespaces import Hosts, Unavailable, bytes_per_second  # pyright: ignore[reportMissingImports]
 
 SIZES = {4 << 10: 60, 64 << 10: 40, 1 << 20: 20, 4 << 20: 10, 16 << 20: 5}
 """Bytes that every rank reduces, and the number of repetitions."""
@@ -137,7 +137,7 @@ def _axis(name: str, members: range, ranks: Any) -> Any:
     from fivefold.comm import Axis
 
     group = dist.new_group(list(members))
-    if ranks.rank not in members:
+    if not isinstance(group, dist.ProcessGroup) or ranks.rank not in members:
         return None
     return Axis(name, list(members), members.index(ranks.rank), ranks.device, group)
 

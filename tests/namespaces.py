@@ -98,7 +98,7 @@ class Hosts:
     def start(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Starts a command on a host, in the current folder. options: of Popen."""
         command = [*self._enter(1 + host, *KINDS), "env", "-C", os.getcwd(), *argv]
-        return subprocess.Popen(command, **options)
+        return subprocess.Popen[bytes](command, **options)
 
     def signal(self, process: subprocess.Popen[bytes], number: int) -> None:
         """Sends a signal to a command that `start` started."""
