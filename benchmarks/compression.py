@@ -37,6 +37,7 @@ from fivefold.plan.clusters import parse
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, load, resolve
+from fivefold.recipe.rules import expected_vocab_size
 from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
 from fivefold.train.job import Job
@@ -121,15 +122,13 @@ def last_of(path: Path) -> dict[str, Any]:
 def sent(text: str) -> dict[str, float]:
     """Bytes that leave a rank of two per step, and their ratio to fp32's."""
 
-    def leaving(layout: str) -> int:
-        recipe = resolve(load("quickstart", SETS, layout), vocab_size=4096)
-        s = setting(
-            recipe.model, Layout.from_recipe(recipe.layout), parse("h100"), 4, 1, "fp32", FIVEFOLD_CPU
-        )
-        return volume.sent(s)["dp"]
+    def leaving(text: str) -> int:
+        recipe = recipe_of(text)
+        recipe = resolve(recipe, vocab_size=expected_vocab_size(recipe))
+        layout = Layout.from_recipe(recipe.layout)
+        return volume.sent(setting(recipe.model, layout, parse("h100"), 4, 1, "bf16", FIVEFOLD_CPU))["dp"]
 
-    own = leaving(f"dp=2,compress={text}")
-    return {"bytes": own, "ratio": leaving("dp=2") / own}
+    return {"bytes": leaving(text), "ratio": leaving("none") / leaving(text)}
 
 
 def encoding(text: str) -> dict[str, float]:

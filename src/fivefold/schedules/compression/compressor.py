@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
@@ -27,12 +27,15 @@ class Wire(NamedTuple):
 class Compressor(ABC):
     """Sums the gradients of a bucket over ranks with fewer bytes. text: as a recipe writes it.
 
-    passes: how often encoding and decoding read or write a gradient (fp32), for the planner: measured as time, in units
-    of a pass over memory (benchmarks/compression.py).
+    passes: fp32 gradients that encoding and decoding read or write on one of two ranks, counted operation by operation.
+    The planner prices them as traffic of memory.
     """
 
     text: str
-    passes: ClassVar[float]
+
+    @property
+    @abstractmethod
+    def passes(self) -> float: ...
 
     @abstractmethod
     def messages(self, shapes: Sequence[Shape], ranks: int) -> tuple[Wire, ...]:
