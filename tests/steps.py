@@ -12,7 +12,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.objective import predicted
 from fivefold.plan.clusters import parse
 from fivefold.plan.cost import Setting
-from fivefold.plan.predict import for_recipe, setting
+from fivefold.plan.predict import apart, for_recipe, setting
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.spread.layout import Layout
@@ -166,4 +166,5 @@ def planned(recipe: Recipe) -> Setting:
     layout, B = Layout.from_recipe(recipe.layout), recipe.train.microbatch_size or 1
     count = recipe.train.global_batch_size // (layout.dp * B)
     software = for_recipe(FIVEFOLD_CPU, recipe)
-    return setting(recipe.model, layout, parse("h100"), B, count, recipe.precision.mode, software)
+    whole = setting(recipe.model, layout, parse("h100"), B, count, recipe.precision.mode, software)
+    return apart(whole, recipe.sites) if recipe.sites.count > 1 else whole

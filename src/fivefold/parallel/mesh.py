@@ -10,23 +10,40 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.comm import Axis
 from fivefold.launch.ranks import Ranks
 from fivefold.spread.layout import Layout, group_of, groups, index_in
+from fivefold.spread.sites import site_layout
 
 
 class Mesh:
-    """The axes of a layout as this rank sees them, by the names of `layout.groups`. All ranks must build it at the same
-    time."""
+    """The axes of a site's layout as this rank sees them, by the names of `layout.groups`. All ranks must build it at
+    the same time.
 
-    def __init__(self, layout: Layout, ranks: Ranks):
+    layout: of the whole run. sites: their number; one site is the whole run. Two more axes leave the site: "sites",
+    this rank's counterparts in all of them, and "run", all ranks. Attribute `layout` is the site's, and `rank` the
+    number in it.
+    """
+
+    def __init__(self, layout: Layout, ranks: Ranks, sites: int = 1):
         assert layout.ranks == ranks.world, f"{layout.ranks} ranks in the layout, {ranks.world} in the run"
-        self.layout, self.rank, self.device, self._ranks = layout, ranks.rank, ranks.device, ranks
-        made: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
+        self.layout, self.device, self._ranks = site_layout(layout, sites), ranks.device, ranks
+        site, self.rank = divmod(ranks.rank, self.layout.ranks)
+        first = ranks.rank - self.rank  # the site's
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
         self._axes: dict[str, Axis] = {}
         self._device_meshes: dict[str, DeviceMesh] = {}
-        for name, shape in groups(layout).items():
-            members, index = group_of(layout, name, ranks.rank), index_in(layout, name, ranks.rank)
-            if shape not in made:
-                made[shape] = _new_group(members, ranks)
-            self._axes[name] = Axis(name, members, index, ranks.device, made[shape], ranks.timeout_s)
+
+        def add(name: str, members: list[int], index: int) -> None:
+            key = tuple(members)
+            if key not in made:
+                made[key] = _new_group(members, ranks)
+            self._axes[name] = Axis(name, members, index, ranks.device, made[key], ranks.timeout_s)
+
+        for name in groups(self.layout):
+            members = [first + own for own in group_of(self.layout, name, self.rank)]
+            add(name, members, index_in(self.layout, name, self.rank))
+        add("sites", list(range(self.rank, ranks.world, self.layout.ranks)), site)
+        self._axes["run"] = self._axes["all"]
+        if sites > 1:
+            add("run", list(range(ranks.world)), ranks.rank)
 
     def axis(self, name: str) -> Axis:
         return self._axes[name]
@@ -34,7 +51,7 @@ class Mesh:
     def new_axis(self, name: str, members: list[int]) -> Axis:
         """An axis between any ranks, this one included. All of them make it at the same time."""
         group = _new_group(members, self._ranks)
-        return Axis(name, members, members.index(self.rank), self.device, group, self._ranks.timeout_s)
+        return Axis(name, members, members.index(self._ranks.rank), self.device, group, self._ranks.timeout_s)
 
     def size(self, name: str) -> int:
         return self._axes[name].size

@@ -11,11 +11,12 @@ from fivefold.models.operations import Message, Operation, Sizes
 from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
 from fivefold.plan import communication, rates
-from fivefold.plan.communication import exposed, group
+from fivefold.plan.communication import Group, exposed, group
 from fivefold.plan.devices import Cluster
 from fivefold.plan.software import Software
 from fivefold.schedules.ring_attention import messages
 from fivefold.spread.layout import Layout
+from fivefold.spread.sites import ONE_SITE, Sites
 
 
 class Cost(NamedTuple):  # not a dataclass, because a search makes millions
@@ -72,7 +73,7 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that a price depends on."""
+    """Everything that a price depends on. layout: of one site, where several train apart. cluster: of all of them."""
 
     model: ModelSection
     layout: Layout
@@ -81,6 +82,15 @@ class Setting:
     sizes: Sizes
     dtype: str
     microbatches: int
+    sites: Sites = ONE_SITE
+
+    def group(self, axis: str) -> Group:
+        """The ranks of an axis, "sites" included."""
+        if axis == "sites":
+            return Group(
+                self.sites.count, max(1, min(self.sites.count, self.cluster.per_node // self.layout.ranks))
+            )
+        return group(self.layout, self.cluster, axis)
 
 
 def message(sent: Message, s: Setting, backward: bool) -> float:

@@ -35,6 +35,8 @@ def summary(plan: Plan) -> list[str]:
         f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s per device, MFU {100 * plan.mfu:.1f}%",
     ]
     sent = ", ".join(f"{axis} {size / GIB:.3g} GiB" for axis, size in plan.sent.items())
+    if plan.slow_links:
+        lines.append(f"sites         {plan.slow_links.line(s.sites.count, s.sites.every)}")
     return [*lines, f"sent per step {sent or 'nothing'} (the rank that sends most)"]
 
 

@@ -4,7 +4,7 @@ schedule, and buffers at the moment with the largest sum. Search, `plan` and pla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -76,6 +76,11 @@ class Memory:
     @property
     def total(self) -> float:
         return self.params + self.gradients + self.optimizer + self.activations + self.buffers
+
+    def with_outer(self, kept: float, sent: float) -> Memory:
+        """The same with the states of an outer loop, whose messages go out when no activation is left."""
+        more = max(0.0, sent - self.activations - self.buffers)
+        return replace(self, optimizer=self.optimizer + kept, buffers=self.buffers + more)
 
     def as_json(self) -> dict[str, int]:
         names = ("params", "gradients", "optimizer", "activations", "buffers", "total")

@@ -11,10 +11,11 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import memory, volume
+from fivefold.plan import memory, outer, volume
 from fivefold.plan.cost import Setting
 from fivefold.plan.devices import Cluster
 from fivefold.plan.memory import Memory
+from fivefold.plan.slow_links import SlowLinks, compare
 from fivefold.plan.software import FIVEFOLD, Software, of
 from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Parts, Step, step
@@ -22,6 +23,7 @@ from fivefold.precision import DTYPES, chosen
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.spread.sites import Sites, site_layout
 
 FRAGMENTS = 0.04
 """Share of allocated memory that the allocator reserves on top (3 to 6% in the published runs of docs/planner.md)."""
@@ -29,12 +31,14 @@ FRAGMENTS = 0.04
 
 @dataclass(frozen=True)
 class Plan:
-    """A prediction. memory: per rank, at each pipeline position. stalls: only for a whole recipe."""
+    """A prediction. memory: per rank, at each pipeline position. stalls: only for a whole recipe. slow_links: only for
+    several sites."""
 
     setting: Setting
     memory: list[Memory]
     step: Step
     stalls: Stalls | None = None
+    slow_links: SlowLinks | None = None
 
     @cached_property
     def sent(self) -> dict[str, int]:
@@ -43,7 +47,9 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        return self.setting.layout
+        """The layout of the whole run."""
+        s = self.setting
+        return replace(s.layout, dp_replicate=s.layout.dp_replicate * s.sites.count)
 
     @property
     def peak_bytes(self) -> int:
@@ -68,7 +74,7 @@ class Plan:
     def tokens(self) -> int:
         """Tokens per step, over all ranks."""
         s = self.setting
-        return s.microbatches * s.sizes.B * s.layout.dp * s.model.seq_len
+        return s.microbatches * s.sizes.B * self.layout.dp * s.model.seq_len
 
     @property
     def tokens_per_s(self) -> float:
@@ -119,7 +125,7 @@ class Plan:
             "tokens_per_s_per_gpu": self.tokens_per_s / self.layout.ranks,
             "model_tflops_per_gpu": self.model_flops_per_gpu / 1e12,
             "communication": {"bytes_per_rank": self.sent},
-        }
+        } | ({"sites": self.slow_links.as_json()} if self.slow_links else {})
 
 
 def limit(cluster: Cluster) -> int:
@@ -141,8 +147,16 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     assert B is not None
     count = microbatches_per_step(full)
     software = for_recipe(software or of(cluster), recipe)
-    plan = price(setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software))
-    return replace(plan, stalls=stalls(full, plan.setting, plan.step.seconds))
+    together = setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software)
+    s = apart(together, full.sites) if full.sites.count > 1 else together
+    plan = price(s)
+    plan = replace(plan, stalls=stalls(full, plan.setting, plan.step.seconds))
+    return replace(plan, slow_links=compare(s, together)) if s is not together else plan
+
+
+def apart(whole: Setting, sites: Sites) -> Setting:
+    """The setting of one of several sites that train apart."""
+    return replace(whole, layout=site_layout(whole.layout, sites.count), sites=sites)
 
 
 def setting(
@@ -177,7 +191,13 @@ def price(s: Setting, shared: Parts | None = None) -> Plan:
 
 def held(s: Setting) -> list[Memory]:
     """Memory per rank at each pipeline position."""
-    return memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
+    found = memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
+    if s.sites.count == 1:
+        return found
+    ranks = memory.rank_elements(s.model, s.layout, s.software.partition)
+    buffers = (outer.buffers(s, position) for position in range(s.layout.pp))
+    pairs = zip(found, ranks, buffers, strict=True)
+    return [one.with_outer(s.sites.kept * own.keeps, more) for one, own, more in pairs]
 
 
 def resolved(recipe: Recipe) -> Recipe:

@@ -25,6 +25,7 @@ from fivefold.plan.software import Software, of
 from fivefold.plan.space import Choice, Space
 from fivefold.plan.time import step
 from fivefold.recipe import Recipe
+from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import with_layout
 
 GLIMPSE = 32
@@ -192,6 +193,11 @@ def space_of(recipe: Recipe, cluster: Cluster) -> Space:
     if not cluster.devices:
         raise UserError(
             f"cluster '{cluster.name}': a search needs a number of devices, such as {cluster.name}:64"
+        )
+    if recipe.sites.count > 1 or recipe.sync.method != PLAIN.sync.method:
+        raise UserError(
+            f'a search compares layouts that train the same; with sync.method = "{recipe.sync.method}" the number of '
+            "sites changes it. Plan one layout at a time, or search with --set sync.method=all"
         )
     dtype_of(recipe, cluster)
     space = Space(resolved(recipe), cluster)

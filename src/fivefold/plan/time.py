@@ -11,7 +11,7 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Work
 from fivefold.models.recomputation import region
 from fivefold.optim import update_traffic
-from fivefold.plan import communication, memory, rates, volume
+from fivefold.plan import communication, memory, outer, rates, volume
 from fivefold.plan.communication import exposed, group
 from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
@@ -376,10 +376,10 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     tensor_sums, tied_sums = max((_shared_sums(s, position) for position in range(p)), key=sum)
     worst = max(range(p), key=lambda position: busy[position])
     encoding = max(compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
-    besides = fixed(s)
-    seconds = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides
+    besides, apart = fixed(s), outer.seconds(s) / s.sites.every
+    seconds = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
-    exposed = {"model": waits[worst] + tensor_sums, "data": data}
+    exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})
     compute = busy[worst] - waits[worst] + updated + besides
     bubble = seconds - compute - sum(exposed.values())
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
@@ -397,6 +397,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         ("gradient sums over the tensor axis", tensor_sums),
         ("sum of tied embeddings", tied_sums),
         ("fixed per step", besides),
+        *([("outer steps of the sites, on average", apart)] if apart else []),
     ]
     return Step(seconds, compute, exposed, max(0.0, bubble), terms)
 
@@ -417,7 +418,7 @@ def _seconds(messages: Iterable[volume.Sent], s: Setting) -> float:
     total = 0.0
     for what, axis, size in messages:
         if what == "send":
-            total += communication.send(size, group(s.layout, s.cluster, axis).nodes > 1, s.cluster)
+            total += communication.send(size, s.group(axis).nodes > 1, s.cluster)
         elif what != "receive":  # which goes on beside a send
-            total += getattr(communication, what)(size, group(s.layout, s.cluster, axis), s.cluster)
+            total += getattr(communication, what)(size, s.group(axis), s.cluster)
     return total

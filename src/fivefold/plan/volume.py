@@ -8,9 +8,10 @@ experts get equal numbers of rows, and masked tokens are spread evenly over cont
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -25,6 +26,7 @@ from fivefold.plan.cost import Setting
 from fivefold.plan.software import Partition
 from fivefold.schedules import ring_attention
 from fivefold.schedules.compression import Compressor, compressor
+from fivefold.spread import sites
 from fivefold.spread.layout import Layout, first_names, groups, index_in
 from fivefold.spread.parts import TIED, sharing_group, stage_parameters, stages_of
 from fivefold.spread.units import (
@@ -39,7 +41,7 @@ from fivefold.spread.units import (
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""
-AXES = ("tp", "cp", "pp", "ep", "dp")
+AXES = ("tp", "cp", "pp", "ep", "dp", "sites")
 """The axes whose bytes a plan reports."""
 SENT = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -75,8 +77,9 @@ class Traffic:
 
 def counted(s: Setting, rank: int = 0) -> Counted:
     """Messages that a counter on this rank sees in a step: forward and backward of all microbatches, gradient sums, the
-    norm, the update, and the agreement on the loss. Groups with the same ranks are merged."""
-    names, merged = first_names(s.layout), Traffic()
+    norm, the update, and the agreement on the loss. Groups with the same ranks are merged. Outer steps are apart
+    (`outer`)."""
+    names, merged = first_names(s.layout) | {"sites": "sites"}, Traffic()
     traffic = _traffic(s, rank)
     for (what, axis), size in traffic.bytes.items():
         merged.bytes[what, names[axis]] += size
@@ -84,23 +87,53 @@ def counted(s: Setting, rank: int = 0) -> Counted:
     return merged.found
 
 
-def sent(s: Setting, as_counted: bool = False) -> dict[str, int]:
+def outer_elements(s: Setting, rank: int, fragment: int) -> list[int]:
+    """Elements of the outer gradients in each message by which sites synchronise a fragment, from a rank of a site."""
+    card, position = card_of(s.model), index_in(s.layout, "pp", rank)
+    by_stage = stage_parameters(card, memory.stages(s.model, s.layout, s.software.partition))
+    mine = dict.fromkeys(name for stage in stages_of(s.layout, position) for name in by_stage[stage])
+    found = sites.messages(mine, s.sites.fragments)[fragment]
+    return [kept_elements(card, s.layout, rank, names) for names in found]
+
+
+def outer(s: Setting, rank: int, fragment: int) -> list[list[tuple[str, float]]]:
+    """The collectives of these messages: (operation, bytes)."""
+    sizes = outer_elements(s, rank, fragment)
+    return [sites.sent(size, s.sites.count, s.sites.dtype) for size in sizes]
+
+
+def outer_counted(s: Setting, rank: int, fragments: Iterable[int]) -> Counted:
+    """What a counter on this rank sees of the outer steps of these fragments."""
+    traffic = Traffic()
+    for fragment in fragments:
+        for what, size in itertools.chain(*outer(s, rank, fragment)):
+            traffic.add(what, "sites", size)
+    return traffic.found
+
+
+def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None = None) -> dict[str, int]:
     """Bytes that leave a rank, by axis: the largest of all ranks on each axis. as_counted: groups with the same ranks
-    are merged, as a counter of real messages does."""
+    are merged, as a counter of real messages does. fragments: those that synchronise in this step; None: an average
+    step."""
+    summed, every = (range(s.sites.fragments), s.sites.every) if fragments is None else (fragments, 1)
     most: Counter[str] = Counter()
     for position in range(s.layout.pp):
         for index in range(min(2, s.layout.cp)):  # the first has most rows, the second sends most keys
             rank = s.layout.rank({"pp": position, "cp": index})
             found = counted(s, rank) if as_counted else _traffic(s, rank).found
-            for axis, size in leaving(found, s.layout).items():
+            sizes = Counter(leaving(found, s.layout, s.sites.count))
+            if s.sites.count > 1:
+                between = leaving(outer_counted(s, rank, summed), s.layout, s.sites.count)
+                sizes["sites"] += round(between.get("sites", 0) / every)
+            for axis, size in sizes.items():
                 most[axis] = max(most[axis], size)
     return {axis: most[axis] for axis in AXES if most[axis]}
 
 
-def leaving(found: Counted, layout: Layout) -> dict[str, int]:
+def leaving(found: Counted, layout: Layout, count: int = 1) -> dict[str, int]:
     """Bytes that leave a rank, by axis, from counted ones. The few numbers that ranks of several axes agree on are left
-    out."""
-    shapes, total = groups(layout), Counter[str]()
+    out. layout: of one of `count` sites."""
+    shapes, total = groups(layout) | {"sites": (count, layout.ranks)}, Counter[str]()
     for (what, name), (_, size) in found.items():
         if name != "all" and what in SENT:  # others, as a barrier, send nothing
             total["dp" if name in DATA else name] += int(SENT[what](shapes[name][0]) * size)
@@ -264,10 +297,12 @@ def _shared(
 
 def control(s: Setting) -> list[Sent]:
     """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop, and where states are
-    divided the squared norm; and expert loads (with four more numbers per block)."""
+    divided the squared norm; and expert loads (with four more numbers per block). Sites agree on the means of loss and
+    norm, and whether to stop."""
+    apart = [("all_reduce", "sites", 24.0)] if s.sites.count > 1 else []
     if s.layout.ranks == 1:
-        return []
+        return apart
     card, sizes = card_of(s.model), [8.0 * (3 if s.layout.divided else 2)]
     if card.has_experts:
         sizes.append(8.0 * math.prod(card.load_sums))
-    return [("all_reduce", "all", size) for size in sizes]
+    return [*(("all_reduce", "all", size) for size in sizes), *apart]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from fivefold.models.card import Contradiction
+from fivefold.optim.outer import OUTER
 from fivefold.recipe.schema import LayoutSection, Sections
 from fivefold.recipe.words import toml_value
 from fivefold.schedules.compression import NONE
@@ -25,11 +26,20 @@ class Idle:
 
 
 def _ranks(layout: LayoutSection) -> int:
-    return _summing(layout) * layout.tp * layout.pp
+    return layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
 
 
-def _summing(layout: LayoutSection) -> int:
-    return layout.dp_replicate * layout.dp_shard * layout.cp
+def _summing(recipe: Sections) -> int:
+    """Number of ranks that sum gradients in every step."""
+    layout = recipe.layout
+    return layout.dp_replicate * layout.dp_shard * layout.cp // recipe.sites.count
+
+
+def _outer(key: str) -> Idle:
+    """A field of the outer steps."""
+    return Idle(
+        f"sync.{key}", lambda r: r.sync.method not in OUTER, "every step sums gradients", "sync.method"
+    )
 
 
 IDLE = (
@@ -39,8 +49,8 @@ IDLE = (
     Idle("layout.zero", lambda r: _ranks(r.layout) == 1, "one rank shares its states with nobody"),
     Idle(
         "precision.reduce",
-        lambda r: _summing(r.layout) == 1,
-        "gradients are summed with dp > 1 or cp > 1 only",
+        lambda r: _summing(r) == 1,
+        "gradients are summed with dp > 1 or cp > 1 only (within a site)",
     ),
     Idle(
         "layout.recompute",
@@ -49,14 +59,20 @@ IDLE = (
     ),
     Idle(
         "precision.reduce",
-        lambda r: _summing(r.layout) > 1 and r.layout.compress != NONE,
+        lambda r: _summing(r) > 1 and r.layout.compress != NONE,
         "layout.compress says what is sent",
     ),
     Idle(
         "layout.compress",
-        lambda r: _summing(r.layout) == 1,
+        lambda r: _summing(r) == 1,
         "gradients are summed with dp > 1 or cp > 1 only",
     ),
+    Idle(
+        "sync.method",
+        lambda r: r.sync.method in OUTER and r.sites.count == 1,
+        "one site has nobody to synchronise with",
+    ),
+    *map(_outer, ("every", "sites", "fragments", "outer_dtype", "outer_lr", "outer_momentum")),
     Idle("observe.trace_step", lambda r: r.layout.pp == 1, "only pipelines are measured (pp > 1)"),
     Idle(
         "optim.decay_fraction",

@@ -7,6 +7,7 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.models.card import resolve_model
 from fivefold.optim import OPTIMIZERS
+from fivefold.optim.outer import OUTER
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
 
@@ -59,6 +60,10 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
     layout = {"microbatches": None}
     own = OPTIMIZERS[recipe.optim.name].fields
     optim: dict[str, Any] = {name: v for name, v in own.items() if getattr(recipe.optim, name) is None}
+    sync: dict[str, Any] = {}
+    if outer := OUTER.get(recipe.sync.method):
+        own = {"outer_lr": outer.lr} | {f"outer_{name}": value for name, value in outer.fields.items()}
+        sync = {name: value for name, value in own.items() if getattr(recipe.sync, name) is None}
     if recipe.optim.min_lr is None and recipe.optim.schedule != "constant":
         optim["min_lr"] = float(f"{recipe.optim.lr / 10:.12g}")
     if recipe.optim.warmup_steps is None:
@@ -69,6 +74,7 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
             "train": recipe.train.model_copy(update=train),
             "optim": recipe.optim.model_copy(update=optim),
             "layout": recipe.layout.model_copy(update=layout),
+            "sync": recipe.sync.model_copy(update=sync),
         }
     )
     found = [message for _, message in contradictions(resolved)]

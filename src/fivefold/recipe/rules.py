@@ -11,6 +11,7 @@ from fivefold.models.recomputation import chosen
 from fivefold.models.rules import lacks, model_rules
 from fivefold.models.section import ModelSection
 from fivefold.optim import FIELDS, OPTIMIZERS
+from fivefold.optim.outer import OUTER
 from fivefold.recipe.idle import refused
 from fivefold.recipe.schema import Sections
 from fivefold.schedules.compression import NONE
@@ -29,6 +30,7 @@ def contradictions(recipe: Sections) -> Iterator[Contradiction]:
     yield from _recomputation(recipe)
     yield from refused(recipe)
     yield from _batch(recipe)
+    yield from _sites(recipe)
     yield from layout_rules(recipe)
 
 
@@ -36,6 +38,11 @@ def with_layout(recipe: R, layout: Layout, **train: Any) -> R:
     """The recipe with another layout, and other fields of [train]; not checked."""
     section = type(recipe.layout)(**vars(layout))
     return recipe.model_copy(update={"layout": section, "train": recipe.train.model_copy(update=train)})
+
+
+def synchronous(recipe: R) -> R:
+    """The recipe with all ranks as one site."""
+    return recipe.model_copy(update={"sync": type(recipe.sync)()})
 
 
 def allows(recipe: Sections, layout: Layout) -> bool:
@@ -153,6 +160,54 @@ def _batch(recipe: Sections) -> Iterator[Contradiction]:
         )
     elif micro and count and size != unit:
         yield keys, f"train.global_batch_size = {size} must be {unit} ({equation})"
+
+
+def _sites(recipe: Sections) -> Iterator[Contradiction]:
+    """Rules of training on sites that synchronise every few steps."""
+    sync, model, replicas = recipe.sync, recipe.model, recipe.layout.dp_replicate
+    if sync.method not in OUTER:
+        return
+    if sync.outer_momentum is not None and "momentum" not in OUTER[sync.method].fields:
+        yield (
+            {"sync.outer_momentum", "sync.method"},
+            f'sync.outer_momentum = {sync.outer_momentum}: sync.method = "{sync.method}" takes the mean weights, '
+            'without momentum. Nearest valid: leave it out, or sync.method = "diloco"',
+        )
+    if sync.sites and replicas % sync.sites:
+        nearest = max(n for n in range(1, min(sync.sites, replicas) + 1) if replicas % n == 0)
+        yield (
+            {"sync.sites", "layout.dp_replicate"},
+            f"sync.sites = {sync.sites} must divide layout.dp_replicate = {replicas}: a site has whole replicas. "
+            f"Nearest valid: sync.sites = {nearest}",
+        )
+        return
+    most = min(sync.every, model.layers)
+    if sync.fragments > most:
+        yield (
+            {"sync.fragments", "sync.every", "model.layers"},
+            f"sync.fragments = {sync.fragments} must be at most sync.every = {sync.every} and model.layers = "
+            f"{model.layers}: a fragment has at least one block, and a step synchronises one. Nearest valid: "
+            f"sync.fragments = {most}",
+        )
+    if recipe.sites.count > 1:
+        yield from _unsupported_apart(recipe)
+
+
+def _unsupported_apart(recipe: Sections) -> Iterator[Contradiction]:
+    """What several sites do not support."""
+    method = f'sync.method = "{recipe.sync.method}"'
+    if card_of(recipe.model).has_experts:
+        yield (
+            {"sync.method", "model.arch"},
+            f'{method} is not supported with model.arch = "{recipe.model.arch}": each site would balance its experts '
+            'by itself. Nearest valid: sync.method = "all"',
+        )
+    if recipe.observe.noise_scale:
+        yield (
+            {"sync.method", "observe.noise_scale"},
+            f"observe.noise_scale cannot be measured with {method}: no step has the gradient of the whole batch. "
+            "Nearest valid: observe.noise_scale = false",
+        )
 
 
 def layout_rules(recipe: Sections) -> Iterator[Contradiction]:

@@ -12,14 +12,17 @@ from pydantic import Field
 
 from fivefold.models.section import ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
-from fivefold.precision import TRAINED
+from fivefold.optim.outer import OUTER
+from fivefold.precision import DTYPES, MASTER, TRAINED
 from fivefold.schedules.compression import NONE
+from fivefold.spread.sites import ONE_SITE, Sites
 
 if TYPE_CHECKING:  # a type checker reads no tables
-    Dtype = Mode = OptimizerName = str
+    Dtype = Mode = OptimizerName = SyncMethod = str
 else:
     Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINED]
     OptimizerName = Literal[tuple(OPTIMIZERS)]
+    SyncMethod = Literal["all", *OUTER]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -142,6 +145,25 @@ class LayoutSection(Section):
     `randk:0.01`, a random hundredth; `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
 
 
+class SyncSection(Section):
+    method: SyncMethod = "all"
+    """When ranks synchronise. `all`: all of them, in every step. `local` and `diloco`: the replicas (`dp_replicate`)
+    are sites that train apart. Every so many steps they take their mean weights (local SGD, arXiv 1805.09767), or a
+    step of an outer optimizer with Nesterov's momentum towards them (DiLoCo, arXiv 2311.08105)."""
+    every: int = Field(default=50, ge=1)
+    """Inner steps between two outer steps. `local` and `diloco` only."""
+    sites: int | None = Field(default=None, ge=1)
+    """Number of sites. Replicas within a site sum gradients in every step. Unset: each replica is a site."""
+    fragments: int = Field(default=1, ge=1)
+    """Parts of the model that synchronise in turn, each once in `every` steps (streaming DiLoCo, arXiv 2501.18512)."""
+    outer_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Dtype in which outer gradients are sent. `int8` has a scale per 256 elements, and is summed in fp32."""
+    outer_lr: float | None = Field(default=None, gt=0)
+    """Learning rate of the outer step. Unset: 1.0 for `local` (the mean weights), 0.7 for `diloco`."""
+    outer_momentum: float | None = Field(default=None, gt=0, lt=1)
+    """Momentum of the outer step. `diloco` only. Unset: 0.9."""
+
+
 class PrecisionSection(Section):
     mode: Mode = "auto"
     """Compute dtype. `auto`: bf16 if the processor supports it, else fp32. Master weights and optimizer states are
@@ -182,6 +204,17 @@ class Sections(Section):
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     layout: LayoutSection = LayoutSection()
+    sync: SyncSection = SyncSection()
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
+
+    @property
+    def sites(self) -> Sites:
+        """The sites of the run: one, unless replicas train apart."""
+        sync = self.sync
+        if sync.method not in OUTER:
+            return ONE_SITE
+        kept = DTYPES[MASTER].bytes + OUTER[sync.method].card.bytes
+        count = sync.sites or self.layout.dp_replicate
+        return Sites(count, sync.every, sync.fragments, sync.outer_dtype, kept)

@@ -14,9 +14,11 @@ from fivefold.host.machine import has_fast_bf16
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.optim import OPTIMIZERS
+from fivefold.optim.outer import OUTER
 from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.precision import DTYPES, MASTER, chosen, torch_dtype
@@ -31,12 +33,13 @@ class State:
     """The training state. `step` counts optimizer steps.
 
     counts: (2) fp64, on the device, because the host learns of a step's result while a later one runs: the steps that
-    changed the weights, and the steps skipped in a row since then.
+    changed the weights, and the steps skipped in a row since then. outer: the outer loop, if there are several sites.
     """
 
     parallel: Parallel
     mesh: Mesh
     counts: Tensor
+    outer: Outer | None = None
     step: int = 0
     noise: tuple[float, float] = (
         0.0,
@@ -78,7 +81,7 @@ class State:
     def unsent(self) -> dict[str, Tensor]:
         """What this rank keeps of compressed gradient sums, named as in a checkpoint; empty without compression."""
         return {
-            f"unsent.{self.mesh.rank}.{number}.{name}": tensor
+            f"unsent.{self.mesh.axis('run').rank}.{number}.{name}": tensor
             for number, replica in enumerate(self._replicas())
             for name, tensor in replica.unsent().items()
         }
@@ -119,14 +122,29 @@ def assemble(
     memory: AbstractContextManager[object] | None = None,
 ) -> State:
     """Builds the state without the checks of `build_state`. memory: see `parallelize`."""
-    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks)
+    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, recipe.sites.count)
     dtype = torch_dtype(compute_mode(recipe, ranks.device, module is not None))
     reduce = torch_dtype(recipe.precision.reduce)
     if module is None:
         parallel = parallelize(recipe, mesh, dtype, reduce, memory)
     else:
         parallel = _replicated(module, mesh, dtype, reduce)
-    return with_optimizer(parallel, mesh, recipe.optim)
+    state = with_optimizer(parallel, mesh, recipe.optim)
+    state.outer = _outer(state, recipe)
+    return state
+
+
+def _outer(state: State, recipe: Recipe) -> Outer | None:
+    """The outer loop of a resolved recipe with several sites."""
+    sites, sync = recipe.sites, recipe.sync
+    if sites.count == 1:
+        return None
+    optimizer = OUTER[sync.method]
+    fields = {name: getattr(sync, f"outer_{name}") for name in optimizer.fields}
+    assert sync.outer_lr, "a resolved recipe has the outer fields"
+    assert None not in fields.values(), "a resolved recipe has the outer fields"
+    axis = state.mesh.axis("sites")
+    return Outer(state.parallel.replicas, axis, sites, optimizer, sync.outer_lr, fields)
 
 
 def with_optimizer(parallel: Parallel, mesh: Mesh, optim: OptimSection) -> State:
@@ -188,5 +206,7 @@ def make_equal(state: State) -> None:
     """Broadcasts rank 0's weights: a user's own module may have been initialised differently on each rank."""
     for replica in state.parallel.replicas:
         for weight in replica.masters.values():
-            state.mesh.axis("all").broadcast(weight, 0)
+            state.mesh.axis("run").broadcast(weight, 0)
         replica.refresh()
+    if state.outer is not None:
+        state.outer.start_from_masters()

@@ -6,7 +6,7 @@ What a step finds out (loss, norm, whether its update is skipped) stays on the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -56,7 +56,7 @@ class Done:
 
     @property
     def norm(self) -> float:
-        """The norm of the whole gradient."""
+        """The norm of the whole gradient; the mean norm of the sites."""
         return self._figures["norm"]
 
     @property
@@ -82,7 +82,8 @@ def take_step(
     stop_wanted: Callable[[], bool] = lambda: False,
     inspect: Callable[[], Mapping[str, Tensor] | None] = lambda: None,
 ) -> Done:
-    """Takes one step of a resolved recipe: gradients, clipping, update. The host waits for no result.
+    """Takes one step of a resolved recipe: gradients, clipping, update, and the outer steps that are due. The host waits
+    for no result. A site clips by its own norm.
 
     stop_wanted: returns True if this rank was asked to stop. inspect: called when `state` has the whole gradient,
     before it is clipped. It may return further figures of the step: scalars on the device, equal on all ranks.
@@ -90,10 +91,13 @@ def take_step(
     assert recipe.train.steps, "a resolved recipe has steps"
     share = forward_backward(state, microbatches, recipe.train.seed)
     more = inspect() or {}
-    loss, norm, stop = agree(state, share, stop_wanted())
+    loss, own_norm, stop = agree(state, share, stop_wanted())
+    loss, norm, stop = mean_over_sites(state, loss, own_norm, stop)
     skip = 1 - (loss.isfinite() & norm.isfinite()).float()
-    lr = update(state, recipe.optim, norm, skip, recipe.train.steps)
+    lr = update(state, recipe.optim, own_norm, skip, recipe.train.steps)
     state.step += 1
+    if state.outer is not None:
+        state.outer.step(state.step, recipe.train.steps)
     own = zip(OWN, (loss, norm, stop, state.counts[1]), strict=True)
     balance = state.parallel.balance
     return Done(lr, {**dict(own), **(balance.figures if balance else {}), **more})
@@ -109,7 +113,7 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
 
     def seeds(microbatch: int, stage: int = 0) -> None:
         """stage: which of this rank's."""
-        seed_dropout(seed, state.step, microbatch, dropout_rank(mesh) + stage * mesh.size("all"))
+        seed_dropout(seed, state.step, microbatch, dropout_rank(mesh) + stage * mesh.size("run"))
 
     for replica in parallel.replicas:
         replica.start_step()
@@ -158,7 +162,7 @@ def counted_once(mesh: Mesh) -> float:
 def dropout_rank(mesh: Mesh) -> int:
     """The seed number of this rank. Ranks of a tensor axis drop the same elements of activations that each has whole.
     With sp each has its own piece, and draws its own numbers."""
-    return mesh.rank if mesh.layout.sp else mesh.rank - mesh.index("tp")  # tp is the innermost axis
+    return mesh.axis("run").rank if mesh.layout.sp else mesh.axis("tp").ranks[0]
 
 
 def seed_dropout(seed: int, step: int, microbatch: int, rank: int) -> None:
@@ -190,7 +194,8 @@ def update(state: State, optim: OptimSection, norm: Tensor, skip: Tensor, steps:
 
 
 def agree(state: State, share: Tensor, stop: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean loss, norm of the whole gradient, > 0 if any rank was asked to stop), equal on all ranks: fp64 scalars.
+    """(mean loss, norm of the whole gradient, > 0 if any rank was asked to stop), equal on all ranks of a site: fp64
+    scalars.
 
     share: this rank's share of the loss. One message sums everything; where states are not divided, all ranks have the
     same norm already.
@@ -201,6 +206,15 @@ def agree(state: State, share: Tensor, stop: bool) -> tuple[Tensor, Tensor, Tens
     mesh.axis("all").all_reduce(sums if mesh.layout.divided else sums[:2])
     loss, stopping, square = sums.unbind()
     return loss.float().double(), square.sqrt(), stopping
+
+
+def mean_over_sites(state: State, *figures: Tensor) -> Sequence[Tensor]:
+    """The means of a site's figures over all sites. One that is not finite makes the mean not finite, so all sites skip
+    the same updates."""
+    sites = state.mesh.axis("sites")
+    if sites.size == 1:
+        return figures
+    return (sites.all_reduce(torch.stack(figures)) / sites.size).unbind()
 
 
 @torch.no_grad()
@@ -223,7 +237,7 @@ def evaluate(state: State, microbatches: list[Microbatch], token_bytes: Tensor |
             sums[2] += token_bytes[targets[counted]].sum()
     for stage in parallel.stages:
         stage.train()
-    sums = mesh.axis("all").all_reduce(sums * counted_once(mesh))
+    sums = mesh.axis("run").all_reduce(sums * counted_once(mesh))
     nats, targets, size = sums.tolist()
     found = {"val_loss": nats / max(1, targets)}
     if size:

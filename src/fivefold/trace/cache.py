@@ -20,7 +20,7 @@ from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.step.state import compute_mode
 
-SECTIONS = ("model", "optim", "layout", "precision")
+SECTIONS = ("model", "optim", "layout", "sync", "precision")
 FIELDS = ("global_batch_size", "microbatch_size")  # of [train]
 
 

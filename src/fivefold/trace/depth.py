@@ -25,6 +25,7 @@ from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, toke
 from fivefold.schedules.pipeline import FILLING, few
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.parts import stage_blocks, stages_of
+from fivefold.spread.sites import site_layout
 from fivefold.trace.cache import CachedFigures
 from fivefold.trace.memory import CATEGORIES, Peak
 from fivefold.trace.step import Traced, trace
@@ -109,7 +110,8 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
         with suppress(KeyError, TypeError):
             return Exact.from_json(found, time.perf_counter() - began)
     count = microbatches_per_step(recipe)
-    layers, counts = sizes(recipe.model, layout, rank, count)
+    site = site_layout(layout, recipe.sites.count)
+    layers, counts = sizes(recipe.model, site, rank % site.ranks, count)
     steps = {(L, m): trace(_with_layers(recipe, L), rank, m, device) for L in layers for m in counts}
     formula = flops_per_token(recipe.model) * tokens_per_step(recipe) / layout.ranks
     step = extrapolate(steps, recipe.model.layers, count)
@@ -139,8 +141,8 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
 
 def blocks_traced(recipe: Recipe, rank: int) -> int:
     """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
-    layout = Layout.from_recipe(recipe.layout)
-    count = microbatches_per_step(recipe)
+    layout = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
+    rank, count = rank % layout.ranks, microbatches_per_step(recipe)
     layers, counts = sizes(recipe.model, layout, rank, count)
     position = layout.coordinates(rank)["pp"]
     blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)

@@ -63,6 +63,7 @@ def states_of(state: State) -> LiveTensors:
         "optimizer": lambda: [
             *state.masters().values(),
             *(t for replica in replicas for t in replica.updater.kept()),
+            *(state.outer.kept() if state.outer else []),
         ],
         "buffers": lambda: kept("buffers"),
         "activations": lambda: pipeline.deferred.kept() if pipeline else [],

@@ -33,7 +33,8 @@ def _how(exact: Exact) -> str:
 
 
 def _memory(plan: Plan, exact: Exact) -> Iterator[str]:
-    position = plan.layout.coordinates(exact.rank)["pp"]
+    site = plan.setting.layout
+    position = site.coordinates(exact.rank % site.ranks)["pp"]
     predicted, memory = plan.memory[position], exact.step.memory
     yield "  memory, GiB    " + "".join(f"{name:>12}" for name in (*CATEGORIES, "total"))
     rows = {

@@ -24,12 +24,12 @@ def assert_same(checkpoint: store.Reader | None, mesh: Mesh) -> None:
     Raises:
         UserError: they differ, for example because the disk is not shared.
     """
-    if mesh.size("all") == 1:
+    if mesh.size("run") == 1:
         return
     step = -1 if checkpoint is None else int(checkpoint.meta.get("step", 0))
     number = 0 if checkpoint is None else _number((checkpoint.folder / store.MANIFEST).read_bytes())
     extremes = torch.tensor([step, -step, number, -number], device=mesh.device)
-    mesh.axis("all").all_reduce(extremes, "max")
+    mesh.axis("run").all_reduce(extremes, "max")
     last, first, high, low = extremes.tolist()
     if last != -first:
         seen = "none" if first == 1 else f"step {-first}"
@@ -59,8 +59,10 @@ def check_files(checkpoint: store.Reader, needed: set[str], here: Axis) -> None:
 def machine_axis(mesh: Mesh) -> Axis:
     """The axis of the ranks on this rank's machine. All ranks call it."""
     mine = torch.tensor([_number(machine_id())], device=mesh.device)
-    every = mesh.axis("all").all_gather(mine).tolist()
-    return mesh.new_axis("machine", [rank for rank, other in enumerate(every) if other == every[mesh.rank]])
+    every = mesh.axis("run").all_gather(mine).tolist()
+    return mesh.new_axis(
+        "machine", [rank for rank, other in enumerate(every) if other == every[mesh.index("run")]]
+    )
 
 
 def _number(content: bytes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -89,7 +90,8 @@ class RunHooks:
             return  # nothing is held out, on any rank
         # Perhaps no microbatches for this rank: it still takes part.
         microbatches, token_bytes = validation_set(job, self.state.mesh)
-        line = {"step": step, **evaluate(self.state, microbatches, token_bytes)}
+        with self._common_weights():
+            line = {"step": step, **evaluate(self.state, microbatches, token_bytes)}
         if errors := self.state.compression_errors():
             line |= {"compression_error": fmean(errors.values()), "compression_errors": errors}
         self._write(line)
@@ -106,12 +108,17 @@ class RunHooks:
         ):
             return
         try:
-            text = self._sample(step, tokenizer)
+            with self._common_weights():
+                text = self._sample(step, tokenizer)
         except UserError as error:  # a diverged model cannot write; the run continues
             self.console.note(f"step {step}: no sample: {error}")
             return
         self._write({"step": step, "sample": text})
         self.console.sample(text, step)
+
+    def _common_weights(self) -> AbstractContextManager[None]:
+        """The sites' common weights, if there are several sites; otherwise there is nothing to change."""
+        return self.state.outer.common() if self.state.outer else nullcontext()
 
     def _sample(self, step: int, tokenizer: Tokenizer) -> str:
         """A sample of the model as it is now.

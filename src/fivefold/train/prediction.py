@@ -26,6 +26,7 @@ from fivefold.plan.measured import load
 from fivefold.plan.predict import predict
 from fivefold.plan.volume import AXES, leaving, sent
 from fivefold.spread.layout import Layout
+from fivefold.spread.sites import site_layout
 from fivefold.step.state import State
 from fivefold.trace.depth import blocks_traced, exact
 from fivefold.trace.memory import Tracker, states_of
@@ -60,8 +61,12 @@ class Prediction:
     def _predicted(self) -> dict[str, Any]:
         if self.job.module is not None:
             raise UserError("the planner does not know a module of your own")
-        found = predict(self.job.recipe, _cluster(self.ranks))
-        return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True)}
+        recipe = self.job.recipe
+        found = predict(recipe, _cluster(self.ranks))
+        first = recipe.sites.due(
+            self.start + 1, recipe.train.steps or 0
+        )  # what the counted step synchronises
+        return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}
 
     def begin_step(self, state: State) -> None:
         """Watches the first steps until `end_step`. It counts this rank's messages. In the second step, when the
@@ -110,9 +115,9 @@ class Prediction:
         if self.counter is None or self.ranks.world == 1:
             return None
         found = {key: (calls, size) for key, (calls, size) in self.counter.found.items()}
-        mine = leaving(found, mesh.layout)
+        mine = leaving(found, mesh.layout, mesh.size("sites"))
         sizes = torch.tensor([mine.get(axis, 0) for axis in AXES])
-        mesh.axis("all").all_reduce(sizes, "max")
+        mesh.axis("run").all_reduce(sizes, "max")
         return {axis: int(most) for axis, most in zip(AXES, sizes, strict=True) if most}
 
 
@@ -133,7 +138,7 @@ def _add_exact(job: Job) -> None:
         or not plan.get("predicted")
     ):
         return
-    layout = Layout.from_recipe(job.recipe.layout)
+    layout = site_layout(Layout.from_recipe(job.recipe.layout), job.recipe.sites.count)
     totals = [stage["total"] for stage in plan["predicted"]["memory"]["per_stage"]]
     ranks = sorted({0, layout.rank({"pp": totals.index(max(totals))})})
     if sum(blocks_traced(job.recipe, rank) for rank in ranks) > QUICK:

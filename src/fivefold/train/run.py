@@ -72,7 +72,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         if ranks.first:
             _conclude(console, job, complete)
         state.mesh.axis(
-            "all"
+            "run"
         ).barrier()  # the ranks leave together: a launcher stops the others when one is gone
         return None if complete else interrupt.signal or 15
 

@@ -6,7 +6,7 @@ It writes the pieces that it owns into a checkpoint, and reads the parts that it
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from fivefold.checkpoint import store, write
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
+from fivefold.parallel.outer import Outer
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import to_text
 from fivefold.spread.parts import Part, boxes, local_shape
@@ -23,6 +24,7 @@ from fivefold.step.state import State
 from fivefold.train.checked import assert_same, check_files, machine_axis
 from fivefold.train.job import Job
 
+OUTER = "outer."  # prefix of the outer optimizer's states
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
 
 
@@ -33,23 +35,58 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
     """
     counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
     measured = {"noise": list(state.noise)} if any(state.noise) else {}
-    folder = store.folder_of(out, state.step)
-    model = [*owned_pieces(state, state.masters()), *buffer_pieces(state)]
-    optimizer = [*owned_pieces(state, state.moments()), *write.whole_pieces(state.unsent())]
+    folder, run = store.folder_of(out, state.step), state.mesh.axis("run")
     whole = counts | measured | _compression(state) | meta
-    write.save(folder, model, optimizer, whole, axis=state.mesh.axis("all"))
-    if state.mesh.rank == 0:
+    if state.outer is None:
+        model, optimizer = owned_pieces(state, state.masters()), owned_pieces(state, state.moments())
+    else:
+        model, optimizer = _pieces_of_site(state, state.outer)
+        whole["sites"] = {
+            "count": state.outer.sites.count,
+            "every": state.outer.sites.every,
+            "fragments": state.outer.sites.fragments,
+            "aligned": state.outer.aligned,
+        }
+    optimizer += write.whole_pieces(state.unsent())
+    write.save(folder, [*model, *buffer_pieces(state)], optimizer, whole, axis=run)
+    if run.index == 0:
         store.prune(out, keep_last)
     return folder
 
 
-def owned_pieces(state: State, tensors: dict[str, Tensor]) -> list[write.Piece]:
+def _pieces_of_site(state: State, outer: Outer) -> tuple[list[write.Piece], list[write.Piece]]:
+    """What this rank owns of the common weights, and of everything else. The first site writes what all sites have: the
+    common weights and the states of the outer optimizer. Every site writes its moments, and its weights if they
+    differ."""
+    site = state.mesh.index("sites")
+    optimizer = owned_pieces(state, state.moments(), before=_moments_at(site))
+    if not outer.aligned:
+        optimizer += owned_pieces(state, state.masters(), before=_weights_at(site))
+    if site:
+        return [], optimizer
+    return owned_pieces(state, outer.weights), optimizer + owned_pieces(
+        state, outer.states(), outer.state_names, OUTER
+    )
+
+
+def _moments_at(site: int) -> str:
+    """The prefix of a site's moments. The first has none, so that a run of one site reads them."""
+    return f"site{site}." if site else ""
+
+
+def _weights_at(site: int) -> str:
+    return f"site{site}.weight."
+
+
+def owned_pieces(
+    state: State, tensors: dict[str, Tensor], moments: Iterable[str] | None = None, before: str = ""
+) -> list[write.Piece]:
     """What this rank owns of tensors that have the shapes of its masters; their names are a parameter's, perhaps with
-    "exp_avg." or the like before it."""
+    "exp_avg." or the like before it. moments: such names; None: the optimizer's. before: added to the names."""
     parts = {name: part for r in state.parallel.replicas for name, part in reversed(r.parts.items())}
-    prefixes = ("", *(f"{moment}." for moment in moments_of(state)))
+    prefixes = ("", *(f"{moment}." for moment in (moments_of(state) if moments is None else moments)))
     return [
-        write.Piece(prefix + name, tensors[prefix + name][where], part.shape, box)
+        write.Piece(before + prefix + name, tensors[prefix + name][where], part.shape, box)
         for name, part in parts.items()
         if part.owned
         for prefix in prefixes
@@ -69,27 +106,29 @@ def _compression(state: State) -> dict[str, Any]:
     if layout.compress == NONE:
         return {}
     same = to_text(replace(layout, recompute="none", microbatches=None, cp_method="ring", sp_regather=False))
-    return {"compression": {"layout": same, "steps": state.compressed_steps}}
+    sites = state.mesh.size("sites")
+    where = f"{same} in {sites} sites" if sites > 1 else same
+    return {"compression": {"layout": where, "steps": state.compressed_steps}}
 
 
 def buffer_pieces(state: State) -> list[write.Piece]:
     """The buffers that this rank writes. All ranks of a pipeline stage have the same; the first writes them."""
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
-    first = state.mesh.index("batch") == 0 and state.mesh.index("tp") == 0
+    first = not any(state.mesh.index(axis) for axis in ("sites", "batch", "tp"))
     return write.whole_pieces(buffers) if first else []
 
 
 def resume(state: State, job: Job) -> bool:
     """Loads the latest checkpoint. Returns False if there is none yet. All ranks call it."""
     checkpoint = None
-    with all_or_none(state.mesh.axis("all")):
+    with all_or_none(state.mesh.axis("run")):
         if store.checkpoints(job.out):
             checkpoint = store.Reader(store.latest(job.out))
     assert_same(checkpoint, state.mesh)
     if checkpoint is None:
         return False
     folder, meta, steps = checkpoint.folder, checkpoint.meta, job.recipe.train.steps or 0
-    with all_or_none(state.mesh.axis("all")):  # each machine prepares its own data
+    with all_or_none(state.mesh.axis("run")):  # each machine prepares its own data
         for key, now in identity(job).items():
             if key in meta and meta[key] != now:
                 if key == FINGERPRINT:
@@ -134,26 +173,74 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     """
     parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
-    masters, meta = state.masters(), checkpoint.meta
-    with all_or_none(state.mesh.axis("all")):
+    masters = state.masters()
+    with all_or_none(state.mesh.axis("run")):
         try:
             _fits(state, checkpoint, parts, buffers)
-            moments = moments_of(state) if int(meta.get("updates", meta["step"])) else ()
-            needed = _files(checkpoint, {name: parts[name] for name in masters}, moments)
+            source = _source(state, checkpoint)
+            needed = _files(checkpoint, {name: parts[name] for name in masters}, source)
             needed.update(*(checkpoint.files_of("model", name) for name in buffers))
             unsent = _unsent(state, checkpoint)
             needed.update(*(checkpoint.files_of("optimizer", name) for name in unsent))
         except (ValueError, KeyError) as error:
             raise UserError(f"{checkpoint.folder} does not fit the recipe: {error}") from None
     here = machine_axis(state.mesh)
-    with all_or_none(state.mesh.axis("all")):
+    with all_or_none(state.mesh.axis("run")):
         check_files(checkpoint, needed, here)
-    with all_or_none(state.mesh.axis("all")):
-        _load(state, checkpoint, parts, buffers, moments)
+    with all_or_none(state.mesh.axis("run")):
+        _load(state, checkpoint, parts, buffers, source)
         for name, tensor in unsent.items():
             tensor.copy_(checkpoint.read("optimizer", name))
         if unsent:
-            state.compressed_steps = int(meta["compression"]["steps"])
+            state.compressed_steps = int(checkpoint.meta["compression"]["steps"])
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint has what this rank's site reads: (kind, what stands before the names of parameters) of its
+    weights, of each of its moments, of the common weights and of each state of the outer optimizer."""
+
+    weights: tuple[str, str]
+    moments: dict[str, tuple[str, str]]
+    common: tuple[str, str]
+    outer: dict[str, tuple[str, str]]
+
+    @property
+    def all(self) -> set[tuple[str, str]]:
+        return {self.weights, self.common, *self.moments.values(), *self.outer.values()}
+
+
+def _source(state: State, checkpoint: store.Reader) -> Source:
+    """Raises UserError if the checkpoint has sites with different weights, and another number of them than this run."""
+    meta, site = checkpoint.meta, state.mesh.index("sites")
+    saved = meta.get("sites") or {"count": 1, "aligned": True}
+    count, aligned = int(saved["count"]), bool(saved["aligned"])
+    if count != state.mesh.size("sites") and not aligned:
+        raise UserError(_between(checkpoint.folder, saved, int(meta["step"]), state.mesh.size("sites")))
+    updated = int(meta.get("updates", meta["step"]))
+    before = _moments_at(site % count)  # a site that joins takes the moments of another
+    return Source(
+        ("model", "") if aligned else ("optimizer", _weights_at(site)),
+        {name: ("optimizer", f"{before}{name}.") for name in moments_of(state) if updated},
+        ("model", ""),
+        {name: ("optimizer", f"{OUTER}{name}.") for name in (state.outer.state_names if state.outer else ())},
+    )
+
+
+def _between(folder: Path, saved: dict[str, Any], step: int, sites: int) -> str:
+    """The message for a checkpoint whose sites have different weights."""
+    every = int(saved["every"])
+    near = [n for n in (step // every * every, (step // every + 1) * every) if n]
+    where = (
+        f"{' or '.join(map(str, near))} (multiples of sync.every = {every})"
+        if saved["fragments"] == 1
+        else f"0 or the last, as sync.fragments = {saved['fragments']} never synchronise together"
+    )
+    return (
+        f"{folder} lies between outer steps: its {saved['count']} sites have different weights, so it resumes with as "
+        f"many sites only, and now there are {sites}. Nearest valid: {saved['count']} sites, or a checkpoint of step "
+        f"{where}"
+    )
 
 
 def _fits(state: State, checkpoint: store.Reader, parts: dict[str, Part], buffers: dict[str, Tensor]) -> None:
@@ -186,7 +273,7 @@ def _load(
     checkpoint: store.Reader,
     parts: dict[str, Part],
     buffers: dict[str, Tensor],
-    moments: Iterable[str],
+    source: Source,
 ) -> None:
     masters, meta = state.masters(), checkpoint.meta
     state.step, updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
@@ -194,35 +281,59 @@ def _load(
     gradient, trace = meta.get("noise", (0.0, 0.0))  # older checkpoints have none
     state.noise = float(gradient), float(trace)
     for name, weight in masters.items():
-        weight.copy_(_read(checkpoint, "model", name, parts[name]))
+        weight.copy_(_read(checkpoint, source.weights, name, parts[name]))
     for name, buffer in buffers.items():
         buffer.copy_(checkpoint.read("model", name))
     for replica in state.parallel.replicas:
         replica.refresh()
-    if moments:
+    if source.moments:
         found = {
-            f"{moment}.{name}": _read(checkpoint, "optimizer", f"{moment}.{name}", parts[name])
+            f"{moment}.{name}": _read(checkpoint, where, name, parts[name])
             for name in masters
-            for moment in moments
+            for moment, where in source.moments.items()
         }
         for replica in state.parallel.replicas:
             replica.updater.load(found, updates)
+    if state.outer is not None:
+        _load_outer(state.outer, checkpoint, parts, source)
 
 
-def _files(checkpoint: store.Reader, parts: dict[str, Part], moments: Iterable[str]) -> set[str]:
-    """The files that hold these parts of weights and moments."""
+def _load_outer(outer: Outer, checkpoint: store.Reader, parts: dict[str, Part], source: Source) -> None:
+    """Sets the common weights, and the outer optimizer's states of the fragments that have had an outer step."""
+    outer.aligned = source.weights == source.common
+    for name, weight in outer.weights.items():
+        weight.copy_(_read(checkpoint, source.common, name, parts[name]))
+    for updater in outer.updaters.values():
+        if all(_has(checkpoint, where, name) for name in updater.masters for where in source.outer.values()):
+            found = {
+                f"{state}.{name}": _read(checkpoint, where, name, parts[name])
+                for name in updater.masters
+                for state, where in source.outer.items()
+            }
+            updater.load(found, 0)
+
+
+def _has(checkpoint: store.Reader, where: tuple[str, str], name: str) -> bool:
+    kind, before = where
+    return before + name in checkpoint.manifest["tensors"][kind]
+
+
+def _files(checkpoint: store.Reader, parts: dict[str, Part], source: Source) -> set[str]:
+    """The files that hold what a rank with these parts reads."""
+    optional = set(source.outer.values())  # an outer optimizer has no states before its first step
     return {
         file
         for name, part in parts.items()
-        for kind, key in (("model", name), *(("optimizer", f"{moment}.{name}") for moment in moments))
+        for where in source.all
+        if where not in optional or _has(checkpoint, where, name)
         for _, box in boxes(part.keeps)
-        for file in checkpoint.files_of(kind, key, box)
+        for file in checkpoint.files_of(where[0], where[1] + name, box)
     }
 
 
-def _read(checkpoint: store.Reader, kind: str, name: str, part: Part) -> Tensor:
+def _read(checkpoint: store.Reader, where: tuple[str, str], name: str, part: Part) -> Tensor:
     """The part of a tensor that this rank stores."""
     out = torch.empty(local_shape(part.keeps))
-    for where, box in boxes(part.keeps):
-        out[where] = checkpoint.read(kind, name, box)
+    for place, box in boxes(part.keeps):
+        out[place] = checkpoint.read(where[0], where[1] + name, box)
     return out

@@ -65,7 +65,8 @@ def share_of(
     equal: all ranks get equally many microbatches, all of them full, filled up with rows that do not count. Where ranks
     compute a model together, one that has nothing to do still has to take part.
     """
-    index, ranks = mesh.index("dp"), mesh.size("dp")
+    site, dp = mesh.axis("sites"), mesh.axis("dp")
+    index, ranks = site.index * dp.size + dp.index, site.size * dp.size
     start, stop = size * index // ranks, size * (index + 1) // ranks
     parts = [range(row, min(row + microbatch, stop)) for row in range(start, stop, microbatch)]
     if equal:

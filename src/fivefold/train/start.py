@@ -106,6 +106,8 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
         world = layout.ranks if rest > 1 or max(gpus, cores() if not gpus else 1) > 1 else 1
     if world == layout.ranks:
         return recipe
+    if recipe.sites.count > 1:  # their number changes what is trained
+        validate(layout, world, partial(allows, recipe))
     size = world // rest if world % rest == 0 else getattr(layout, axis)
     validate(replace(layout, **{axis: size}, microbatches=None), world, partial(allows, recipe))
     if world == 1 and not nproc and not launched:

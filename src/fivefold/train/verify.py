@@ -43,7 +43,8 @@ from fivefold.launch.ranks import Ranks
 from fivefold.optim import OPTIMIZERS
 from fivefold.precision import MASTER, TRAINED
 from fivefold.recipe import Recipe, change, resolve
-from fivefold.recipe.rules import allows
+from fivefold.recipe.idle import PLAIN
+from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.schema import LayoutSection
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, to_text, validate
@@ -168,6 +169,11 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
     if steps < 1:
         raise UserError(f"steps {steps}: must be at least 1")
     changes, notes = [f"precision.mode={mode}"], []
+    if recipe.sync.method != PLAIN.sync.method:
+        notes.append(
+            f'all ranks sum gradients in every step here (the recipe has sync.method = "{recipe.sync.method}")'
+        )
+        recipe = synchronous(recipe)
     if recipe.model.dropout:
         changes.append("model.dropout=0.0")
         notes.append(
@@ -212,7 +218,7 @@ def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
     def write_first_gradient() -> None:
         if state.step == 0:
             pieces = owned_pieces(state, state.gradients())
-            write.save(side.folder / "first", pieces, [], {}, axis=state.mesh.axis("all"))
+            write.save(side.folder / "first", pieces, [], {}, axis=state.mesh.axis("run"))
 
     try:
         for step in range(side.steps):
@@ -222,7 +228,7 @@ def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
             found["grad_norm"].append(done.norm)
         moments = owned_pieces(state, state.moments())
         weights = owned_pieces(state, state.masters()) + buffer_pieces(state)
-        write.save(side.folder / "end", weights, moments, found, axis=state.mesh.axis("all"))
+        write.save(side.folder / "end", weights, moments, found, axis=state.mesh.axis("run"))
     finally:
         for replica in state.parallel.replicas:
             replica.close()
