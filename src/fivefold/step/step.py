@@ -82,8 +82,8 @@ def take_step(
     stop_wanted: Callable[[], bool] = lambda: False,
     inspect: Callable[[], Mapping[str, Tensor] | None] = lambda: None,
 ) -> Done:
-    """Takes one step of a resolved recipe: gradients, clipping, update, and the outer steps that are due. The host waits
-    for no result. A site clips by its own norm.
+    """Takes one step of a resolved recipe: gradients, clipping, update, and the outer steps that are due. The host
+    waits for no result. A site clips by its own norm.
 
     stop_wanted: returns True if this rank was asked to stop. inspect: called when `state` has the whole gradient,
     before it is clipped. It may return further figures of the step: scalars on the device, equal on all ranks.
