@@ -13,6 +13,7 @@ from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import FACTS
 from fivefold.optim import FIELDS, OPTIMIZERS
+from fivefold.optim.outer import OUTER
 from fivefold.recipe import (
     DataSection,
     ModelSection,
@@ -319,6 +320,9 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     card = card_of(recipe.model)
     allowed = {f"model.{name}" for name, fact in FACTS.items() if not getattr(card, fact)}
     allowed |= {f"optim.{name}" for name in FIELDS if name not in OPTIMIZERS[recipe.optim.name].fields}
+    outer = OUTER.get(recipe.sync.method)
+    own = {"lr", *outer.fields} if outer else set()
+    allowed |= {"sync.sites"} | {f"sync.outer_{name}" for name in {"lr", "momentum"} - own}
     assert left_open <= {"train.tokens", "layout.microbatches", "data.cache", "model.head_dim"} | allowed
 
 

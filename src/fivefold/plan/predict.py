@@ -31,14 +31,19 @@ FRAGMENTS = 0.04
 
 @dataclass(frozen=True)
 class Plan:
-    """A prediction. memory: per rank, at each pipeline position. stalls: only for a whole recipe. slow_links: only for
-    several sites."""
+    """A prediction. memory: per rank, at each pipeline position. stalls: only for a whole recipe. together: for
+    several sites, the same run as one."""
 
     setting: Setting
     memory: list[Memory]
     step: Step
     stalls: Stalls | None = None
-    slow_links: SlowLinks | None = None
+    together: Setting | None = None
+
+    @cached_property
+    def slow_links(self) -> SlowLinks | None:
+        """Training apart beside training together, on links of any speed."""
+        return compare(self.setting, self.together) if self.together else None
 
     @cached_property
     def sent(self) -> dict[str, int]:
@@ -150,8 +155,8 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     together = setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software)
     s = apart(together, full.sites) if full.sites.count > 1 else together
     plan = price(s)
-    plan = replace(plan, stalls=stalls(full, plan.setting, plan.step.seconds))
-    return replace(plan, slow_links=compare(s, together)) if s is not together else plan
+    wait = stalls(full, plan.setting, plan.step.seconds)
+    return replace(plan, stalls=wait, together=None if s is together else together)
 
 
 def apart(whole: Setting, sites: Sites) -> Setting:

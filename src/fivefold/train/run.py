@@ -40,7 +40,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         for replica in state.parallel.replicas:
             stack.callback(replica.close)
         resumed = job.resume and resume(state, job)
-        if ranks.world > 1 and job.module is not None:
+        if ranks.world > 1 and job.module is not None and not resumed:
             make_equal(state)
         predicted = Prediction(job, ranks, state.step)
         stack.enter_context(predicted.watching)
