@@ -456,6 +456,8 @@ def test_sites_join_and_leave_at_an_outer_step_only(room: Path, tmp_path: Path) 
     run(recipe, "dp=1", aligned, 9, resume=True)
     assert len(lines(aligned, "loss")) == 9
     run(change(recipe, ["sync.method=all", "sync.every=50"]), "dp=2", aligned, 10, resume=True)
+    run(recipe, "dp=2", aligned, 12, resume=True)  # from a run that had no sites
+    assert store.Reader(store.latest(aligned)).meta["sites"]["count"] == 2
 
 
 def refused(rank: int, world: int, recipe: Recipe, out: Path) -> str:
