@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.kernels import native
+from fivefold.kernels.loss import loss_and_gradient, mean_scale
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
 from fivefold.optim import OPTIMIZERS, update_traffic
 from fivefold.optim.clip import sum_of_squares
@@ -238,11 +238,8 @@ def _both(one: Callable[[], tuple[Call, Call]]) -> tuple[list[Call], list[Call]]
 
 def _loss(logits: Tensor, targets: Tensor) -> None:
     """Overwrites logits with their gradient, as in kernels/loss.py."""
-    if native.usable(logits):
-        losses = torch.empty(len(logits))
-        native.call("cross_entropy", logits.dtype, logits, targets, losses, *logits.shape, 1.0)
-    else:
-        torch.log_softmax(logits.float(), -1).exp_().to(logits.dtype)
+    losses = torch.empty(len(logits), device=logits.device)
+    loss_and_gradient(logits, targets, losses, mean_scale(targets))
 
 
 def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:

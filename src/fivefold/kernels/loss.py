@@ -45,7 +45,7 @@ class _LinearCrossEntropy(Function):
         for start in range(0, N, max(1, rows)):
             part = slice(start, start + rows)
             logits = linear(x[part], weight, bias)
-            dlogits = _loss_and_gradient(logits, targets[part], losses[part], scale)
+            dlogits = loss_and_gradient(logits, targets[part], losses[part], scale)
             if dx is not None:
                 dx[part] = input_gradient(dlogits, weight)
             if needs_weight:
@@ -81,7 +81,7 @@ def rows_at_once(x: Tensor, V: int) -> int:
     return sizes.rows_at_once(x.shape[0], V, x.element_size(), sizes.logits_bytes(x.device.type))
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: Tensor) -> Tensor:
+def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: Tensor) -> Tensor:
     """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V)."""
     if native.usable(logits):
         native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, scale, *logits.shape)

@@ -1,7 +1,7 @@
 """Exchanges at distances 1, 2, 4, ...: logarithmically many rounds.
 
 Numbers of ranks that are no powers of two are folded: of the first ranks, pairs become one until a power of two is left
-(Rabenseifner 2004, arXiv-less; Thakur et al. 2005, section 4).
+(Rabenseifner 2004; Thakur et al. 2005, section 4).
 """
 
 from __future__ import annotations
