@@ -2,7 +2,8 @@
 
 from itertools import product
 
-from fivefold.plan.measured import LARGEST, SIZES, Measured, Share, key
+from fivefold.host import tables
+from fivefold.plan.measured import LARGEST, SIZES, Measured, Share
 
 KINDS = ("norm", "gate", "gelu", "loss", "embedding", "copy", "accumulate", "random", "optimizer")
 LINKS = (
@@ -19,7 +20,7 @@ def table(cores: int = 2) -> Measured:
         host |= {f"zero{zero}": 0.0, f"zero{zero} step": 0.0}
     points = [[float(size), 1e-4 + size / 1e9] for size in (4096, 1 << 20, 8 << 20)]
     return Measured(
-        machine=key(),
+        machine=tables.key(),
         device="cpu",
         cores=cores,
         memory=16e9,

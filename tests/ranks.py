@@ -137,10 +137,10 @@ def _reuse_groups() -> None:
 
     make, made = mesh._new_group, {}
 
-    def shared(members, ranks):
-        key = tuple(members)
+    def shared(members, ranks, apart=False):
+        key = tuple(members), apart
         if key not in made:
-            made[key] = make(members, ranks)
+            made[key] = make(members, ranks, apart)
         return made[key]
 
     mesh._new_group = shared

@@ -8,6 +8,7 @@ import pytest
 from measured import FLOPS, table
 
 from fivefold.errors import UserError
+from fivefold.host import tables
 from fivefold.models.operations import Matmul
 from fivefold.plan import communication, measured, rates
 from fivefold.plan.calibrate import FinishedRun, fit
@@ -193,9 +194,9 @@ def test_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert parse("local:4").devices == 4
     with pytest.raises(UserError, match="one node"):
         parse("local:2x2")
-    measured.path().write_text(json.dumps({measured.key(): {"cores": 2}}))
+    tables.path().write_text(json.dumps({tables.key(): {"cores": 2}}))
     assert measured.load() is None
-    measured.path().write_text("{")
+    tables.path().write_text("{")
     assert measured.load() is None
 
 

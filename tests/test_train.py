@@ -116,7 +116,7 @@ def gradients(rank: int, world: int, recipe: Recipe, bucket_bytes: int) -> tuple
     state = build_state(recipe, ranks)
     (replica,) = state.parallel.replicas
     assert isinstance(replica, DataParallel)
-    replica.sum = GradientSum(replica.weights, state.mesh.axis("batch"), torch.float32, bucket_bytes)
+    replica.sum = GradientSum(replica.weights, state.mesh.sums("batch"), torch.float32, bucket_bytes)
     replica.enable_sync, replica.finish = replica.sum.enable_sync, replica.sum.wait
     batches = Batches(data.train, recipe.model.seq_len, 8, seed=0)
     loss = forward_backward(state, share_of(batches, 0, 8, recipe.train.microbatch_size or 1, state.mesh), 0)
@@ -143,6 +143,19 @@ def test_data_parallel_gradients_are_those_of_one_process(text, world, microbatc
             error = (got[name] - gradient).norm() / gradient.norm()
             assert error < 1e-5, f"{name}: {error:.2e}"
             assert torch.equal(got[name], answers[0][1][name]), "all ranks hold the same bits"
+
+
+@pytest.mark.parametrize("how", ["ring", "halving_doubling"])
+def test_buckets_are_summed_by_other_algorithms(text, how):
+    recipe = tiny(text, "precision.mode=fp32", "model.kv_heads=4", "train.microbatch_size=2")
+    _, wanted = gradients(0, 1, change(recipe, ["train.microbatch_size=8"]), 1 << 30)
+    recipe = change(recipe, ["layout.dp_replicate=4", f"layout.all_reduce={how}"])
+    first, second = (run_ranks(4, gradients, recipe, 20_000) for _ in range(2))
+    for name, gradient in wanted.items():
+        error = (first[0][1][name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: {error:.2e}"
+        for _, got in (*first, *second):
+            assert torch.equal(got[name], first[0][1][name]), "the same bits every time and on every rank"
 
 
 @pytest.mark.parametrize("world", [2, 4])

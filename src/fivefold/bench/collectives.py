@@ -22,11 +22,12 @@ import torch.distributed as dist
 
 from fivefold.comm import Axis, everyone
 from fivefold.comm.execute import Executor
+from fivefold.host import tables
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
-from fivefold.plan import measured
 from fivefold.plan.topology import of_fit
 from fivefold.schedules.collectives import ALGORITHMS, build, shape_of
+from fivefold.schedules.collectives.choose import LIBRARY, pieces_of
 from fivefold.schedules.collectives.cost import compare
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -34,7 +35,6 @@ MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the mess
 ARENA = 32 << 20  # bytes that these messages go through one after the other, so that they come from memory
 BATCH, BATCHES = 2e-3, 20  # seconds of a batch of runs at least, and their number; the median counts
 LONGEST = 2.0  # seconds after which fewer batches suffice
-LIBRARY = "library"
 
 
 def measure(
@@ -58,11 +58,11 @@ def measure(
         for size in sizes
     }
     best = {size: min(times, key=times.get) for size, times in found["seconds"].items()}  # type: ignore[arg-type]
-    table = measured.load_collectives() or {"seconds": {}, "predicted": {}, "best": {}}
+    table = tables.load_collectives() or {"seconds": {}, "predicted": {}, "best": {}}
     table["fit"] = fit
     for name, value in (("seconds", found["seconds"]), ("predicted", predicted), ("best", best)):
         table[name][str(ranks)] = value
-    measured.save_collectives(table)
+    tables.save_collectives(table)
     return table
 
 
@@ -121,7 +121,7 @@ def _measure_rank(file: Path, sizes: Sequence[int], ranks: Ranks) -> None:
         shape = shape_of(axis.size)
         for name, made in ALGORITHMS["all_reduce"].items():
             if made.fits(shape):
-                pieces = min(made.pieces[-1], max(1, size >> 18)) if len(made.pieces) > 1 else 1
+                pieces = pieces_of(made, size)
                 runs[name] = partial(
                     Executor(axis, build("all_reduce", name, shape._replace(pieces=pieces))), x
                 )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.bench import hardware, links, overhead
-from fivefold.host import cores, memory_bytes
+from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.machine import device_peak, has_fast_bf16
 from fivefold.host.memory import keep_freed_memory
 from fivefold.launch.local import start_ranks
@@ -62,7 +62,7 @@ def _table(found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list
     device = "cuda" if gpu else "cpu"
     two = found.get(2, {"free": 0.0, "added": {}, "spread": 0.0})
     return Measured(
-        machine=measured.key(),
+        machine=tables.key(),
         device=device,
         cores=units,
         memory=torch.cuda.get_device_properties(0).total_memory * units if gpu else float(memory_bytes()),

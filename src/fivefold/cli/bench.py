@@ -33,14 +33,15 @@ def hardware(json: JsonOption = False) -> None:
     one with its calibration.
     """
     from fivefold.bench.machine import measure
+    from fivefold.host import tables
     from fivefold.plan import measured
 
     table = measure(lambda text: print(f"measuring {text}", file=sys.stderr))
     if json:
-        print_json(measured.as_json(table) | {"path": str(measured.path())})
+        print_json(measured.as_json(table) | {"path": str(tables.path())})
         return
     print("\n".join(_text(table)))
-    print(f"\nsaved to {measured.path()}; used by `fivefold plan RECIPE --cluster local`")
+    print(f"\nsaved to {tables.path()}; used by `fivefold plan RECIPE --cluster local`")
 
 
 @bench.command(
@@ -62,14 +63,14 @@ def collectives(
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 2 and at most {MOST}")
     wanted = sorted({bytes_of("--sizes", size) for size in sizes.split(",")})
     from fivefold.bench.collectives import measure
-    from fivefold.plan import measured
+    from fivefold.host import tables
 
     table = measure(ranks, wanted, lambda text: print(f"measuring {text}", file=sys.stderr))
     if json:
-        print_json(table | {"path": str(measured.path())})
+        print_json(table | {"path": str(tables.path())})
         return
     print("\n".join(_collectives(table, ranks)))
-    print(f"\nsaved to {measured.path()}; used by `fivefold collectives --topology local`")
+    print(f"\nsaved to {tables.path()}; used by `fivefold collectives --topology local`")
 
 
 def _collectives(table: dict[str, Any], ranks: int) -> list[str]:

@@ -2,5 +2,6 @@
 
 from fivefold.comm.agree import all_or_none
 from fivefold.comm.axis import ALONE, Axis, Started, everyone
+from fivefold.comm.sum import Summation
 
-__all__ = ["ALONE", "Axis", "Started", "all_or_none", "everyone"]
+__all__ = ["ALONE", "Axis", "Started", "Summation", "all_or_none", "everyone"]

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,16 @@ Counter = Callable[["Axis", str, int], None]
 """A counter gets the axis, the operation, and the bytes of its input or output, whichever is larger."""
 counters: list[Counter] = []
 """The counters of this process. Each is called before a message starts."""
-handing_over = False
-"""True while a counted message is being passed to torch.distributed (only maintained while there are counters)."""
+
+
+class _HandingOver(threading.local):
+    now = False
+
+
+handing_over = _HandingOver()
+"""`now` is True while this thread passes a counted message to torch.distributed (only maintained while there are
+counters)."""
+_counting = threading.Lock()  # several threads send
 
 
 class Axis:
@@ -247,15 +256,14 @@ class Axis:
 
 
 def _count(axis: Axis, operation: str, larger: Tensor | None) -> None:
-    global handing_over
-    handing_over = True
-    for counter in counters:
-        counter(axis, operation, 0 if larger is None else larger.nbytes)
+    handing_over.now = True
+    with _counting:
+        for counter in counters:
+            counter(axis, operation, 0 if larger is None else larger.nbytes)
 
 
 def _handed_over() -> None:
-    global handing_over
-    handing_over = False
+    handing_over.now = False
 
 
 ALONE = Axis("all", [0], 0, torch.device("cpu"), None)
@@ -266,6 +274,12 @@ def everyone(ranks: Ranks) -> Axis:
     """The axis of all ranks of a run."""
     group = dist.group.WORLD if ranks.world > 1 else None
     return Axis("all", range(ranks.world), ranks.rank, ranks.device, group, ranks.timeout_s)
+
+
+class Work(Protocol):
+    """What a message is waited for by. It raises the backend's error."""
+
+    def wait(self) -> Any: ...
 
 
 class Started:
@@ -285,7 +299,13 @@ class Started:
         self.axis, self.operation, self.result = axis, operation, result
         self.kept = kept  # keeps its tensors alive until they are sent
         self.code, self.instruction = code, instruction  # where it started: `failure.Place`
-        self.work: dist.Work | _Both | None = None
+        self.work: Work | None = None
+
+    @classmethod
+    def here(cls, axis: Axis, operation: str, result: Tensor) -> Started:
+        """A message that the caller's caller starts."""
+        frame = sys._getframe(2)
+        return cls(axis, operation, result, (), frame.f_code, frame.f_lasti)
 
     def __call__(self) -> Tensor:
         if self.work is not None:

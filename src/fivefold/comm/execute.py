@@ -10,37 +10,33 @@ Legend: n ranks; d0 first dim of a tensor; elements count from the start of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from fivefold.comm.axis import Axis
-from fivefold.schedules.collectives import Collective, Move, prove
-
-Span = tuple[int, int]
-"""(first element, element after the last)"""
+from fivefold.schedules.collectives import Collective, prove
+from fivefold.schedules.collectives.messages import Message, messages_of
 
 
-@dataclass(frozen=True)
-class _Message:
-    """What a rank sends to a peer in one round, or receives from it, to be added (`reduce`) or copied. spans: where it
-    is in the work tensor. packed: its place in the scratch tensor, None if it is sent from or received into the work
-    tensor itself."""
+class Scratch:
+    """Memory that executors use one after the other. It grows to what the largest needs."""
 
-    peer: int
-    spans: tuple[Span, ...]
-    reduce: bool
-    packed: Span | None
+    def __init__(self, device: torch.device):
+        self.device, self._by_dtype = device, dict[torch.dtype, Tensor]()
 
+    def of(self, size: int, dtype: torch.dtype) -> Tensor:
+        """At least so many elements."""
+        found = self._by_dtype.get(dtype)
+        if found is None or len(found) < size:
+            found = self._by_dtype[dtype] = torch.empty(size, dtype=dtype, device=self.device)
+        return found
 
-Step = tuple[list[_Message], list[_Message]]
-"""(sends, receives) of a round."""
+    def kept(self) -> list[Tensor]:
+        return list(self._by_dtype.values())
 
 
 class Executor:
-    """Runs one collective on one axis. It keeps its buffers between calls with tensors of the same size and dtype.
+    """Runs one collective on one axis. scratch: shared with other executors; None: its own.
 
     Which tensors a rank gives and gets:
 
@@ -52,14 +48,14 @@ class Executor:
     - barrier: any tensor, which stays as it is.
     """
 
-    def __init__(self, axis: Axis, collective: Collective):
+    def __init__(self, axis: Axis, collective: Collective, scratch: Scratch | None = None):
         assert axis.size == collective.ranks, f"{collective.ranks} ranks on axis {axis.name} of {axis.size}"
         prove(collective)
-        self.axis, self.collective = axis, collective
-        self._key: tuple[int, torch.dtype] | None = None
-        self._steps: list[Step] = []
-        self._offsets: dict[int, Span] = {}
-        self._scratch = torch.empty(0, device=axis.device)
+        self.axis, self.collective, self.scratch = axis, collective, scratch or Scratch(axis.device)
+
+    def reserve(self, size: int, dtype: torch.dtype) -> None:
+        """Prepares for messages of `size` elements."""
+        self.scratch.of(messages_of(self.collective, self.axis.index, size).scratch, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Runs the collective. x: contiguous."""
@@ -89,8 +85,8 @@ class Executor:
         n, index = self.axis.size, self.axis.index
         assert x.shape[0] % n == 0, f"{x.shape[0]} rows over {n} ranks"
         part = x.numel() // n
-        self._plan(x.numel(), x.dtype)
-        work = x.new_empty(max(stop for _, stop in self._offsets.values()))
+        places = messages_of(self.collective, index, x.numel()).places
+        work = x.new_empty(max(stop for _, stop in places.values()))
         work[: x.numel()] = x.view(-1)
         self._run(work, x.numel())
         out = work[x.numel() : 2 * x.numel()]
@@ -99,9 +95,10 @@ class Executor:
 
     def _run(self, work: Tensor, size: int | None = None) -> None:
         """Goes through the rounds in place. size: elements of the message, if not those of `work`."""
-        self._plan(work.numel() if size is None else size, work.dtype)
-        scratch = self._scratch
-        for sends, receives in self._steps:
+        whole = work.numel() if size is None else size
+        steps, _, most = messages_of(self.collective, self.axis.index, whole)
+        scratch = self.scratch.of(most, work.dtype)
+        for sends, receives in steps:
             for message in sends:
                 if message.packed:
                     parts = [work[a:b] for a, b in message.spans]
@@ -118,74 +115,8 @@ class Executor:
                 if message.packed:
                     _unpack(message, scratch, work)
 
-    def _plan(self, size: int, dtype: torch.dtype) -> None:
-        """Prepares the rounds for messages of `size` elements."""
-        if self._key == (size, dtype):
-            return
-        self._offsets = self._places(size)
-        self._steps, most = [], 0
-        for group in self.collective.rows[self.axis.index]:
-            used = 0
-            step: Step = ([], [])
-            for receives, moves in enumerate((group.sends, group.receives)):
-                parts: dict[tuple[int, bool], list[Move]] = {}
-                for move in moves:
-                    parts.setdefault((move.source if receives else move.target, move.reduce), []).append(move)
-                for (peer, reduce), own in parts.items():
-                    message = self._message(peer, reduce, own, used, bool(receives))
-                    if message is not None:
-                        step[receives].append(message)
-                        used = message.packed[1] if message.packed else used
-            if any(step):
-                self._steps.append(step)
-            most = max(most, used)
-        self._scratch = torch.empty(most, dtype=dtype, device=self.axis.device)
-        self._key = size, dtype
 
-    def _message(
-        self, peer: int, reduce: bool, moves: Sequence[Move], used: int, receives: bool
-    ) -> _Message | None:
-        """The message of some moves; None if it is empty. used: elements of scratch that others have taken."""
-        spans: list[Span] = []
-        for chunk in (chunk for move in moves for chunk in move.chunks):
-            start, stop = self._offsets[chunk]
-            if spans and spans[-1][1] == start:
-                spans[-1] = spans[-1][0], stop
-            elif start < stop:
-                spans.append((start, stop))
-        length = sum(b - a for a, b in spans)
-        if not length:
-            return None
-        direct = len(spans) == 1 and not (receives and reduce)
-        return _Message(peer, tuple(spans), reduce, None if direct else (used, used + length))
-
-    def _places(self, size: int) -> dict[int, Span]:
-        """Where each chunk is in the work tensor."""
-        x, n, index = self.collective, self.axis.size, self.axis.index
-        if x.primitive == "barrier":
-            return dict.fromkeys(range(x.chunks), (0, 1))
-        if x.primitive == "all_to_all":
-            part, slots = size // n, 2 * n
-            places = {}
-            passing = {c for g in x.rows[index] for m in (*g.sends, *g.receives) for c in m.chunks}
-            for chunk in sorted(passing | {*x.holds(index), *x.wants(index)}):
-                source, target = divmod(chunk, n)
-                slot = target if source == index else n + source if target == index else slots
-                slots += slot == slots
-                places[chunk] = slot * part, (slot + 1) * part
-            places[-1] = size, 2 * size  # what arrives is there even if nothing passes by
-            return places
-        blocks = n if x.primitive in ("all_gather", "gather", "reduce_scatter", "scatter") else 1
-        part, width = size // blocks, x.chunks // blocks
-
-        def bound(chunk: int, end: int) -> int:
-            block, within = divmod(chunk, width)
-            return block * part + (within + end) * part // width
-
-        return {chunk: (bound(chunk, 0), bound(chunk, 1)) for chunk in range(x.chunks)}
-
-
-def _unpack(message: _Message, scratch: Tensor, work: Tensor) -> None:
+def _unpack(message: Message, scratch: Tensor, work: Tensor) -> None:
     """Adds or copies what has arrived."""
     assert message.packed is not None
     at = message.packed[0]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fivefold.comm import Axis, Started
+from fivefold.comm import Started, Summation
 from fivefold.comm.compress import CompressedSum, compressed_sum
 from fivefold.comm.compress.base import Messages
 from fivefold.optim.updater import Updater
@@ -24,8 +24,8 @@ from fivefold.spread.units import BUCKET_BYTES, buckets
 
 
 class DataParallel:
-    """ZeRO stage 0 (see `replica.Replica`). Every rank of `axis` has masters, gradients and optimizer states of
-    `params`. Gradients are summed over the axis in dtype `reduce`."""
+    """ZeRO stage 0 (see `replica.Replica`). Every rank has masters, gradients and optimizer states of `params`.
+    Gradients are summed by `sums`, in dtype `reduce`."""
 
     updater: Updater
 
@@ -34,7 +34,7 @@ class DataParallel:
         params: dict[str, nn.Parameter],
         parts: dict[str, Part],
         compute_dtype: torch.dtype,
-        axis: Axis,
+        sums: Summation,
         reduce: torch.dtype = torch.float32,
         flat_master: Tensor | None = None,
         compressor: Compressor | None = None,
@@ -42,7 +42,7 @@ class DataParallel:
         """flat_master: see `Weights`. compressor: see `GradientSum`."""
         self.parts = {name: parts[name] for name in params}
         self.weights = Weights(params, compute_dtype, flat_master)
-        self.sum = GradientSum(self.weights, axis, reduce, compressor=compressor)
+        self.sum = GradientSum(self.weights, sums, reduce, compressor=compressor)
         self.masters, self.gradients = self.weights.master, self.weights.grads
         self.start_step, self.refresh, self.close = (
             self.weights.start_step,
@@ -60,8 +60,12 @@ class DataParallel:
         self.refresh()
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """The working weights, and what compression keeps; see `Replica.kept`."""
-        return {"params": [self.weights.flat_working], "gradients": list(self.unsent().values())}
+        """The working weights, what compression keeps, and the scratch of sums; see `Replica.kept`."""
+        return {
+            "params": [self.weights.flat_working],
+            "gradients": list(self.unsent().values()),
+            "buffers": self.sum.sums.scratch.kept(),
+        }
 
     def unsent(self) -> dict[str, Tensor]:
         """What compression keeps from step to step, by a name; empty without it. Checkpoints store it."""
@@ -92,7 +96,7 @@ class Bucket:
 
 
 class GradientSum:
-    """Sums the gradients of `weights` over the ranks of `axis`, by buckets, in dtype `reduce`.
+    """Sums the gradients of `weights` over the ranks of an axis, by buckets, in dtype `reduce`.
 
     Use: `enable_sync()` before the last backward of a step, `wait()` after it. With one rank both do nothing.
 
@@ -102,21 +106,24 @@ class GradientSum:
     def __init__(
         self,
         weights: Weights,
-        axis: Axis,
+        sums: Summation,
         reduce: torch.dtype = torch.float32,
         bucket_bytes: int = BUCKET_BYTES,
         compressor: Compressor | None = None,
     ):
-        self.weights, self.axis, self.reduce = weights, axis, reduce
+        self.weights, self.sums, self.axis, self.reduce = weights, sums, sums.axis, reduce
         shapes = [tuple(p.shape) for p in weights.params]
         some = buckets([p.numel() for p in weights.params], bucket_bytes)
         self.buckets = [Bucket(indices, weights.offsets) for indices in some]
         self.compressed: list[CompressedSum] = []
-        if compressor is not None and axis.size > 1:
+        if compressor is not None and self.axis.size > 1:
             self.compressed = [
-                compressed_sum(compressor, shapes[indices.start : indices.stop], axis, number)
+                compressed_sum(compressor, shapes[indices.start : indices.stop], self.axis, number)
                 for number, indices in enumerate(some)
             ]
+        else:
+            for bucket in self.buckets:
+                sums.reserve(bucket.end - bucket.start, reduce)
         self._bucket_of = [bucket for bucket in self.buckets for _ in bucket.indices]
         self._started: list[tuple[Messages, Started]] = []
         self._syncing = False
@@ -162,7 +169,7 @@ class GradientSum:
 
     def _sum(self, part: Tensor) -> Messages:
         """Sums a slice of the flat buffer in dtype `reduce`."""
-        sent = yield self.axis.start_all_reduce(part.to(self.reduce))
+        sent = yield self.sums.start(part.to(self.reduce))
         if sent.dtype != torch.float32:
             part.copy_(sent)
 

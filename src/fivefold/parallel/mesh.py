@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.comm import Axis
+from fivefold.comm import Axis, Summation
+from fivefold.comm.sum import agreed
+from fivefold.host.tables import best_all_reduce
 from fivefold.launch.ranks import Ranks
-from fivefold.spread.layout import Layout, group_of, groups, index_in
+from fivefold.schedules.collectives.choose import AUTO, LIBRARY
+from fivefold.spread.layout import Layout, group_of, groups, index_in, on_node
 from fivefold.spread.sites import site_layout
 
 
@@ -30,6 +34,7 @@ class Mesh:
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
         self._axes: dict[str, Axis] = {}
         self._device_meshes: dict[str, DeviceMesh] = {}
+        self._sums: dict[tuple[int, int], Summation] = {}
 
         def add(name: str, members: list[int], index: int) -> None:
             key = tuple(members)
@@ -48,10 +53,32 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         return self._axes[name]
 
-    def new_axis(self, name: str, members: list[int]) -> Axis:
-        """An axis between any ranks, this one included. All of them make it at the same time."""
-        group = _new_group(members, self._ranks)
+    def new_axis(self, name: str, members: Sequence[int], apart: bool = False) -> Axis:
+        """An axis between any ranks, this one included. All of them make it at the same time. apart: with a process
+        group of its own, even for all ranks."""
+        group = _new_group(members, self._ranks, apart)
         return Axis(name, members, members.index(self._ranks.rank), self.device, group, self._ranks.timeout_s)
+
+    def sums(self, name: str) -> Summation:
+        """What sums gradients over an axis, by the layout's algorithm. All ranks of the axis call it at the same time.
+
+        Raises:
+            UserError: the algorithm is not for the ranks of the axis on these nodes.
+        """
+        shape = groups(self.layout)[name]  # axes with the same ranks share it: their sums are in one order
+        if shape not in self._sums:
+            axis, how = self._axes[name], self.layout.all_reduce
+            if axis.size > 1 and how != LIBRARY:  # a group that nothing else uses
+                axis = self.new_axis(name, axis.ranks, apart=True)
+            local, best = on_node(self.layout, name, self._ranks.local_world), None
+            if how == AUTO and local == axis.size > 1:
+                best = agreed(best_all_reduce(axis.size), axis)
+            self._sums[shape] = Summation(axis, how, local, best)
+        return self._sums[shape]
+
+    def notes(self) -> list[str]:
+        """How gradients are summed if that was left open."""
+        return [note for summation in self._sums.values() for note in summation.notes()]
 
     def size(self, name: str) -> int:
         return self._axes[name].size
@@ -70,12 +97,12 @@ class Mesh:
         return self._device_meshes[name]
 
 
-def _new_group(members: list[int], ranks: Ranks) -> dist.ProcessGroup | None:
+def _new_group(members: Sequence[int], ranks: Ranks, apart: bool = False) -> dist.ProcessGroup | None:
     if len(members) == 1:
         return None
-    if len(members) == ranks.world:
+    if len(members) == ranks.world and not apart:
         return dist.group.WORLD
     timeout = timedelta(seconds=ranks.timeout_s)  # gloo's default is 30 minutes
-    group = dist.new_group(members, timeout, use_local_synchronization=True)
+    group = dist.new_group(list(members), timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

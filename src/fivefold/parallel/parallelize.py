@@ -140,9 +140,10 @@ def _add_replicas(
             replicas.append(zero.Sharded(stages, table, compute_dtype, of_units, sent, layout.pp > 1))
         for buffer in keeping.buffers:
             params, flat = _materialize(stages, buffer.names, mesh.device, initial)
-            axis = mesh.axis(buffer.group)
             compress = compressor(layout.compress)
-            replicas.append(DataParallel(params, table, compute_dtype, axis, reduce, flat, compress))
+            replicas.append(
+                DataParallel(params, table, compute_dtype, mesh.sums(buffer.group), reduce, flat, compress)
+            )
         found.replicas += replicas
         of_stage |= dict.fromkeys(keeping.stages, replicas)
     return of_stage

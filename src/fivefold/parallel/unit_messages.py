@@ -26,7 +26,7 @@ class UnitMessages:
 
     def __init__(self, mesh: Mesh, shards: str, unit: str, sent: torch.dtype):
         self.axis, self.replicas = mesh.axis(shards).of_unit(unit), mesh.axis("replicate").of_unit(unit)
-        self.sent, self.last = sent, True
+        self.sent, self.last, self.sums = sent, True, mesh.sums("replicate")
         self.seen: Callable[[Tensor], None] | None = None
         self.arrived: Tensor | None = None
 
@@ -52,7 +52,7 @@ class UnitMessages:
             rows += self.arrived
             self.arrived = None
             private.forget_gradients(self.module)
-        self.replicas.all_reduce(rows)
+        self.sums.start(rows, self.replicas.unit)()
 
 
 class _Buffers:

@@ -12,9 +12,14 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from fivefold.host import tables
 from fivefold.plan.devices import Cluster
-from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, shape_of
-from fivefold.spread.layout import Layout, groups
+from fivefold.plan.measured import line_through
+from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, build, shape_of
+from fivefold.schedules.collectives.choose import AUTO, LIBRARY, fastest, pieces_of
+from fivefold.schedules.collectives.cost import simulate
+from fivefold.schedules.collectives.topology import Topology
+from fivefold.spread.layout import Layout, groups, on_node
 
 # Seconds of a collective besides its algorithm: kernels start, ranks meet. All-reduces of 32 KiB take 39.8 us on 8
 # H200, 43.8 on 8 A100, 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). Of these the best algorithm
@@ -46,8 +51,7 @@ def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int) -> Group:
     """The group with this name. axes: sizes of the axes in the order of AXES."""
     pp, dp_replicate, dp_shard, cp, tp = axes
     layout = Layout(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
-    size, stride = groups(layout)[name]
-    return Group(size, max(1, min(size, per_node // stride)))
+    return Group(groups(layout)[name][0], on_node(layout, name, per_node))
 
 
 def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
@@ -57,6 +61,35 @@ def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32")
     if cluster.machine:
         return _measured(f"all_reduce {dtype}", size, group, cluster)
     return LAUNCH + _cheapest("all_reduce", size, group, cluster)
+
+
+def best_all_reduces(group: Group, cluster: Cluster) -> dict[int, str]:
+    """The fastest all-reduce of a group by size, as measured on this machine; empty for other clusters."""
+    return tables.best_all_reduce(group.ranks) if cluster.machine and group.nodes == 1 else {}
+
+
+def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float:
+    """Seconds to sum `size` bytes of gradients over a group by a `layout.all_reduce`. This machine's are those that
+    `fivefold bench collectives` measured; without them, those of the library."""
+    name = fastest(best_all_reduces(group, cluster), round(size)) if by == AUTO else by
+    if name == LIBRARY or group.ranks == 1:
+        return all_reduce(size, group, cluster)
+    if cluster.machine:
+        seconds = tables.all_reduce_seconds(group.ranks, name)
+        if not seconds:
+            return all_reduce(size, group, cluster)
+        return cluster.machine.factors["messages"] * line_through(seconds, size)
+    made = ALGORITHMS["all_reduce"][name]
+    shape, levels = (
+        shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size))),
+        _levels(group, cluster),
+    )
+    if line := made.line and made.line(shape, levels):
+        return LAUNCH + line.alpha + line.beta * size
+    links = Topology(
+        cluster.name, group.ranks, group.local, levels.near, levels.far, pairs=cluster.intra.mesh
+    )
+    return LAUNCH + simulate(build("all_reduce", name, shape), links, size).seconds
 
 
 def all_gather(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:

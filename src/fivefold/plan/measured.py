@@ -6,21 +6,15 @@ several N ("shares"), by all ranks at the same time.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib import metadata
 from itertools import product as combinations
-from pathlib import Path
 from typing import Any
 
-from fivefold.errors import UserError
-from fivefold.files import cache_folder, write_atomically
-from fivefold.host import cores, cpu_model
+from fivefold.host import tables
 
-VERSION = 2
 SIZES = (64, 192, 512, 1536, 4096)
 """Sizes of each dim of a measured matmul. All combinations of at most LARGEST multiplications are measured."""
 LARGEST = 2**29
@@ -156,13 +150,19 @@ class Measured:
         if not self.axes:
             return 0.0
         points = self.axes[min(self.axes, key=lambda n: abs(math.log(n / ranks)))][axis]
-        return self.factors["messages"] * _line(points, min(elements, points[-1][0]))
+        return self.factors["messages"] * line_through(points, min(elements, points[-1][0]))
 
     def message(self, what: str, size: float, ranks: int, of: int) -> float:
         """Seconds of a collective of `size` bytes between `ranks` of `of` ranks, all of which communicate at once."""
         near = min(self.links, key=lambda n: abs(math.log(n / ranks)))
         oversubscribed = max(1.0, of / max(ranks, self.cores))
-        return self.factors["messages"] * oversubscribed * ranks / near * _line(self.links[near][what], size)
+        return (
+            self.factors["messages"]
+            * oversubscribed
+            * ranks
+            / near
+            * line_through(self.links[near][what], size)
+        )
 
 
 @lru_cache(maxsize=64)
@@ -173,7 +173,7 @@ def _share(table: Measured, ranks: int) -> Share:
     return replace(near, ranks=ranks, threads=threads, speed=speed)
 
 
-def _line(points: Sequence[Sequence[float]], size: float) -> float:
+def line_through(points: Sequence[Sequence[float]], size: float) -> float:
     """Seconds at a size: linear between the points, constant below the first, with the last slope beyond the last."""
     if size <= points[0][0]:
         return points[0][1]
@@ -182,57 +182,15 @@ def _line(points: Sequence[Sequence[float]], size: float) -> float:
     return low + (high - low) * (size - a) / (b - a)
 
 
-def key() -> str:
-    """The key of a table: processor, cores, version of torch and of the table."""
-    return f"{cpu_model()} | {cores()} cores | torch {metadata.version('torch')} | table {VERSION}"
-
-
-def path() -> Path:
-    return cache_folder() / "hardware.json"
-
-
 def save(table: Measured) -> None:
     """Writes the table of this machine into the cache's file, beside those of other machines."""
-    _write(table.machine, as_json(table))
-
-
-def save_collectives(found: dict[str, Any]) -> None:
-    """Writes what `fivefold bench collectives` found on this machine, beside its table: `fit`, and `seconds` by number
-    of ranks, size and algorithm."""
-    _write(_collectives_key(), found)
-
-
-def load_collectives() -> dict[str, Any] | None:
-    """What `save_collectives` wrote for this processor and torch; None if nothing."""
-    return _tables().get(_collectives_key())
-
-
-def _collectives_key() -> str:
-    return f"{key()} | collectives"
-
-
-def _write(name: str, found: dict[str, Any]) -> None:
-    file = path()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(_tables() | {name: found}, indent=1))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}; set $FIVEFOLD_CACHE") from None
+    tables.write(table.machine, as_json(table))
 
 
 def load() -> Measured | None:
     """This machine's table, or None if it was not measured for this processor and torch."""
-    found = _tables().get(key())
+    found = tables.read(tables.key())
     return None if found is None else from_json(found)
-
-
-def _tables() -> dict[str, Any]:
-    """All tables of the cache file. A missing or broken file counts as empty."""
-    try:
-        tables = json.loads(path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return tables if isinstance(tables, dict) else {}
 
 
 def as_json(table: Measured) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from fivefold.plan import operations
 from fivefold.plan.operations import Sums
 from fivefold.plan.partition import schedule, stages
 from fivefold.plan.software import Partition, Software, States
+from fivefold.schedules.collectives.choose import LIBRARY, chosen
+from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import compressor
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
-from fivefold.spread.layout import Layout
+from fivefold.spread.layout import Layout, groups
 from fivefold.spread.parts import TIED, sharing_group, stages_of
-from fivefold.spread.units import compressed_buckets, local_parameters, scattered_once
+from fivefold.spread.units import compressed_buckets, keepings, local_parameters, scattered_once
 
 ERROR = 0.015
 """Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""
@@ -341,8 +343,31 @@ def predict(
         unsent, summing = compression(model, layout, mine, by_stage)
         activations, more = at_peak(one, besides[first, last], live[position], own_kept, last, summing)
         params, gradients, optimizer = rank_states(b, layout, own, microbatches)
-        found.append(Memory(params, gradients + unsent, optimizer, activations, more + always))
+        scratch = sum_scratch(model, layout, mine, by_stage, b) if layout.all_reduce != LIBRARY else 0.0
+        found.append(Memory(params, gradients + unsent, optimizer, activations, more + scratch + always))
     return found
+
+
+def sum_scratch(
+    model: ModelSection, layout: Layout, mine: list[int], by_stage: Sequence[range], b: States
+) -> float:
+    """Bytes into which the messages of gradient sums are received, on the first rank of a group, as on one node: of
+    each group the largest."""
+    most: dict[str, float] = {}
+    for keeping in keepings(card_of(model), layout, mine, by_stage):
+        parts = [
+            ("replicate", unit.padded // sharing_group(layout, unit.group == "eshard")[1], b.gradient)
+            for unit in keeping.units
+        ]
+        parts += [
+            (buffer.group, size, b.reduce) for buffer in keeping.buffers for size in buffer.bucket_sizes
+        ]
+        for name, size, each in parts:
+            ranks = groups(layout)[name][0]
+            schedule = chosen(layout.all_reduce, ranks, ranks, round(size * each))
+            if schedule is not None:
+                most[name] = max(most.get(name, 0.0), messages_of(schedule, 0, size).scratch * each)
+    return sum(most.values())
 
 
 def compression(

@@ -17,11 +17,12 @@ from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
 from fivefold.precision import DTYPES
+from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
 from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed, splits_backward
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import sharing_group
-from fivefold.spread.units import Sync, scattered_once
+from fivefold.spread.units import BUCKET_BYTES, Sync, scattered_once
 
 
 @dataclass
@@ -216,7 +217,14 @@ def _synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
         for sync, size in volume.synced(s, whole, expert):
             if s.layout.compress != NONE:
                 continue  # see compressed_sums
-            seconds = PRICES[sync.what](size, group(s.layout, s.cluster, sync.group), s.cluster)
+            among = group(s.layout, s.cluster, sync.group)
+            if sync.what == "sum" and s.layout.all_reduce != LIBRARY:
+                number = 1 if sync.rows else max(1, round(size / BUCKET_BYTES))
+                seconds = number * communication.sum_gradients(
+                    size / number, among, s.cluster, s.layout.all_reduce
+                )
+            else:
+                seconds = PRICES[sync.what](size, among, s.cluster)
             yield sync, seconds, _copied(sync, keeps, whole, s)
 
 

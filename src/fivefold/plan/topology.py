@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fivefold.errors import UserError
-from fivefold.plan import measured
+from fivefold.host import tables
 from fivefold.plan.clusters import links, parse
 from fivefold.plan.devices import Cluster, Link
 from fivefold.schedules.collectives import Wire
@@ -61,7 +61,7 @@ def local(ranks: int) -> Topology:
     Raises:
         UserError: it has not been measured.
     """
-    table = measured.load_collectives()
+    table = tables.load_collectives()
     if table is None:
         raise UserError(
             "topology 'local': this machine's messages have not been measured; run `fivefold bench collectives` first"

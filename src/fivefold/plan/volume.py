@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from fivefold.models.card import card_of
@@ -21,10 +22,12 @@ from fivefold.models.operations import Message, Operation
 from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
 from fivefold.plan import memory
-from fivefold.plan.communication import group
+from fivefold.plan.communication import best_all_reduces, group
 from fivefold.plan.cost import Setting
 from fivefold.plan.software import Partition
 from fivefold.schedules import ring_attention
+from fivefold.schedules.collectives.choose import LIBRARY, chosen
+from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import Compressor, compressor
 from fivefold.spread import sites
 from fivefold.spread.layout import Layout, first_names, groups, index_in
@@ -117,9 +120,16 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
     step."""
     summed, every = (range(s.sites.fragments), s.sites.every) if fragments is None else (fragments, 1)
     most: Counter[str] = Counter()
+    equal = s.layout.all_reduce == LIBRARY  # otherwise a rank may send more than another
+    replicas = (
+        [(0, 0)]
+        if equal
+        else [(i, j) for i in range(s.layout.dp_replicate) for j in range(s.layout.dp_shard)]
+    )
     for position in range(s.layout.pp):
-        for index in range(min(2, s.layout.cp)):  # the first has most rows, the second sends most keys
-            rank = s.layout.rank({"pp": position, "cp": index})
+        # of a ring, the first has most rows, the second sends most keys
+        for index, (i, j) in product(range(min(2, s.layout.cp) if equal else s.layout.cp), replicas):
+            rank = s.layout.rank({"pp": position, "dp_replicate": i, "dp_shard": j, "cp": index})
             found = counted(s, rank) if as_counted else _traffic(s, rank).found
             sizes = Counter(leaving(found, s.layout, s.sites.count))
             if s.sites.count > 1:
@@ -160,7 +170,7 @@ def _traffic(s: Setting, rank: int) -> Traffic:
     if len(by_stage) - 1 in mine:
         _operations(traffic, s, rank, card.end_operations(s.sizes, s.software), 1, "none")
     _transfers(traffic, s, position, len(by_stage))
-    _gradients(traffic, s, mine)
+    _gradients(traffic, s, rank, mine)
     for what, axis, size in [*shared(s, position, index_in(s.layout, "shard", rank)), *control(s)]:
         traffic.add(what, axis, size)
     return traffic
@@ -204,10 +214,10 @@ def _transfers(traffic: Traffic, s: Setting, position: int, stages: int) -> None
             traffic.add("receive", "pp", activation, s.microbatches)
 
 
-def _gradients(traffic: Traffic, s: Setting, mine: list[int]) -> None:
+def _gradients(traffic: Traffic, s: Setting, rank: int, mine: list[int]) -> None:
     """Adds weight gathers and gradient sums over the data axes. Compression is without ZeRO: only sums."""
     card, blocks = card_of(s.model), memory.stages(s.model, s.layout, s.software.partition)
-    names = {"gather": "all_gather", "scatter": s.software.scatter, "sum": "all_reduce"}
+    names = {"gather": "all_gather", "scatter": s.software.scatter}
     compress = compressor(s.layout.compress)
     if compress is not None:
         for name, ranks, shapes in compressed_buckets(card, s.layout, mine, blocks):
@@ -215,11 +225,30 @@ def _gradients(traffic: Traffic, s: Setting, mine: list[int]) -> None:
                 traffic.add(wire.what, name, wire.size)
         return
     for keeping in keepings(card, s.layout, mine, blocks):
-        parts = [(unit.padded, unit.group, 1) for unit in keeping.units]
-        parts += [(buffer.size, buffer.group, buffer.buckets) for buffer in keeping.buffers]
-        for whole, name, calls in parts:
+        parts = [(unit.padded, unit.group) for unit in keeping.units]
+        parts += [(size, buffer.group) for buffer in keeping.buffers for size in buffer.bucket_sizes]
+        for whole, name in parts:
             for sync, size in synced(s, whole, expert=name in ("eshard", "edp")):
-                traffic.add(names[sync.what], sync.group, size, sync.each * s.microbatches or 1, calls)
+                if sync.what == "sum":
+                    _sum(traffic, s, rank, sync, size)
+                else:
+                    traffic.add(names[sync.what], sync.group, size, sync.each * s.microbatches or 1)
+
+
+def _sum(traffic: Traffic, s: Setting, rank: int, sync: Sync, size: float) -> None:
+    """Adds the messages that sum `size` bytes over a group by the layout's algorithm."""
+    among = group(s.layout, s.cluster, sync.group)
+    best, how = best_all_reduces(among, s.cluster), s.layout.all_reduce
+    schedule = chosen(how, among.ranks, among.local, round(size), best)
+    if schedule is None:
+        traffic.add("all_reduce", sync.group, size)
+        return
+    b = s.software.states[s.dtype]
+    each = b.gradient if sync.rows else b.reduce
+    for step in messages_of(schedule, index_in(s.layout, sync.group, rank), round(size / each)).steps:
+        for what, some in (("send", step.sends), ("receive", step.receives)):
+            for message in some:
+                traffic.add(what, sync.group, message.size * each)
 
 
 def synced(s: Setting, whole: float, expert: bool) -> Iterator[tuple[Sync, float]]:

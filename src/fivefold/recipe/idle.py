@@ -4,7 +4,7 @@ is to blame, so that one recipe serves one rank and many. They are refused where
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from fivefold.models.card import Contradiction
@@ -12,6 +12,7 @@ from fivefold.optim.outer import OUTER
 from fivefold.recipe.schema import LayoutSection, Sections
 from fivefold.recipe.words import toml_value
 from fivefold.schedules.compression import NONE
+from fivefold.spread.layout import Layout, summing_groups
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ def _summing(recipe: Sections) -> int:
     """Number of ranks that sum gradients in every step."""
     layout = recipe.layout
     return layout.dp_replicate * layout.dp_shard * layout.cp // recipe.sites.count
+
+
+def _sums(recipe: Sections) -> list[str]:
+    """The groups of a site that sum gradients by all-reduce."""
+    layout = Layout.from_recipe(recipe.layout)
+    return summing_groups(replace(layout, dp_replicate=max(1, layout.dp_replicate // recipe.sites.count)))
 
 
 def _outer(key: str) -> Idle:
@@ -73,6 +80,16 @@ IDLE = (
         "one site has nobody to synchronise with",
     ),
     *map(_outer, ("every", "sites", "fragments", "outer_dtype", "outer_lr", "outer_momentum")),
+    Idle(
+        "layout.all_reduce",
+        lambda r: not _sums(r),
+        "only replicas sum gradients by all-reduce (zero = 0 with dp > 1 or cp > 1, or dp_replicate > 1)",
+    ),
+    Idle(
+        "layout.all_reduce",
+        lambda r: bool(_sums(r)) and r.layout.compress != NONE,
+        "layout.compress says what is sent",
+    ),
     Idle("observe.trace_step", lambda r: r.layout.pp == 1, "only pipelines are measured (pp > 1)"),
     Idle(
         "optim.decay_fraction",

@@ -14,14 +14,15 @@ from fivefold.models.section import ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, TRAINED
+from fivefold.schedules.collectives.choose import ALL_REDUCES, LIBRARY
 from fivefold.schedules.compression import NONE
 from fivefold.spread.sites import ONE_SITE, Sites
 
 if TYPE_CHECKING:  # a type checker reads no tables
-    Dtype = Mode = OptimizerName = SyncMethod = str
+    AllReduce = Dtype = Mode = OptimizerName = SyncMethod = str
 else:
     Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINED]
-    OptimizerName = Literal[tuple(OPTIMIZERS)]
+    OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
     SyncMethod = Literal["all", *OUTER]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -143,6 +144,10 @@ class LayoutSection(Section):
     """Sums gradients over replicas with fewer bytes, and adds what was left out to the next step's (error feedback,
     arXiv 1901.09847). `int8`; `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth of each parameter;
     `randk:0.01`, a random hundredth; `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
+    all_reduce: AllReduce = LIBRARY
+    """Algorithm that sums gradients over replicas, bucket by bucket, while backward runs. `library`: gloo's or NCCL's.
+    The others are those of `fivefold collectives --draw`. `auto`: whichever `fivefold bench collectives` found fastest
+    on this machine for a bucket's size; without its table, `library`."""
 
 
 class SyncSection(Section):

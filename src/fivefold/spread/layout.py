@@ -15,6 +15,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 from fivefold.errors import UserError, did_you_mean
+from fivefold.schedules.collectives import choose
+from fivefold.schedules.collectives.choose import ALL_REDUCES, LIBRARY
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_per_rank
 
@@ -46,6 +48,7 @@ class Layout:
     microbatches: int | None = None
     recompute: str = "none"
     compress: str = NONE
+    all_reduce: str = LIBRARY
 
     @classmethod
     def from_recipe(cls, section: LayoutFields) -> Layout:
@@ -154,6 +157,21 @@ def group_of(layout: Layout, group: str, rank: int) -> list[int]:
     return list(range(first, first + size * stride, stride))
 
 
+def on_node(layout: Layout, group: str, per_node: int) -> int:
+    """How many ranks of a group each node has, if nodes have `per_node` ranks."""
+    size, stride = groups(layout)[group]
+    return max(1, min(size, per_node // stride))
+
+
+def summing_groups(layout: Layout) -> list[str]:
+    """The groups of more than one rank that sum gradients by all-reduce: without ZeRO the ranks with different tokens,
+    and those with the same experts; a hybrid's replicas."""
+    names = ["replicate" if layout.shards > 1 else "batch"]
+    if layout.ep > 1:
+        names.append("replicate" if layout.shards > layout.ep else "edp")
+    return [name for name in dict.fromkeys(names) if groups(layout)[name][0] > 1]
+
+
 def parse(text: str) -> dict[str, int | bool | str]:
     """Reads a layout such as `dp=2,tp=2,zero=1` into fields of `[layout]`; returns only the fields that are named.
 
@@ -228,6 +246,8 @@ def describe(layout: Layout) -> str:
         words.append(f"schedule {layout.schedule} with {layout.stages_per_rank} stage(s) per rank")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
+    if layout.all_reduce != LIBRARY:
+        words.append(f"gradients summed by {layout.all_reduce}")
     if layout.compress != NONE:
         words.append(f"gradients compressed by {layout.compress}")
     return ", ".join(words)
@@ -273,6 +293,16 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             {"compress", "zero"},
             f"compress={layout.compress} sums whole gradients of replicas: it needs zero=0, not zero={layout.zero}",
         )
+    if layout.all_reduce not in ALL_REDUCES:
+        near = did_you_mean(layout.all_reduce, ALL_REDUCES)
+        yield (
+            {"all_reduce"},
+            f"all_reduce={layout.all_reduce} is unknown{near} (valid: {', '.join(ALL_REDUCES)})",
+        )
+    else:
+        for name in summing_groups(layout):
+            if message := choose.problem(layout.all_reduce, groups(layout)[name][0]):
+                yield {"all_reduce", "dp_replicate", "dp_shard", "cp", "ep"}, f"all_reduce: {message}"
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:
             stages_per_rank(layout.schedule, layout.virtual_stages)
@@ -320,16 +350,18 @@ def nearest(
 ) -> list[Layout]:
     """The valid layouts with `ranks` ranks that are most like `layout`: the axes change by the fewest doublings, and
     unused axes stay unused if possible. ZeRO is set to 1 where states must be shared, and to 0 where no ranks can share
-    them."""
+    them; gradients are summed by the library where their algorithm is not for so many ranks."""
 
     def distance(candidate: Layout) -> float:
         pairs = [(getattr(layout, axis), getattr(candidate, axis)) for axis in AXES]
         doublings = sum(abs(math.log2(new / old)) + (old == 1 < new) for old, new in pairs)
-        return doublings + 0.5 * (candidate.zero != layout.zero)
+        others = (candidate.zero != layout.zero) + (candidate.all_reduce != layout.all_reduce)
+        return doublings + 0.5 * others
 
     stages = {0, layout.zero, layout.zero or (1 if layout.dp_shard > 1 else 0)}
     candidates = [
-        replace(layout, zero=zero, **dict(zip(AXES, sizes, strict=True)))
+        replace(layout, zero=zero, all_reduce=all_reduce, **dict(zip(AXES, sizes, strict=True)))
+        for all_reduce in dict.fromkeys((layout.all_reduce, LIBRARY))
         for sizes in _factor(ranks, len(AXES))
         for zero in sorted(stages)
     ]

@@ -75,9 +75,9 @@ class FlatBuffer:
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
-    def buckets(self) -> int:
-        """Number of buckets that the buffer is summed in."""
-        return len(self.bucket_shapes)
+    def bucket_sizes(self) -> list[int]:
+        """Elements of each bucket."""
+        return [sum(math.prod(shape) for shape in shapes) for shapes in self.bucket_shapes]
 
     @property
     def bucket_shapes(self) -> tuple[tuple[Shape, ...], ...]:

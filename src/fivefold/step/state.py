@@ -192,7 +192,7 @@ def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch
     spans = {name: whole(tuple(p.shape)) for name, p in params.items()}
     parts = {n: Part(tuple(p.shape), spans[n], spans[n], mesh.index("batch") == 0) for n, p in params.items()}
     compress = compressor(mesh.layout.compress)
-    replica = DataParallel(params, parts, dtype, mesh.axis("batch"), reduce, compressor=compress)
+    replica = DataParallel(params, parts, dtype, mesh.sums("batch"), reduce, compressor=compress)
     return Parallel([module], [replica])
 
 

@@ -47,7 +47,8 @@ class Collectives(TorchDispatchMode):
         self.found: dict[tuple[str, str], list[int]] = {}
         self.other: dict[tuple[str, str], list[int]] = {}
         self.axis_of: dict[str, str] = {}
-        for name in first_names(mesh.layout).values():
+        self.first_name = first_names(mesh.layout)
+        for name in self.first_name.values():
             group = mesh.axis(name).group
             if group is not None:
                 self.axis_of[group.group_name] = name
@@ -78,12 +79,13 @@ class Collectives(TorchDispatchMode):
 
     def see(self, func: Any, args: Any) -> None:
         """Counts an operation that sends, unless an axis has reported it."""
-        if func.namespace in ("c10d", "_c10d_functional") and not axis.handing_over:
+        if func.namespace in ("c10d", "_c10d_functional") and not axis.handing_over.now:
             self._count(func.__name__.split(".")[0], args)
 
     def _sent(self, over: axis.Axis, operation: str, size: int) -> None:
         assert over.group is not None
-        _add(self.found, operation, self.axis_of.get(over.group.group_name, over.name), size)
+        name = self.axis_of.get(over.group.group_name) or self.first_name.get(over.name, over.name)
+        _add(self.found, operation, name, size)
 
     def _count(self, op: str, args: Any) -> None:
         name = next((name for arg in args if (name := self._axis(arg))), None)

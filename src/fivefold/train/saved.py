@@ -17,6 +17,7 @@ from fivefold.checkpoint import store, write
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
 from fivefold.parallel.outer import Outer
+from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import to_text
 from fivefold.spread.parts import Part, boxes, local_shape
@@ -105,8 +106,14 @@ def _compression(state: State) -> dict[str, Any]:
     layout = state.mesh.layout
     if layout.compress == NONE:
         return {}
-    same = to_text(replace(layout, recompute="none", microbatches=None, cp_method="ring", sp_regather=False))
-    sites = state.mesh.size("sites")
+    idle = {
+        "recompute": "none",
+        "microbatches": None,
+        "cp_method": "ring",
+        "sp_regather": False,
+        "all_reduce": LIBRARY,
+    }
+    same, sites = to_text(replace(layout, **idle)), state.mesh.size("sites")
     where = f"{same} in {sites} sites" if sites > 1 else same
     return {"compression": {"layout": where, "steps": state.compressed_steps}}
 

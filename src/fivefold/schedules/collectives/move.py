@@ -34,7 +34,7 @@ Round = tuple[Move, ...]
 Rounds = list[Round]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, so that what follows from it can be kept
 class Collective:
     """`rounds` of moves that carry out `primitive` on `ranks` ranks.
 

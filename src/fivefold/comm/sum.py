@@ -1,0 +1,150 @@
+"""Sums tensors over an axis by the algorithm that `layout.all_reduce` names, beside the computation.
+
+Each round of a schedule needs the one before, so something must drive the rounds while backward computes. On CPUs it is
+a thread. It runs the sums in the order in which they were started, which is the same on all ranks, and it sends over a
+process group of its own, so no other message comes in between. On GPUs it is a stream.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.comm.axis import Axis, Started
+from fivefold.comm.execute import Executor, Scratch
+from fivefold.errors import CommunicationError
+from fivefold.schedules.collectives import Collective
+from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO, LIBRARY, Best, chosen
+
+TABLE = 64  # most sizes of a measured table
+Job = tuple[Callable[[], object], Future[None]]
+
+
+class Summation:
+    """Sums over one axis.
+
+    axis: with a process group that nothing else uses, unless `name` is "library". local: the axis' ranks on each node.
+    best: see `choose.chosen`.
+    """
+
+    def __init__(self, axis: Axis, name: str = LIBRARY, local: int = 0, best: Best | None = None):
+        self.axis, self.name, self.local, self.best = axis, name, local, best
+        self.scratch = Scratch(axis.device)
+        self.by_size: dict[int, str] = {}  # the algorithm for messages of so many bytes
+        self._executors: dict[Collective, Executor] = {}
+        self._queue: SimpleQueue[Job | None] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def notes(self) -> list[str]:
+        """What "auto" has chosen, for people."""
+        n, said = self.axis.size, f'layout.all_reduce = "{AUTO}"'
+        if self.name != AUTO or n == 1:
+            return []
+        if not self.best:
+            measure = f"`fivefold bench collectives --ranks {n}` measures {n} ranks of one machine"
+            return [
+                f"{said}: gradients are summed by the library, because nothing else was measured here; {measure}"
+            ]
+        chosen = ", ".join(f"{size / 2**20:.3g} MiB by {name}" for size, name in sorted(self.by_size.items()))
+        return [f"{said} over axis {self.axis.name}: {chosen}"] if chosen else []
+
+    def reserve(self, size: int, dtype: torch.dtype) -> None:
+        """Prepares for tensors of `size` elements."""
+        if (run := self._executor(size, dtype)) is not None:
+            run.reserve(size, dtype)
+
+    def start(self, x: Tensor, unit: str = "") -> Started:
+        """Starts the sum of every rank's x (contiguous), in place. unit: see `Axis`."""
+        run, axis = self._executor(x.numel(), x.dtype), self.axis.of_unit(unit) if unit else self.axis
+        if run is None:
+            return axis.start_all_reduce(x)
+        run.reserve(x.numel(), x.dtype)
+        started = Started.here(axis, f"all_reduce by {run.collective.algorithm}", x)
+        if dist.get_backend(self.axis.group) == "fake":  # a trace, which sees what this thread does
+            run(x)
+        elif x.is_cuda:
+            started.work = self._on_stream(run, x)
+        else:
+            started.work = self._on_thread(run, x)
+        return started
+
+    def _executor(self, size: int, dtype: torch.dtype) -> Executor | None:
+        """Runs the schedule for tensors of this size; None: the library does it."""
+        nbytes = size * dtype.itemsize
+        schedule = chosen(self.name, self.axis.size, self.local, nbytes, self.best)
+        self.by_size[nbytes] = LIBRARY if schedule is None else schedule.algorithm
+        if schedule is None:
+            return None
+        if schedule not in self._executors:
+            self._executors[schedule] = Executor(self.axis, schedule, self.scratch)
+        return self._executors[schedule]
+
+    def _on_thread(self, run: Executor, x: Tensor) -> _OnThread:
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            threading.Thread(
+                target=_work, args=(self._queue,), name=f"sums {self.axis.name}", daemon=True
+            ).start()
+            weakref.finalize(self, self._queue.put, None)
+        done = Future[None]()
+        self._queue.put((partial(run, x), done))
+        return _OnThread(done)
+
+    def _on_stream(self, run: Executor, x: Tensor) -> _OnStream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run(x)
+        x.record_stream(self._stream)
+        return _OnStream(self._stream.record_event())
+
+
+def agreed(best: Best, axis: Axis) -> Best:
+    """The first rank's table on all ranks of the axis. Those with another one would wait for other messages."""
+    rows = [(size, ALL_REDUCES.index(name)) for size, name in best.items() if name in ALL_REDUCES][:TABLE]
+    table = torch.tensor(rows + [(0, 0)] * (TABLE - len(rows)), device=axis.device)
+    return {size: ALL_REDUCES[name] for size, name in axis.broadcast(table, 0).tolist() if size}
+
+
+def _work(queue: SimpleQueue[Job | None]) -> None:
+    """Runs jobs one after the other. After one has failed, all fail: the ranks no longer agree on what comes next."""
+    failed: BaseException | None = None
+    while (job := queue.get()) is not None:
+        run, done = job
+        try:
+            if failed is None:
+                run()
+        except CommunicationError as error:
+            failed = error.__cause__  # the backend's: who waits says where
+        except BaseException as error:
+            failed = error
+        if failed is None:
+            done.set_result(None)
+        else:
+            done.set_exception(failed)
+        del run, done, job  # their tensors
+
+
+class _OnThread:
+    def __init__(self, done: Future[None]):
+        self.done = done
+
+    def wait(self) -> None:
+        self.done.result()
+
+
+class _OnStream:
+    def __init__(self, done: torch.cuda.Event):
+        self.done = done
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.done)

@@ -1,0 +1,78 @@
+"""What `fivefold bench` has measured on this machine: one file of JSON in the cache folder, for all machines."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.files import cache_folder, write_atomically
+from fivefold.host import cores, cpu_model
+
+VERSION = 2
+
+
+def key() -> str:
+    """The key of a table: processor, cores, version of torch and of the table."""
+    return f"{cpu_model()} | {cores()} cores | torch {metadata.version('torch')} | table {VERSION}"
+
+
+def path() -> Path:
+    return cache_folder() / "hardware.json"
+
+
+def read(name: str) -> Any:
+    """The table with this key, or None."""
+    return _tables().get(name)
+
+
+def write(name: str, found: dict[str, Any]) -> None:
+    """Writes a table beside the others.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+    """
+    file = path()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(_tables() | {name: found}, indent=1))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written: {error.strerror}; set $FIVEFOLD_CACHE") from None
+
+
+def save_collectives(found: dict[str, Any]) -> None:
+    """Writes what `fivefold bench collectives` found on this machine: `fit`, and by number of ranks and size `seconds`
+    and `predicted` of each algorithm, and the `best` one."""
+    write(_collectives_key(), found)
+
+
+def load_collectives() -> dict[str, Any] | None:
+    """What `save_collectives` wrote for this processor and torch; None if nothing."""
+    return read(_collectives_key())
+
+
+def best_all_reduce(ranks: int) -> dict[int, str]:
+    """The fastest all-reduce between so many local ranks by size in bytes; empty if it was not measured."""
+    found = (load_collectives() or {}).get("best", {}).get(str(ranks), {})
+    return {int(size): name for size, name in found.items()}
+
+
+def all_reduce_seconds(ranks: int, name: str) -> list[tuple[int, float]]:
+    """(bytes, seconds) of an all-reduce between so many local ranks, by size; empty if it was not measured."""
+    found = (load_collectives() or {}).get("seconds", {}).get(str(ranks), {})
+    return sorted((int(size), times[name]) for size, times in found.items() if name in times)
+
+
+def _collectives_key() -> str:
+    return f"{key()} | collectives"
+
+
+def _tables() -> dict[str, Any]:
+    """All tables of the cache file. A missing or broken file counts as empty."""
+    try:
+        tables = json.loads(path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return tables if isinstance(tables, dict) else {}
