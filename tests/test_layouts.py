@@ -28,7 +28,8 @@ SCHEDULED = [
 TOGETHER = [
     "dp_replicate=2,dp_shard=2,zero=1", "dp_replicate=2,dp_shard=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3",
     *(f"dp=2,tp=2,zero={zero}" for zero in range(4)), "dp=2,tp=2,sp=true,zero=3", "cp=2,tp=2",
-    "cp=2,tp=2,sp=true", "pp=2,tp=2,sp=true,sp_regather=true,schedule=zb_h1", "cp=2,tp=2,cp_method=ulysses",
+    "cp=2,tp=2,sp=true", "cp=2,tp=2,sp=true,sp_regather=true",
+    "pp=2,tp=2,sp=true,sp_regather=true,schedule=zb_h1", "cp=2,tp=2,cp_method=ulysses",
     "dp=2,cp=2", "dp=2,cp=2,zero=2", "dp=2,cp=2,zero=3", "pp=2,tp=2", "pp=2,tp=2,sp=true",
     "pp=2,cp=2", "pp=2,dp=2", "pp=2,dp=2,zero=2", "pp=2,dp=2,zero=3", "dp=4,ep=2",
     "dp=2,ep=2,zero=1", "dp=4,ep=2,zero=1",

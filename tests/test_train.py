@@ -320,7 +320,7 @@ def test_a_step_is_read_while_the_next_one_runs(text):
     tokens = torch.ones(8, 16, dtype=torch.int64)
     hooks: Any = Recorder([(tokens, tokens)] * 5)
     with pytest.raises(StopIteration):
-        train_loop(state, recipe, hooks)
+        train_loop(state, recipe, hooks, behind=1)
     first = ["begin", "begin", "record 1", "begin", "record 2", "record 3", "save 3"]
     assert hooks.calls == [*first, "begin", "begin", "record 4", "record 5"]
 

@@ -28,13 +28,16 @@ class CachedFigures:
     """The figures of one rank of a resolved recipe. device: "cpu" or "cuda", whose path of the code is traced."""
 
     def __init__(self, recipe: Recipe, rank: int, device: str = "cpu") -> None:
-        world = Layout.from_recipe(recipe.layout).ranks
+        world, sites = Layout.from_recipe(recipe.layout).ranks, recipe.sites
         key = {
             "recipe": {name: getattr(recipe, name).model_dump(mode="json") for name in SECTIONS},
             "train": {name: getattr(recipe.train, name) for name in FIELDS},
             # "auto" depends on the processor
             "mode": compute_mode(recipe, torch.device("cpu")) if device == "cpu" else recipe.precision.mode,
             "rank": rank,
+            "outer": sites.due(1, recipe.train.steps or 0)
+            if sites.count > 1
+            else None,  # what the traced step sends
             "device": device,
             "threads": threads_of(world),  # some kernels have workspace per thread
             "native": not native.why_not(),

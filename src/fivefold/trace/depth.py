@@ -104,7 +104,7 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
     """
     layout = check_rank(recipe, rank)
     began = time.perf_counter()
-    entry = CachedFigures(recipe, rank) if kept else None
+    entry = CachedFigures(recipe, rank, device.type) if kept else None
     found = entry.read() if entry else None
     if found is not None:
         with suppress(KeyError, TypeError):

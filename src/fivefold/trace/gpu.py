@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,15 @@ def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
     """
     entry = CachedFigures(recipe, rank, "cuda")
     found, began = entry.read(), time.perf_counter()
-    if found is None:
-        check_rank(recipe, rank)
-        [result] = on_gpu([(recipe, rank)])
-        if "error" in result:
-            raise RuntimeError(f"the trace failed: {result['error']}")
-        entry.write(found := result["exact"])
-    return Exact.from_json(found, time.perf_counter() - began)
+    if found is not None:
+        with suppress(KeyError, TypeError):
+            return Exact.from_json(found, time.perf_counter() - began)
+    check_rank(recipe, rank)
+    [result] = on_gpu([(recipe, rank)])
+    if "error" in result:
+        raise RuntimeError(f"the trace failed: {result['error']}")
+    entry.write(result["exact"])
+    return Exact.from_json(result["exact"], time.perf_counter() - began)
 
 
 def on_gpu(jobs: Iterable[tuple[Recipe, int]]) -> list[dict[str, Any]]:

@@ -78,7 +78,8 @@ class RunHooks:
         self._write(line)
         self.console.step(line)
         pipeline = self.state.parallel.pipeline
-        if self.ranks.first and pipeline is not None and pipeline.recording and pipeline.recorded is not None:
+        traced = line["step"] == self.job.recipe.observe.trace_step
+        if self.ranks.first and traced and pipeline is not None and pipeline.recorded is not None:
             path = write_pipeline_trace(self.job.out / "traces", line["step"], *pipeline.recorded)
             self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
         if skipped:

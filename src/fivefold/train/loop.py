@@ -51,17 +51,22 @@ class Hooks(Protocol):
     def save(self, step: int) -> None: ...
 
 
-def train_loop(state: State, recipe: Recipe, hooks: Hooks) -> bool:
+def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = None) -> bool:
     """Trains to the recipe's last step. Returns False if it was stopped before; the state is saved either way.
+
+    behind: number of steps that may run on while the figures of an earlier one are not read. None: 1, but 0 on CPUs,
+    where reading does not wait.
 
     Raises:
         UserError: loss or gradient stay not finite for MAX_SKIPPED steps.
     """
     train = recipe.train
     assert train.steps, "a resolved recipe has steps"
-    with _Late(hooks) as late:
+    if behind is None:
+        behind = int(state.mesh.device.type != "cpu")
+    with _Late(hooks, behind) as late:
         while state.step < train.steps:
-            late.began = time.perf_counter()
+            late.start()
             microbatches, waited = hooks.next_batch()
             traced = state.step + 1 == recipe.observe.trace_step
             if state.parallel.pipeline is not None:
@@ -77,9 +82,9 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks) -> bool:
                 hooks.save(state.step)  # save first, because the sender of a signal may not wait long
             if diverged:
                 raise UserError(
-                    f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step {state.step}: the "
-                    "run has diverged. These steps have not changed the weights, which are saved; resume with a "
-                    "smaller optim.lr or optim.grad_clip"
+                    f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step "
+                    f"{late.read}: the run has diverged. These steps did not change the weights. Step {state.step} is "
+                    "saved; resume with a smaller optim.lr or optim.grad_clip"
                 )
             if late.stop:
                 return last
@@ -94,33 +99,48 @@ class _Late:
     """Reads the figures of a step while the device computes the next one.
 
     On a GPU the host runs ahead, and reading a step's figures is its only wait for the device. So it learns one step
-    late that it shall stop, or that the run has diverged. Step times are those between two readings; they add up to the
-    whole time.
+    late that it shall stop, or that the run has diverged. A step takes from the end of the one before, or from its
+    start if no other is under way, until it is done. read: the last step that was read while the run had not diverged,
+    or that made it so.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
-        self.hooks, self.began = hooks, 0.0
+    def __init__(self, hooks: Hooks, behind: int) -> None:
+        self.hooks, self.behind, self.began = hooks, behind, 0.0
         self.queued: deque[tuple[dict[str, Any], Done]] = deque()
-        self.stop, self.skipped = False, 0
+        self.stop, self.skipped, self.read = False, 0, 0
+
+    def start(self) -> None:
+        """A step begins."""
+        if not self.queued:
+            self.began = time.perf_counter()
 
     def add(self, step: int, done: Done, waited: float, at_once: bool) -> None:
         """Queues a step, and records those before it. at_once: its own figures, too."""
         line: dict[str, Any] = {"step": step, "lr": done.lr, "data_wait_s": waited}
         self.queued.append((line, done))
-        left = 0 if at_once else 1
-        for _, earlier in list(self.queued)[: len(self.queued) - left]:
-            earlier.wait()
-        line["step_s"] = time.perf_counter() - self.began
+        left = 0 if at_once else self.behind
+        self._wait(left)
         line |= self.hooks.end_step()
         self._record(left)
         if self.stop or self.skipped >= MAX_SKIPPED:
             self._record(0)
 
+    def _wait(self, left: int) -> None:
+        """Waits for all steps but the last `left`, and takes their times."""
+        for line, done in list(self.queued)[: len(self.queued) - left]:
+            if "step_s" not in line:
+                done.wait()
+                now = time.perf_counter()
+                line["step_s"], self.began = now - self.began, now
+
     def _record(self, left: int) -> None:
         """Records all steps but the last `left`."""
+        self._wait(left)
         while len(self.queued) > left:
             line, done = self.queued.popleft()
-            self.stop, self.skipped = self.stop or done.stop, max(self.skipped, done.skipped)
+            if self.skipped < MAX_SKIPPED:
+                self.skipped, self.read = done.skipped, line["step"]
+            self.stop = self.stop or done.stop
             found = {"step": line["step"], "loss": done.loss, "grad_norm": done.norm, **line, **done.more}
             self.hooks.record(found, done.skipped)
 

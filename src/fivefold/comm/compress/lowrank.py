@@ -51,11 +51,16 @@ class Sum(CompressedSum):
         if plain:
             torch._foreach_copy_(plain, list(rest.split([g.numel() for g in plain])))
         if M:
-            yield from self._second(M, wide, [_orthonormal(one.view(-1, r)) for one in p])
+            yield from self._second(
+                M, wide, [_orthonormal(one.view(-1, r)) for one in p], rest.isfinite().all()
+            )
         self.steps += 1
 
-    def _second(self, M: list[Tensor], gradients: list[Tensor], p: list[Tensor]) -> Messages:
-        """The second message, given orthonormal P (m, r) of each matrix: the sum of Q."""
+    def _second(
+        self, M: list[Tensor], gradients: list[Tensor], p: list[Tensor], rest_finite: Tensor
+    ) -> Messages:
+        """The second message, given orthonormal P (m, r) of each matrix: the sum of Q. rest_finite: of what is sent
+        whole."""
         own = torch.cat([x.t() @ one for x, one in zip(M, p, strict=True)])  # (sum of n, r)
         started = self.axis.start_all_reduce(own.clone())
         for x, one, q in zip(M, p, own.split(self.columns), strict=True):
@@ -63,7 +68,7 @@ class Sum(CompressedSum):
         total = yield started
         for g, one, q in zip(gradients, p, total.split(self.columns), strict=True):
             torch.mm(one, q.t(), out=g.view(len(one), len(q)))
-        finite = total.isfinite().all()
+        finite = total.isfinite().all() & rest_finite
         self.q.copy_(torch.where(finite, total, self.q))
         self._keep_if(finite)
 
