@@ -124,7 +124,9 @@ def sent(text: str) -> dict[str, float]:
 
     def leaving(text: str) -> int:
         recipe = recipe_of(text)
-        recipe = resolve(recipe, vocab_size=expected_vocab_size(recipe))
+        vocabulary = expected_vocab_size(recipe)
+        assert vocabulary, "bytes have a vocabulary"
+        recipe = resolve(recipe, vocab_size=vocabulary)
         layout = Layout.from_recipe(recipe.layout)
         return volume.sent(setting(recipe.model, layout, parse("h100"), 4, 1, "bf16", FIVEFOLD_CPU))["dp"]
 

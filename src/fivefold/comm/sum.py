@@ -105,7 +105,9 @@ class Summation:
         with torch.cuda.stream(self._stream):
             run(x)
         x.record_stream(self._stream)
-        return _OnStream(self._stream.record_event())
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return _OnStream(done)
 
 
 def agreed(best: Best, axis: Axis) -> Best:
