@@ -67,7 +67,7 @@ class Mesh:
         """
         shape = groups(self.layout)[name]  # axes with the same ranks share it: their sums are in one order
         if shape not in self._sums:
-            axis, how = self._axes[name], self.layout.all_reduce
+            axis, how = self.axis(name), self.layout.all_reduce
             if axis.size > 1 and how != LIBRARY:  # a group that nothing else uses
                 axis = self.new_axis(name, axis.ranks, apart=True)
             local, best = on_node(self.layout, name, self._ranks.local_world), None
