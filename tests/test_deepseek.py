@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from exported import read_by_transformers
 from layouts import compared, tiny
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from steps import counted, planned
 from torch.nn import functional as F
 
@@ -56,7 +57,6 @@ MODELS = {
 @pytest.fixture(params=MODELS, scope="module")
 def pair(request, tmp_path_factory):
     """(our module, theirs that is read from the exported folder, the model section, the folder)."""
-    transformers = pytest.importorskip("transformers")
     model = resolve_model(MODELS[request.param], vocab_size=128)
     ours, random = build(model, device="cpu", seed=3), torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -65,14 +65,7 @@ def pair(request, tmp_path_factory):
                 tensor += 0.2 * torch.randn(tensor.shape, generator=random)
             assert tensor.any(), name
     folder = tmp_path_factory.mktemp("deepseek")
-    weights = {name: tensor.contiguous() for name, tensor in to_hf(ours.state_dict(), model).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(model)))
-    theirs, report = transformers.DeepseekV3ForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    return ours, theirs.eval(), model, folder
+    return ours, read_by_transformers(ours, model, folder), model, folder
 
 
 YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}

@@ -1,11 +1,11 @@
 """The mixture of experts, in one process: it equals a plain loop over experts; its losses, limits and balance."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from exported import read_by_transformers
 from runs import train_rank
 from torch import Tensor
 from torch.nn import functional as F
@@ -344,20 +344,10 @@ def test_what_cannot_be_is_refused(text, overrides, message):
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
     """(our module, theirs with the same weights, read from the folder that is exported, the model section)."""
-    transformers = pytest.importorskip("transformers")
-    from safetensors.torch import save_file
-
     model = section(expert_ffn_dim=48, ffn_dim=48, rope_theta=500.0, aux_loss_weight=0.02)
     ours = build(model, device="cpu", seed=3)
     folder = tmp_path_factory.mktemp("mixtral")
-    weights = {name: tensor.contiguous() for name, tensor in to_hf(ours.state_dict(), model).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(model)))
-    theirs, report = transformers.MixtralForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    return ours, theirs, model
+    return ours, read_by_transformers(ours, model, folder), model
 
 
 def test_logits_are_mixtrals(mixtral):

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
+from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.spread.layout import Layout
@@ -178,6 +179,13 @@ def test_small_things_are_traced_as_they_are() -> None:
     hook = sys.excepthook
     assert found.step == trace(recipe, 1, 4)
     assert sys.excepthook is hook
+
+
+def test_sizes_are_the_least_work() -> None:
+    """Two small numbers of microbatches also where the small depths alone would do, unless they are no less work."""
+    model = ModelSection(layers=32, dim=64, heads=4, vocab_size=256)
+    assert sizes(model, Layout(dp_shard=2, zero=1), 0, 40) == ((3, 4), (2, 3))
+    assert sizes(model, Layout(dp_shard=2, zero=1), 0, 5) == ((3, 4), (5,))
 
 
 def test_flops_are_those_of_the_formula() -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.models.section import ModelSection
 
 
 @dataclass(frozen=True)
@@ -20,3 +26,16 @@ class Entry:
 def same(ours: str, theirs: str, *kinds: str) -> list[Entry]:
     """Weights that differ in name only: `ours.kind` and `theirs.kind` for each kind (`weight`, `bias`)."""
     return [Entry(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in kinds or ("weight",)]
+
+
+def refuse(name: str, model: ModelSection, theirs: Mapping[str, Any], *more: str) -> None:
+    """Refuses a model whose fields have other values than a format can express. theirs: field -> its only value there.
+    more: further "model.FIELD = VALUE" that it lacks.
+
+    Raises:
+        UserError: the model has any of these.
+    """
+    own = {field: getattr(model, field) for field in theirs}
+    found = [f"model.{field} = {json.dumps(own[field])}" for field in theirs if own[field] != theirs[field]]
+    if found := [*found, *more]:
+        raise UserError(f"this model cannot be exported: {name}'s format has no {', '.join(found)}")

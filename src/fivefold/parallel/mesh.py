@@ -14,7 +14,7 @@ from fivefold.host.tables import best_all_reduce
 from fivefold.launch.ranks import Ranks
 from fivefold.schedules.collectives.choose import AUTO, LIBRARY
 from fivefold.spread.layout import Layout, group_of, groups, index_in, on_node
-from fivefold.spread.sites import site_layout
+from fivefold.spread.sites import in_site, site_layout
 
 
 class Mesh:
@@ -29,7 +29,7 @@ class Mesh:
     def __init__(self, layout: Layout, ranks: Ranks, sites: int = 1):
         assert layout.ranks == ranks.world, f"{layout.ranks} ranks in the layout, {ranks.world} in the run"
         self.layout, self.device, self._ranks = site_layout(layout, sites), ranks.device, ranks
-        site, self.rank = divmod(ranks.rank, self.layout.ranks)
+        site, self.rank = in_site(self.layout, ranks.rank)
         first = ranks.rank - self.rank  # the site's
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
         self._axes: dict[str, Axis] = {}

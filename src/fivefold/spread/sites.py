@@ -48,9 +48,14 @@ ONE_SITE = Sites()
 
 def site_layout(layout: Layout, count: int) -> Layout:
     """The layout of one of `count` sites. They divide the replicas, and consecutive ranks form a site, so that it stays
-    within as few machines as it can: rank r is rank r % R of site r // R, with R ranks in a site."""
+    within as few machines as it can (`in_site`)."""
     assert layout.dp_replicate % count == 0, f"{layout.dp_replicate} replicas in {count} sites"
     return layout if count == 1 else replace(layout, dp_replicate=layout.dp_replicate // count)
+
+
+def in_site(site: Layout, rank: int) -> tuple[int, int]:
+    """(number of the site, rank in it) of a rank of the run. site: the layout of a site."""
+    return divmod(rank, site.ranks)
 
 
 def messages(names: Iterable[str], fragments: int) -> list[list[tuple[str, ...]]]:

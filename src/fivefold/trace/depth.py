@@ -25,16 +25,14 @@ from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, toke
 from fivefold.schedules.pipeline import FILLING, few
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.parts import stage_blocks, stages_of
-from fivefold.spread.sites import site_layout
+from fivefold.spread.sites import in_site, site_layout
 from fivefold.trace.cache import CachedFigures
 from fivefold.trace.memory import CATEGORIES, Peak
 from fivefold.trace.step import Traced, trace
 
 AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolation: about three seconds
-LEAST_BLOCKS, LEAST_SHARDED = (
-    2,
-    3,
-)  # blocks of a stage in a small model; ZeRO may hold the weights of three at once
+LEAST_BLOCKS = 2  # of a stage in a small model
+LEAST_SHARDED = 3  # the same under ZeRO, which may hold the weights of three blocks at once
 
 Figures = Mapping[str, int]
 
@@ -105,13 +103,11 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
     layout = check_rank(recipe, rank)
     began = time.perf_counter()
     entry = CachedFigures(recipe, rank, device.type) if kept else None
-    found = entry.read() if entry else None
-    if found is not None:
-        with suppress(KeyError, TypeError):
-            return Exact.from_json(found, time.perf_counter() - began)
+    if entry and (found := read(entry)):
+        return found
     count = microbatches_per_step(recipe)
     site = site_layout(layout, recipe.sites.count)
-    layers, counts = sizes(recipe.model, site, rank % site.ranks, count)
+    layers, counts = sizes(recipe.model, site, in_site(site, rank)[1], count)
     steps = {(L, m): trace(_with_layers(recipe, L), rank, m, device) for L in layers for m in counts}
     formula = flops_per_token(recipe.model) * tokens_per_step(recipe) / layout.ranks
     step = extrapolate(steps, recipe.model.layers, count)
@@ -120,6 +116,15 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
     if entry:
         entry.write(result.as_json())
     return result
+
+
+def read(entry: CachedFigures) -> Exact | None:
+    """The figures that were kept; None if there are none, or broken ones."""
+    began, found = time.perf_counter(), entry.read()
+    if found is not None:
+        with suppress(KeyError, TypeError):
+            return Exact.from_json(found, time.perf_counter() - began)
+    return None
 
 
 def check_rank(recipe: Recipe, rank: int) -> Layout:
@@ -142,8 +147,8 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
 def blocks_traced(recipe: Recipe, rank: int) -> int:
     """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
     layout = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
-    rank, count = rank % layout.ranks, microbatches_per_step(recipe)
-    layers, counts = sizes(recipe.model, layout, rank, count)
+    rank = in_site(layout, rank)[1]
+    layers, counts = sizes(recipe.model, layout, rank, microbatches_per_step(recipe))
     position = layout.coordinates(rank)["pp"]
     blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)
     return blocks * sum(counts)
@@ -154,14 +159,9 @@ def sizes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work."""
     position = layout.coordinates(rank)["pp"]
-    layers, counts = (model.layers,), (microbatches,)
-    work = sum(map(sum, _stages(model, layout, position))) * microbatches
-    if work > AS_IT_IS:
-        layers = depths(model, layout, position)
-        work = sum(map(sum, _stages(_deep(model, layers[-1]), layout, position))) * microbatches
-    if work > AS_IT_IS:
-        counts = fewer(microbatches, layout)
-    return layers, counts
+    if sum(map(sum, _stages(model, layout, position))) * microbatches <= AS_IT_IS:
+        return (model.layers,), (microbatches,)
+    return depths(model, layout, position), fewer(microbatches, layout)
 
 
 def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...]:
@@ -181,13 +181,15 @@ def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...
 
 
 def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
-    """Two small numbers of microbatches that fill the pipeline and are held as all of them are.
+    """Two small numbers of microbatches that fill the pipeline and are held as all of them are; the number itself
+    where these two would be more work.
 
     FILLING per pipeline rank reach the most live activations. The sends under way and the batches held repeat after
     another one, or two where a rank has several stages (found by tracing every schedule; tested).
     """
     first = few(microbatches, layout.pp, FILLING + min(layout.stages_per_rank, 2) * (layout.pp > 1))
-    return (first, first + layout.pp) if first + layout.pp < microbatches else (microbatches,)
+    pair = first, first + layout.pp
+    return pair if sum(pair) < microbatches else (microbatches,)
 
 
 def extrapolate(steps: Mapping[tuple[int, int], Traced], layers: int, microbatches: int) -> Traced:

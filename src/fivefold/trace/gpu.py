@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
 from fivefold.trace.cache import CachedFigures
-from fivefold.trace.depth import Exact, check_rank
+from fivefold.trace.depth import Exact, check_rank, read
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 TORCH = Path(torch.__file__).parent
@@ -74,10 +73,9 @@ def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
         UserError: the layout is not valid, or has no such rank.
     """
     entry = CachedFigures(recipe, rank, "cuda")
-    found, began = entry.read(), time.perf_counter()
-    if found is not None:
-        with suppress(KeyError, TypeError):
-            return Exact.from_json(found, time.perf_counter() - began)
+    if found := read(entry):
+        return found
+    began = time.perf_counter()
     check_rank(recipe, rank)
     [result] = on_gpu([(recipe, rank)])
     if "error" in result:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fivefold.host.devices import GIB
 from fivefold.plan.predict import Plan
+from fivefold.spread.sites import in_site
 from fivefold.trace.depth import Exact
 from fivefold.trace.memory import CATEGORIES
 
@@ -25,7 +26,7 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
 
 
 def _how(exact: Exact) -> str:
-    where = "a CPU" if exact.device == "cpu" else "a GPU"
+    where = "a CPU" if exact.device == "cpu" else "a GPU without torch.compile"
     if not exact.extrapolated:
         return f"the trainer's own step, traced as {where} computes it"
     models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
@@ -34,7 +35,7 @@ def _how(exact: Exact) -> str:
 
 def _memory(plan: Plan, exact: Exact) -> Iterator[str]:
     site = plan.setting.layout
-    position = site.coordinates(exact.rank % site.ranks)["pp"]
+    position = site.coordinates(in_site(site, exact.rank)[1])["pp"]
     predicted, memory = plan.memory[position], exact.step.memory
     yield "  memory, GiB    " + "".join(f"{name:>12}" for name in (*CATEGORIES, "total"))
     rows = {

@@ -6,27 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.errors import UserError
 from fivefold.models.deepseek.card import widths_of
-from fivefold.models.hf_map import Entry, same
+from fivefold.models.hf_map import Entry, refuse, same
 from fivefold.models.llama import hf as llama
-from fivefold.models.llama.hf import TIED, rename
 from fivefold.models.section import ModelSection
-
-__all__ = [
-    "ARCHITECTURE",
-    "MODEL_TYPE",
-    "SUPPORTED",
-    "TIED",
-    "entries",
-    "from_config",
-    "problems",
-    "rename",
-    "to_config",
-]
 
 MODEL_TYPE = "deepseek_v3"
 ARCHITECTURE = "DeepseekV3ForCausalLM"
+TIED, rename = llama.TIED, llama.rename
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False, None),
@@ -93,13 +80,7 @@ def _mixture(model: ModelSection, ours: str, theirs: str) -> list[Entry]:
 
 
 def _check(model: ModelSection) -> None:
-    found = [
-        f'model.{name} = "{getattr(model, name)}"' for name, v in OURS.items() if getattr(model, name) != v
-    ]
-    if not model.shared_experts:
-        found.append("model.shared_experts = 0")
-    if found:
-        raise UserError(f"this model cannot be exported: DeepSeek-V3's format has no {', '.join(found)}")
+    refuse("DeepSeek-V3", model, OURS, *[] if model.shared_experts else ["model.shared_experts = 0"])
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:

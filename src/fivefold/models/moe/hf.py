@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.errors import UserError
-from fivefold.models.hf_map import Entry, same
+from fivefold.models.hf_map import Entry, refuse, same
 from fivefold.models.llama import hf as llama
-from fivefold.models.llama.hf import TIED, rename
 from fivefold.models.section import ModelSection
-
-__all__ = [
-    "ARCHITECTURE",
-    "MODEL_TYPE",
-    "SUPPORTED",
-    "TIED",
-    "entries",
-    "from_config",
-    "problems",
-    "rename",
-    "to_config",
-]
 
 MODEL_TYPE = "mixtral"
 ARCHITECTURE = "MixtralForCausalLM"
+TIED, rename = llama.TIED, llama.rename
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "sliding_window": (None,),
@@ -62,15 +49,8 @@ def entries(model: ModelSection) -> list[Entry]:
 
 
 def _check(model: ModelSection) -> None:
-    found = [
-        f"model.{name} = {getattr(model, name)}" for name, v in OURS.items() if getattr(model, name) != v
-    ]
-    if model.attention_bias:
-        found.append("model.attention_bias")
-    if model.balance == "bias":
-        found.append('model.balance = "bias"')
-    if found:
-        raise UserError(f"this model cannot be exported: Mixtral's format has no {', '.join(found)}")
+    more = {"attention_bias": model.attention_bias, 'balance = "bias"': model.balance == "bias"}
+    refuse("Mixtral", model, OURS, *[f"model.{name}" for name, there in more.items() if there])
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:

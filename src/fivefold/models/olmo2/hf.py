@@ -7,24 +7,12 @@ from typing import Any
 
 from fivefold.models.hf_map import Entry
 from fivefold.models.llama import hf as llama
-from fivefold.models.llama.hf import TIED, problems, rename
 from fivefold.models.olmo2.card import normed
 from fivefold.models.section import ModelSection
 
-__all__ = [
-    "ARCHITECTURE",
-    "MODEL_TYPE",
-    "SUPPORTED",
-    "TIED",
-    "entries",
-    "from_config",
-    "problems",
-    "rename",
-    "to_config",
-]
-
 MODEL_TYPE = "olmo2"
 ARCHITECTURE = "Olmo2ForCausalLM"
+TIED, problems, rename = llama.TIED, llama.problems, llama.rename
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, None),

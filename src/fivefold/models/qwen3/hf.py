@@ -7,23 +7,11 @@ from typing import Any
 
 from fivefold.models.hf_map import Entry, same
 from fivefold.models.llama import hf as llama
-from fivefold.models.llama.hf import TIED, problems, rename
 from fivefold.models.section import ModelSection
-
-__all__ = [
-    "ARCHITECTURE",
-    "MODEL_TYPE",
-    "SUPPORTED",
-    "TIED",
-    "entries",
-    "from_config",
-    "problems",
-    "rename",
-    "to_config",
-]
 
 MODEL_TYPE = "qwen3"
 ARCHITECTURE = "Qwen3ForCausalLM"
+TIED, problems, rename = llama.TIED, llama.problems, llama.rename
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False, None),
