@@ -17,6 +17,7 @@ from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.unit_messages import UnitMessages
 from fivefold.spread.layout import Layout
+from fivefold.spread.units import FsdpUnit
 
 
 class Twice(nn.Module):
@@ -39,7 +40,9 @@ def unit(rank: int, world: int) -> tuple[Twice, list[FSDPModule]]:
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-        UnitMessages(mesh, "shard", "unit", torch.float32).attach(part)
+        table = FsdpUnit(0, "unit", "shard", ("weight",), (16 // world,), 16, ())
+        UnitMessages(mesh, table, torch.float32).attach(part)
+        assert private.shares(part) == [16 // world]
     assert isinstance(module, FSDPModule)
     assert isinstance(module.second, FSDPModule)
     return module, [module, module.second]

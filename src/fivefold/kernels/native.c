@@ -14,6 +14,7 @@
 
 typedef uint16_t bf16;
 typedef int64_t i64;
+#define BLOCK 1024 /* most elements that share a scale */
 
 static inline float load_fp32(const float *p) { return *p; }
 static inline void store_fp32(float *p, float v) { *p = v; }
@@ -81,6 +82,75 @@ void accumulate_bf16(float *total, const bf16 *grad, i64 n, i64 first) {
 }
 
 #else /* ------------------------------------------------------------------ the kernels, once a dtype */
+
+/* Blocks of at most B elements as whole numbers of 8 or 4 bits, times a scale each (quantize.py). Block c of a row is
+ * x[starts[c]] .. x[starts[c + 1] - 1]. An encoded row has C blocks of B numbers, then C scales. Steps count elements
+ * from row to row of x, and bytes of encoded ones. */
+void NAME(quantize)(const T *x, i64 step, const i64 *starts, uint8_t *out, i64 out_step, i64 rows, i64 C, i64 B,
+                    i64 bits) {
+#pragma omp parallel for schedule(static)
+  for (i64 k = 0; k < rows * C; k++) {
+    i64 r = k / C, c = k % C, n = starts[c + 1] - starts[c];
+    const T *from = x + r * step + starts[c];
+    uint8_t *row = out + r * out_step, *to = row + c * (B * bits / 8);
+    float block[BLOCK];
+    uint32_t most = 0; /* as bits, NaN is the largest */
+#pragma omp simd reduction(max : most)
+    for (i64 i = 0; i < n; i++) {
+      float v = LOAD(from + i);
+      uint32_t u;
+      memcpy(&u, &v, 4);
+      u &= 0x7fffffffu;
+      most = u > most ? u : most;
+      block[i] = v;
+    }
+    for (i64 i = n; i < B; i++) block[i] = 0.0f;
+    float top, scale;
+    memcpy(&top, &most, 4);
+    scale = top * (bits == 8 ? 1.0f / 127.0f : 1.0f / 7.0f);
+    float by = scale > 1e-38f ? scale : 1e-38f;
+    int8_t whole[BLOCK];
+#pragma omp simd
+    for (i64 i = 0; i < B; i++) whole[i] = (int8_t)(int32_t)rintf(block[i] / by);
+    if (bits == 8)
+      memcpy(to, whole, (size_t)B);
+    else {
+#pragma omp simd
+      for (i64 i = 0; i < B / 2; i++) to[i] = (uint8_t)((whole[i] & 15) | (whole[i + B / 2] << 4));
+    }
+    memcpy(row + C * (B * bits / 8) + 4 * c, &scale, 4);
+  }
+}
+
+/* The inverse of quantize; with `add`, the elements are added to those of y. */
+void NAME(dequantize)(T *y, i64 step, const i64 *starts, const uint8_t *in, i64 in_step, i64 rows, i64 C, i64 B,
+                      i64 bits, i64 add) {
+#pragma omp parallel for schedule(static)
+  for (i64 k = 0; k < rows * C; k++) {
+    i64 r = k / C, c = k % C, n = starts[c + 1] - starts[c];
+    T *to = y + r * step + starts[c];
+    const uint8_t *row = in + r * in_step, *from = row + c * (B * bits / 8);
+    float scale;
+    memcpy(&scale, row + C * (B * bits / 8) + 4 * c, 4);
+    int8_t whole[BLOCK];
+    if (bits == 8)
+      memcpy(whole, from, (size_t)B);
+    else {
+#pragma omp simd
+      for (i64 i = 0; i < B / 2; i++) {
+        whole[i] = (int8_t)((int8_t)(from[i] << 4) >> 4);
+        whole[i + B / 2] = (int8_t)((int8_t)from[i] >> 4);
+      }
+    }
+    if (add) {
+#pragma omp simd
+      for (i64 i = 0; i < n; i++) STORE(to + i, LOAD(to + i) + (float)whole[i] * scale);
+    } else {
+#pragma omp simd
+      for (i64 i = 0; i < n; i++) STORE(to + i, (float)whole[i] * scale);
+    }
+  }
+}
 
 /* y = x * rstd * w with rstd = 1/sqrt(mean(x^2) + eps), by rows of D. With `residual`, x += residual comes first
  * and the sum is written to `sum`. */

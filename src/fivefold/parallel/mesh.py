@@ -10,10 +10,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.comm import Axis, Summation
 from fivefold.comm.sum import agreed
+from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
 from fivefold.launch.ranks import Ranks
 from fivefold.schedules.collectives.choose import AUTO, LIBRARY
-from fivefold.spread.layout import Layout, group_of, groups, index_in, on_node
+from fivefold.schedules.compression import NONE
+from fivefold.spread.layout import (
+    Layout,
+    group_of,
+    groups,
+    index_in,
+    node_problem,
+    on_node,
+    on_nodes,
+    to_text,
+)
 from fivefold.spread.sites import in_site, site_layout
 
 
@@ -27,8 +38,11 @@ class Mesh:
     """
 
     def __init__(self, layout: Layout, ranks: Ranks, sites: int = 1):
+        """Raises UserError if ZeRO++ needs other nodes."""
         assert layout.ranks == ranks.world, f"{layout.ranks} ranks in the layout, {ranks.world} in the run"
-        self.layout, self.device, self._ranks = site_layout(layout, sites), ranks.device, ranks
+        self.layout, self.device = on_nodes(site_layout(layout, sites), ranks.local_world), ranks.device
+        self._ranks = ranks
+        self._check_nodes()
         site, self.rank = in_site(self.layout, ranks.rank)
         first = ranks.rank - self.rank  # the site's
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
@@ -49,6 +63,19 @@ class Mesh:
         self._axes["run"] = self._axes["all"]
         if sites > 1:
             add("run", list(range(ranks.world)), ranks.rank)
+
+    def _check_nodes(self) -> None:
+        """Refuses nodes of ZeRO++ that the run does not have."""
+        layout, local = self.layout, self._ranks.local_world
+        if layout.zeropp == NONE:
+            return
+        message = node_problem(layout)
+        if not message and local % (layout.ranks_per_node or local):
+            message = (
+                f"ranks_per_node={layout.ranks_per_node} must divide the {local} ranks on a node of this run"
+            )
+        if message:
+            raise UserError(f"layout '{to_text(layout)}': {message}")
 
     def axis(self, name: str) -> Axis:
         return self._axes[name]

@@ -37,6 +37,12 @@ def groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     return unit._get_fsdp_state()._fsdp_param_groups
 
 
+def shares(unit: FSDPModule) -> list[int]:
+    """Elements of each parameter of a unit on a rank, as its messages have them. Without it: a table that differs from
+    FSDP2's order would quantise across parameters."""
+    return [p.padded_sharded_param_size.numel() for group in groups(unit) for p in group.fsdp_params]
+
+
 def gathered(unit: FSDPModule) -> list[Tensor]:
     """The gathered weights, while they exist. Without it: the tracker counts them as activations."""
     return [tensor for group in groups(unit) for p in group.fsdp_params for tensor in p.all_gather_outputs]

@@ -10,22 +10,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from fivefold.comm import Started
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.zeropp import Gathers, Scatters
+from fivefold.spread.units import FsdpUnit
+from fivefold.spread.zeropp import zeropp
 
 
 class UnitMessages:
-    """The messages of one unit, named `unit`. shards: the axis that shares its states. sent: dtype of gradient
-    messages.
+    """The messages of one unit. sent: dtype of gradient messages. gathers, scatters: those of ZeRO++, which take the
+    place of the axis' own.
 
     In a hybrid the replicas sum their gradients once per step: in the `last` microbatch, together with the gradients
     that earlier microbatches have scattered (stages 2 and 3). FSDP2 adds these up in the buffer that `arrived` first;
     the gradients of the rows are views of it.
     """
 
-    def __init__(self, mesh: Mesh, shards: str, unit: str, sent: torch.dtype):
-        self.axis, self.replicas = mesh.axis(shards).of_unit(unit), mesh.axis("replicate").of_unit(unit)
+    def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype):
+        name, plus = unit.module or "outside of blocks", zeropp(mesh.layout.zeropp)
+        self.axis, self.replicas = mesh.axis(unit.group).of_unit(name), mesh.axis("replicate").of_unit(name)
+        self.shares = unit.shares
+        self.gathers = Gathers(plus, mesh, name, unit.shares) if plus.two_gathers else None
+        self.scatters = Scatters(plus, mesh, name, unit.shares) if plus.gradients else None
         self.sent, self.last, self.sums = sent, True, mesh.sums("replicate")
         self.seen: Callable[[Tensor], None] | None = None
         self.arrived: Tensor | None = None
@@ -33,10 +39,17 @@ class UnitMessages:
     def attach(self, module: FSDPModule) -> None:
         """Makes FSDP2 send the messages of a unit through this object."""
         self.module = module
+        found = private.shares(module)
+        assert found == list(self.shares), f"{self.axis.unit}: FSDP2 sends {found}, not {self.shares}"
         module.set_custom_all_gather(_Gather(self))  # pyright: ignore[reportArgumentType]
         module.set_custom_reduce_scatter(_Scatter(self))  # pyright: ignore[reportArgumentType]
         if self.replicas.size > 1:
             module.set_all_reduce_hook(self.sum_replicas)
+
+    def forget_weights(self) -> None:
+        """Weights have changed: what was gathered of them is old."""
+        if self.gathers:
+            self.gathers.forget()
 
     def sum_replicas(self, rows: Tensor) -> None:
         """Sums a microbatch's gradients over replicas. rows: flat, fp32; FSDP2 is about to add them to the gradients of
@@ -73,10 +86,16 @@ class _Gather(_Buffers):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        axis = self.messages.axis
-        if async_op:
+        axis, gathers = self.messages.axis, self.messages.gathers
+        if not async_op and gathers is None:
+            axis.all_gather(input_tensor, output_tensor)
+            return None
+        if gathers is None:
             return _Waits(axis.start_all_gather(input_tensor, output_tensor))
-        axis.all_gather(input_tensor, output_tensor)
+        finish = gathers.start(input_tensor, output_tensor)
+        if async_op:
+            return _Waits(finish)
+        finish()
         return None
 
 
@@ -94,13 +113,16 @@ class _Scatter(_Buffers):
         messages = self.messages
         if messages.seen is not None:
             messages.seen(input_tensor)
-        messages.axis.sum_scatter(input_tensor, output_tensor, messages.sent)
+        if messages.scatters is not None:
+            messages.scatters.sum(input_tensor, output_tensor)
+        else:
+            messages.axis.sum_scatter(input_tensor, output_tensor, messages.sent)
 
 
 class _Waits(dist.Work):
     """Wraps a started message as a `Work` that FSDP2 can wait for."""
 
-    def __init__(self, started: Started):
+    def __init__(self, started: Callable[[], object]):
         super().__init__()
         self.started = started
 

@@ -53,7 +53,7 @@ def shard(
         assert here == {stage.get_parameter(name) for name in unit.names}, (
             f"{unit.module or 'the stage'} has others"
         )
-        sent.append(UnitMessages(mesh, unit.group, unit.module or "outside of blocks", reduce))
+        sent.append(UnitMessages(mesh, unit, reduce))
         _shard(module, sent[-1], mesh, compute_dtype, whole)
     return sent
 
@@ -113,8 +113,8 @@ class Sharded:
         sent: Sequence[Sync],
         pipeline: bool,
     ):
-        gather, scatter = sent[:2]
-        self.again, self.defer, self.pipeline = gather.each == 2, scatter.each == 0, pipeline
+        self.again = any(one.what == "gather" and one.each == 2 for one in sent)
+        self.defer, self.pipeline = all(one.each == 0 for one in sent if one.what == "scatter"), pipeline
         self.roots = [_unit(stage) for stage in stages]
         self.units = [unit for root in self.roots for unit in _units(root)]
         self.compute_dtype, self.messages = compute_dtype, messages
@@ -183,17 +183,21 @@ class Sharded:
         """Frees the gathered weights after the masters have changed; the next forward gathers them again."""
         for unit in self.units:
             unit.reshard()
+        for messages in self.messages:
+            messages.forget_weights()
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """Tensors by category; see `Replica.kept`. Gathered weights stay for the step, except under stage 3. In fp32
-        the rows compute themselves. Gradients are those that add up before they are summed."""
+        """Tensors by category; see `Replica.kept`. Gathered weights stay for the step, except under stage 3, which
+        may keep a node's share of them (ZeRO++). In fp32 the rows compute themselves. Gradients are those that add up
+        before they are summed."""
         adding = [messages.arrived for messages in self.messages if messages.arrived is not None]
         if self.defer:
             adding += [gradient for unit in self.units for gradient in private.whole_gradients(unit)]
         gathered = [tensor for unit in self.units for tensor in private.gathered(unit)]
+        copies = [m.gathers.copy for m in self.messages if m.gathers and m.gathers.copy is not None]
         own = [master for master in self.masters.values() if self.compute_dtype == master.dtype]
         return {
-            "params": own + ([] if self.again else gathered),
+            "params": own + copies + ([] if self.again else gathered),
             "buffers": gathered if self.again else [],
             "gradients": adding,
         }

@@ -43,14 +43,17 @@ class Group:
 def group(layout: Layout, cluster: Cluster, name: str) -> Group:
     """The group with this name, in the order of ranks of `spread/layout.py`."""
     x = layout
-    return _group(name, (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp), x.ep, cluster.per_node)
+    axes = (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp)
+    return _group(name, axes, x.ep, cluster.per_node, x.ranks_per_node)
 
 
 @lru_cache(maxsize=2**16)
-def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int) -> Group:
-    """The group with this name. axes: sizes of the axes in the order of AXES."""
+def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int, node: int | None) -> Group:
+    """The group with this name. axes: sizes of the axes in the order of AXES. node: the layout's `ranks_per_node`."""
     pp, dp_replicate, dp_shard, cp, tp = axes
-    layout = Layout(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
+    layout = Layout(
+        pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, ranks_per_node=node
+    )
     return Group(groups(layout)[name][0], on_node(layout, name, per_node))
 
 

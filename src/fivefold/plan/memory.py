@@ -21,7 +21,8 @@ from fivefold.schedules.compression import compressor
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.spread.layout import Layout, groups
 from fivefold.spread.parts import TIED, sharing_group, stages_of
-from fivefold.spread.units import compressed_buckets, keepings, local_parameters, scattered_once
+from fivefold.spread.units import compressed_buckets, keepings, local_parameters, scattered_once, syncs
+from fivefold.spread.zeropp import zeropp
 
 ERROR = 0.015
 """Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""
@@ -265,13 +266,37 @@ def buffers(
     gathered = b.working if layout.zero == 3 else 0.0
     if last and not scattered_once(layout.zero, layout.pp):
         on_its_way += b.working * behind.computes  # scattered together with the embedding's
+    under_way = 0.0  # of the next unit's weights, besides the place where FSDP2 wants them
+    if (plus := zeropp(layout.zeropp)).two_gathers:
+        under_way = plus.weights.per_element if plus.weights else b.working
+        under_way /= 1 if keeps_copies(layout) else groups(layout)["inside"][0]
+    if plus.gradients:  # a copy and its shard, the sums inside the node, the messages given and taken
+        inside = groups(layout)["inside"][0]
+        scattered = b.gradient * (1 + 1 / shards + 1 / inside) + 2 * plus.gradients.per_element
     return Buffers(
         gathered * whole,
-        gathered * (whole + 2 * unit) + on_its_way,
-        gathered * (whole + unit) + on_its_way + scattered * unit,
-        gathered * (whole + 2 * unit) + on_its_way + b.gradient * unit,
+        gathered * (whole + 2 * unit) + on_its_way + under_way * unit,
+        gathered * (whole + unit) + on_its_way + (scattered + under_way) * unit,
+        gathered * (whole + 2 * unit) + on_its_way + (b.gradient + under_way) * unit,
         scattered * whole,
     )
+
+
+def keeps_copies(layout: Layout) -> bool:
+    """True if every node keeps a copy of the weights that it has gathered."""
+    return zeropp(layout.zeropp).hier and groups(layout)["across"][0] > 1
+
+
+def node_copies(
+    model: ModelSection, layout: Layout, mine: list[int], by_stage: Sequence[range], b: States
+) -> float:
+    """Bytes of a rank's share of its node's copy: what one message across the nodes has brought."""
+    if not keeps_copies(layout):
+        return 0.0
+    (sync,) = (sync for sync in syncs(layout) if sync.what == "gather" and sync.group == "across")
+    ranks = sharing_group(layout)[1]
+    units = (unit for keeping in keepings(card_of(model), layout, mine, by_stage) for unit in keeping.units)
+    return sum(sync.size(unit.padded, b.working, unit.shares, ranks) for unit in units)
 
 
 def _largest_unit(block: Elements, layout: Layout) -> float:
@@ -343,6 +368,7 @@ def predict(
         unsent, summing = compression(model, layout, mine, by_stage)
         activations, more = at_peak(one, besides[first, last], live[position], own_kept, last, summing)
         params, gradients, optimizer = rank_states(b, layout, own, microbatches)
+        params += node_copies(model, layout, mine, by_stage, b)
         scratch = sum_scratch(model, layout, mine, by_stage, b) if layout.all_reduce != LIBRARY else 0.0
         found.append(Memory(params, gradients + unsent, optimizer, activations, more + scratch + always))
     return found

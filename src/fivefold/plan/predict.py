@@ -22,7 +22,7 @@ from fivefold.plan.time import Parts, Step, step
 from fivefold.precision import DTYPES, chosen
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
-from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.spread.layout import Layout, on_nodes, to_text, validate
 from fivefold.spread.sites import Sites, site_layout
 
 FRAGMENTS = 0.04
@@ -186,7 +186,9 @@ def setting(
         software.expert_load,
         layout.sp_regather,
     )
-    return Setting(model, layout, cluster.for_ranks(layout.ranks), software, sizes, dtype, microbatches)
+    cluster = cluster.for_ranks(layout.ranks)
+    layout = on_nodes(layout, cluster.per_node)
+    return Setting(model, layout, cluster, software, sizes, dtype, microbatches)
 
 
 def price(s: Setting, shared: Parts | None = None) -> Plan:

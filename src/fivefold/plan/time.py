@@ -224,19 +224,28 @@ def _synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
                     size / number, among, s.cluster, s.layout.all_reduce
                 )
             else:
-                seconds = PRICES[sync.what](size, among, s.cluster)
+                price = (
+                    communication.all_to_all if sync.blocks and sync.what == "scatter" else PRICES[sync.what]
+                )
+                seconds = price(size, among, s.cluster)
             yield sync, seconds, _copied(sync, keeps, whole, s)
 
 
 def _copied(sync: Sync, keeps: float, whole: float, s: Setting) -> float:
-    """Seconds of FSDP2's copies: into and out of a gather, with its cast, or into a scatter.
+    """Seconds of FSDP2's copies: into and out of a gather, with its cast, or into a scatter; and of ZeRO++'s, which
+    encode and decode.
 
     On an accelerator they are negligible beside the messages.
     """
-    device, e = s.cluster.device, s.sizes.e
+    device, e, gather = s.cluster.device, s.sizes.e, sync.what == "gather"
     if not device.measured or sync.what == "sum":
         return 0.0
-    moved = keeps * (4 + e) + 2 * whole * e if sync.what == "gather" else whole * (e + 4)
+    moved = 0.0
+    if sync.group != "across":
+        moved += keeps * (4 + e) + 2 * whole * e if gather else whole * (e + 4)
+    if sync.blocks or sync.group == "inside":
+        number, of = sync.blocks.per_element if sync.blocks else e, sync.part * whole
+        moved += (keeps if gather else of) * (e if gather else 4) + of * (2 * number + (e if gather else 4))
     return rates.stream(moved, device, "copy", s.dtype)
 
 

@@ -42,7 +42,7 @@ from fivefold.spread.units import (
     syncs,
 )
 
-DATA = ("shard", "replicate", "batch", "edp", "eshard")
+DATA = ("shard", "replicate", "batch", "edp", "eshard", "inside", "across")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""
 AXES = ("tp", "cp", "pp", "ep", "dp", "sites")
 """The axes whose bytes a plan reports."""
@@ -225,14 +225,15 @@ def _gradients(traffic: Traffic, s: Setting, rank: int, mine: list[int]) -> None
                 traffic.add(wire.what, name, wire.size)
         return
     for keeping in keepings(card, s.layout, mine, blocks):
-        parts = [(unit.padded, unit.group) for unit in keeping.units]
-        parts += [(size, buffer.group) for buffer in keeping.buffers for size in buffer.bucket_sizes]
-        for whole, name in parts:
-            for sync, size in synced(s, whole, expert=name in ("eshard", "edp")):
+        parts = [(unit.padded, unit.group, unit.shares) for unit in keeping.units]
+        parts += [(size, buffer.group, ()) for buffer in keeping.buffers for size in buffer.bucket_sizes]
+        for whole, name, shares in parts:
+            for sync, size in synced(s, whole, name in ("eshard", "edp"), shares):
                 if sync.what == "sum":
                     _sum(traffic, s, rank, sync, size)
                 else:
-                    traffic.add(names[sync.what], sync.group, size, sync.each * s.microbatches or 1)
+                    what = "all_to_all" if sync.what == "scatter" and sync.blocks else names[sync.what]
+                    traffic.add(what, sync.group, size, sync.each * s.microbatches or 1)
 
 
 def _sum(traffic: Traffic, s: Setting, rank: int, sync: Sync, size: float) -> None:
@@ -251,17 +252,21 @@ def _sum(traffic: Traffic, s: Setting, rank: int, sync: Sync, size: float) -> No
                 traffic.add(what, sync.group, message.size * each)
 
 
-def synced(s: Setting, whole: float, expert: bool) -> Iterator[tuple[Sync, float]]:
+def synced(
+    s: Setting, whole: float, expert: bool, shares: Sequence[int] = ()
+) -> Iterator[tuple[Sync, float]]:
     """The messages of data parallelism for parameters with so many elements, with the bytes of each: of the larger of
-    its input and output. whole: with each parameter's rows padded to a multiple of the ranks that share them."""
+    its input and output. whole: with each parameter's rows padded to a multiple of the ranks that share them. shares:
+    see `FsdpUnit`; without them a quantised message is as if for one parameter."""
     if not whole:
         return
-    b = s.software.states[s.dtype]
+    b, ranks = s.software.states[s.dtype], sharing_group(s.layout, expert)[1]
     for sync in syncs(s.layout, expert):
         if sync.rows:  # what arrived is as exact as the sum over microbatches
-            yield sync, whole / sharing_group(s.layout, expert)[1] * b.gradient
+            yield sync, whole / ranks * b.gradient
         elif group(s.layout, s.cluster, sync.group).ranks > 1:
-            yield sync, whole * (b.working if sync.what == "gather" else b.reduce)
+            each = b.working if sync.what == "gather" else b.reduce
+            yield sync, sync.size(whole, each, shares or (math.ceil(whole / ranks),), ranks)
 
 
 def compressed(s: Setting, expert: bool) -> list[Sent]:

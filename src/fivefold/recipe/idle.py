@@ -74,6 +74,17 @@ IDLE = (
         lambda r: _summing(r) == 1,
         "gradients are summed with dp > 1 or cp > 1 only",
     ),
+    Idle("layout.zeropp", lambda r: _ranks(r.layout) == 1, "one rank shares its states with nobody"),
+    Idle(
+        "layout.ranks_per_node",
+        lambda r: r.layout.zeropp == NONE,
+        "only zeropp asks which ranks are a node's",
+    ),
+    Idle(
+        "precision.reduce",
+        lambda r: _summing(r) > 1 and "gradients" in r.layout.zeropp,
+        "layout.zeropp says what is sent",
+    ),
     Idle(
         "sync.method",
         lambda r: r.sync.method in OUTER and r.sites.count == 1,

@@ -306,6 +306,7 @@ def _noise(recipe: Sections) -> Iterator[Contradiction]:
         ({"layout.tp", "layout.zero"}, layout.tp > 1 and layout.zero > 0, "tp under ZeRO: a message "
             "holds both shared and sharded gradients"),
         ({"layout.compress"}, layout.compress != NONE, "compress: the sum is not the whole gradient"),
+        ({"layout.zeropp"}, "gradients" in layout.zeropp, "zeropp's gradients: the sum is not the whole gradient"),
         ({"layout.pp", "model.tie_embeddings"}, layout.pp > 1 and tied, "pp with tied embeddings: "
             "two stages each have a part of the gradient"),
     )  # fmt: skip

@@ -148,6 +148,12 @@ class LayoutSection(Section):
     """Algorithm that sums gradients over replicas, bucket by bucket, while backward runs. `library`: gloo's or NCCL's.
     The others are those of `fivefold collectives --draw`. `auto`: whichever `fivefold bench collectives` found fastest
     on this machine for a bucket's size; without its table, `library`."""
+    zeropp: str = NONE
+    """ZeRO++ (arXiv 2306.10209), for less traffic between nodes: some of `weights` (gathered as int8), `hier` (each
+    node keeps a copy of what was gathered until the weights change) and `gradients` (summed as int4 inside the nodes,
+    then across; `gradients:int8`), such as `weights,hier,gradients`. Needs zero = 3."""
+    ranks_per_node: int | None = Field(default=None, ge=1)
+    """Ranks that `zeropp` takes as a node. Unset: those of a machine."""
 
 
 class SyncSection(Section):

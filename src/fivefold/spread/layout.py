@@ -19,6 +19,7 @@ from fivefold.schedules.collectives import choose
 from fivefold.schedules.collectives.choose import ALL_REDUCES, LIBRARY
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_per_rank
+from fivefold.spread.zeropp import zeropp
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -49,6 +50,8 @@ class Layout:
     recompute: str = "none"
     compress: str = NONE
     all_reduce: str = LIBRARY
+    zeropp: str = NONE
+    ranks_per_node: int | None = None
 
     @classmethod
     def from_recipe(cls, section: LayoutFields) -> Layout:
@@ -109,13 +112,14 @@ def groups(layout: Layout) -> dict[str, tuple[int, int]]:
 
     Groups with the same ranks are counted under the first of their names (`first_names`).
     """
-    return _groups(tuple(layout.sizes.values()), layout.ep)
+    return _groups(tuple(layout.sizes.values()), layout.ep, layout.ranks_per_node or layout.ranks)
 
 
 @lru_cache(maxsize=2**14)
-def _groups(sizes: tuple[int, ...], ep: int) -> dict[str, tuple[int, int]]:
+def _groups(sizes: tuple[int, ...], ep: int, per_node: int) -> dict[str, tuple[int, int]]:
     pp, dp_replicate, dp_shard, cp, tp = sizes
     dp, shard, batch = dp_replicate * dp_shard, dp_shard * cp, dp_replicate * dp_shard * cp
+    inside = max(1, min(shard, per_node // tp))
     return {
         "pp": (pp, batch * tp),
         "tp": (tp, 1),
@@ -132,10 +136,13 @@ def _groups(sizes: tuple[int, ...], ep: int) -> dict[str, tuple[int, int]]:
             ep * tp,
         ),  # ranks with the same experts: their gradients are summed over them
         "eshard": (shard // ep if shard % ep == 0 else 1, ep * tp),  # those of "edp" that share states
+        # Those of "shard" on one node, and those with the same place on each node.
+        "inside": (inside, tp),
+        "across": (shard // inside, inside * tp),
     }
 
 
-GROUP_NAMES = tuple(_groups((1,) * len(AXES), 1))
+GROUP_NAMES = tuple(_groups((1,) * len(AXES), 1, 1))
 
 
 def first_names(layout: Layout) -> dict[str, str]:
@@ -163,6 +170,25 @@ def on_node(layout: Layout, group: str, per_node: int) -> int:
     return max(1, min(size, per_node // stride))
 
 
+def on_nodes(layout: Layout, per_node: int) -> Layout:
+    """The layout on nodes of so many ranks, unless it says how many. Only ZeRO++ depends on it."""
+    open_ = layout.zeropp != NONE and layout.ranks_per_node is None
+    return replace(layout, ranks_per_node=per_node) if open_ else layout
+
+
+def node_problem(layout: Layout) -> str:
+    """Says why the ranks that share states do not fill nodes evenly; "" if they do."""
+    node, shard = layout.ranks_per_node or layout.ranks, groups(layout)["shard"][0]
+    inside = groups(layout)["inside"][0]
+    if shard % inside == 0 and (inside == 1 or layout.ranks <= node or node % (inside * layout.tp) == 0):
+        return ""
+    apart = f" with {layout.tp} tensor-parallel ranks each" if layout.tp > 1 else ""
+    return (
+        f"zeropp={layout.zeropp} shares states evenly over nodes, but {shard} ranks{apart} share them and a node has "
+        f"{node} (ranks_per_node)"
+    )
+
+
 def summing_groups(layout: Layout) -> list[str]:
     """The groups of more than one rank that sum gradients by all-reduce: without ZeRO the ranks with different tokens,
     and those with the same experts; a hybrid's replicas."""
@@ -184,7 +210,7 @@ def parse(text: str) -> dict[str, int | bool | str]:
     defaults = asdict(Layout())
     found: dict[str, int | bool | str] = {}
     problems = []
-    for part in filter(None, (p.strip() for p in text.split(","))):
+    for part in _parts(text):
         key, equals, value = (p.strip() for p in part.partition("="))
         if not equals or not value:
             problems.append(f"'{part}' is not of the form key=value")
@@ -204,6 +230,17 @@ def parse(text: str) -> dict[str, int | bool | str]:
     if problems:
         keys = ", ".join(["dp", *defaults])
         raise UserError(f"layout '{text}': {'; '.join(problems)} (keys: {keys})")
+    return found
+
+
+def _parts(text: str) -> list[str]:
+    """Splits a layout at its commas, except at those within the list of `zeropp`."""
+    found: list[str] = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        if found and "=" not in part and found[-1].partition("=")[0].strip() == "zeropp":
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
     return found
 
 
@@ -250,6 +287,8 @@ def describe(layout: Layout) -> str:
         words.append(f"gradients summed by {layout.all_reduce}")
     if layout.compress != NONE:
         words.append(f"gradients compressed by {layout.compress}")
+    if layout.zeropp != NONE:
+        words.append(f"ZeRO++ with {layout.zeropp}")
     return ", ".join(words)
 
 
@@ -293,6 +332,7 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             {"compress", "zero"},
             f"compress={layout.compress} sums whole gradients of replicas: it needs zero=0, not zero={layout.zero}",
         )
+    yield from _zeropp_problems(layout)
     if layout.all_reduce not in ALL_REDUCES:
         near = did_you_mean(layout.all_reduce, ALL_REDUCES)
         yield (
@@ -308,6 +348,28 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             stages_per_rank(layout.schedule, layout.virtual_stages)
     except UserError as error:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
+
+
+def _zeropp_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
+    if layout.zeropp == NONE:
+        return
+    try:
+        zeropp(layout.zeropp)
+    except UserError as error:
+        yield {"zeropp"}, str(error)
+        return
+    if layout.zero != 3:
+        yield (
+            {"zeropp", "zero"},
+            f"zeropp={layout.zeropp} changes what zero=3 sends: it needs zero=3, not zero={layout.zero}",
+        )
+    if layout.ep > 1:
+        yield (
+            {"zeropp", "ep"},
+            f"zeropp={layout.zeropp} does not combine with ep={layout.ep}: experts are shared by groups of their own",
+        )
+    if message := node_problem(layout):
+        yield {"zeropp", "ranks_per_node", "dp_shard", "cp", "tp"}, message
 
 
 def anything(layout: Layout) -> bool:
@@ -350,18 +412,22 @@ def nearest(
 ) -> list[Layout]:
     """The valid layouts with `ranks` ranks that are most like `layout`: the axes change by the fewest doublings, and
     unused axes stay unused if possible. ZeRO is set to 1 where states must be shared, and to 0 where no ranks can share
-    them; gradients are summed by the library where their algorithm is not for so many ranks."""
+    them; gradients are summed by the library where their algorithm is not for so many ranks, and without ZeRO++ where
+    that does not fit."""
 
     def distance(candidate: Layout) -> float:
         pairs = [(getattr(layout, axis), getattr(candidate, axis)) for axis in AXES]
         doublings = sum(abs(math.log2(new / old)) + (old == 1 < new) for old, new in pairs)
-        others = (candidate.zero != layout.zero) + (candidate.all_reduce != layout.all_reduce)
+        others = sum(
+            getattr(candidate, name) != getattr(layout, name) for name in ("zero", "all_reduce", "zeropp")
+        )
         return doublings + 0.5 * others
 
     stages = {0, layout.zero, layout.zero or (1 if layout.dp_shard > 1 else 0)}
     candidates = [
-        replace(layout, zero=zero, all_reduce=all_reduce, **dict(zip(AXES, sizes, strict=True)))
+        replace(layout, zero=zero, all_reduce=all_reduce, zeropp=plus, **dict(zip(AXES, sizes, strict=True)))
         for all_reduce in dict.fromkeys((layout.all_reduce, LIBRARY))
+        for plus in dict.fromkeys((layout.zeropp, NONE))
         for sizes in _factor(ranks, len(AXES))
         for zero in sorted(stages)
     ]

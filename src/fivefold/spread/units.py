@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from fivefold.schedules.compression import NONE
+from fivefold.schedules.compression.blocks import Blocks
 from fivefold.spread.layout import Layout, groups, index_in
 from fivefold.spread.parts import (
     Model,
@@ -23,6 +24,7 @@ from fivefold.spread.parts import (
     stage_blocks,
     stage_parameters,
 )
+from fivefold.spread.zeropp import zeropp
 
 BUCKET_BYTES = 25 << 20
 """Minimum bytes of fp32 gradients per all-reduce."""
@@ -50,14 +52,15 @@ class FsdpUnit:
     """Parameters that FSDP2 gathers and scatters together.
 
     stage: their pipeline stage. module: name of the wrapped module; "" is the stage itself. group: the ranks that share
-    them. padded: number of elements, with each parameter's rows padded to a multiple of the ranks. across: the
-    parameters that are divided along another dim than the first.
+    them. shares: elements of each parameter on a rank, with rows padded to a multiple of the ranks. padded: the sum
+    over all ranks. across: the parameters that are divided along another dim than the first.
     """
 
     stage: int
     module: str
     group: str
     names: tuple[str, ...]
+    shares: tuple[int, ...]
     padded: int
     across: tuple[str, ...]
 
@@ -91,32 +94,58 @@ class Sync:
 
     what: "gather" weights from the ranks that keep them; "scatter" sums of gradients to these; "sum" gradients. each:
     times per microbatch, in forward and again in backward if twice; 0: once per step. rows: only those that a rank
-    keeps.
+    keeps. part: the message as a share of a unit's elements. blocks: how they are quantised, if they are.
     """
 
     what: Literal["gather", "scatter", "sum"]
     group: str
     each: int = 0
     rows: bool = False
+    part: float = 1.0
+    blocks: Blocks | None = None
+
+    def size(self, padded: float, each: float, shares: Sequence[int], ranks: int) -> float:
+        """Bytes for a unit of `padded` elements, of which `ranks` ranks have `shares`, at `each` bytes per element
+        that is not quantised."""
+        if self.blocks is None:
+            return self.part * padded * each
+        return self.part * ranks * self.blocks.row(self.blocks.chunk([(share,) for share in shares], 1))
 
 
 def syncs(layout: Layout, expert: bool = False) -> tuple[Sync, ...]:
-    """The messages for parameters in a step. expert: those that expert parallelism cuts.
+    """The messages for parameters in a step, in their order. expert: those that expert parallelism cuts.
 
     Whole parameters are summed once. Of divided ones, stage 3 gathers weights before forward and before backward, the
     other stages after the update. Gradients are scattered, and a hybrid then sums its rows over the replicas.
     """
     group, ranks = sharing_group(layout, expert)
-    return _syncs(group, ranks > 1, layout.zero, layout.pp > 1, layout.dp_replicate > 1)
+    inside = groups(layout)["inside"][0] if layout.zeropp != NONE else 1
+    return _syncs(
+        group, ranks > 1, layout.zero, layout.pp > 1, layout.dp_replicate > 1, layout.zeropp, inside
+    )
 
 
 @lru_cache
-def _syncs(group: str, shared: bool, zero: int, pipeline: bool, hybrid: bool) -> tuple[Sync, ...]:
+def _syncs(
+    group: str, shared: bool, zero: int, pipeline: bool, hybrid: bool, plus: str, inside: int
+) -> tuple[Sync, ...]:
     if not shared:
         return (Sync("sum", {"shard": "batch", "eshard": "edp"}[group]),)
-    once = scattered_once(zero, 2 if pipeline else 1)
-    found = Sync("gather", group, 2 if zero == 3 else 0), Sync("scatter", group, 0 if once else 1)
-    return (*found, Sync("sum", "replicate", rows=True)) if hybrid else found
+    chosen, gathers, scatters = zeropp(plus), 2 if zero == 3 else 0, 1
+    if scattered_once(zero, 2 if pipeline else 1):
+        scatters = 0
+    found = [Sync("gather", group, gathers)]
+    if chosen.two_gathers:  # the nodes' copies stay until the weights change
+        first = Sync(
+            "gather", "across", 0 if chosen.hier else gathers, part=1 / inside, blocks=chosen.weights
+        )
+        found = [first, Sync("gather", "inside", gathers, blocks=chosen.weights)]
+    if chosen.gradients:
+        found.append(Sync("scatter", "inside", scatters, blocks=chosen.gradients))
+        found.append(Sync("scatter", "across", scatters, part=1 / inside, blocks=chosen.gradients))
+    else:
+        found.append(Sync("scatter", group, scatters))
+    return (*found, Sync("sum", "replicate", rows=True)) if hybrid else tuple(found)
 
 
 @dataclass(frozen=True)
@@ -163,9 +192,9 @@ def _units(model: Model, layout: Layout, stage: int, names: Sequence[str]) -> li
     found = []
     for (module, group), members in parts.items():
         ranks = sharing_group(layout, expert=group == "eshard")[1]
-        padded = sum(local[name].share(ranks) * ranks for name in members)
+        shares = tuple(local[name].share(ranks) for name in members)
         across = tuple(name for name in members if kept_rows(local[name].shape, 0, ranks)[0])
-        found.append(FsdpUnit(stage, module, group, tuple(members), padded, across))
+        found.append(FsdpUnit(stage, module, group, tuple(members), shares, ranks * sum(shares), across))
     return sorted(found, key=lambda unit: len(unit.module.split(".")) if unit.module else 0, reverse=True)
 
 

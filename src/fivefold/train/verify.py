@@ -48,6 +48,7 @@ from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.schema import LayoutSection
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.spread.zeropp import zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.reference import reference_state
@@ -190,6 +191,11 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
             f"gradients are summed whole here: layout.compress = {found.layout.compress} is not exact"
         )
         found = change(found, [f"layout.compress={NONE}"])
+    plus = zeropp(found.layout.zeropp)
+    if plus.weights or plus.gradients:
+        exact = "hier" if plus.hier else NONE
+        notes.append(f'layout.zeropp = "{exact}" here: quantised weights and gradients are not exact')
+        found = change(found, [f"layout.zeropp={exact}"])
     return found, notes
 
 

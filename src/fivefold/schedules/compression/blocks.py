@@ -40,6 +40,11 @@ class Blocks(Compressor):
         """Bytes of so many encoded blocks: the elements, then the scales."""
         return blocks * (self.block * self.bits // 8 + 4)
 
+    @property
+    def per_element(self) -> float:
+        """Bytes of an element of whole blocks."""
+        return self.row(1) / self.block
+
     def messages(self, shapes: Sequence[Shape], ranks: int) -> tuple[Wire, ...]:
         size = ranks * self.row(self.chunk(shapes, ranks))
         return Wire("all_to_all", size), Wire("all_gather", size)
@@ -52,7 +57,8 @@ class Blocks(Compressor):
         return (4 if self.bits == 8 else 6) * self.chunk(shapes, ranks) * self.block
 
 
+INT8, INT4 = Blocks("int8", bits=8, block=256), Blocks("int4", bits=4, block=256)
 COMPRESSORS: dict[str, Callable[[str], Compressor]] = {
-    "int8": lambda text: Blocks(text, bits=8, block=256),
+    "int8": lambda text: INT8,
     "1bit": lambda text: Blocks(text, bits=1, block=1024),
 }

@@ -1,0 +1,185 @@
+"""ZeRO++ beside ZeRO 3 in bf16, across two hosts of two ranks with a slow link: tokens/s, and what the link carries.
+
+    python benchmarks/zeropp.py [--rate 200mbit] [--rounds 3] [--out benchmarks/results/zeropp.json]
+
+The hosts are Linux namespaces (`tests/namespaces.py`). The model is that of the quickstart, with few tokens per step,
+so that the link decides. In each round every layout takes some steps; medians count. Bytes are those of a host's
+network card, which include headers, beside those of the messages that a step sends. These are counted from the run, and
+the planner must count the same. Psi: a bf16 number per parameter. As in the paper, a gather or a sum of the whole model
+between nodes is one Psi; in messages across the nodes the ranks of a node send it together. Nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hosts import GOODPUT, left_host
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from namespaces import Hosts, Unavailable, bytes_per_second  # pyright: ignore[reportMissingImports]
+
+BASE = "dp=4,zero=3"
+LAYOUTS = (
+    BASE,
+    *(
+        f"{BASE},zeropp={parts}"
+        for parts in (
+            "hier", "weights", "gradients", "weights,hier,gradients:int8", "weights,hier,gradients",
+        )
+    ),
+)  # fmt: skip
+MODEL = [
+    "model.vocab_size=4096", "model.seq_len=128", "train.global_batch_size=4", "train.microbatch_size=1",
+    "train.steps=1000", "precision.mode=bf16", "precision.reduce=bf16",
+]  # fmt: skip
+STEPS = 3  # per round and layout, after one that does not count
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", default="200mbit", help="of each host's link")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON file for what is measured")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker, args.rounds)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="fivefold-zeropp-") as folder:
+        file = Path(folder, "found.json")
+        command = [sys.executable, __file__, "--worker", str(file), "--rounds", str(args.rounds)]
+        try:
+            with Hosts(2, args.rate) as hosts:
+                done = hosts.run(command, 2, env={"OMP_NUM_THREADS": "1"})
+        except Unavailable as reason:
+            print(f"skipped: {reason}", file=sys.stderr)
+            return 0
+        if done.code:
+            raise SystemExit(f"measuring failed: {done}")
+        found = json.loads(file.read_text())
+    found = {"rate": args.rate, "hosts": 2, "ranks": 2, **found}
+    print(report(found))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def worker(file: Path, rounds: int) -> None:
+    """One rank's part. The first one writes what was found."""
+    from fivefold.host.machine import describe
+    from fivefold.launch.ranks import join
+    from fivefold.recipe import count_parameters, load, resolve
+
+    with join(timeout_s=120) as ranks:
+        recipes = {layout: resolve(load("quickstart", MODEL, layout), vocab_size=4096) for layout in LAYOUTS}
+        laps: dict[str, list[dict[str, Any]]] = {layout: [] for layout in LAYOUTS}
+        for _ in range(rounds):
+            for layout, recipe in recipes.items():
+                laps[layout].append(steps(recipe, ranks))
+        rows = {}
+        for layout, found in laps.items():
+            row = found[0] | {key: median(lap[key] for lap in found) for key in ("step_s", "left_bytes")}
+            tokens = recipes[layout].train.global_batch_size * recipes[layout].model.seq_len
+            rows[layout] = row | {"tokens_per_s": tokens / row["step_s"]}
+        for row in rows.values():
+            row["speedup"] = rows[BASE]["step_s"] / row["step_s"]
+        if ranks.first:
+            parameters = count_parameters(recipes[BASE].model)
+            found = {"machine": describe(), "model": MODEL, "parameters": parameters, "layouts": rows}
+            file.write_text(json.dumps(found))
+
+
+def steps(recipe: Any, ranks: Any) -> dict[str, Any]:
+    """Median seconds and bytes per step of one layout, and its messages."""
+    import torch
+
+    from fivefold.comm import everyone
+    from fivefold.step.state import build_state
+    from fivefold.step.step import take_step
+    from fivefold.trace.traffic import Collectives
+
+    state = build_state(recipe, ranks)
+    generator = torch.Generator().manual_seed(ranks.rank)
+    tokens = torch.randint(0, 4096, (1, recipe.model.seq_len + 1), generator=generator)
+    batch, marks = [(tokens[:, :-1], tokens[:, 1:])], []
+    with Collectives(state.mesh) as sent:
+        take_step(state, recipe, batch).wait()
+    for _ in range(STEPS + 1):
+        everyone(ranks).barrier()
+        marks.append((time.perf_counter(), left_host()))
+        take_step(state, recipe, batch).wait()
+    everyone(ranks).barrier()
+    marks.append((time.perf_counter(), left_host()))
+    for replica in state.parallel.replicas:
+        replica.close()
+    counted = {key: (calls, size) for key, (calls, size) in sent.found.items()}
+    planned, crossing, psi = planned_messages(recipe, ranks, counted)
+    assert planned == counted, f"planned {planned}, counted {counted}"
+    laps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks[1:])]
+    return {
+        "step_s": median(seconds for seconds, _ in laps),
+        "left_bytes": median(size for _, size in laps),
+        "counted_bytes": crossing,
+        "psi": psi,
+        "messages": {f"{what} {axis}": list(found) for (what, axis), found in counted.items()},
+    }
+
+
+def planned_messages(
+    recipe: Any, ranks: Any, counted: dict[tuple[str, str], tuple[int, int]]
+) -> tuple[dict[tuple[str, str], tuple[int, int]], float, float]:
+    """The planner's messages of this rank. Of the counted ones, the bytes that leave a host, and Psi between nodes."""
+    from fivefold.plan import volume
+    from fivefold.plan.clusters import parse
+    from fivefold.plan.communication import group
+    from fivefold.plan.predict import predict
+    from fivefold.plan.software import FIVEFOLD_CPU
+    from fivefold.recipe import count_parameters
+
+    cluster = replace(parse("h100"), per_node=ranks.local_world)
+    s = predict(recipe, cluster, FIVEFOLD_CPU).setting
+    leaving = crossing = 0.0
+    for (what, axis), (_, size) in counted.items():
+        members = group(s.layout, s.cluster, axis)
+        n, here = members.ranks, members.local
+        if members.nodes > 1 and what != "all_reduce":  # of a few numbers
+            groups = ranks.local_world // here  # on a host
+            crossing += size * groups
+            # a ring, ordered by hosts, crosses each link once; all-to-all sends every rank its part
+            leaving += size * groups * {"all_gather": (n - 1) / n, "all_to_all": here * (n - here) / n}[what]
+    return volume.counted(s, ranks.rank), leaving, crossing / 2 / count_parameters(recipe.model)
+
+
+def report(found: dict[str, Any]) -> str:
+    link = bytes_per_second(found["rate"]) * GOODPUT
+    columns = (
+        "Psi between nodes",
+        "MB left a host, card",
+        "messages",
+        "s at the link's rate",
+        "step, s",
+        "tokens/s",
+        "times",
+    )
+    lines = [f"| layout | {' | '.join(columns)} |", "|" + "---|" * 8]
+    for layout, row in found["layouts"].items():
+        counted = row["counted_bytes"]
+        sizes = f"{1e-6 * row['left_bytes']:.1f} | {1e-6 * counted:.1f} | {counted / link:.2f}"
+        speed = f"{row['step_s']:.3f} | {row['tokens_per_s']:.0f} | {row['speedup']:.2f}"
+        lines.append(f"| {layout} | {row['psi']:.3f} | {sizes} | {speed} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
