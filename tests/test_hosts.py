@@ -23,7 +23,14 @@ from fivefold.train.verify import compare_with_one_process
 
 TESTS = Path(__file__).parent
 GLOO = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-QUICK = ["dp=4", "dp_replicate=2,dp_shard=2,zero=3", "tp=2,dp=2", "pp=2,dp=2", "pp=2,tp=2,schedule=zbv"]
+QUICK = [
+    "dp=4",
+    "dp_replicate=2,dp_shard=2,zero=3",
+    "tp=2,dp=2",
+    "pp=2,dp=2",
+    "pp=2,tp=2,schedule=zbv",
+    "dp=4,zero=3,zeropp=hier",
+]
 SLOW = [
     "dp=4,zero=1",
     "dp=4,zero=2",

@@ -232,6 +232,9 @@ def test_the_error_is_the_one_that_plans_state() -> None:
         ("deepseek", "bf16", "tp=2,sp=true,sp_regather=true"),
         ("deepseek", "bf16", "cp=2"),
         ("deepseek", "bf16", "dp=2,ep=2,zero=2"),
+        ("llama", "bf16", "dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients"),
+        ("llama", "fp32", "dp=4,zero=3,ranks_per_node=2,zeropp=hier"),
+        ("llama", "bf16", "dp=4,zero=3,ranks_per_node=2,zeropp=weights,gradients:int8"),
     ],
     ids=" ".join,
 )

@@ -111,7 +111,8 @@ def test_experts_that_are_shared_another_way(base: Recipe, tmp_path: Path, secon
     [
         ("dp=2,zero=1", "fp32"),
         ("dp=2,zero=2", "bf16"),
-        ("dp=4,zero=3", "bf16"),
+        ("dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients", "bf16"),
+        pytest.param("dp=4,zero=3", "bf16", marks=pytest.mark.slow),
         pytest.param("dp=4,zero=3", "fp32", marks=pytest.mark.slow),
     ],
 )
