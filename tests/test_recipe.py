@@ -323,7 +323,11 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     outer = OUTER.get(recipe.sync.method)
     own = {"lr", *outer.fields} if outer else set()
     allowed |= {"sync.sites"} | {f"sync.outer_{name}" for name in {"lr", "momentum"} - own}
-    assert left_open <= {"train.tokens", "layout.microbatches", "data.cache", "model.head_dim"} | allowed
+    assert (
+        left_open
+        <= {"train.tokens", "layout.microbatches", "layout.ranks_per_node", "data.cache", "model.head_dim"}
+        | allowed
+    )
 
 
 def test_what_the_layout_does_not_use_is_noted() -> None:

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.kernels import native
-from fivefold.kernels.quantize import LARGEST, Quantizer
+from fivefold.kernels.quantize import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zeropp import Gathers, Scatters
 from fivefold.plan import volume
 from fivefold.recipe import Recipe, change, count_parameters, load
 from fivefold.recipe.idle import notes
-from fivefold.schedules.compression.blocks import INT4, INT8, Blocks
+from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
 from fivefold.spread.layout import Layout, describe, parse, to_text
 from fivefold.spread.units import syncs
 from fivefold.spread.zeropp import zeropp
@@ -293,8 +293,8 @@ def test_messages_of_a_step() -> None:
             "but 6 ranks share them and a node has 4 (ranks_per_node)",
         ),
         (
-            "dp=4,tp=2,zero=3,zeropp=hier,ranks_per_node=3",
-            "4 ranks with 2 tensor-parallel ranks each share them",
+            "dp=6,tp=2,zero=3,zeropp=hier,ranks_per_node=8",
+            "6 ranks with 2 tensor-parallel ranks each share them",
         ),
     ],
 )

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from fivefold.kernels import native
-
-LARGEST = {8: 127, 4: 7}
-"""Largest whole number, by its bits. Its negative is the smallest."""
+from fivefold.schedules.compression.blocks import LARGEST
 
 
 class Quantizer:

@@ -38,8 +38,8 @@ def groups(unit: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def shares(unit: FSDPModule) -> list[int]:
-    """Elements of each parameter of a unit on a rank, as its messages have them. Without it: a table that differs from
-    FSDP2's order would quantise across parameters."""
+    """Elements of each parameter of a unit on a rank, in the order of its messages. Without it: ZeRO++ does not know
+    where a parameter begins."""
     return [p.padded_sharded_param_size.numel() for group in groups(unit) for p in group.fsdp_params]
 
 

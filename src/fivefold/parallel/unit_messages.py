@@ -26,12 +26,13 @@ class UnitMessages:
     the gradients of the rows are views of it.
     """
 
+    gathers: Gathers | None = None
+    scatters: Scatters | None = None
+
     def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype):
-        name, plus = unit.module or "outside of blocks", zeropp(mesh.layout.zeropp)
+        name = unit.module or "outside of blocks"
         self.axis, self.replicas = mesh.axis(unit.group).of_unit(name), mesh.axis("replicate").of_unit(name)
-        self.shares = unit.shares
-        self.gathers = Gathers(plus, mesh, name, unit.shares) if plus.two_gathers else None
-        self.scatters = Scatters(plus, mesh, name, unit.shares) if plus.gradients else None
+        self.mesh, self.table = mesh, unit
         self.sent, self.last, self.sums = sent, True, mesh.sums("replicate")
         self.seen: Callable[[Tensor], None] | None = None
         self.arrived: Tensor | None = None
@@ -39,8 +40,12 @@ class UnitMessages:
     def attach(self, module: FSDPModule) -> None:
         """Makes FSDP2 send the messages of a unit through this object."""
         self.module = module
-        found = private.shares(module)
-        assert found == list(self.shares), f"{self.axis.unit}: FSDP2 sends {found}, not {self.shares}"
+        shares, plus = private.shares(module), zeropp(self.mesh.layout.zeropp)
+        assert sorted(shares) == sorted(self.table.shares), f"{self.axis.unit}: FSDP2 sends {shares}"
+        if plus.two_gathers:
+            self.gathers = Gathers(plus, self.mesh, self.axis.unit, shares)
+        if plus.gradients:
+            self.scatters = Scatters(plus, self.mesh, self.axis.unit, shares)
         module.set_custom_all_gather(_Gather(self))  # pyright: ignore[reportArgumentType]
         module.set_custom_reduce_scatter(_Scatter(self))  # pyright: ignore[reportArgumentType]
         if self.replicas.size > 1:

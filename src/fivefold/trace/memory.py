@@ -163,6 +163,7 @@ class Tracker(TorchDispatchMode):
         forward = not private.in_backward() or private.saves_by_hooks()
         if self.forward and not forward:
             self._mark_activations()
+            self._mark("params")  # copies of weights on a node are gone when the step ends
             self._mark("gradients")
             self._mark("activations")
         self.forward = forward

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from fivefold.schedules.compression.compressor import Compressor, Shape, Wire, sizes
 
+LARGEST = {8: 127, 4: 7}
+"""What the largest element of a block becomes, by bits."""
+
 
 @dataclass(frozen=True)
 class Blocks(Compressor):
