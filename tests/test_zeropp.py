@@ -26,6 +26,8 @@ from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zeropp import Gathers, Scatters
 from fivefold.plan import volume
+from fivefold.plan.clusters import parse as parse_cluster
+from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
 from fivefold.recipe.idle import notes
 from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
@@ -334,6 +336,14 @@ def refused(rank: int, world: int, layout: Layout, per_node: int) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def test_a_cluster_whose_nodes_do_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match="12 ranks share them and a node has 8"):
+        predict(
+            load("quickstart", ["train.global_batch_size=24"], "dp=12,zero=3,zeropp=hier"),
+            parse_cluster("h100:12"),
+        )
 
 
 def test_nodes_that_the_run_does_not_have() -> None:

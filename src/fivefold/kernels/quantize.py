@@ -15,6 +15,8 @@ from torch import Tensor
 from fivefold.kernels import native
 from fivefold.schedules.compression.blocks import LARGEST
 
+LONGEST = 1024  # BLOCK in native.c
+
 
 class Quantizer:
     """Encodes rows of several parameters. Each parameter begins a new block, so no two share a scale.
@@ -23,6 +25,7 @@ class Quantizer:
     """
 
     def __init__(self, bits: int, block: int, sizes: Sequence[int], device: torch.device):
+        assert block <= LONGEST, f"blocks of {block} elements: native.c takes {LONGEST}"
         self.bits, self.B, ends = bits, block, list(accumulate(sizes))
         firsts = [
             first for start, end in zip([0, *ends], ends, strict=False) for first in range(start, end, block)

@@ -20,7 +20,6 @@ from fivefold.spread.layout import (
     group_of,
     groups,
     index_in,
-    node_problem,
     on_node,
     on_nodes,
     to_text,
@@ -65,17 +64,13 @@ class Mesh:
             add("run", list(range(ranks.world)), ranks.rank)
 
     def _check_nodes(self) -> None:
-        """Refuses nodes of ZeRO++ that the run does not have."""
-        layout, local = self.layout, self._ranks.local_world
-        if layout.zeropp == NONE:
-            return
-        message = node_problem(layout)
-        if not message and local % (layout.ranks_per_node or local):
-            message = (
-                f"ranks_per_node={layout.ranks_per_node} must divide the {local} ranks on a node of this run"
+        """Refuses nodes of ZeRO++ that reach beyond those of the run."""
+        node, local = self.layout.ranks_per_node, self._ranks.local_world
+        if self.layout.zeropp != NONE and node and local % node:
+            raise UserError(
+                f"layout '{to_text(self.layout)}': ranks_per_node={node} must divide the {local} ranks on a node "
+                "of this run"
             )
-        if message:
-            raise UserError(f"layout '{to_text(layout)}': {message}")
 
     def axis(self, name: str) -> Axis:
         return self._axes[name]

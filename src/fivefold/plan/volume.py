@@ -265,8 +265,8 @@ def synced(
         if sync.rows:  # what arrived is as exact as the sum over microbatches
             yield sync, whole / ranks * b.gradient
         elif group(s.layout, s.cluster, sync.group).ranks > 1:
-            each = b.working if sync.what == "gather" else b.reduce
-            yield sync, sync.size(whole, each, shares or (math.ceil(whole / ranks),), ranks)
+            width = b.working if sync.what == "gather" else b.reduce
+            yield sync, sync.size(whole, width, shares or (math.ceil(whole / ranks),), ranks)
 
 
 def compressed(s: Setting, expert: bool) -> list[Sent]:

@@ -171,9 +171,17 @@ def on_node(layout: Layout, group: str, per_node: int) -> int:
 
 
 def on_nodes(layout: Layout, per_node: int) -> Layout:
-    """The layout on nodes of so many ranks, unless it says how many. Only ZeRO++ depends on it."""
-    open_ = layout.zeropp != NONE and layout.ranks_per_node is None
-    return replace(layout, ranks_per_node=per_node) if open_ else layout
+    """The layout on nodes of so many ranks, unless it says how many. Only ZeRO++ depends on it.
+
+    Raises:
+        UserError: ZeRO++ would not fill the nodes evenly.
+    """
+    if layout.zeropp == NONE:
+        return layout
+    found = layout if layout.ranks_per_node else replace(layout, ranks_per_node=per_node)
+    if message := node_problem(found):
+        raise UserError(f"layout '{to_text(layout)}': {message}")
+    return found
 
 
 def node_problem(layout: Layout) -> str:

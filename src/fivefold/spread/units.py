@@ -104,11 +104,11 @@ class Sync:
     part: float = 1.0
     blocks: Blocks | None = None
 
-    def size(self, padded: float, each: float, shares: Sequence[int], ranks: int) -> float:
-        """Bytes for a unit of `padded` elements, of which `ranks` ranks have `shares`, at `each` bytes per element
-        that is not quantised."""
+    def size(self, padded: float, width: float, shares: Sequence[int], ranks: int) -> float:
+        """Bytes for a unit of `padded` elements, of which `ranks` ranks have `shares`. width: bytes of an element that
+        is not quantised."""
         if self.blocks is None:
-            return self.part * padded * each
+            return self.part * padded * width
         return self.part * ranks * self.blocks.row(self.blocks.chunk([(share,) for share in shares], 1))
 
 
