@@ -162,6 +162,17 @@ def test_the_bound_of_a_first_rank_that_ends_early_but_has_most_to_sum() -> None
     assert seen >= 12
 
 
+def test_the_bound_of_one_microbatch_is_its_way_through_all_stages() -> None:
+    """No rank computes while another does, so with several stages per rank its own work is a fraction of the step."""
+    sets = ["train.global_batch_size=16", "train.microbatch_size=1"]
+    space = space_of(load("llama-7b", sets, "dp=1"), parse("h100:32"))
+    bounds, layout = Bounds(space.recipe.model, space.cluster, software.FIVEFOLD), Layout(pp=2)
+    for schedule in ("interleaved", "looped_bfs"):
+        one = replace(layout, dp_replicate=16, schedule=schedule, virtual_stages=2)
+        c = Choice(one, 1, 1, "bf16")
+        assert 0.95 <= bounds.sharing(c) / price(bounds.setting(c)).step.seconds <= 1
+
+
 @every_case
 def test_no_bound_exceeds_what_it_is_a_bound_of(case: str) -> None:
     space, bounds, all_of_them = priced(case)

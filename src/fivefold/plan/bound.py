@@ -13,7 +13,7 @@ from fivefold.plan.devices import Cluster
 from fivefold.plan.shared_costs import Position, SharedCosts
 from fivefold.plan.software import Software
 from fivefold.plan.space import Choice, Space
-from fivefold.schedules.pipeline import ends_upwards
+from fivefold.schedules.pipeline import ends_upwards, splits_backward
 
 RankSeconds = tuple[float, float, float]
 """Seconds of a rank: gradient sums, weight gathers (both without overlap), and the optimizer."""
@@ -127,10 +127,11 @@ class Bounds:
         self, c: Choice, plain: Cost, mixed: Cost
     ) -> tuple[list[tuple[float, Position, float, float]], float]:
         """When positions have computed all their microbatches, at the earliest; with the position, and its forward and
-        backward of one microbatch. And when the first one ends, behind the backward of all others: 0 where the schedule
-        does not have it end last."""
+        backward of one microbatch. And the earliest end of the step that is no position's: a microbatch passes all
+        stages, there and back, and where the first position ends last, it ends behind the backward of all others."""
         micro, (there, back) = self.shared.microbatch(c), self.shared.hops(c)
-        x, ends, turned = c.layout, [], 0.0
+        x, ends = c.layout, []
+        turned = sum(self._passage(c, plain, mixed, micro.begin, micro.end))
         upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, x.stages_per_rank)
         for at in self.shared.groups(c.layout):
             forward, backward = _beside(
@@ -142,6 +143,14 @@ class Bounds:
             if upwards:
                 turned = max(turned, end + behind + back[at.number])
         return ends, turned
+
+    def _passage(self, c: Choice, plain: Cost, mixed: Cost, begin: Cost, end: Cost) -> tuple[float, float]:
+        """Seconds of a microbatch's forward and backward through the whole model. Gradients of weights do not delay it
+        where the schedule computes them later."""
+        x, experts = c.layout, self.shared.mixed.count(True)
+        if x.pp > 1 and splits_backward(x.schedule, x.pp, x.stages_per_rank):
+            plain, mixed, begin, end = (cost._replace(weight=0.0) for cost in (plain, mixed, begin, end))
+        return _beside(self.model.layers - experts, experts, 1, 1, plain, mixed, begin, end)
 
     def _least_sent(
         self, c: Choice, space: Space, at: tuple[float, ...], forward: float, backward: float
