@@ -182,11 +182,11 @@ def optimizer(dtype: str, device: torch.device) -> list[float]:
     card = OPTIMIZERS["adamw"]
     adamw = Updater(card, weights, 1e-3, 0.1, card.fields)
     grads = {name: torch.randn_like(w) for name, w in weights.items()}
+    scale, skip = torch.ones((), device=device), torch.zeros((), device=device)
 
     def update() -> None:
         sum_of_squares(list(grads.values()))
-        torch._foreach_mul_(list(grads.values()), 1.0)
-        adamw.step(grads, 1e-3)
+        adamw.step(grads, 1e-3, scale, skip)
         if DTYPES[dtype].masters:
             for name, w in weights.items():
                 working[name].copy_(w)
