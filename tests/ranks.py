@@ -137,10 +137,10 @@ def _reuse_groups() -> None:
 
     make, made = mesh._new_group, {}
 
-    def shared(members, ranks, apart=False):
-        key = tuple(members), apart
+    def shared(members, ranks, apart=False, everywhere=False):
+        key = tuple(members), apart, everywhere
         if key not in made:
-            made[key] = make(members, ranks, apart)
+            made[key] = make(members, ranks, apart, everywhere)
         return made[key]
 
     mesh._new_group = shared

@@ -1,7 +1,7 @@
 """Messages between training ranks. All of them go through an `Axis`."""
 
-from fivefold.comm.agree import all_or_none
+from fivefold.comm.agree import all_or_none, told
 from fivefold.comm.axis import ALONE, Axis, Started, everyone
 from fivefold.comm.sum import Summation
 
-__all__ = ["ALONE", "Axis", "Started", "Summation", "all_or_none", "everyone"]
+__all__ = ["ALONE", "Axis", "Started", "Summation", "all_or_none", "everyone", "told"]

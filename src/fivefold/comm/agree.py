@@ -35,12 +35,12 @@ def all_or_none(axis: Axis) -> Iterator[None]:
         raise error from lost  # it came first
     if index >= 0:
         text = str(error) if isinstance(error, UserError) else f"rank {axis.rank}: {error!r}"
-        told = UserError(_told(text, index, axis))
-        raise told if error is None or (isinstance(error, UserError) and axis.size > 1) else error
+        everywhere = UserError(told(text, index, axis))
+        raise everywhere if error is None or (isinstance(error, UserError) and axis.size > 1) else error
 
 
-def _told(text: str, index: int, axis: Axis) -> str:
-    """Gives every rank the text of one."""
+def told(text: str, index: int, axis: Axis) -> str:
+    """Gives every rank the text of the one with this index."""
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(axis.device)
     length = axis.broadcast(torch.tensor(len(mine), device=axis.device), index)
     content = mine if axis.index == index else mine.new_empty(int(length))

@@ -58,7 +58,8 @@ class Mesh:
         for name in groups(self.layout):
             members = [first + own for own in group_of(self.layout, name, self.rank)]
             add(name, members, index_in(self.layout, name, self.rank))
-        add("sites", list(range(self.rank, ranks.world, self.layout.ranks)), site)
+        peers = list(range(self.rank, ranks.world, self.layout.ranks)) if sites > 1 else [ranks.rank]
+        add("sites", peers, site if sites > 1 else 0)
         self._axes["run"] = self._axes["all"]
         if sites > 1:
             add("run", list(range(ranks.world)), ranks.rank)
@@ -78,8 +79,9 @@ class Mesh:
     def new_axis(self, name: str, members: Sequence[int], apart: bool = False) -> Axis:
         """An axis between any ranks, this one included. All of them make it at the same time. apart: with a process
         group of its own, even for all ranks."""
-        group = _new_group(members, self._ranks, apart)
-        return Axis(name, members, members.index(self._ranks.rank), self.device, group, self._ranks.timeout_s)
+        axis = axis_between(name, members, self._ranks, apart)
+        assert axis is not None, f"rank {self._ranks.rank} is not in {members}"
+        return axis
 
     def sums(self, name: str) -> Summation:
         """What sums gradients over an axis, by the layout's algorithm. All ranks of the axis call it at the same time.
@@ -119,12 +121,25 @@ class Mesh:
         return self._device_meshes[name]
 
 
-def _new_group(members: Sequence[int], ranks: Ranks, apart: bool = False) -> dist.ProcessGroup | None:
+def axis_between(
+    name: str, members: Sequence[int], ranks: Ranks, apart: bool = False, everywhere: bool = False
+) -> Axis | None:
+    """An axis between any ranks: see `Mesh.new_axis`. everywhere: all ranks of the run call it, because they make
+    different numbers of groups; those that are no members get None."""
+    group = _new_group(members, ranks, apart, everywhere)
+    if ranks.rank not in members:
+        return None
+    return Axis(name, members, members.index(ranks.rank), ranks.device, group, ranks.timeout_s)
+
+
+def _new_group(
+    members: Sequence[int], ranks: Ranks, apart: bool = False, everywhere: bool = False
+) -> dist.ProcessGroup | None:
     if len(members) == 1:
         return None
-    if len(members) == ranks.world and not apart:
+    if len(members) == dist.get_world_size() and not apart:
         return dist.group.WORLD
     timeout = timedelta(seconds=ranks.timeout_s)  # gloo's default is 30 minutes
-    group = dist.new_group(list(members), timeout, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    # torch names a group of its members alone by the number of groups that they have
+    group = dist.new_group(list(members), timeout, use_local_synchronization=not everywhere)
+    return group if isinstance(group, dist.ProcessGroup) else None

@@ -18,8 +18,10 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.spread.parts import Part
 
 
-class Replica(Protocol):
-    """masters: fp32, this rank's part of each parameter (`parts[name].keeps`), which the optimizer updates.
+class Kept(Protocol):
+    """What checkpoints need of a set of parameters.
+
+    masters: fp32, this rank's part of each parameter (`parts[name].keeps`), which the optimizer updates.
     gradients: fp32, with the same names and shapes, summed over the batch; valid from `finish` to the next
     `start_step`. updater: the optimizer over the masters; it is set last."""
 
@@ -27,6 +29,14 @@ class Replica(Protocol):
     gradients: dict[str, Tensor]
     parts: dict[str, Part]
     updater: Updater
+
+    def refresh(self) -> None:
+        """Updates the working weights after the masters have changed."""
+        ...
+
+
+class Replica(Kept, Protocol):
+    """What training needs of them."""
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step."""
@@ -47,10 +57,6 @@ class Replica(Protocol):
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         """Runs the optimizer: updates the masters with their gradients times `scale` unless `skip` is 1 (both: fp32
         scalars on the device), and the working weights from them."""
-        ...
-
-    def refresh(self) -> None:
-        """Updates the working weights after the masters have changed."""
         ...
 
     def kept(self) -> dict[str, list[Tensor]]:

@@ -145,6 +145,8 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
         UserError: the layout does not fill the cluster; the vocabulary is unknown; the device lacks the dtype.
     """
     layout = Layout.from_recipe(recipe.layout)
+    if recipe.servers.count:
+        raise UserError('the planner does not price sync.method = "server" yet. Plan with --set sync.method=all')
     if cluster.devices:
         validate(layout, cluster.devices, partial(allows, recipe))
     full = resolved(recipe)

@@ -13,6 +13,7 @@ from fivefold.recipe.schema import LayoutSection, Sections
 from fivefold.recipe.words import toml_value
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, summing_groups
+from fivefold.spread.servers import SERVER
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,13 @@ def _outer(key: str) -> Idle:
     """A field of the outer steps."""
     return Idle(
         f"sync.{key}", lambda r: r.sync.method not in OUTER, "every step sums gradients", "sync.method"
+    )
+
+
+def _served(key: str) -> Idle:
+    """A field of parameter servers."""
+    return Idle(
+        f"sync.{key}", lambda r: not r.servers.count, f'it needs sync.method = "{SERVER}"', "sync.method"
     )
 
 
@@ -91,6 +99,7 @@ IDLE = (
         "one site has nobody to synchronise with",
     ),
     *map(_outer, ("every", "sites", "fragments", "outer_dtype", "outer_lr", "outer_momentum")),
+    *map(_served, ("servers", "staleness", "order", "partition", "credits")),
     Idle(
         "layout.all_reduce",
         lambda r: not _sums(r),

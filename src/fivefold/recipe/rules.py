@@ -14,8 +14,10 @@ from fivefold.optim import FIELDS, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.idle import refused
 from fivefold.recipe.schema import Sections
+from fivefold.recipe.words import toml_value
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, problems
+from fivefold.spread.servers import SERVER
 
 R = TypeVar("R", bound=Sections)
 
@@ -31,6 +33,7 @@ def contradictions(recipe: Sections) -> Iterator[Contradiction]:
     yield from refused(recipe)
     yield from _batch(recipe)
     yield from _sites(recipe)
+    yield from _servers(recipe)
     yield from layout_rules(recipe)
 
 
@@ -208,6 +211,35 @@ def _unsupported_apart(recipe: Sections) -> Iterator[Contradiction]:
             f"observe.noise_scale cannot be measured with {method}: no step has the gradient of the whole batch. "
             "Nearest valid: observe.noise_scale = false",
         )
+
+
+def _servers(recipe: Sections) -> Iterator[Contradiction]:
+    """A worker of parameter servers has the whole model, and its gradients leave it as they are."""
+    if not recipe.servers.count:
+        return
+    method = f'sync.method = "{SERVER}"'
+    plain, mine = type(recipe.layout)(), recipe.layout
+    free = ("dp_replicate", "microbatches", "recompute")
+    others = [name for name in type(mine).model_fields if name not in free]
+    if wrong := [name for name in others if getattr(mine, name) != getattr(plain, name)]:
+        given = ", ".join(f"layout.{name} = {toml_value(getattr(mine, name))}" for name in wrong)
+        yield (
+            {"sync.method", *(f"layout.{name}" for name in wrong)},
+            f"{method} combines with dp only: each worker has the whole model, and servers keep its states ({given}). "
+            f'Nearest valid: layout dp={mine.dp_replicate * mine.dp_shard}, or sync.method = "all"',
+        )
+    if card_of(recipe.model).has_experts:
+        yield (
+            {"sync.method", "model.arch"},
+            f'{method} is not supported with model.arch = "{recipe.model.arch}": each worker would balance its experts '
+            'by itself. Nearest valid: sync.method = "all"',
+        )
+    for name in ("noise_scale", "memory"):
+        if getattr(recipe.observe, name):
+            yield (
+                {"sync.method", f"observe.{name}"},
+                f"observe.{name} is not measured with {method}. Nearest valid: observe.{name} = false",
+            )
 
 
 def layout_rules(recipe: Sections) -> Iterator[Contradiction]:

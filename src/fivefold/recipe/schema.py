@@ -16,14 +16,15 @@ from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, TRAINED
 from fivefold.schedules.collectives.choose import ALL_REDUCES, LIBRARY
 from fivefold.schedules.compression import NONE
+from fivefold.spread.servers import ORDERS, SERVER, UNBOUNDED, Servers
 from fivefold.spread.sites import ONE_SITE, Sites
 
 if TYPE_CHECKING:  # a type checker reads no tables
-    AllReduce = Dtype = Mode = OptimizerName = SyncMethod = str
+    AllReduce = Dtype = Mode = Order = OptimizerName = SyncMethod = str
 else:
     Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINED]
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
-    SyncMethod = Literal["all", *OUTER]
+    SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -158,9 +159,11 @@ class LayoutSection(Section):
 
 class SyncSection(Section):
     method: SyncMethod = "all"
-    """When ranks synchronise. `all`: all of them, in every step. `local` and `diloco`: the replicas (`dp_replicate`)
-    are sites that train apart. Every so many steps they take their mean weights (local SGD, arXiv 1805.09767), or a
-    step of an outer optimizer with Nesterov's momentum towards them (DiLoCo, arXiv 2311.08105)."""
+    """When ranks synchronise. `all`: all of them, in every step. `server`: the replicas (`dp_replicate`) are workers.
+    They push gradients to parameter servers, which keep the master weights, and pull weights (Li et al., OSDI 2014).
+    `local` and `diloco`: the replicas are sites that train apart. Every so many steps they take their mean weights
+    (local SGD, arXiv 1805.09767), or a step of an outer optimizer with Nesterov's momentum towards them (DiLoCo, arXiv
+    2311.08105)."""
     every: int = Field(default=50, ge=1)
     """Inner steps between two outer steps. `local` and `diloco` only."""
     sites: int | None = Field(default=None, ge=1)
@@ -173,6 +176,20 @@ class SyncSection(Section):
     """Learning rate of the outer step. Unset: 1.0 for `local` (the mean weights), 0.7 for `diloco`."""
     outer_momentum: float | None = Field(default=None, gt=0, lt=1)
     """Momentum of the outer step. `diloco` only. Unset: 0.9."""
+    servers: int = Field(default=1, ge=1)
+    """Number of parameter servers: processes beside the layout's ranks, before them. Each keeps a share of the rows of
+    every parameter. `server` only."""
+    staleness: int = Field(default=0, ge=UNBOUNDED)
+    """0: synchronous. Each step has the mean gradient of all workers. N: a worker's gradient is applied by itself, and
+    its weights lack no update of steps more than N before (arXiv 1312.7869). -1: unbounded; workers never wait for each
+    other. `server` only."""
+    order: Order = "priority"
+    """Which message goes first. `fifo`: the gradient that is ready first. `priority`: the layer nearest to the input,
+    which the next forward needs first (ByteScheduler, SOSP 2019). `server` only."""
+    partition: int = Field(default=1 << 20, ge=1 << 10)
+    """Bytes of fp32 of the parts into which messages are cut. `server` only."""
+    credits: int = Field(default=4, ge=1)
+    """Parts of messages that a worker may have under way in each direction. `server` only."""
 
 
 class PrecisionSection(Section):
@@ -229,3 +246,11 @@ class Sections(Section):
         kept = DTYPES[MASTER].bytes + OUTER[sync.method].card.bytes
         count = sync.sites or self.layout.dp_replicate
         return Sites(count, sync.every, sync.fragments, sync.outer_dtype, kept)
+
+    @property
+    def servers(self) -> Servers:
+        """The parameter servers of the run: none, unless replicas are workers."""
+        sync = self.sync
+        if sync.method != SERVER:
+            return Servers()
+        return Servers(sync.servers, sync.staleness, sync.order, sync.partition, sync.credits)

@@ -177,12 +177,7 @@ def update(state: State, optim: OptimSection, norm: Tensor, skip: Tensor, steps:
     skip: 1 if loss or gradient are not finite, an fp32 scalar on the device. Then masters, moments and counts stay as
     they are: such a gradient would destroy them. The host does not know it yet, so it queues the update all the same.
     """
-    assert optim.warmup_steps is not None, "a resolved recipe has warmup_steps"
-    lowest = optim.lr if optim.min_lr is None else optim.min_lr  # only a constant one has none
-    lr = learning_rate(
-        state.step, total=steps, warmup=optim.warmup_steps, lr=optim.lr, min_lr=lowest,
-        schedule=optim.schedule, decay_fraction=optim.decay_fraction,
-    )  # fmt: skip
+    lr = rate(optim, state.step, steps)
     scale = clip_scale(norm, optim.grad_clip)
     for replica in state.parallel.replicas:
         replica.update(lr, scale, skip)
@@ -191,6 +186,16 @@ def update(state: State, optim: OptimSection, norm: Tensor, skip: Tensor, steps:
     updates, skipped = state.counts.unbind()
     state.counts = torch.stack([updates + (1 - skip), (skipped + 1) * skip])
     return lr
+
+
+def rate(optim: OptimSection, step: int, steps: int) -> float:
+    """The learning rate of a step (0, 1, ...) of a run of `steps`."""
+    assert optim.warmup_steps is not None, "a resolved recipe has warmup_steps"
+    lowest = optim.lr if optim.min_lr is None else optim.min_lr  # only a constant one has none
+    return learning_rate(
+        step, total=steps, warmup=optim.warmup_steps, lr=optim.lr, min_lr=lowest,
+        schedule=optim.schedule, decay_fraction=optim.decay_fraction,
+    )  # fmt: skip
 
 
 def agree(state: State, share: Tensor, stop: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -36,6 +36,21 @@ SQUARES = "partial_squares"  # the figure of a step that `NoiseScale.take` retur
 MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
 
 
+class Speed:
+    """Figures of a step that follow from its seconds. tokens: of each step."""
+
+    def __init__(self, job: Job, ranks: Ranks):
+        self.tokens = tokens_per_step(job.recipe)
+        self.flops = flops_per_token(job.recipe.model) if job.module is None else None
+        self.peak = _peak_flops(job.recipe, ranks) if self.flops else None
+
+    def figures(self, step: int, seconds: float) -> dict[str, Any]:
+        found: dict[str, Any] = {"tokens": step * self.tokens, "tokens_per_s": self.tokens / seconds}
+        if self.flops and self.peak:
+            found["mfu"] = found["tokens_per_s"] * self.flops / self.peak
+        return found
+
+
 @dataclass
 class RunHooks:
     """The hooks of `train_loop` on one rank (see `loop.Hooks`).
@@ -53,9 +68,8 @@ class RunHooks:
 
     def __post_init__(self) -> None:
         recipe = self.job.recipe
-        self.tokens = tokens_per_step(recipe)
-        self.flops = flops_per_token(recipe.model) if self.job.module is None else None
-        self.peak = _peak_flops(recipe, self.ranks) if self.flops else None
+        self.speed = Speed(self.job, self.ranks)
+        self.tokens = self.speed.tokens
         self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
 
     def begin_step(self) -> None:
@@ -69,10 +83,7 @@ class RunHooks:
         return {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
 
     def record(self, line: dict[str, Any], skipped: int) -> None:
-        speed = self.tokens / line["step_s"]
-        line |= {"tokens": line["step"] * self.tokens, "tokens_per_s": speed}
-        if self.flops and self.peak:
-            line["mfu"] = speed * self.flops / self.peak
+        line |= self.speed.figures(line["step"], line["step_s"])
         if self.noise:
             line |= self.noise.figures(line["grad_norm"], line.pop(SQUARES))
         self._write(line)
@@ -110,7 +121,7 @@ class RunHooks:
             return
         try:
             with self._common_weights():
-                text = self._sample(step, tokenizer)
+                text = sampled(self.state, self.job, step, tokenizer)
         except UserError as error:  # a diverged model cannot write; the run continues
             self.console.note(f"step {step}: no sample: {error}")
             return
@@ -121,24 +132,6 @@ class RunHooks:
         """The sites' common weights, if there are several sites; otherwise there is nothing to change."""
         return self.state.outer.common() if self.state.outer else nullcontext()
 
-    def _sample(self, step: int, tokenizer: Tokenizer) -> str:
-        """A sample of the model as it is now.
-
-        Raises:
-            UserError: the model has diverged, is divided and not saved, or there is no memory for it.
-        """
-        train = self.job.recipe.train
-        sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
-        try:
-            module = _whole_model(self.state, self.job, step)
-            pieces = generate_text(module, self.job.recipe.model, tokenizer, train.sample_prompt, sampling)
-            return train.sample_prompt + "".join(pieces)
-        except (MemoryError, RuntimeError) as error:
-            if not _out_of_memory(error):
-                raise
-            where = "CPU" if self.state.mesh.device.type == "cpu" else "GPU"
-            raise UserError(f"not enough {where} memory for it during training") from None
-
     def save(self, step: int) -> None:
         meta = identity(self.job) | {"tokens": step * self.tokens}
         save_state(self.state, self.job.out, meta, self.job.recipe.checkpoint.keep_last)
@@ -146,6 +139,25 @@ class RunHooks:
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(line)
+
+
+def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
+    """A sample of the model as it is now.
+
+    Raises:
+        UserError: the model has diverged, is divided and not saved, or there is no memory for it.
+    """
+    train = job.recipe.train
+    sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
+    try:
+        module = _whole_model(state, job, step)
+        pieces = generate_text(module, job.recipe.model, tokenizer, train.sample_prompt, sampling)
+        return train.sample_prompt + "".join(pieces)
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        where = "CPU" if state.mesh.device.type == "cpu" else "GPU"
+        raise UserError(f"not enough {where} memory for it during training") from None
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -54,9 +54,9 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         )
         metrics = None
         if ranks.first:
-            _write_run_files(job)
+            write_run_files(job)
             metrics = stack.enter_context(MetricsWriter(job.out, recipe.observe.tensorboard, step=state.step))
-        _introduce(console, state, job, ranks)
+        introduce(console, state, job, ranks)
         if ranks.first:
             console.note(predicted.write())
         if job.resume:
@@ -70,14 +70,14 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         complete = train_loop(state, recipe, hooks)
         predicted.conclude(state.mesh)
         if ranks.first:
-            _conclude(console, job, complete)
+            conclude(console, job, complete)
         state.mesh.axis(
             "run"
         ).barrier()  # the ranks leave together: a launcher stops the others when one is gone
         return None if complete else interrupt.signal or 15
 
 
-def _write_run_files(job: Job) -> None:
+def write_run_files(job: Job) -> None:
     job.out.mkdir(parents=True, exist_ok=True)
     (job.out / "recipe.toml").write_text(to_toml(job.recipe), encoding="utf-8")
     (job.out / "machine.json").write_text(json.dumps(describe(), indent=2) + "\n", encoding="utf-8")
@@ -85,7 +85,7 @@ def _write_run_files(job: Job) -> None:
         job.data.tokenizer.save(job.out / "tokenizer.json")
 
 
-def _introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
+def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
     recipe = job.recipe
     own = sum(w.numel() for w in state.masters().values())
     parameters = count_parameters(recipe.model) if job.module is None else own
@@ -102,7 +102,7 @@ def _introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
         console.note(f"fused CPU kernels are off, so training is slower: {native.why_not()}")
 
 
-def _conclude(console: Console, job: Job, complete: bool) -> None:
+def conclude(console: Console, job: Job, complete: bool) -> None:
     out = job.out
     figures = summarize(read_metrics(out / "metrics.jsonl"))
     report = write_report(out)

@@ -58,15 +58,21 @@ def batches_of(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: b
 
 
 def share_of(
-    batches: BatchSource, i: int, size: int, microbatch: int, mesh: Mesh, equal: bool = False
+    batches: BatchSource,
+    i: int,
+    size: int,
+    microbatch: int,
+    mesh: Mesh,
+    equal: bool = False,
+    share: tuple[int, int] | None = None,
 ) -> list[Microbatch]:
     """This rank's rows of global batch i, of `size` rows, and its columns of them, in microbatches on its device.
 
-    equal: all ranks get equally many microbatches, all of them full, filled up with rows that do not count. Where ranks
+    share: (index, number of shares) of the rows, if the mesh does not say it. equal: all ranks get equally many microbatches, all of them full, filled up with rows that do not count. Where ranks
     compute a model together, one that has nothing to do still has to take part.
     """
     site, dp = mesh.axis("sites"), mesh.axis("dp")
-    index, ranks = site.index * dp.size + dp.index, site.size * dp.size
+    index, ranks = share or (site.index * dp.size + dp.index, site.size * dp.size)
     start, stop = size * index // ranks, size * (index + 1) // ranks
     parts = [range(row, min(row + microbatch, stop)) for row in range(start, stop, microbatch)]
     if equal:

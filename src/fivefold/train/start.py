@@ -24,6 +24,7 @@ from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.prediction import add_exact
 from fivefold.train.run import run_rank
+from fivefold.train.served import run_served
 
 
 def run_command(
@@ -70,15 +71,16 @@ def run_command(
         else shlex.join(["fivefold", "train", str(out), "--resume"])
     )
     job = Job(recipe, out, data, module, batches, val_batches, resume, command)
-    world = Layout.from_recipe(recipe.layout).ranks
+    world = Layout.from_recipe(recipe.layout).ranks + recipe.servers.count
     keep_freed_memory()
     if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
         ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")), cores())
+    run = run_served if recipe.servers.count else run_rank
     if launched or world == 1:
         with ranks_.join() as ranks:
-            stopped = run_rank(job, ranks)
+            stopped = run(job, ranks)
     else:
-        stopped = start_ranks(partial(run_rank, job), world, fork, partial(_how_to_resume, job))
+        stopped = start_ranks(partial(run, job), world, fork, partial(_how_to_resume, job))
     if stopped is not None:
         raise SystemExit(128 + stopped)
     if not launched or launched[0] == 0:
@@ -96,6 +98,13 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     axis = "dp_shard" if layout.zero and layout.dp_replicate == 1 else "dp_replicate"
     rest = layout.ranks // getattr(layout, axis)
     world = launched or nproc
+    if world is not None and recipe.servers.count:
+        if world <= recipe.servers.count:
+            raise UserError(
+                f"{world} rank(s) are too few for sync.servers = {recipe.servers.count} and at least one worker. "
+                f"Nearest valid: {recipe.servers.count + layout.ranks} ranks"
+            )
+        world -= recipe.servers.count
     if world is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if 1 < gpus < layout.ranks:
@@ -106,7 +115,7 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
         world = layout.ranks if rest > 1 or max(gpus, cores() if not gpus else 1) > 1 else 1
     if world == layout.ranks:
         return recipe
-    if recipe.sites.count > 1:  # their number changes what is trained
+    if recipe.sites.count > 1 or recipe.servers.staleness:  # their number changes what is trained
         validate(layout, world, partial(allows, recipe))
     size = world // rest if world % rest == 0 else getattr(layout, axis)
     validate(replace(layout, **{axis: size}, microbatches=None), world, partial(allows, recipe))

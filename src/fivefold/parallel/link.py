@@ -1,0 +1,115 @@
+"""What a parameter server and a worker say to each other, over sockets of their own.
+
+Three axes, each of one worker and all servers: short notes, gradients on their way up, weights on their way down. So no
+note waits behind data, and a request for weights does not wait behind gradients. A worker that is lost, or silent
+for longer than the axis' time-out, harms no axis of the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fivefold.comm import Axis, Started
+from fivefold.launch.ranks import Ranks
+from fivefold.parallel.mesh import axis_between
+
+FIGURES = 9  # of a note
+KEPT = 32  # notes whose sending nobody has waited for
+
+
+class Kind(IntEnum):
+    """Notes. From a worker: PUSHED (a part of a gradient is on its way), PULL (send a message's weights), COMPUTED (a
+    share's backward is done), APPLIED (all servers have applied its gradient), REPORT, TEXT (answers to an order), BYE.
+    From a server: ACKNOWLEDGED (a part has arrived), UPDATED (a message's weights are new), the orders TRAIN, VALIDATE,
+    SAMPLE, END, and BYE."""
+
+    PUSHED = 0
+    PULL = 1
+    COMPUTED = 2
+    APPLIED = 3
+    REPORT = 4
+    TEXT = 5
+    ACKNOWLEDGED = 6
+    UPDATED = 7
+    TRAIN = 8
+    VALIDATE = 9
+    SAMPLE = 10
+    END = 11
+    BYE = 12
+
+
+ORDERS = (Kind.TRAIN, Kind.VALIDATE, Kind.SAMPLE, Kind.END)
+TEXT_TAG = 1  # of the text after a TEXT note; notes have 0, gradients and weights what follows
+
+
+class Note(NamedTuple):
+    """first, second: numbers of a message and its part, or of a step and its share."""
+
+    kind: Kind
+    first: int = 0
+    second: int = 0
+    step: int = 0
+    figures: tuple[float, ...] = ()
+
+
+class Link:
+    """One end of the line between a worker and a server. peer: the other's index on the axes."""
+
+    def __init__(self, notes: Axis, up: Axis, down: Axis, peer: int):
+        self.notes, self.up, self.down, self.peer = notes, up, down, peer
+        self._lock, self._sent = threading.Lock(), deque[Started]()
+
+    def tell(
+        self, kind: Kind, first: int = 0, second: int = 0, step: int = 0, figures: tuple[float, ...] = ()
+    ) -> None:
+        """Sends a note, and does not wait until it is read. Any thread may call it."""
+        filled = (*figures, *[0.0] * (FIGURES - len(figures)))
+        note = torch.tensor([kind, first, second, step, *filled], dtype=torch.float64)
+        with self._lock:
+            self._sent.append(self.notes.start_send(note, self.peer))
+            if len(self._sent) > KEPT:
+                self._sent.popleft()()
+
+    def hear(self) -> Note:
+        """Waits for the other's next note."""
+        found = torch.empty(4 + FIGURES, dtype=torch.float64)
+        kind, first, second, step, *figures = self.notes.start_receive(found, self.peer)().tolist()
+        return Note(Kind(int(kind)), int(first), int(second), int(step), tuple(figures))
+
+    def flush(self) -> None:
+        """Waits until all notes are sent."""
+        with self._lock:
+            while self._sent:
+                self._sent.popleft()()
+
+
+def links(ranks: Ranks, servers: int) -> list[Link]:
+    """A server's link to each worker, or a worker's to each server. The first ranks are the servers. All ranks call it
+    at the same time."""
+    found = []
+    for worker in range(servers, ranks.world):
+        members = [*range(servers), worker]
+        axes = [
+            axis
+            for name in ("notes", "push", "pull")
+            if (axis := axis_between(name, members, ranks, apart=True, everywhere=True))
+        ]
+        if axes:
+            peers = [servers] if ranks.rank < servers else range(servers)
+            found += [Link(*axes, peer=peer) for peer in peers]
+    return found
+
+
+def tag_of(message: int, part: int, parts: int, down: bool = False) -> int:
+    """Of a part of a message, on its way up or down. parts: most that a message has."""
+    return 2 + 2 * (message * parts + part) + down
+
+
+def as_bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

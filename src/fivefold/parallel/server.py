@@ -1,0 +1,354 @@
+"""A parameter server: it keeps rows of the master weights and of the optimizer's states, adds up what workers push, and
+sends them new weights (Li et al., OSDI 2014).
+
+Synchronous, a message's weights change once all workers have pushed their gradients of it; if the gradient is clipped,
+once they have pushed all of it to all servers, because its norm must be known. Otherwise each worker's gradient changes
+the weights by itself, clipped by its own norm.
+
+Two threads serve each worker: one hears its notes, one waits for its data. So no worker waits for another one's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fivefold.comm import Axis, Started
+from fivefold.errors import CommunicationError
+from fivefold.optim.clip import clip_scale, sum_of_squares
+from fivefold.optim.updater import Updater
+from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, tag_of
+from fivefold.spread.parts import Part, local_shape
+from fivefold.spread.servers import Message, Servers
+
+
+class Shard:
+    """This server's rows of a unit, in the order of its message. Masters and gradients: see `replica.Kept`.
+
+    arrived: what each worker has pushed. outgoing: what each worker gets; synchronous workers all get the same tensor.
+    """
+
+    updater: Updater
+
+    def __init__(
+        self,
+        message: Message,
+        parts: Mapping[str, Part],
+        initial: Callable[[str], Tensor],
+        workers: int,
+        pushed: torch.dtype,
+        pulled: torch.dtype,
+        synchronous: bool,
+    ):
+        self.message, names = message, [name for name, _, _ in message.rows]
+        self.parts = {name: parts[name] for name in names}
+        self.flat, self.gradient = torch.empty(message.size), torch.zeros(message.size)
+        self.masters, self.gradients = (self._views(flat) for flat in (self.flat, self.gradient))
+        for name, master in self.masters.items():
+            master.copy_(initial(name))
+        self.arrived = [torch.empty(message.size, dtype=pushed) for _ in range(workers)]
+        own = [torch.empty(message.size, dtype=pulled) for _ in range(1 if synchronous else workers)]
+        shares_memory = synchronous and pulled == torch.float32
+        self.outgoing = [self.flat if shares_memory else own[0]] * workers if synchronous else own
+        self.missing = [len(message.cuts)] * workers  # parts that each worker has still to push
+        self.sending: list[list[Started]] = [[] for _ in range(workers)]
+        self.refresh()
+
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
+        sizes = [stop - start for _, start, stop in self.message.rows]
+        shapes = [local_shape(part.keeps) for part in self.parts.values()]
+        views = zip(self.parts, flat.split(sizes), shapes, strict=True)
+        return {name: view.view(shape) for name, view, shape in views}
+
+    def refresh(self) -> None:
+        """The weights have changed: those that workers get are copied when they pull, or at once if they share them."""
+        if self.outgoing[0] is not self.flat and self.outgoing[0] is self.outgoing[-1]:
+            self.outgoing[0].copy_(self.flat)
+
+    def take(self, workers: Sequence[int]) -> Tensor:
+        """Makes the mean of what these workers have pushed the gradient. Returns its sum of squares."""
+        self.gradient.copy_(self.arrived[workers[0]])
+        for worker in workers[1:]:
+            self.gradient.add_(self.arrived[worker])
+        if len(workers) > 1:
+            self.gradient.div_(len(workers))
+        for worker in workers:
+            self.missing[worker] = len(self.message.cuts)
+        return sum_of_squares([self.gradient])
+
+
+class Event(NamedTuple):
+    """What a worker told, or the error by which it was lost. lag: of a share that is computed, the number of earlier
+    steps that its weights lack something of."""
+
+    worker: int
+    note: Note | None
+    lost: BaseException | None = None
+    lag: int = 0
+    text: str = ""
+
+
+class Server:
+    """Serves workers until they say goodbye.
+
+    links: one per worker. norms: all servers. rate: the learning rate of a step. events: what the run's first server
+    acts upon.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        links: Sequence[Link],
+        servers: Servers,
+        norms: Axis,
+        grad_clip: float,
+        rate: Callable[[int], float],
+    ):
+        self.shards, self.links, self.servers, self.norms = list(shards), list(links), servers, norms
+        self.grad_clip, self.rate = grad_clip, rate
+        self.events = SimpleQueue[Event]()
+        self.most = max((len(shard.message.cuts) for shard in shards), default=1)
+        self._by_number = {shard.message.number: shard for shard in shards}
+        self._lock = threading.Condition(threading.RLock())
+        self._workers = [_Worker() for _ in links]
+        self._payloads = [SimpleQueue[tuple[Started, Note] | None]() for _ in links]
+        self._steps: dict[int, _Step] = {}
+        self._applied: set[tuple[int, int]] = set()
+        self._whole_steps = 0
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(worker, target), daemon=True)
+            for worker in range(len(links))
+            for target in (self._listen, self._receive)
+        ]
+
+    def start(self, step: int) -> None:
+        """Begins to serve. step: the first (0, 1, ...)."""
+        self._whole_steps = step
+        for shard in self.shards:
+            shard.refresh()
+        for thread in self._threads:
+            thread.start()
+
+    def order(self, worker: int, kind: Kind, step: int = 0, share: int = 0) -> None:
+        try:
+            self.links[worker].tell(kind, step, share)
+        except CommunicationError as lost:
+            self._lose(worker, lost)
+
+    def finished(self, step: int, timeout_s: float) -> tuple[float, float]:
+        """Waits until a synchronous step has changed all weights: (this server's sum of squares of its gradient, number
+        of messages whose update was skipped)."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._error or self._step(step).updated == len(self.shards), timeout_s)
+            if self._error:
+                raise self._error
+            found = self._steps.pop(step)
+            assert found.updated == len(self.shards), f"step {step} took longer than {timeout_s:g} s"
+            return float(found.square), float(found.skipped)
+
+    def close(self) -> None:
+        """Waits for the goodbye of each worker that is not lost."""
+        for thread in self._threads:
+            thread.join()
+
+    def _guarded(self, worker: int, target: Callable[[int], None]) -> None:
+        try:
+            target(worker)
+        except CommunicationError as lost:
+            self._lose(worker, lost)
+        except BaseException as error:  # a mistake of ours: whoever waits raises it
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._lock.notify_all()
+        self.events.put(Event(-1, None, error))
+
+    def _lose(self, worker: int, error: CommunicationError) -> None:
+        """The worker is gone. Others go on, unless they train together."""
+        with self._lock:
+            if self._workers[worker].lost:
+                return
+            self._workers[worker].lost = True
+        self._payloads[worker].put(None)
+        if self.servers.synchronous:
+            self._fail(error)
+        else:
+            self.events.put(Event(worker, None, error))
+
+    def _listen(self, worker: int) -> None:
+        link = self.links[worker]
+        while True:
+            note = link.hear()
+            if note.kind == Kind.PUSHED:
+                shard = self._by_number[note.first]
+                start, stop = shard.message.cuts[note.second]
+                tag = tag_of(note.first, note.second, self.most)
+                started = link.up.start_receive(shard.arrived[worker][start:stop], link.peer, tag)
+                self._payloads[worker].put((started, note))
+            elif note.kind == Kind.PULL:
+                self._send(worker, self._by_number[note.first], note.second)
+            elif note.kind == Kind.TEXT:
+                text = torch.empty(note.first, dtype=torch.uint8)
+                if note.first:
+                    link.up.start_receive(text, link.peer, TEXT_TAG)()
+                self.events.put(Event(worker, note, text=bytes(text.tolist()).decode()))
+            elif note.kind == Kind.BYE:
+                self._payloads[worker].put(None)
+                link.tell(Kind.BYE)
+                link.flush()
+                return
+            else:
+                self._note(worker, note)
+
+    def _note(self, worker: int, note: Note) -> None:
+        lag = 0
+        if note.kind == Kind.COMPUTED:
+            with self._lock:
+                own = self._workers[worker]
+                own.computed = note
+                if not self.servers.synchronous:
+                    lag = note.first - own.take_seen(2 * note.step + 1, self._whole_steps)
+                self._go_on(worker, note.first)
+        self.events.put(Event(worker, note, lag=lag))
+
+    def _send(self, worker: int, shard: Shard, pull: int) -> None:
+        link, out = self.links[worker], shard.outgoing[worker]
+        for started in shard.sending[worker]:
+            started()
+        if not self.servers.synchronous:
+            with self._lock:
+                out.copy_(shard.flat)
+                self._workers[worker].seen.setdefault(pull, self._whole_steps)
+        number, cuts = shard.message.number, shard.message.cuts
+        shard.sending[worker] = [
+            link.down.start_send(out[start:stop], link.peer, tag_of(number, part, self.most, down=True))
+            for part, (start, stop) in enumerate(cuts)
+        ]
+
+    def _receive(self, worker: int) -> None:
+        """Waits for the data that notes have announced, in their order."""
+        while (found := self._payloads[worker].get()) is not None:
+            started, note = found
+            started()
+            self.links[worker].tell(Kind.ACKNOWLEDGED, note.first, note.second)
+            with self._lock:
+                shard = self._by_number[note.first]
+                shard.missing[worker] -= 1
+                if shard.missing[worker] == 0:
+                    self._arrived(worker, shard, note.step)
+
+    def _arrived(self, worker: int, shard: Shard, step: int) -> None:
+        """A worker's whole message is there."""
+        everyone, own = range(len(self.links)), self._workers[worker]
+        if not self.servers.synchronous:
+            own.arrived.append(shard)
+            if not self.grad_clip:
+                self._update(shard, shard.take([worker]), step, None)
+                self._tell([worker], shard)
+        elif not any(shard.missing):
+            square = shard.take(everyone)
+            found = self._step(step)
+            found.square = found.square + square
+            if not self.grad_clip:
+                found.skipped += self._update(shard, square, step, None)
+                found.updated += 1
+                self._tell(everyone, shard)
+                self._lock.notify_all()
+            else:
+                found.complete += 1
+        self._go_on(worker, step)
+
+    def _go_on(self, worker: int, step: int) -> None:
+        """Does what a share's end, or its last message, allows."""
+        if self.servers.synchronous:
+            if self.grad_clip:
+                self._clip_together(step)
+            return
+        own = self._workers[worker]
+        if own.computed is None or len(own.arrived) < len(self.shards):
+            return
+        note, arrived = own.computed, own.arrived
+        own.computed, own.arrived = None, []
+        if self.grad_clip:
+            square = torch.tensor(note.figures[1], dtype=torch.float64)
+            for shard in arrived:
+                shard.take([worker])
+                self._update(shard, square, step, clip_scale(square.sqrt(), self.grad_clip))
+        self._applied.add((note.first, note.second))
+        while all((self._whole_steps, share) in self._applied for share in range(len(self.links))):
+            self._applied -= {(self._whole_steps, share) for share in range(len(self.links))}
+            self._whole_steps += 1
+        if self.grad_clip:
+            for shard in sorted(arrived, key=lambda one: one.message.number):
+                self._tell([worker], shard)
+
+    def _clip_together(self, step: int) -> None:
+        """Once everything has been pushed everywhere, all servers know the norm of the whole gradient."""
+        found, computed = self._step(step), [own.computed for own in self._workers]
+        if found.complete < len(self.shards) or found.updated:
+            return
+        if any(note is None or note.first != step for note in computed):
+            return
+        square = self.norms.all_reduce(torch.as_tensor(found.square, dtype=torch.float64).clone())
+        losses = torch.tensor([note.figures[0] for note in computed if note])
+        judged = torch.where(losses.isfinite().all(), square, torch.nan)
+        scale, everyone = clip_scale(square.sqrt(), self.grad_clip), range(len(self.links))
+        for shard in self.shards:
+            found.skipped += self._update(shard, judged, step, scale)
+        for shard in self.shards:
+            self._tell(everyone, shard)
+        found.updated = len(self.shards)
+        self._lock.notify_all()
+
+    def _update(self, shard: Shard, square: Tensor, step: int, scale: Tensor | None) -> int:
+        """Updates the weights, unless the norm is not finite. Returns 1 if not."""
+        skip = (~square.isfinite()).float()
+        shard.updater.step(shard.gradients, self.rate(step), scale, skip)
+        shard.refresh()
+        return int(skip)
+
+    def _tell(self, workers: Sequence[int], shard: Shard) -> None:
+        for worker in workers:
+            if not self._workers[worker].lost:
+                self.links[worker].tell(Kind.UPDATED, shard.message.number)
+
+    def _step(self, step: int) -> _Step:
+        return self._steps.setdefault(step, _Step())
+
+
+class _Worker:
+    """What a server knows of a worker. computed: the end of its share, until all servers' weights have it. arrived: the
+    messages that it has pushed. seen: the steps that the weights contain whole, when it began to pull them, by the
+    number of the pull."""
+
+    def __init__(self) -> None:
+        self.lost = False
+        self.computed: Note | None = None
+        self.arrived: list[Shard] = []
+        self.seen: dict[int, int] = {}
+
+    def take_seen(self, pull: int, now: int) -> int:
+        """The steps that the weights of the last pull up to this number contained."""
+        older = sorted(number for number in self.seen if number <= pull)
+        found = self.seen[older[-1]] if older else now
+        for number in older:
+            del self.seen[number]
+        return found
+
+
+class _Step:
+    """A synchronous step. square: of what has arrived from all workers. complete: messages that have. updated:
+    messages whose weights have changed. skipped: those whose weights have not, for their gradient is not finite."""
+
+    def __init__(self) -> None:
+        self.square: Tensor | float = 0.0
+        self.complete = self.updated = self.skipped = 0
+

@@ -1,0 +1,411 @@
+"""A worker of parameter servers: it pushes gradients while backward computes, and pulls weights before forward needs
+them (wait-free backpropagation, arXiv 1706.03292).
+
+Messages are cut into parts. Which part goes next is decided late: by `sync.order`, and only `sync.credits` parts are
+under way in each direction (ByteScheduler, SOSP 2019). The queue that decides is the simulator's, too
+(schedules/priority.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.comm import Started
+from fivefold.errors import CommunicationError
+from fivefold.models.base import LanguageModel
+from fivefold.optim.updater import Updater
+from fivefold.parallel.data import DataParallel
+from fivefold.parallel.flat import views
+from fivefold.parallel.link import ORDERS, TEXT_TAG, Kind, Link, Note, as_bytes, tag_of
+from fivefold.schedules.priority import Ready
+from fivefold.spread.servers import Message, Servers, pieces
+
+
+class Served:
+    """A worker's replica (see `replica.Replica`). The servers have masters, states and updates; `masters` are the
+    weights that it computes with.
+
+    messages: of all servers. links: to each server. pushed: dtype of gradients on their way.
+    """
+
+    updater: Updater
+
+    def __init__(
+        self,
+        replica: DataParallel,
+        module: LanguageModel,
+        names: Sequence[Sequence[str]],
+        messages: Sequence[Message],
+        links: Sequence[Link],
+        servers: Servers,
+        pushed: torch.dtype,
+    ):
+        """names: the parameters of each unit."""
+        weights = self.weights = replica.weights
+        by_name = dict(zip(weights.names, weights.params, strict=True))
+        weights.flat_master = weights.flat_working  # in bf16 the fp32 masters are the servers'
+        weights.master = self.masters = views(weights.flat_working, by_name)
+        self.parts, self.gradients = replica.parts, weights.grads
+        unit_of = {name: unit for unit, some in enumerate(names) for name in some}
+        self._unit_of, self._sizes = [unit_of[name] for name in weights.names], [len(some) for some in names]
+        weights.on_gradient = self._gradient_ready
+        offsets = dict(zip(weights.names, weights.offsets, strict=False))
+        buffers = weights.flat_grads, weights.flat_working
+        self.exchange = Exchange(messages, offsets, buffers, links, servers, pushed)
+        self._waiting, self._syncing, self.step = list(self._sizes), False, 0
+        self._wait_for_weights(module, names)
+
+    def _wait_for_weights(self, module: LanguageModel, names: Sequence[Sequence[str]]) -> None:
+        """Makes each part of the model wait for its weights before it runs."""
+        parts = [next(iter(some)) for some in names]
+        before, behind, need = list[int](), list[int](), self.exchange.need
+        for unit, name in enumerate(parts):
+            if name.startswith("blocks."):
+                block = module.blocks[name.split(".")[1]]
+                block.register_forward_pre_hook(lambda *_, unit=unit: need([unit]))
+            else:
+                (before if name.startswith("embed") else behind).append(unit)
+        module.begin, module.end = _after(need, before, module.begin), _after(need, behind, module.end)
+
+    def start_step(self) -> None:
+        self.weights.start_step()
+
+    def enable_sync(self) -> None:
+        self._waiting, self._syncing = list(self._sizes), True
+        self.exchange.begin(self.step)
+
+    def collect(self) -> None:
+        self.weights.collect()
+
+    def _gradient_ready(self, index: int) -> None:
+        if self._syncing:
+            unit = self._unit_of[index]
+            self._waiting[unit] -= 1
+            if self._waiting[unit] == 0:
+                self.exchange.push(unit)
+
+    def finish(self) -> None:
+        """All gradients are pushed, or will be."""
+        self.weights.finish_gradients()
+        if self._syncing:
+            for unit, waiting in enumerate(self._waiting):
+                if waiting:  # some of its parameters got no gradient
+                    self.exchange.push(unit)
+        self._syncing = False
+
+    def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        raise AssertionError("servers update the weights")
+
+    def refresh(self) -> None:
+        """The working weights are all that a worker has."""
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        return {"params": [self.weights.flat_working], "buffers": self.exchange.kept()}
+
+    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
+        of = self.weights.names
+        self.weights.seen = lambda index, gradient: seen(gradient) if of[index] in names else None
+
+    def close(self) -> None:
+        self.weights.close()
+
+
+def _after(need: Callable[[Sequence[int]], None], units: Sequence[int], run: Callable[..., Any]) -> Any:
+    def waiting(*arguments: Any) -> Any:
+        need(units)
+        return run(*arguments)
+
+    return waiting
+
+
+class _Way:
+    """A message's data in one direction: its elements in a flat buffer, gathered if they are not one slice of it."""
+
+    def __init__(self, message: Message, offsets: dict[str, int], buffer: Tensor, dtype: torch.dtype):
+        self.parts = [buffer[a:b] for a, b in pieces(message, offsets)]
+        direct = len(self.parts) == 1 and buffer.dtype == dtype
+        self.data = self.parts[0] if direct else torch.empty(message.size, dtype=dtype)
+        self.direct, self.left = direct, 0
+
+    def gather(self) -> None:
+        if not self.direct:
+            for part, room in self._pairs():
+                room.copy_(part)
+
+    def scatter(self) -> None:
+        if not self.direct:
+            for part, room in self._pairs():
+                part.copy_(room)
+
+    def _pairs(self) -> Any:
+        return zip(self.parts, self.data.split([len(part) for part in self.parts]), strict=True)
+
+
+class Exchange:
+    """Sends and receives in threads of its own: one starts messages, one waits for weights, one per server hears notes.
+
+    orders: what the first server asks for. serial: counts the shares that were begun. waited: seconds in `need`.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        offsets: dict[str, int],
+        buffers: tuple[Tensor, Tensor],
+        links: Sequence[Link],
+        servers: Servers,
+        pushed: torch.dtype,
+    ):
+        self.messages, self.links, self.servers = list(messages), list(links), servers
+        gradients, weights = buffers
+        self._up = [_Way(message, offsets, gradients, pushed) for message in messages]
+        self._down = [_Way(message, offsets, weights, weights.dtype) for message in messages]
+        self._of_unit: dict[int, list[Message]] = {}
+        for message in messages:
+            self._of_unit.setdefault(message.unit, []).append(message)
+        self.most = [
+            max((len(m.cuts) for m in messages if m.server == server), default=1)
+            for server in range(len(links))
+        ]
+        self._lock = threading.Condition()
+        self._pushes, self._pulls = Ready(servers.order), Ready(servers.order)
+        self._held: list[Message] = []  # pulls that wait for an order
+        self._trained, self._looked = 0, False  # orders to train; any other order since the last
+        self._credits = {"push": servers.credits, "pull": servers.credits}
+        self._stale = {unit: len(some) for unit, some in self._of_unit.items()}  # messages still to be pulled
+        self._sending: dict[tuple[int, int], Started] = {}
+        self._receiving = SimpleQueue[tuple[Started, Message] | None]()
+        self._updates, self._step, self.serial = 0, 0, -1
+        self._share: tuple[int, int] | None = None
+        self._error: BaseException | None = None
+        self._closing, self.waited = False, 0.0
+        self.orders = SimpleQueue[Note | None]()
+        targets = [
+            self._start_messages,
+            self._receive,
+            *(lambda s=server: self._listen(s) for server in range(len(links))),
+        ]
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(target,), daemon=True) for target in targets
+        ]
+        for message in messages:  # the servers have the first weights
+            self._updated(message)
+        for thread in self._threads:
+            thread.start()
+
+    def kept(self) -> list[Tensor]:
+        return [way.data for way in (*self._up, *self._down) if not way.direct]
+
+    def order(self) -> Note:
+        """Waits for the first server's next order."""
+        note = self.orders.get()
+        if note is None:
+            assert self._error
+            raise self._error
+        with self._lock:
+            if note.kind == Kind.TRAIN:
+                self._trained += 1
+            if self.servers.staleness > 0 and note.kind != Kind.END:
+                self._release(note.kind == Kind.TRAIN)
+            self._lock.notify_all()
+        return note
+
+    def _release(self, training: bool) -> None:
+        """With bounded staleness weights are pulled when an order allows it, and again if they were pulled for another
+        one."""
+        again = self.messages if training and self._looked else self._held
+        for message in again:
+            if message not in self._held:
+                self._stale[message.unit] += 1
+            self._queue_pull(message)
+        self._held, self._looked = [], not training
+
+    def need(self, units: Sequence[int]) -> None:
+        """Waits until these units have their new weights."""
+        began = time.perf_counter()
+        with self._lock:
+            self._lock.wait_for(lambda: self._error or not any(self._stale[unit] for unit in units))
+            if self._error:
+                raise self._error
+        self.waited += time.perf_counter() - began
+
+    def need_all(self) -> None:
+        self.need(list(self._stale))
+
+    def begin(self, step: int) -> None:
+        """The next pushes are of this step."""
+        with self._lock:
+            self._step, self.serial = step, self.serial + 1
+
+    def push(self, unit: int) -> None:
+        """The unit's gradients are complete. Its weights are old from now on."""
+        with self._lock:
+            if self._error:
+                raise self._error
+            self._stale[unit] = len(self._of_unit[unit])
+            for message in self._of_unit[unit]:
+                way = self._up[message.number]
+                way.left = len(message.cuts)
+                for part in range(len(message.cuts)):
+                    self._pushes.add((message.number, part), message.unit)
+            self._lock.notify_all()
+
+    def computed(self, step: int, share: int, figures: tuple[float, ...]) -> None:
+        """Tells all servers that a share's backward is done."""
+        with self._lock:
+            self._share, serial = (step, share), self.serial
+        for link in self.links:
+            link.tell(Kind.COMPUTED, step, share, serial, figures)
+        self._tell_if_applied()
+
+    def report(self, step: int, figures: tuple[float, ...] = (), text: str | None = None) -> None:
+        """Answers an order of the first server."""
+        link = self.links[0]
+        if text is None:
+            link.tell(Kind.REPORT, step=step, figures=figures)
+            return
+        content = as_bytes(text) if text else torch.empty(0, dtype=torch.uint8)
+        link.tell(Kind.TEXT, len(content), step=step, figures=figures)
+        if len(content):
+            link.up.start_send(content, link.peer, TEXT_TAG)()
+
+    def close(self) -> None:
+        """Says goodbye to all servers, once nothing is under way."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._error or self._idle())
+            if self._error:
+                raise self._error
+            self._closing = True
+            self._lock.notify_all()
+        for link in self.links:
+            link.tell(Kind.BYE)
+        for thread in self._threads:
+            thread.join()
+
+    def _idle(self) -> bool:
+        held = {message.number for message in self._held}
+        stale = sum(self._stale.values())
+        return not self._sending and not len(self._pushes) and stale == len(held)
+
+    def _guarded(self, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException as error:  # whoever waits raises it
+            with self._lock:
+                if self._error is None and not (self._closing and isinstance(error, CommunicationError)):
+                    self._error = error
+                self._lock.notify_all()
+            self._receiving.put(None)
+            self.orders.put(None)
+
+    def _updated(self, message: Message) -> None:
+        """Pulls the weights; with bounded staleness, once an order to train on has come."""
+        if self.servers.staleness > 0 and self._trained < self.serial + 2 and not self._looked:
+            self._held.append(message)
+        else:
+            self._queue_pull(message)
+
+    def _queue_pull(self, message: Message) -> None:
+        """The servers have new weights."""
+        self._down[message.number].left = len(message.cuts)
+        for part in range(len(message.cuts)):
+            self._pulls.add((message.number, part), message.unit)
+
+    def _start_messages(self) -> None:
+        """Starts the next part of a gradient, or of weights, while there are credits."""
+        while True:
+            with self._lock:
+                self._lock.wait_for(self._next_way)
+                way = self._next_way()
+                if way == "end":
+                    self._receiving.put(None)
+                    return
+                self._credits[way] -= 1
+                number, part = (self._pushes if way == "push" else self._pulls).pop()
+                step, serial, again = self._step, self.serial, self._trained == self.serial + 2
+            if way == "push":
+                self._push_part(self.messages[number], part, step)
+            else:
+                self._pull_part(self.messages[number], part, serial, again)
+
+    def _next_way(self) -> str:
+        if self._error or self._closing:
+            return "end"
+        if len(self._pulls) and self._credits["pull"]:
+            return "pull"
+        return "push" if len(self._pushes) and self._credits["push"] else ""
+
+    def _push_part(self, message: Message, part: int, step: int) -> None:
+        way, link = self._up[message.number], self.links[message.server]
+        if way.left == len(message.cuts):
+            way.gather()
+        way.left -= 1
+        start, stop = message.cuts[part]
+        tag = tag_of(message.number, part, self.most[message.server])
+        started = link.up.start_send(way.data[start:stop], link.peer, tag)
+        with self._lock:
+            self._sending[message.number, part] = started
+        link.tell(Kind.PUSHED, message.number, part, step)
+
+    def _pull_part(self, message: Message, part: int, serial: int, again: bool) -> None:
+        way, link = self._down[message.number], self.links[message.server]
+        if way.left == len(message.cuts):
+            link.tell(Kind.PULL, message.number, 2 * (serial + 1) + again)
+        way.left -= 1
+        start, stop = message.cuts[part]
+        tag = tag_of(message.number, part, self.most[message.server], down=True)
+        started = link.down.start_receive(way.data[start:stop], link.peer, tag)
+        self._receiving.put((started, message))
+
+    def _receive(self) -> None:
+        """Waits for weights, in the order in which they were asked for."""
+        arrived: dict[int, int] = {}
+        while (found := self._receiving.get()) is not None:
+            started, message = found
+            started()
+            arrived[message.number] = arrived.get(message.number, 0) + 1
+            whole = arrived[message.number] == len(message.cuts)
+            if whole:
+                self._down[message.number].scatter()
+                arrived[message.number] = 0
+            with self._lock:
+                self._credits["pull"] += 1
+                self._stale[message.unit] -= whole
+                self._lock.notify_all()
+
+    def _listen(self, server: int) -> None:
+        while True:
+            note = self.links[server].hear()
+            if note.kind == Kind.BYE:
+                return
+            if note.kind in ORDERS:
+                self.orders.put(note)
+            elif note.kind == Kind.ACKNOWLEDGED:
+                with self._lock:
+                    started = self._sending.pop((note.first, note.second))
+                    self._credits["push"] += 1
+                    self._lock.notify_all()
+                started()  # it has arrived
+            else:
+                assert note.kind == Kind.UPDATED, note
+                with self._lock:
+                    self._updates += 1
+                    self._updated(self.messages[note.first])
+                    self._lock.notify_all()
+                self._tell_if_applied()
+
+    def _tell_if_applied(self) -> None:
+        """Tells the first server once all servers have applied a share's gradients."""
+        with self._lock:
+            if self._share is None or self._updates < len(self.messages):
+                return
+            (step, share), self._share = self._share, None
+            self._updates -= len(self.messages)
+        self.links[0].tell(Kind.APPLIED, step, share)

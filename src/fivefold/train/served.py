@@ -1,0 +1,404 @@
+"""A run with parameter servers (`sync.method = "server"`).
+
+The first ranks are the servers. The first of them also leads: it hands out shares of the global batches, writes metrics
+and has the servers save. So a lost worker loses nothing but the share that it was computing. Workers do what they are
+told: train on a share, validate, write a sample.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from queue import Empty
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from fivefold.comm import Axis, all_or_none, everyone, told
+from fivefold.errors import CommunicationError, UserError
+from fivefold.host.machine import peak_memory_bytes
+from fivefold.launch.interrupt import Interrupt
+from fivefold.launch.ranks import Ranks
+from fivefold.models.card import card_of
+from fivefold.observe.console import Console
+from fivefold.observe.metrics import MetricsWriter
+from fivefold.parallel.link import Kind, Note, links
+from fivefold.parallel.replica import gradient_square
+from fivefold.parallel.server import Event, Server
+from fivefold.parallel.worker import Served
+from fivefold.recipe import to_toml
+from fivefold.spread.servers import Shares
+from fivefold.step.served import assert_possible, server_state, worker_state
+from fivefold.step.state import State
+from fivefold.step.step import evaluate, forward_backward, rate
+from fivefold.train.hooks import Speed, sampled
+from fivefold.train.job import Job
+from fivefold.train.loop import MAX_SKIPPED, due
+from fivefold.train.prediction import Prediction
+from fivefold.train.run import conclude, introduce, write_run_files
+from fivefold.train.saved import identity, resume, save_state
+from fivefold.train.share import batches_of, share_of, validation_set
+
+WORKERS = "workers.jsonl"
+"""A file of the run folder: a line per share, with who computed it when."""
+STEP, SAVE, END = range(3)  # what the first server has the others do
+
+
+def run_served(job: Job, ranks: Ranks) -> int | None:
+    """A rank's part of a run. Returns the signal that stopped the run early, or None if it is complete."""
+    assert_possible(job.recipe, ranks, job.module is not None)
+    _assert_same_recipe(job, ranks)
+    message = "stopping: finishing the shares under way, then saving" if ranks.first else ""
+    with Interrupt(message) as interrupt:
+        part = _serve if ranks.rank < job.recipe.servers.count else _work
+        complete = part(job, ranks, interrupt)
+        return None if complete else interrupt.signal or 15
+
+
+def _assert_same_recipe(job: Job, ranks: Ranks) -> None:
+    """Refuses a rank that has another recipe, or other data, than the first server."""
+    axis, section, mine = everyone(ranks), "", dict[str, str]()
+    for line in to_toml(job.recipe).splitlines():
+        if line.startswith("["):
+            section = line[1:-1]
+        elif section != "data" and " = " in line:  # paths may differ between machines
+            key, _, value = line.partition(" = ")
+            mine[f"{section}.{key}"] = value
+    mine |= {key: str(value) for key, value in identity(job).items()}
+    first = json.loads(told(json.dumps(mine), 0, axis))
+    with all_or_none(axis):
+        for key in sorted(first.keys() | mine.keys()):
+            if first.get(key) != mine.get(key):
+                raise UserError(
+                    f"rank {ranks.rank} has another recipe than rank 0: {key} = {mine.get(key)}, and there it is "
+                    f"{first.get(key)}. All ranks of a run need the same recipe and data"
+                )
+
+
+def _serve(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
+    """A server's part: serves, and follows the first server, or leads."""
+    recipe, optim = job.recipe, job.recipe.optim
+    steps, servers = recipe.train.steps or 0, recipe.servers
+    state, shards = server_state(recipe, ranks)
+    resumed = job.resume and resume(state, job)
+    norms = state.mesh.new_axis("norms", list(range(servers.count)), apart=True)
+    server = Server(
+        shards, links(ranks, servers.count), servers, norms, optim.grad_clip, lambda at: rate(optim, at, steps)
+    )
+    server.start(state.step)
+    if not ranks.first:
+        return _follow(job, state, server)
+    with ExitStack() as stack:
+        console = stack.enter_context(
+            Console(steps, start_step=state.step, log_every=recipe.observe.log_every)
+        )
+        write_run_files(job)
+        metrics = stack.enter_context(MetricsWriter(job.out, recipe.observe.tensorboard, step=state.step))
+        introduce(console, state, job, ranks)
+        predicted = Prediction(job, ranks, state.step)
+        console.note(predicted.write())
+        if job.resume:
+            console.note(
+                f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
+            )
+        leader = Leader(job, ranks, state, server, console, metrics, interrupt)
+        complete = leader.run()
+        predicted.conclude(state.mesh)
+        conclude(console, job, complete)
+        server.close()
+        return complete
+
+
+def _tell(axis: Axis, *numbers: float) -> list[float]:
+    """The first server's command to all."""
+    filled = torch.tensor([*numbers, *[0.0] * (4 - len(numbers))], dtype=torch.float64)
+    return axis.broadcast(filled, 0).tolist()
+
+
+def _figures(axis: Axis, server: Server, step: int) -> tuple[float, float]:
+    """(sum of squares of the gradient, skipped messages) of a synchronous step, over all servers."""
+    sums = torch.tensor(server.finished(step, axis.timeout_s), dtype=torch.float64)
+    square, skipped = axis.all_reduce(sums).tolist()
+    return square, skipped
+
+
+def _follow(job: Job, state: State, server: Server) -> bool:
+    """Does what the first server says. Returns True if the run is complete."""
+    axis = state.mesh.axis("run")
+    while True:
+        command, *numbers = _tell(axis)
+        if command == STEP:
+            if server.servers.synchronous:
+                _figures(axis, server, state.step)
+            state.step += 1
+        elif command == SAVE:
+            _save(job, state, *map(int, numbers[:2]))
+        else:
+            server.close()
+            return bool(numbers[0])
+
+
+def _save(job: Job, state: State, updates: int, skipped: int) -> None:
+    state.set_counts(updates, skipped)
+    tokens = state.step * job.recipe.train.global_batch_size * job.recipe.model.seq_len
+    save_state(state, job.out, identity(job) | {"tokens": tokens}, job.recipe.checkpoint.keep_last)
+
+
+@dataclass
+class Leader:
+    """The first server's part in the whole run."""
+
+    job: Job
+    ranks: Ranks
+    state: State
+    server: Server
+    console: Console
+    metrics: MetricsWriter
+    interrupt: Interrupt
+    chores: list[tuple[Kind, int]] = field(default_factory=list)
+    doing: dict[int, tuple[Kind, int]] = field(default_factory=dict)
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        recipe, self.speed = self.job.recipe, Speed(self.job, self.ranks)
+        self.steps, self.servers = recipe.train.steps or 0, recipe.servers
+        self.count = self.ranks.world - self.servers.count
+        self.shares = Shares(self.count, self.state.step, 0, self.servers.staleness)
+        self.idle = set(range(self.count))
+        self.computed: dict[int, list[tuple[Note, int]]] = {}  # by step: the notes, with their lags
+        self.reports: list[dict[str, Any]] = []
+        self.updates, self.skipped = self.state.updates, self.state.skipped
+        self.began = time.perf_counter()
+
+    def run(self) -> bool:
+        """Trains to the last step. Returns False if it was stopped before."""
+        self._set_limit()
+        with (self.job.out / WORKERS).open("a", buffering=1, encoding="utf-8") as self.lines:
+            while not self._over():
+                self._hand_out()
+                self._wait()
+                if self.interrupt.wanted():
+                    self._stop()
+                while self.shares.oldest > self.state.step:
+                    self._end_step()
+        complete = self.state.step == self.steps
+        _tell(self.state.mesh.axis("run"), END, complete)
+        for worker in self.shares.alive:
+            self.server.order(worker, Kind.END, int(complete))
+        return complete
+
+    def _over(self) -> bool:
+        last = self.state.step if self.stopping else self.steps
+        return self.state.step == self.shares.limit == last and self.idle >= self.shares.alive and not self.chores
+
+    def _set_limit(self) -> None:
+        """No share beyond the next checkpoint is handed out before it is saved."""
+        every, step = self.job.recipe.checkpoint.every, self.state.step
+        self.shares.limit = min(self.steps, (step // every + 1) * every) if every else self.steps
+
+    def _stop(self) -> None:
+        if not self.stopping:
+            self.stopping, self.chores = True, []
+            self.shares.limit = max(self.state.step, self.shares.highest + 1)
+            if self.shares.limit == self.state.step:
+                self._save()
+
+    def _hand_out(self) -> None:
+        for worker in sorted(self.idle):
+            if self.chores and (worker == 0 or not self.servers.synchronous):
+                kind, step = self.doing[worker] = self.chores.pop(0)
+                self.server.order(worker, kind, step)
+            elif found := self.shares.take(worker):
+                self.server.order(worker, Kind.TRAIN, *found)
+            else:
+                continue
+            self.idle.discard(worker)
+
+    def _wait(self) -> None:
+        """Takes the next event, if there is one soon."""
+        try:
+            event = self.server.events.get(timeout=0.1)
+        except Empty:
+            return
+        if event.worker < 0:
+            assert event.lost
+            raise event.lost
+        if event.worker not in self.shares.alive:
+            return
+        if event.lost is not None:
+            self._lose(event)
+        elif event.note is not None:
+            self._take(event, event.note)
+
+    def _lose(self, event: Event) -> None:
+        self.shares.lose(event.worker)
+        self.idle.discard(event.worker)
+        if chore := self.doing.pop(event.worker, None):
+            self.chores.insert(0, chore)
+        rank, left = event.worker + self.servers.count, len(self.shares.alive)
+        self.console.note(f"worker {event.worker} (rank {rank}) is lost; {left} go on. {event.lost}")
+        if not left:
+            raise CommunicationError(f"all workers are lost. The last was rank {rank}: {event.lost}")
+
+    def _take(self, event: Event, note: Note) -> None:
+        worker = event.worker
+        if note.kind == Kind.APPLIED:
+            self.shares.finish(worker, note.first, note.second)
+            return
+        self.idle.add(worker)
+        if note.kind == Kind.COMPUTED:
+            self._computed(worker, note, event.lag)
+            return
+        self.doing.pop(worker, None)
+        if note.kind == Kind.REPORT:
+            loss, bits = note.figures[:2]
+            found = {"step": note.step, "val_loss": loss}
+            self.reports.append(found | ({"val_bits_per_byte": bits} if bits else {}))
+        elif note.figures[0]:
+            self.console.note(f"step {note.step}: no sample: {event.text}")
+        else:
+            self.reports.append({"step": note.step, "sample": event.text})
+        self._write_reports()
+
+    def _computed(self, worker: int, note: Note, lag: int) -> None:
+        step, share = note.first, note.second
+        self.computed.setdefault(step, []).append((note, lag))
+        _, _, stop, begin, end, waited, *_ = note.figures
+        line = {"worker": worker, "step": step + 1, "share": share, "begin": begin, "end": end}
+        self.lines.write(json.dumps(line | {"waited_s": waited, "lag": lag}) + "\n")
+        if stop:
+            self._stop()
+        if self.servers.synchronous and worker == 0:
+            self._add_chores(step + 1)
+
+    def _add_chores(self, step: int) -> None:
+        """What a worker does after this step."""
+        job, train = self.job, self.job.recipe.train
+        last = step == self.steps
+        if self.stopping and not last:
+            return
+        held_out = job.val_batches is not None or (job.data is not None and job.data.val is not None)
+        if held_out and (last or due(train.val_every, step)):
+            self.chores.append((Kind.VALIDATE, step))
+        writes = card_of(job.recipe.model).causal and job.data is not None and job.data.tokenizer is not None
+        if writes and (last or due(train.sample_every, step)):
+            self.chores.append((Kind.SAMPLE, step))
+
+    def _end_step(self) -> None:
+        """All servers have applied all shares of a step."""
+        step, axis = self.state.step, self.state.mesh.axis("run")
+        notes = self.computed.pop(step)
+        _tell(axis, STEP)
+        losses = [note.figures[0] for note, _ in notes]
+        line: dict[str, Any] = {"step": step + 1, "loss": fmean(losses)}
+        if self.servers.synchronous:
+            square, bad = _figures(axis, self.server, step)
+            self.updates += not bad
+            line["grad_norm"] = square**0.5
+        else:
+            squares = [note.figures[1] for note, _ in notes]
+            bad = sum(not abs(square) < float("inf") for square in squares)
+            self.updates += len(squares) - bad
+            line |= {"grad_norm": fmean(s**0.5 for s in squares), "staleness": max(lag for _, lag in notes)}
+        self.skipped = self.skipped + 1 if bad else 0
+        self.state.step += 1
+        self._record(line, [note.figures for note, _ in notes])
+        if self.skipped >= MAX_SKIPPED:
+            self.stopping, self.chores = True, []
+        if self.state.step == self.shares.limit:
+            self._save()
+            if not self.stopping:
+                self._set_limit()
+        if self.skipped >= MAX_SKIPPED:
+            raise UserError(
+                f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step {self.state.step}: the "
+                "run has diverged. Resume from the last checkpoint with a smaller optim.lr or optim.grad_clip"
+            )
+        if not self.servers.synchronous:
+            self._add_chores(self.state.step)
+        self._write_reports()
+
+    def _record(self, line: dict[str, Any], figures: list[tuple[float, ...]]) -> None:
+        now = time.perf_counter()
+        line |= {
+            "lr": rate(self.job.recipe.optim, line["step"] - 1, self.steps),
+            "step_s": now - self.began,
+            "data_wait_s": max(found[6] for found in figures),
+            "peak_memory_bytes": int(max(found[7] for found in figures)),
+        }
+        self.began = now
+        line |= self.speed.figures(line["step"], line["step_s"])
+        self.metrics.write(line)
+        self.console.step(line)
+        if self.skipped:
+            self.console.note(f"step {line['step']}: loss or gradient is not finite; the update is skipped")
+
+    def _write_reports(self) -> None:
+        """Writes what workers found out about steps that are recorded."""
+        ready = [found for found in self.reports if found["step"] <= self.state.step]
+        self.reports = [found for found in self.reports if found["step"] > self.state.step]
+        for found in ready:
+            self.metrics.write(found)
+            if "sample" in found:
+                self.console.sample(found["sample"], found["step"])
+            else:
+                self.console.validation(found)
+
+    def _save(self) -> None:
+        _tell(self.state.mesh.axis("run"), SAVE, self.updates, self.skipped)
+        _save(self.job, self.state, self.updates, self.skipped)
+
+
+def _work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
+    """A worker's part: does what the first server orders. Returns True if the run is complete."""
+    worker_links = links(ranks, job.recipe.servers.count)
+    state, served = worker_state(job.recipe, ranks, worker_links)
+    exchange = served.exchange
+    while (note := exchange.order()).kind != Kind.END:
+        if note.kind == Kind.TRAIN:
+            _train(job, ranks, state, served, note, interrupt)
+        elif note.kind == Kind.VALIDATE:
+            found = evaluate(state, *validation_set(job, state.mesh))
+            figures = found["val_loss"], found.get("val_bits_per_byte", 0.0)
+            exchange.report(note.first, figures)
+        else:
+            exchange.need_all()
+            assert job.data
+            assert job.data.tokenizer
+            try:
+                exchange.report(note.first, text=sampled(state, job, note.first, job.data.tokenizer))
+            except UserError as error:  # a diverged model cannot write; the run continues
+                exchange.report(note.first, (1.0,), str(error))
+    exchange.close()
+    served.close()
+    return bool(note.first)
+
+
+def _train(
+    job: Job, ranks: Ranks, state: State, served: Served, order: Note, interrupt: Interrupt
+) -> None:
+    """Computes the gradient of a share."""
+    recipe, train, begin = job.recipe, job.recipe.train, time.time()
+    step, share, before = order.first, order.second, served.exchange.waited
+    batches = job.batches
+    if batches is None:
+        assert job.data is not None
+        batches = batches_of(recipe, job.data, job.data.train, train.global_batch_size, shuffle=True)
+    count = ranks.world - recipe.servers.count
+    microbatches = share_of(
+        batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh, share=(share, count)
+    )
+    read = time.time() - begin
+    state.step = served.step = step
+    loss = forward_backward(state, microbatches, train.seed).item()
+    square = 0.0
+    if not recipe.servers.synchronous:
+        square = gradient_square(state.parallel.replicas, state.mesh).item()
+        if loss - loss != 0:  # not finite: then no server takes the gradient
+            square = float("nan")
+    waited, memory = served.exchange.waited - before, float(peak_memory_bytes("cpu"))
+    figures = loss, square, float(interrupt.wanted()), begin, time.time(), waited, read, memory
+    served.exchange.computed(step, share, figures)
