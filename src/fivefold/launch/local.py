@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -28,13 +29,17 @@ _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 
 def start_ranks(
-    work: Callable[[Ranks], int | None], world: int, fork: bool, advice: Callable[[], str] = str
+    work: Callable[[Ranks], int | None],
+    world: int,
+    fork: bool,
+    advice: Callable[[], str] = str,
+    expendable: range = range(0),
 ) -> int | None:
     """Runs `work` on `world` local ranks, on GPUs if there are any. Returns the signal that stopped them, or None.
 
     work: returns the signal that stopped it, or None. fork: forks the ranks on CPUs. This is quick, but only
     safe if the process has not used torch's threads. Otherwise ranks are spawned, and `work` is pickled. advice: text
-    to add to the message when a rank has failed.
+    to add to the message when a rank has failed. expendable: ranks whose end does not stop the others.
 
     Raises:
         UserError: there are fewer GPUs than ranks, or a rank failed. The message names the rank and the failure.
@@ -75,7 +80,7 @@ def start_ranks(
             shutdown_timeout=600, logs_specs=DefaultLogsSpecs(log_dir=folder), signals_to_handle=",".join(handled),
         )  # fmt: skip
         try:
-            elastic_launch(config, _rank_main)(work, Path(folder))
+            elastic_launch(config, _rank_main)(work, Path(folder), expendable)
         except SignalException as error:
             return int(error.sigval)
         except ChildFailedError as error:
@@ -86,8 +91,29 @@ def start_ranks(
         return None
 
 
-def _rank_main(work: Callable[[Ranks], int | None], folder: Path) -> None:
-    """Runs one forked rank. A user's mistake goes to the parent in a file, not as a traceback."""
+def _rank_main(work: Callable[[Ranks], int | None], folder: Path, expendable: range) -> None:
+    """Runs one forked rank. The agent stops all ranks when one fails. So one that may fail runs in a process of its
+    own."""
+    rank = int(os.environ["RANK"])
+    if rank not in expendable:
+        _run_rank(work, folder)
+        return
+    child = multiprocessing.get_context("fork").Process(target=_run_rank, args=(work, folder))
+    child.start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os.kill(child.pid or 0, number))
+    child.join()
+    code = child.exitcode or 0
+    if code < 0 or code == 1:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        print(f"rank {rank} has ended ({how}); the others go on", file=sys.stderr, flush=True)
+    elif code:
+        raise SystemExit(code)
+
+
+def _run_rank(work: Callable[[Ranks], int | None], folder: Path) -> None:
+    """Does a rank's work. A user's mistake goes to the parent in a file, not as a traceback."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the loop takes over

@@ -1,9 +1,9 @@
 """A parameter server: it keeps rows of the master weights and of the optimizer's states, adds up what workers push, and
 sends them new weights (Li et al., OSDI 2014).
 
-Synchronous, a message's weights change once all workers have pushed their gradients of it; if the gradient is clipped,
-once they have pushed all of it to all servers, because its norm must be known. Otherwise each worker's gradient changes
-the weights by itself, clipped by its own norm.
+Synchronous, the weights of a part of a message change once all workers have pushed their gradients of it; if the
+gradient is clipped, once they have pushed all of it to all servers, because its norm must be known. Otherwise each
+worker's gradient changes the weights by itself, clipped by its own norm.
 
 Two threads serve each worker: one hears its notes, one waits for its data. So no worker waits for another one's.
 """
@@ -24,16 +24,15 @@ from fivefold.optim.clip import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, tag_of
 from fivefold.spread.parts import Part, local_shape
-from fivefold.spread.servers import Message, Servers
+from fivefold.spread.servers import Message, Row, Servers
 
 
 class Shard:
     """This server's rows of a unit, in the order of its message. Masters and gradients: see `replica.Kept`.
 
     arrived: what each worker has pushed. outgoing: what each worker gets; synchronous workers all get the same tensor.
+    missing: workers that have still to push each part.
     """
-
-    updater: Updater
 
     def __init__(
         self,
@@ -44,42 +43,89 @@ class Shard:
         pushed: torch.dtype,
         pulled: torch.dtype,
         synchronous: bool,
+        update: Callable[[Mapping[str, Tensor]], Updater],
     ):
-        self.message, names = message, [name for name, _, _ in message.rows]
-        self.parts = {name: parts[name] for name in names}
+        """update: makes the optimizer of a part."""
+        self.message = message
+        self.parts = {name: parts[name] for name in message.rows}
         self.flat, self.gradient = torch.empty(message.size), torch.zeros(message.size)
         self.masters, self.gradients = (self._views(flat) for flat in (self.flat, self.gradient))
         for name, master in self.masters.items():
             master.copy_(initial(name))
         self.arrived = [torch.empty(message.size, dtype=pushed) for _ in range(workers)]
         own = [torch.empty(message.size, dtype=pulled) for _ in range(1 if synchronous else workers)]
-        shares_memory = synchronous and pulled == torch.float32
-        self.outgoing = [self.flat if shares_memory else own[0]] * workers if synchronous else own
-        self.missing = [len(message.cuts)] * workers  # parts that each worker has still to push
-        self.sending: list[list[Started]] = [[] for _ in range(workers)]
+        self.shared = synchronous
+        same = synchronous and pulled == torch.float32
+        self.outgoing = [self.flat if same else own[0]] * workers if synchronous else own
+        self.missing = [workers] * len(message.parts)
+        self.updater: Updater = _ByPart(
+            [update(self._rows(self.masters, part)) for part in message.parts], self.masters
+        )
         self.refresh()
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        sizes = [stop - start for _, start, stop in self.message.rows]
+        sizes = [stop - start for start, stop in self.message.rows.values()]
         shapes = [local_shape(part.keeps) for part in self.parts.values()]
         views = zip(self.parts, flat.split(sizes), shapes, strict=True)
         return {name: view.view(shape) for name, view, shape in views}
 
-    def refresh(self) -> None:
-        """The weights have changed: those that workers get are copied when they pull, or at once if they share them."""
-        if self.outgoing[0] is not self.flat and self.outgoing[0] is self.outgoing[-1]:
-            self.outgoing[0].copy_(self.flat)
+    def _rows(self, tensors: Mapping[str, Tensor], part: Sequence[Row]) -> dict[str, Tensor]:
+        found = {}
+        for name, start, stop in part:
+            first, width = self.message.rows[name][0], tensors[name][0].numel()
+            found[name] = tensors[name][(start - first) // width : (stop - first) // width]
+        return found
 
-    def take(self, workers: Sequence[int]) -> Tensor:
-        """Makes the mean of what these workers have pushed the gradient. Returns its sum of squares."""
-        self.gradient.copy_(self.arrived[workers[0]])
+    def refresh(self, part: int | None = None) -> None:
+        """The weights have changed. Workers that share what they get find them there; others get copies of their own
+        when they pull."""
+        if self.shared and self.outgoing[0] is not self.flat:
+            here = slice(*self.message.cuts[part]) if part is not None else slice(None)
+            self.outgoing[0][here].copy_(self.flat[here])
+
+    def take(self, part: int, workers: Sequence[int]) -> Tensor:
+        """Makes the mean of what these workers have pushed of a part its gradient. Returns the sum of squares."""
+        here = slice(*self.message.cuts[part])
+        gradient = self.gradient[here]
+        gradient.copy_(self.arrived[workers[0]][here])
         for worker in workers[1:]:
-            self.gradient.add_(self.arrived[worker])
+            gradient.add_(self.arrived[worker][here])
         if len(workers) > 1:
-            self.gradient.div_(len(workers))
-        for worker in workers:
-            self.missing[worker] = len(self.message.cuts)
-        return sum_of_squares([self.gradient])
+            gradient.div_(len(workers))
+        return sum_of_squares([gradient])
+
+    def update(self, part: int, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        assert isinstance(self.updater, _ByPart)
+        gradients = self._rows(self.gradients, self.message.parts[part])
+        self.updater.parts[part].step(gradients, lr, scale, skip)
+        self.refresh(part)
+
+
+class _ByPart(Updater):
+    """The optimizers of a shard's parts, as one of the shard."""
+
+    def __init__(self, parts: Sequence[Updater], masters: Mapping[str, Tensor]):
+        self.parts, self.card, self.masters = list(parts), parts[0].card, masters
+
+    def states(self) -> dict[str, Tensor]:
+        found: dict[str, list[Tensor]] = {}
+        for part in self.parts:
+            for name, state in part.states().items():
+                found.setdefault(name, []).append(state)
+        return {name: torch.cat(some) for name, some in found.items()}
+
+    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+        begun = dict.fromkeys(tensors, 0)
+        for part in self.parts:
+            mine = {}
+            for name, weight in part.masters.items():
+                for key in (f"{state}.{name}" for state in self.card.state_names):
+                    mine[key] = tensors[key][begun[key] : begun[key] + len(weight)]
+                    begun[key] += len(weight)
+            part.load(mine, steps)
+
+    def kept(self) -> list[Tensor]:
+        return [tensor for part in self.parts for tensor in part.kept()]
 
 
 class Event(NamedTuple):
@@ -112,7 +158,8 @@ class Server:
         self.shards, self.links, self.servers, self.norms = list(shards), list(links), servers, norms
         self.grad_clip, self.rate = grad_clip, rate
         self.events = SimpleQueue[Event]()
-        self.most = max((len(shard.message.cuts) for shard in shards), default=1)
+        self.most = max((len(shard.message.parts) for shard in shards), default=1)
+        self._all = sum(len(shard.message.parts) for shard in shards)
         self._by_number = {shard.message.number: shard for shard in shards}
         self._lock = threading.Condition(threading.RLock())
         self._workers = [_Worker() for _ in links]
@@ -143,13 +190,13 @@ class Server:
 
     def finished(self, step: int, timeout_s: float) -> tuple[float, float]:
         """Waits until a synchronous step has changed all weights: (this server's sum of squares of its gradient, number
-        of messages whose update was skipped)."""
+        of parts whose update was skipped)."""
         with self._lock:
-            self._lock.wait_for(lambda: self._error or self._step(step).updated == len(self.shards), timeout_s)
+            self._lock.wait_for(lambda: self._error or self._step(step).updated == self._all, timeout_s)
             if self._error:
                 raise self._error
             found = self._steps.pop(step)
-            assert found.updated == len(self.shards), f"step {step} took longer than {timeout_s:g} s"
+            assert found.updated == self._all, f"step {step} took longer than {timeout_s:g} s"
             return float(found.square), float(found.skipped)
 
     def close(self) -> None:
@@ -194,7 +241,7 @@ class Server:
                 started = link.up.start_receive(shard.arrived[worker][start:stop], link.peer, tag)
                 self._payloads[worker].put((started, note))
             elif note.kind == Kind.PULL:
-                self._send(worker, self._by_number[note.first], note.second)
+                self._send(worker, self._by_number[note.first], note.second, note.step)
             elif note.kind == Kind.TEXT:
                 text = torch.empty(note.first, dtype=torch.uint8)
                 if note.first:
@@ -219,19 +266,18 @@ class Server:
                 self._go_on(worker, note.first)
         self.events.put(Event(worker, note, lag=lag))
 
-    def _send(self, worker: int, shard: Shard, pull: int) -> None:
-        link, out = self.links[worker], shard.outgoing[worker]
-        for started in shard.sending[worker]:
-            started()
+    def _send(self, worker: int, shard: Shard, part: int, pull: int) -> None:
+        link, here = self.links[worker], slice(*shard.message.cuts[part])
+        out = shard.outgoing[worker][here]
         if not self.servers.synchronous:
             with self._lock:
-                out.copy_(shard.flat)
+                out.copy_(shard.flat[here])
                 self._workers[worker].seen.setdefault(pull, self._whole_steps)
-        number, cuts = shard.message.number, shard.message.cuts
-        shard.sending[worker] = [
-            link.down.start_send(out[start:stop], link.peer, tag_of(number, part, self.most, down=True))
-            for part, (start, stop) in enumerate(cuts)
-        ]
+        tag = tag_of(shard.message.number, part, self.most, down=True)
+        sending = self._workers[worker].sending
+        if before := sending.pop((shard.message.number, part), None):
+            before()
+        sending[shard.message.number, part] = link.down.start_send(out, link.peer, tag)
 
     def _receive(self, worker: int) -> None:
         """Waits for the data that notes have announced, in their order."""
@@ -240,60 +286,59 @@ class Server:
             started()
             self.links[worker].tell(Kind.ACKNOWLEDGED, note.first, note.second)
             with self._lock:
-                shard = self._by_number[note.first]
-                shard.missing[worker] -= 1
-                if shard.missing[worker] == 0:
-                    self._arrived(worker, shard, note.step)
+                self._arrived(worker, self._by_number[note.first], note.second, note.step)
 
-    def _arrived(self, worker: int, shard: Shard, step: int) -> None:
-        """A worker's whole message is there."""
+    def _arrived(self, worker: int, shard: Shard, part: int, step: int) -> None:
+        """A worker has pushed a part."""
         everyone, own = range(len(self.links)), self._workers[worker]
         if not self.servers.synchronous:
-            own.arrived.append(shard)
+            own.arrived.append((shard, part))
             if not self.grad_clip:
-                self._update(shard, shard.take([worker]), step, None)
-                self._tell([worker], shard)
-        elif not any(shard.missing):
-            square = shard.take(everyone)
-            found = self._step(step)
-            found.square = found.square + square
-            if not self.grad_clip:
-                found.skipped += self._update(shard, square, step, None)
-                found.updated += 1
-                self._tell(everyone, shard)
-                self._lock.notify_all()
-            else:
-                found.complete += 1
+                self._update(shard, part, shard.take(part, [worker]), step, None)
+                self._tell([worker], shard, part)
+        else:
+            shard.missing[part] -= 1
+            if shard.missing[part] == 0:
+                shard.missing[part], found = len(self.links), self._step(step)
+                square = shard.take(part, everyone)
+                found.square = found.square + square
+                if not self.grad_clip:
+                    found.skipped += self._update(shard, part, square, step, None)
+                    found.updated += 1
+                    self._tell(everyone, shard, part)
+                    self._lock.notify_all()
+                else:
+                    found.complete += 1
         self._go_on(worker, step)
 
     def _go_on(self, worker: int, step: int) -> None:
-        """Does what a share's end, or its last message, allows."""
+        """Does what a share's end, or its last part, allows."""
         if self.servers.synchronous:
             if self.grad_clip:
                 self._clip_together(step)
             return
         own = self._workers[worker]
-        if own.computed is None or len(own.arrived) < len(self.shards):
+        if own.computed is None or len(own.arrived) < self._all:
             return
         note, arrived = own.computed, own.arrived
         own.computed, own.arrived = None, []
         if self.grad_clip:
             square = torch.tensor(note.figures[1], dtype=torch.float64)
-            for shard in arrived:
-                shard.take([worker])
-                self._update(shard, square, step, clip_scale(square.sqrt(), self.grad_clip))
+            for shard, part in arrived:
+                shard.take(part, [worker])
+                self._update(shard, part, square, step, clip_scale(square.sqrt(), self.grad_clip))
         self._applied.add((note.first, note.second))
         while all((self._whole_steps, share) in self._applied for share in range(len(self.links))):
             self._applied -= {(self._whole_steps, share) for share in range(len(self.links))}
             self._whole_steps += 1
         if self.grad_clip:
-            for shard in sorted(arrived, key=lambda one: one.message.number):
-                self._tell([worker], shard)
+            for shard, part in arrived:
+                self._tell([worker], shard, part)
 
     def _clip_together(self, step: int) -> None:
         """Once everything has been pushed everywhere, all servers know the norm of the whole gradient."""
         found, computed = self._step(step), [own.computed for own in self._workers]
-        if found.complete < len(self.shards) or found.updated:
+        if found.complete < self._all or found.updated:
             return
         if any(note is None or note.first != step for note in computed):
             return
@@ -301,38 +346,39 @@ class Server:
         losses = torch.tensor([note.figures[0] for note in computed if note])
         judged = torch.where(losses.isfinite().all(), square, torch.nan)
         scale, everyone = clip_scale(square.sqrt(), self.grad_clip), range(len(self.links))
-        for shard in self.shards:
-            found.skipped += self._update(shard, judged, step, scale)
-        for shard in self.shards:
-            self._tell(everyone, shard)
-        found.updated = len(self.shards)
+        every = [(shard, part) for shard in self.shards for part in range(len(shard.message.parts))]
+        for shard, part in every:
+            found.skipped += self._update(shard, part, judged, step, scale)
+        for shard, part in every:
+            self._tell(everyone, shard, part)
+        found.updated = self._all
         self._lock.notify_all()
 
-    def _update(self, shard: Shard, square: Tensor, step: int, scale: Tensor | None) -> int:
-        """Updates the weights, unless the norm is not finite. Returns 1 if not."""
+    def _update(self, shard: Shard, part: int, square: Tensor, step: int, scale: Tensor | None) -> int:
+        """Updates the weights of a part, unless the norm is not finite. Returns 1 if not."""
         skip = (~square.isfinite()).float()
-        shard.updater.step(shard.gradients, self.rate(step), scale, skip)
-        shard.refresh()
+        shard.update(part, self.rate(step), scale, skip)
         return int(skip)
 
-    def _tell(self, workers: Sequence[int], shard: Shard) -> None:
+    def _tell(self, workers: Sequence[int], shard: Shard, part: int) -> None:
         for worker in workers:
             if not self._workers[worker].lost:
-                self.links[worker].tell(Kind.UPDATED, shard.message.number)
+                self.links[worker].tell(Kind.UPDATED, shard.message.number, part)
 
     def _step(self, step: int) -> _Step:
         return self._steps.setdefault(step, _Step())
 
 
 class _Worker:
-    """What a server knows of a worker. computed: the end of its share, until all servers' weights have it. arrived: the
-    messages that it has pushed. seen: the steps that the weights contain whole, when it began to pull them, by the
-    number of the pull."""
+    """What a server knows of a worker. computed: the end of its share, until all weights have it. arrived: the parts
+    that it has pushed. sending: those on their way to it. seen: the steps that the weights contain whole, when it began
+    to pull them, by the number of the pull."""
 
     def __init__(self) -> None:
         self.lost = False
         self.computed: Note | None = None
-        self.arrived: list[Shard] = []
+        self.arrived: list[tuple[Shard, int]] = []
+        self.sending: dict[tuple[int, int], Started] = {}
         self.seen: dict[int, int] = {}
 
     def take_seen(self, pull: int, now: int) -> int:
@@ -345,10 +391,9 @@ class _Worker:
 
 
 class _Step:
-    """A synchronous step. square: of what has arrived from all workers. complete: messages that have. updated:
-    messages whose weights have changed. skipped: those whose weights have not, for their gradient is not finite."""
+    """A synchronous step. square: of what has arrived from all workers. complete: parts that have. updated: parts
+    whose weights have changed. skipped: those whose weights have not, for their gradient is not finite."""
 
     def __init__(self) -> None:
         self.square: Tensor | float = 0.0
         self.complete = self.updated = self.skipped = 0
-

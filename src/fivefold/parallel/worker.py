@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
@@ -129,23 +130,29 @@ class _Way:
     """A message's data in one direction: its elements in a flat buffer, gathered if they are not one slice of it."""
 
     def __init__(self, message: Message, offsets: dict[str, int], buffer: Tensor, dtype: torch.dtype):
-        self.parts = [buffer[a:b] for a, b in pieces(message, offsets)]
-        direct = len(self.parts) == 1 and buffer.dtype == dtype
-        self.data = self.parts[0] if direct else torch.empty(message.size, dtype=dtype)
-        self.direct, self.left = direct, 0
+        buffer = (
+            buffer.data
+        )  # autograd counts no change: backward is done with a unit's weights when new ones come
+        whole = pieces(chain.from_iterable(message.parts), offsets)
+        self.direct, self.cuts = len(whole) == 1 and buffer.dtype == dtype, message.cuts
+        self.data = buffer[slice(*whole[0])] if self.direct else torch.empty(message.size, dtype=dtype)
+        self._slices = [[buffer[a:b] for a, b in pieces(part, offsets)] for part in message.parts]
 
-    def gather(self) -> None:
-        if not self.direct:
-            for part, room in self._pairs():
-                room.copy_(part)
+    def gather(self, part: int) -> Tensor:
+        """The part as it is sent."""
+        for piece, room in self._pairs(part):
+            room.copy_(piece)
+        return self.data[slice(*self.cuts[part])]
 
-    def scatter(self) -> None:
-        if not self.direct:
-            for part, room in self._pairs():
-                part.copy_(room)
+    def scatter(self, part: int) -> None:
+        """The part has arrived."""
+        for piece, room in self._pairs(part):
+            piece.copy_(room)
 
-    def _pairs(self) -> Any:
-        return zip(self.parts, self.data.split([len(part) for part in self.parts]), strict=True)
+    def _pairs(self, part: int) -> Any:
+        some = [] if self.direct else self._slices[part]
+        room = self.data[slice(*self.cuts[part])].split([len(piece) for piece in some]) if some else []
+        return zip(some, room, strict=True)
 
 
 class Exchange:
@@ -171,17 +178,19 @@ class Exchange:
         for message in messages:
             self._of_unit.setdefault(message.unit, []).append(message)
         self.most = [
-            max((len(m.cuts) for m in messages if m.server == server), default=1)
+            max((len(m.parts) for m in messages if m.server == server), default=1)
             for server in range(len(links))
         ]
         self._lock = threading.Condition()
         self._pushes, self._pulls = Ready(servers.order), Ready(servers.order)
-        self._held: list[Message] = []  # pulls that wait for an order
+        self._all = [(message, part) for message in messages for part in range(len(message.parts))]
+        self._held: list[tuple[Message, int]] = []  # pulls that wait for an order
         self._trained, self._looked = 0, False  # orders to train; any other order since the last
         self._credits = {"push": servers.credits, "pull": servers.credits}
-        self._stale = {unit: len(some) for unit, some in self._of_unit.items()}  # messages still to be pulled
+        self._sizes = {unit: sum(len(m.parts) for m in some) for unit, some in self._of_unit.items()}
+        self._stale = dict(self._sizes)  # parts still to be pulled
         self._sending: dict[tuple[int, int], Started] = {}
-        self._receiving = SimpleQueue[tuple[Started, Message] | None]()
+        self._receiving = SimpleQueue[tuple[Started, Message, int] | None]()
         self._updates, self._step, self.serial = 0, 0, -1
         self._share: tuple[int, int] | None = None
         self._error: BaseException | None = None
@@ -195,8 +204,8 @@ class Exchange:
         self._threads = [
             threading.Thread(target=self._guarded, args=(target,), daemon=True) for target in targets
         ]
-        for message in messages:  # the servers have the first weights
-            self._updated(message)
+        for message, part in self._all:  # the servers have the first weights
+            self._updated(message, part)
         for thread in self._threads:
             thread.start()
 
@@ -220,11 +229,10 @@ class Exchange:
     def _release(self, training: bool) -> None:
         """With bounded staleness weights are pulled when an order allows it, and again if they were pulled for another
         one."""
-        again = self.messages if training and self._looked else self._held
-        for message in again:
-            if message not in self._held:
+        for message, part in self._all if training and self._looked else self._held:
+            if (message, part) not in self._held:
                 self._stale[message.unit] += 1
-            self._queue_pull(message)
+            self._pulls.add((message.number, part), message.unit)
         self._held, self._looked = [], not training
 
     def need(self, units: Sequence[int]) -> None:
@@ -249,11 +257,9 @@ class Exchange:
         with self._lock:
             if self._error:
                 raise self._error
-            self._stale[unit] = len(self._of_unit[unit])
+            self._stale[unit] = self._sizes[unit]
             for message in self._of_unit[unit]:
-                way = self._up[message.number]
-                way.left = len(message.cuts)
-                for part in range(len(message.cuts)):
+                for part in range(len(message.parts)):
                     self._pushes.add((message.number, part), message.unit)
             self._lock.notify_all()
 
@@ -290,9 +296,7 @@ class Exchange:
             thread.join()
 
     def _idle(self) -> bool:
-        held = {message.number for message in self._held}
-        stale = sum(self._stale.values())
-        return not self._sending and not len(self._pushes) and stale == len(held)
+        return not self._sending and not len(self._pushes) and sum(self._stale.values()) == len(self._held)
 
     def _guarded(self, target: Callable[[], None]) -> None:
         try:
@@ -305,17 +309,11 @@ class Exchange:
             self._receiving.put(None)
             self.orders.put(None)
 
-    def _updated(self, message: Message) -> None:
-        """Pulls the weights; with bounded staleness, once an order to train on has come."""
+    def _updated(self, message: Message, part: int) -> None:
+        """The weights of a part are new. They are pulled; with bounded staleness, once an order to train has come."""
         if self.servers.staleness > 0 and self._trained < self.serial + 2 and not self._looked:
-            self._held.append(message)
+            self._held.append((message, part))
         else:
-            self._queue_pull(message)
-
-    def _queue_pull(self, message: Message) -> None:
-        """The servers have new weights."""
-        self._down[message.number].left = len(message.cuts)
-        for part in range(len(message.cuts)):
             self._pulls.add((message.number, part), message.unit)
 
     def _start_messages(self) -> None:
@@ -343,41 +341,28 @@ class Exchange:
         return "push" if len(self._pushes) and self._credits["push"] else ""
 
     def _push_part(self, message: Message, part: int, step: int) -> None:
-        way, link = self._up[message.number], self.links[message.server]
-        if way.left == len(message.cuts):
-            way.gather()
-        way.left -= 1
-        start, stop = message.cuts[part]
-        tag = tag_of(message.number, part, self.most[message.server])
-        started = link.up.start_send(way.data[start:stop], link.peer, tag)
+        link, tag = self.links[message.server], tag_of(message.number, part, self.most[message.server])
+        started = link.up.start_send(self._up[message.number].gather(part), link.peer, tag)
         with self._lock:
             self._sending[message.number, part] = started
         link.tell(Kind.PUSHED, message.number, part, step)
 
     def _pull_part(self, message: Message, part: int, serial: int, again: bool) -> None:
-        way, link = self._down[message.number], self.links[message.server]
-        if way.left == len(message.cuts):
-            link.tell(Kind.PULL, message.number, 2 * (serial + 1) + again)
-        way.left -= 1
-        start, stop = message.cuts[part]
+        link, way = self.links[message.server], self._down[message.number]
+        link.tell(Kind.PULL, message.number, part, 2 * (serial + 1) + again)
         tag = tag_of(message.number, part, self.most[message.server], down=True)
-        started = link.down.start_receive(way.data[start:stop], link.peer, tag)
-        self._receiving.put((started, message))
+        started = link.down.start_receive(way.data[slice(*way.cuts[part])], link.peer, tag)
+        self._receiving.put((started, message, part))
 
     def _receive(self) -> None:
         """Waits for weights, in the order in which they were asked for."""
-        arrived: dict[int, int] = {}
         while (found := self._receiving.get()) is not None:
-            started, message = found
+            started, message, part = found
             started()
-            arrived[message.number] = arrived.get(message.number, 0) + 1
-            whole = arrived[message.number] == len(message.cuts)
-            if whole:
-                self._down[message.number].scatter()
-                arrived[message.number] = 0
+            self._down[message.number].scatter(part)
             with self._lock:
                 self._credits["pull"] += 1
-                self._stale[message.unit] -= whole
+                self._stale[message.unit] -= 1
                 self._lock.notify_all()
 
     def _listen(self, server: int) -> None:
@@ -397,15 +382,15 @@ class Exchange:
                 assert note.kind == Kind.UPDATED, note
                 with self._lock:
                     self._updates += 1
-                    self._updated(self.messages[note.first])
+                    self._updated(self.messages[note.first], note.second)
                     self._lock.notify_all()
                 self._tell_if_applied()
 
     def _tell_if_applied(self) -> None:
         """Tells the first server once all servers have applied a share's gradients."""
         with self._lock:
-            if self._share is None or self._updates < len(self.messages):
+            if self._share is None or self._updates < len(self._all):
                 return
             (step, share), self._share = self._share, None
-            self._updates -= len(self.messages)
+            self._updates -= len(self._all)
         self.links[0].tell(Kind.APPLIED, step, share)

@@ -146,7 +146,9 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     """
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
-        raise UserError('the planner does not price sync.method = "server" yet. Plan with --set sync.method=all')
+        raise UserError(
+            'the planner does not price sync.method = "server" yet. Plan with --set sync.method=all'
+        )
     if cluster.devices:
         validate(layout, cluster.devices, partial(allows, recipe))
     full = resolved(recipe)

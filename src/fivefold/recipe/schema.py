@@ -16,7 +16,8 @@ from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, TRAINED
 from fivefold.schedules.collectives.choose import ALL_REDUCES, LIBRARY
 from fivefold.schedules.compression import NONE
-from fivefold.spread.servers import ORDERS, SERVER, UNBOUNDED, Servers
+from fivefold.schedules.priority import ORDERS
+from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
 from fivefold.spread.sites import ONE_SITE, Sites
 
 if TYPE_CHECKING:  # a type checker reads no tables

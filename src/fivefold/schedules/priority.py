@@ -1,11 +1,22 @@
-"""The order in which a worker of parameter servers sends the parts of its messages. No torch."""
+"""The order in which a worker of parameter servers sends the parts of its messages, and what it is worth. No torch.
+
+Gradients are ready from the last layer to the first, and the next forward needs weights from the first to the last. So
+the first layer's messages, ready last, should go first (P3, arXiv 1905.03960; ByteScheduler, SOSP 2019). Messages are
+cut into parts, because what is under way cannot be overtaken, and credits limit what is.
+
+The worker takes parts from the same queue as the simulator.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+
+FIFO, PRIORITY = ORDERS = ("fifo", "priority")
 
 
 class Ready:
@@ -16,7 +27,7 @@ class Ready:
         self.order, self._serial, self._heap = order, count(), list[tuple[int, int, Any]]()
 
     def add(self, part: Hashable, layer: int) -> None:
-        rank = layer if self.order == "priority" else 0
+        rank = layer if self.order == PRIORITY else 0
         heapq.heappush(self._heap, (rank, next(self._serial), part))
 
     def pop(self) -> Any:
@@ -24,3 +35,153 @@ class Ready:
 
     def __len__(self) -> int:
         return len(self._heap)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Seconds of a unit's forward and backward; bytes of its gradients and of its weights on their way."""
+
+    forward: float
+    backward: float
+    pushed: float
+    pulled: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """What lies between a worker and the servers. up, down: bytes/s that a worker gets. latency: seconds of a note, one
+    way. part: seconds of the hosts for each part of a message, while which nothing else is sent. update: seconds per
+    byte of gradients until new weights are there. partition: bytes of a part. together: no weights change before all
+    gradients have arrived, because they are clipped."""
+
+    up: float
+    down: float
+    latency: float = 0.0
+    part: float = 0.0
+    update: float = 0.0
+    partition: float = 1 << 20
+    credits: int = 4
+    together: bool = False
+    order: str = PRIORITY
+
+
+@dataclass
+class _Way:
+    """One direction: parts that wait, that are under way, and whether one is on the wire."""
+
+    name: str
+    rate: float
+    ready: Ready
+    credits: int
+    pipe: deque[int] = field(default_factory=deque)
+    busy: bool = False
+
+
+@dataclass
+class Simulation:
+    """Several iterations of one worker. Others do the same at the same time.
+
+    events: (what, layer, start, end); what: "forward", "backward", "push", "pull". ends: of each iteration's backward.
+    """
+
+    layers: Sequence[Layer]
+    line: Line
+    iterations: int = 8
+
+    def __post_init__(self) -> None:
+        line = self.line
+        self.events: list[tuple[str, int, float, float]] = []
+        self.ends: list[float] = []
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial, self._now = count(), 0.0
+        self._fresh = [True] * len(self.layers)
+        self._left = [0] * len(self.layers)  # parts of a layer whose new weights have not arrived
+        self._parts = [max(1, -int(-one.pushed // self.line.partition)) for one in self.layers]
+        self._complete: list[int] = []
+        self._next: tuple[str, int] | None = ("forward", 0)
+        self._computing = False
+        self._push = _Way("push", line.up, Ready(line.order), line.credits)
+        self._pull = _Way("pull", line.down, Ready(line.order), line.credits)
+        self._compute()
+        while self._agenda:
+            self._now, _, act = heapq.heappop(self._agenda)
+            act()
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration, once they repeat."""
+        half = len(self.ends) // 2
+        return (self.ends[-1] - self.ends[half - 1]) / (len(self.ends) - half)
+
+    def _at(self, delay: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (self._now + delay, next(self._serial), act))
+
+    def _compute(self) -> None:
+        """Starts the next layer, if it has its weights."""
+        if self._computing or self._next is None:
+            return
+        what, layer = self._next
+        if what == "forward" and not self._fresh[layer]:
+            return
+        seconds = getattr(self.layers[layer], what)
+        self._computing = True
+        self.events.append((what, layer, self._now, self._now + seconds))
+        self._at(seconds, lambda: self._computed(what, layer))
+
+    def _computed(self, what: str, layer: int) -> None:
+        self._computing, last = False, len(self.layers) - 1
+        if what == "forward":
+            self._next = ("forward", layer + 1) if layer < last else ("backward", last)
+        else:
+            self._fresh[layer] = False
+            self._left[layer] = self._parts[layer]
+            for _ in range(self._parts[layer]):
+                self._push.ready.add(layer, layer)
+            self._fill(self._push)
+            if layer:
+                self._next = ("backward", layer - 1)
+            else:
+                self.ends.append(self._now)
+                self._next = ("forward", 0) if len(self.ends) < self.iterations else None
+        self._compute()
+
+    def _fill(self, way: _Way) -> None:
+        while way.credits and len(way.ready):
+            way.credits -= 1
+            way.pipe.append(way.ready.pop())
+        if way.pipe and not way.busy:
+            layer = way.pipe.popleft()
+            size = getattr(self.layers[layer], f"{way.name}ed") / self._parts[layer]
+            seconds = self.line.part + size / way.rate
+            way.busy = True
+            self.events.append((way.name, layer, self._now, self._now + seconds))
+            self._at(seconds, lambda: self._sent(way, layer))
+
+    def _sent(self, way: _Way, layer: int) -> None:
+        way.busy = False
+        self._at(self.line.latency, lambda: self._arrived(way, layer))
+        self._at(2 * self.line.latency, lambda: self._credit(way))
+        self._fill(way)
+
+    def _credit(self, way: _Way) -> None:
+        way.credits += 1
+        self._fill(way)
+
+    def _arrived(self, way: _Way, layer: int) -> None:
+        """A part has reached the servers, or the worker."""
+        if way.name == "pull":
+            self._left[layer] -= 1
+            self._fresh[layer] = self._left[layer] == 0
+            self._compute()
+            return
+        self._complete.append(layer)
+        if not self.line.together or len(self._complete) == sum(self._parts):
+            complete, self._complete = self._complete, []
+            size = sum(self.layers[one].pushed / self._parts[one] for one in complete)
+            self._at(self.line.update * size + 2 * self.line.latency, lambda: self._updated(complete))
+
+    def _updated(self, parts: list[int]) -> None:
+        """The worker has heard it, and asked for the weights."""
+        for layer in parts:
+            self._pull.ready.add(layer, layer)
+        self._fill(self._pull)

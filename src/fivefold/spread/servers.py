@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain, pairwise
 
 from fivefold.precision import DTYPES, MASTER
+from fivefold.schedules.priority import PRIORITY
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Model, Span, parts
 from fivefold.spread.sites import messages as units_of
@@ -22,7 +24,6 @@ from fivefold.spread.sites import messages as units_of
 SERVER = "server"
 """The `sync.method`."""
 UNBOUNDED = -1
-ORDERS = ("fifo", "priority")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Servers:
 
     count: int = 0
     staleness: int = 0
-    order: str = "priority"
+    order: str = PRIORITY
     partition: int = 1 << 20
     credits: int = 4
 
@@ -45,21 +46,39 @@ class Servers:
         return Layout(dp_shard=self.count, zero=1) if self.count > 1 else Layout()
 
 
+Row = tuple[str, int, int]
+"""(parameter, its elements [start, stop)): whole rows."""
+
+
 @dataclass(frozen=True)
 class Message:
-    """What a worker and a server exchange of a unit in each direction. number: among all messages. rows: (parameter,
-    its elements [start, stop)), in the order of the message. cuts: its parts, [start, stop)."""
+    """What a worker and a server exchange of a unit in each direction. number: among all messages. parts: what is sent,
+    updated and pulled at once; rows of parameters, in the order of the message."""
 
     number: int
     unit: int
     server: int
-    rows: tuple[tuple[str, int, int], ...]
-    cuts: tuple[Span, ...]
+    parts: tuple[tuple[Row, ...], ...]
 
     @cached_property
+    def cuts(self) -> tuple[Span, ...]:
+        """The elements [start, stop) of each part in the message."""
+        sizes = [sum(stop - start for _, start, stop in part) for part in self.parts]
+        ends = list(accumulate(sizes, initial=0))
+        return tuple(pairwise(ends))
+
+    @property
     def size(self) -> int:
         """Number of elements."""
-        return sum(stop - start for _, start, stop in self.rows)
+        return self.cuts[-1][1]
+
+    @cached_property
+    def rows(self) -> dict[str, Span]:
+        """The elements [start, stop) of each parameter, in the order of the message."""
+        found: dict[str, Span] = {}
+        for name, start, stop in chain.from_iterable(self.parts):
+            found[name] = found.get(name, (start, stop))[0], stop
+        return found
 
 
 def units(model: Model) -> list[tuple[str, ...]]:
@@ -71,18 +90,31 @@ def messages(model: Model, servers: Servers) -> list[Message]:
     """All messages, by unit and server. A server without rows of a unit has none. Parameters lie in the order in which
     backward finishes, as in flat buffers."""
     tables = [parts(model, servers.layout, server) for server in range(servers.count)]
-    elements, found = max(1, servers.partition // int(DTYPES[MASTER].bytes)), list[Message]()
+    most, found = max(1, servers.partition // int(DTYPES[MASTER].bytes)), list[Message]()
     for unit, names in enumerate(units(model)):
         for server, table in enumerate(tables):
-            rows = []
-            for name in reversed(names):
-                shape, keeps = model.parameters[name], table[name].keeps
-                width = math.prod(shape[1:])
-                rows += [(name, start * width, stop * width) for start, stop in keeps[0] if start < stop]
-            if size := sum(stop - start for _, start, stop in rows):
-                cuts = tuple((start, min(size, start + elements)) for start in range(0, size, elements))
-                found.append(Message(len(found), unit, server, tuple(rows), cuts))
+            rows = [
+                (name, span, math.prod(model.parameters[name][1:]))
+                for name in reversed(names)
+                for span in table[name].keeps[0]
+            ]
+            if cut := _cut(rows, most):
+                found.append(Message(len(found), unit, server, cut))
     return found
+
+
+def _cut(rows: list[tuple[str, Span, int]], most: int) -> tuple[tuple[Row, ...], ...]:
+    """Parts of at most so many elements, but at least a row. rows: (parameter, rows [start, stop), elements of one)."""
+    found, room = list[list[Row]](), 0
+    for name, (start, stop), width in rows:
+        while start < stop:
+            if room < width:
+                found.append([])
+                room = max(most, width)
+            taken = min(stop - start, room // width)
+            found[-1].append((name, start * width, (start + taken) * width))
+            start, room = start + taken, room - taken * width
+    return tuple(map(tuple, found))
 
 
 class Shares:
@@ -139,19 +171,13 @@ class Shares:
             heapq.heappush(self._given_back, found)
 
 
-def pieces(message: Message, offsets: dict[str, int]) -> list[Span]:
-    """Where the elements of a message lie in a flat buffer that has each parameter at its offset. Neighbours are
-    joined."""
+def pieces(rows: Iterable[Row], offsets: Mapping[str, int]) -> list[Span]:
+    """Where rows lie in a flat buffer that has each parameter at its offset. Neighbours are joined."""
     found: list[Span] = []
-    for name, start, stop in message.rows:
+    for name, start, stop in rows:
         a, b = offsets[name] + start, offsets[name] + stop
         if found and found[-1][1] == a:
             found[-1] = found[-1][0], b
         else:
             found.append((a, b))
     return found
-
-
-def unit_sizes(found: Sequence[Message], unit: int) -> int:
-    """Elements of a unit."""
-    return sum(message.size for message in found if message.unit == unit)

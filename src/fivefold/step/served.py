@@ -49,12 +49,11 @@ def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
             pushed,
             pulled,
             servers.synchronous,
+            lambda masters: Updater(card, masters, optim.lr, optim.weight_decay, fields),
         )
         for message in messages(card_of(recipe.model), servers)
         if message.server == ranks.rank
     ]
-    for shard in shards:
-        shard.updater = Updater(card, shard.masters, optim.lr, optim.weight_decay, fields)
     kept = cast("list[Replica]", shards)  # a server computes no gradients
     assert_owned_once(kept, mesh, count_parameters(recipe.model))
     return State(Parallel([], kept), mesh, torch.zeros(2, dtype=torch.float64)), shards
@@ -94,4 +93,6 @@ def assert_possible(recipe: Recipe, ranks: Ranks, own_module: bool) -> None:
             'tried. Put CUDA_VISIBLE_DEVICES= (with no value) before the command, or set sync.method = "all"'
         )
     if own_module:
-        raise UserError('a module of your own does not train with sync.method = "server". Use sync.method = "all"')
+        raise UserError(
+            'a module of your own does not train with sync.method = "server". Use sync.method = "all"'
+        )

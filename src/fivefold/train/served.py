@@ -86,7 +86,12 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     resumed = job.resume and resume(state, job)
     norms = state.mesh.new_axis("norms", list(range(servers.count)), apart=True)
     server = Server(
-        shards, links(ranks, servers.count), servers, norms, optim.grad_clip, lambda at: rate(optim, at, steps)
+        shards,
+        links(ranks, servers.count),
+        servers,
+        norms,
+        optim.grad_clip,
+        lambda at: rate(optim, at, steps),
     )
     server.start(state.step)
     if not ranks.first:
@@ -192,7 +197,11 @@ class Leader:
 
     def _over(self) -> bool:
         last = self.state.step if self.stopping else self.steps
-        return self.state.step == self.shares.limit == last and self.idle >= self.shares.alive and not self.chores
+        return (
+            self.state.step == self.shares.limit == last
+            and self.idle >= self.shares.alive
+            and not self.chores
+        )
 
     def _set_limit(self) -> None:
         """No share beyond the next checkpoint is handed out before it is saved."""
@@ -377,9 +386,7 @@ def _work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     return bool(note.first)
 
 
-def _train(
-    job: Job, ranks: Ranks, state: State, served: Served, order: Note, interrupt: Interrupt
-) -> None:
+def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, interrupt: Interrupt) -> None:
     """Computes the gradient of a share."""
     recipe, train, begin = job.recipe, job.recipe.train, time.time()
     step, share, before = order.first, order.second, served.exchange.waited

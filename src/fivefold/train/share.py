@@ -68,8 +68,9 @@ def share_of(
 ) -> list[Microbatch]:
     """This rank's rows of global batch i, of `size` rows, and its columns of them, in microbatches on its device.
 
-    share: (index, number of shares) of the rows, if the mesh does not say it. equal: all ranks get equally many microbatches, all of them full, filled up with rows that do not count. Where ranks
-    compute a model together, one that has nothing to do still has to take part.
+    equal: all ranks get equally many microbatches, all of them full, filled up with rows that do not count. Where ranks
+    compute a model together, one that has nothing to do still has to take part. share: (index, number of shares) of the
+    rows, if the mesh does not say it.
     """
     site, dp = mesh.axis("sites"), mesh.axis("dp")
     index, ranks = share or (site.index * dp.size + dp.index, site.size * dp.size)

@@ -80,7 +80,9 @@ def run_command(
         with ranks_.join() as ranks:
             stopped = run(job, ranks)
     else:
-        stopped = start_ranks(partial(run, job), world, fork, partial(_how_to_resume, job))
+        servers = recipe.servers  # asynchronous training goes on without a worker
+        expendable = range(servers.count, world) if servers.staleness else range(0)
+        stopped = start_ranks(partial(run, job), world, fork, partial(_how_to_resume, job), expendable)
     if stopped is not None:
         raise SystemExit(128 + stopped)
     if not launched or launched[0] == 0:

@@ -1,0 +1,307 @@
+"""Training with parameter servers: equals one process, holds its staleness, survives lost workers, resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from layouts import tiny
+from ranks import PATIENCE, Pool, _servers
+from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
+from torch import Tensor
+
+from fivefold.checkpoint import store
+from fivefold.data import prepare
+from fivefold.errors import UserError
+from fivefold.launch.local import start_ranks
+from fivefold.models.card import card_of
+from fivefold.recipe import Recipe, change, resolve
+from fivefold.spread.servers import Servers, Shares, messages, pieces, units
+from fivefold.train.job import Job
+from fivefold.train.served import WORKERS, run_served
+from fivefold.train.share import batches_of
+
+SERVER = ["sync.method=server", "observe.tensorboard=false"]
+PLAIN = [
+    "sync.method=all",
+    "sync.servers=1",
+    "sync.order=priority",
+    "sync.partition=1048576",
+    "sync.credits=4",
+]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Pools of this file alone: servers and workers are in different numbers of process groups."""
+    made: dict[int, Pool] = {}
+
+    def run(world: int, *arguments: Any) -> list[Any]:
+        if world not in made:
+            made[world] = Pool(world)
+        return made[world].run(*arguments, timeout_s=60)
+
+    yield run
+    for pool in made.values():
+        pool.close()
+
+
+def served(room: Path, workers: int, *overrides: str) -> Recipe:
+    recipe = change(tiny(room, "dp=1", "train.global_batch_size=12"), [*SERVER, *overrides], f"dp={workers}")
+    return resolve(recipe, vocab_size=prepare(recipe).vocab_size)
+
+
+def rank_of_run(
+    rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, slow: str = ""
+) -> Any:
+    """A rank's part of a run. slow: what the last worker does when it reads its fourth batch."""
+    data = prepare(recipe)
+    batches = _Slow(recipe, data, slow) if slow and rank == world - 1 else None
+    job = Job(recipe, out, data, batches=batches, resume=resume, resume_command="resume")
+    return run_served(job, ranks_of(rank, world))
+
+
+class _Slow:
+    """The recipe's batches, of a worker that lags, or is killed."""
+
+    def __init__(self, recipe: Recipe, data: Any, how: str):
+        self.source = batches_of(recipe, data, data.train, recipe.train.global_batch_size, shuffle=True)
+        self.how, self.read = how, 0
+
+    def batch(self, i: int, rows: range) -> tuple[Any, Any]:
+        self.read += 1
+        if self.how == "lags":
+            time.sleep(0.15)
+        elif self.read > 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.source.batch(i, rows)
+
+
+def saved(run: Path, step: int) -> dict[str, Tensor]:
+    found = store.load(store.folder_of(run, step))
+    return {**found.model, **found.optimizer}
+
+
+def plain(recipe: Recipe, *sets: str) -> Recipe:
+    """The same run of one process."""
+    return change(recipe, [*PLAIN, "sync.staleness=0", *sets], "dp=1")
+
+
+@pytest.mark.parametrize(
+    ("servers", "sets"),
+    [
+        (1, []),
+        (2, ["optim.name=momentum", "optim.grad_clip=0", "sync.partition=1024", "sync.credits=2"]),
+        pytest.param(2, ["sync.order=fifo"], marks=pytest.mark.slow),
+        pytest.param(1, ["optim.grad_clip=0", "train.microbatch_size=3"], marks=pytest.mark.slow),
+    ],
+)
+def test_synchronous_equals_one_process(
+    room: Path, tmp_path: Path, pools, servers: int, sets: list[str]
+) -> None:
+    """Losses, norms, validation; weights and moments after four steps."""
+    recipe = served(room, 2, f"sync.servers={servers}", "train.steps=4", "train.val_every=2", *sets)
+    out, reference = tmp_path / "run", tmp_path / "one"
+    assert pools(servers + 2, rank_of_run, recipe, out) == [None] * (servers + 2)
+    assert train_rank(0, 1, plain(recipe), reference) is None
+    for key, rel in (("loss", 1e-6), ("grad_norm", 1e-5), ("val_loss", 1e-6), ("val_bits_per_byte", 1e-6)):
+        assert lines(out, key) == pytest.approx(lines(reference, key), rel=rel), key
+    assert_close_tensors(saved(out, 4), saved(reference, 4))
+
+
+def test_resumes_exactly_and_in_other_methods(room: Path, tmp_path: Path, pools) -> None:
+    """Synchronous: the same bits. The checkpoint is an ordinary one: one process continues from it, and servers from
+    one of one process."""
+    whole, cut, other = (tmp_path / name for name in ("whole", "cut", "other"))
+    recipe = served(room, 2, "train.steps=4", "optim.schedule=constant", "checkpoint.every=2")
+    pools(3, rank_of_run, recipe, whole)
+    pools(3, rank_of_run, change(recipe, ["train.steps=2"]), cut)
+    assert train_rank(0, 1, plain(recipe, "train.steps=3"), other) is None
+    pools(3, rank_of_run, recipe, other, True)
+    assert_close_tensors(saved(other, 4), saved(whole, 4))
+    pools(3, rank_of_run, recipe, cut, True)
+    assert_same_tensors(saved(cut, 4), saved(whole, 4))
+    assert train_rank(0, 1, plain(recipe, "train.steps=5"), cut, True) is None
+
+
+def processes(world: int, folder: Path, *arguments: Any) -> list[int | None]:
+    """Runs `rank_of_run` on processes that may end as they like. Returns their exit codes."""
+    started = [
+        _servers.Process(target=_process, args=(rank, world, str(folder), *arguments))
+        for rank in range(world)
+    ]
+    for process in started:
+        process.start()
+    deadline = time.monotonic() + 60 * PATIENCE
+    for process in started:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return [process.exitcode for process in started]
+
+
+def _process(rank: int, world: int, folder: str, *arguments: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
+    import torch
+
+    torch.set_num_threads(1)
+    times = timedelta(seconds=30 * PATIENCE)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world, timeout=times
+    )
+    rank_of_run(rank, world, *arguments)
+
+
+def told(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / WORKERS).read_text().splitlines()]
+
+
+def test_asynchronous_training_goes_on_without_a_worker(room: Path, tmp_path: Path) -> None:
+    """The last worker is killed in the middle of a share. The others compute all shares that are left, its own, too."""
+    recipe = served(room, 3, "sync.staleness=-1", "sync.servers=2", "train.steps=12", "optim.lr=3e-3")
+    codes = processes(5, tmp_path, recipe, tmp_path / "run", False, "killed")
+    assert codes == [0, 0, 0, 0, -signal.SIGKILL]
+    losses = lines(tmp_path / "run", "loss")
+    assert len(losses) == 12
+    assert losses[-1] < 0.8 * losses[0]
+    assert lines(tmp_path / "run", "val_loss")
+    shares = [(line["step"], line["share"]) for line in told(tmp_path / "run")]
+    assert sorted(shares) == [(step, share) for step in range(1, 13) for share in range(3)]
+    assert store.Reader(store.latest(tmp_path / "run")).meta["updates"] == 36
+
+
+def test_a_synchronous_run_ends_with_a_lost_worker(room: Path, tmp_path: Path) -> None:
+    codes = processes(3, tmp_path, served(room, 2, "train.steps=20"), tmp_path / "run", False, "killed")
+    assert codes == [1, 1, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize(("staleness", "least"), [(-1, 4), (2, 2)])
+def test_staleness_is_bounded(room: Path, tmp_path: Path, pools, staleness: int, least: int) -> None:
+    """The last worker lags. lag: steps before a share's that the first server had not whole when the worker began to
+    pull. Unbounded, the other one runs far ahead; bounded, as far as it may."""
+    recipe = served(room, 2, f"sync.staleness={staleness}", "train.steps=12", "optim.grad_clip=0")
+    out = tmp_path / "run"
+    pools(3, rank_of_run, recipe, out, False, "lags")
+    lags = [line["lag"] for line in told(out)]
+    assert max(lags) >= least
+    assert max(lags) <= (staleness if staleness > 0 else 12)
+    counts = [sum(line["worker"] == worker for line in told(out)) for worker in range(2)]
+    assert sum(counts) == 24
+    assert counts[0] > counts[1], "the quick worker computes more shares"
+    assert lines(out, "loss")[-1] < lines(out, "loss")[0]
+
+
+def test_shares_are_handed_out_once_and_within_the_bound() -> None:
+    """A random schedule of workers that take, finish and are lost."""
+    import random
+
+    for seed in range(50):
+        draw, staleness = random.Random(seed), seed % 4 or -1
+        shares, done = Shares(4, 0, 9, staleness), []
+        while len(done) < 36:
+            worker = draw.choice(sorted(shares.alive))
+            if len(shares.alive) > 1 and draw.random() < 0.02:
+                shares.lose(worker)
+            elif shares.under_way[worker] and draw.random() < 0.6:
+                found = shares.under_way[worker][0]
+                done.append(found)
+                shares.finish(worker, *found)
+            elif found := shares.take(worker):
+                assert staleness == -1 or found[0] - shares.oldest <= staleness
+        assert sorted(done) == [(step, share) for step in range(9) for share in range(4)]
+        assert shares.oldest == 9
+
+
+def test_messages_divide_the_model(room: Path) -> None:
+    """Every element is in one message of one server; parts have the given size; units are in the order of forward."""
+    card = card_of(served(room, 2).model)
+    for count in (1, 2, 3):
+        found, seen = messages(card, Servers(count, partition=1024)), dict[str, int]()
+        for message in found:
+            assert all(stop - start <= 256 for start, stop in message.cuts)
+            assert (
+                message.cuts[-1][1] == message.size == sum(b - a for a, b in pieces(message, _offsets(card)))
+            )
+            for name, start, stop in message.rows:
+                seen[name] = seen.get(name, 0) + stop - start
+        assert sum(seen.values()) == sum(message.size for message in found)
+        assert seen.keys() == card.parameters.keys()
+    assert [names[0] for names in units(card)] == [
+        "embed.weight",
+        *(f"blocks.{i}.norm1.weight" for i in range(4)),
+        "norm.weight",
+    ]
+    assert len(messages(card, Servers(1))) == 6
+
+
+def _offsets(card: Any) -> dict[str, int]:
+    import math
+
+    found, total = {}, 0
+    for name, shape in reversed(card.parameters.items()):
+        found[name], total = total, total + math.prod(shape)
+    return found
+
+
+def other_recipe(rank: int, world: int, recipe: Recipe, out: Path) -> str:
+    if rank == world - 1:
+        recipe = change(recipe, ["optim.lr=0.5"])
+    try:
+        rank_of_run(rank, world, recipe, out)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_worker_with_another_recipe_is_refused(room: Path, tmp_path: Path, pools) -> None:
+    recipe = served(room, 2, "train.steps=4")
+    for message in pools(3, other_recipe, recipe, tmp_path / "run"):
+        assert message.startswith(
+            "rank 2 has another recipe than rank 0: optim.lr = 0.5, and there it is 0.001"
+        )
+
+
+def ends(ranks: Any) -> int | None:
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.group.WORLD.rank()
+    time.sleep(1)
+    Path(os.environ["FIVEFOLD_TEST_FILE"]).write_text("done") if ranks.rank == 0 else None
+    return None
+
+
+def test_the_launcher_lets_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_TEST_FILE", str(tmp_path / "done"))
+    assert start_ranks(ends, 2, fork=False, expendable=range(1, 2)) is None
+    assert (tmp_path / "done").read_text() == "done"
+    with pytest.raises(UserError, match="rank 1 failed first"):
+        start_ranks(ends, 2, fork=False)
+
+
+def test_recipes(room: Path) -> None:
+    base = change(tiny(room, "dp=2"), SERVER)
+    for sets, layout, words in (
+        ([], "dp=2,tp=2", r"combines with dp only: .*\(layout.tp = 2\). Nearest valid: layout dp=2"),
+        ([], "dp=2,zero=1", "layout.dp_shard = 2, layout.zero = 1"),
+        (["layout.compress=int8"], "dp=2", "layout.compress"),
+        (["sync.every=4"], "dp=2", "sync.every = 4 has no effect"),
+        (["observe.noise_scale=true"], "dp=2", "is not measured with sync.method"),
+        (["sync.method=all", "sync.staleness=2"], "dp=2", 'it needs sync.method = "server"'),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            change(base, sets, layout)
+    with pytest.raises(UserError, match="balance its experts"):
+        tiny(room, "dp=2", "model.arch=moe", "sync.method=server")
