@@ -102,9 +102,9 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
 @pytest.mark.parametrize(
     ("servers", "sets"),
     [
-        (1, []),
+        (2, []),
         (2, ["optim.name=momentum", "optim.grad_clip=0", "sync.partition=1024", "sync.credits=2"]),
-        pytest.param(2, ["sync.order=fifo"], marks=pytest.mark.slow),
+        pytest.param(1, ["sync.order=fifo"], marks=pytest.mark.slow),
         pytest.param(1, ["optim.grad_clip=0", "train.microbatch_size=3"], marks=pytest.mark.slow),
     ],
 )
@@ -125,13 +125,13 @@ def test_resumes_exactly_and_in_other_methods(room: Path, tmp_path: Path, pools)
     """Synchronous: the same bits. The checkpoint is an ordinary one: one process continues from it, and servers from
     one of one process."""
     whole, cut, other = (tmp_path / name for name in ("whole", "cut", "other"))
-    recipe = served(room, 2, "train.steps=4", "optim.schedule=constant", "checkpoint.every=2")
-    pools(3, rank_of_run, recipe, whole)
-    pools(3, rank_of_run, change(recipe, ["train.steps=2"]), cut)
+    recipe = served(room, 2, "sync.servers=2", "train.steps=4", "optim.schedule=constant")
+    pools(4, rank_of_run, recipe, whole)
+    pools(4, rank_of_run, change(recipe, ["train.steps=2"]), cut)
     assert train_rank(0, 1, plain(recipe, "train.steps=3"), other) is None
-    pools(3, rank_of_run, recipe, other, True)
+    pools(4, rank_of_run, recipe, other, True)
     assert_close_tensors(saved(other, 4), saved(whole, 4))
-    pools(3, rank_of_run, recipe, cut, True)
+    pools(4, rank_of_run, recipe, cut, True)
     assert_same_tensors(saved(cut, 4), saved(whole, 4))
     assert train_rank(0, 1, plain(recipe, "train.steps=5"), cut, True) is None
 
@@ -179,7 +179,8 @@ def test_asynchronous_training_goes_on_without_a_worker(room: Path, tmp_path: Pa
     assert losses[-1] < 0.8 * losses[0]
     assert lines(tmp_path / "run", "val_loss")
     shares = [(line["step"], line["share"]) for line in told(tmp_path / "run")]
-    assert sorted(shares) == [(step, share) for step in range(1, 13) for share in range(3)]
+    assert set(shares) == {(step, share) for step in range(1, 13) for share in range(3)}
+    assert len(shares) <= 37, "at most one twice: that of the lost worker"
     assert store.Reader(store.latest(tmp_path / "run")).meta["updates"] == 36
 
 
@@ -188,13 +189,15 @@ def test_a_synchronous_run_ends_with_a_lost_worker(room: Path, tmp_path: Path) -
     assert codes == [1, 1, -signal.SIGKILL]
 
 
-@pytest.mark.parametrize(("staleness", "least"), [(-1, 4), (2, 2)])
+@pytest.mark.parametrize(("staleness", "least"), [pytest.param(-1, 4, marks=pytest.mark.slow), (2, 2)])
 def test_staleness_is_bounded(room: Path, tmp_path: Path, pools, staleness: int, least: int) -> None:
     """The last worker lags. lag: steps before a share's that the first server had not whole when the worker began to
     pull. Unbounded, the other one runs far ahead; bounded, as far as it may."""
-    recipe = served(room, 2, f"sync.staleness={staleness}", "train.steps=12", "optim.grad_clip=0")
+    recipe = served(
+        room, 2, f"sync.staleness={staleness}", "sync.servers=2", "train.steps=12", "optim.grad_clip=0"
+    )
     out = tmp_path / "run"
-    pools(3, rank_of_run, recipe, out, False, "lags")
+    pools(4, rank_of_run, recipe, out, False, "lags")
     lags = [line["lag"] for line in told(out)]
     assert max(lags) >= least
     assert max(lags) <= (staleness if staleness > 0 else 12)
@@ -267,10 +270,10 @@ def other_recipe(rank: int, world: int, recipe: Recipe, out: Path) -> str:
 
 
 def test_a_worker_with_another_recipe_is_refused(room: Path, tmp_path: Path, pools) -> None:
-    recipe = served(room, 2, "train.steps=4")
-    for message in pools(3, other_recipe, recipe, tmp_path / "run"):
+    recipe = served(room, 2, "sync.servers=2", "train.steps=4")
+    for message in pools(4, other_recipe, recipe, tmp_path / "run"):
         assert message.startswith(
-            "rank 2 has another recipe than rank 0: optim.lr = 0.5, and there it is 0.001"
+            "rank 3 has another recipe than rank 0: optim.lr = 0.5, and there it is 0.001"
         )
 
 

@@ -73,7 +73,14 @@ class Served:
                 block.register_forward_pre_hook(lambda *_, unit=unit: need([unit]))
             else:
                 (before if name.startswith("embed") else behind).append(unit)
-        module.begin, module.end = _after(need, before, module.begin), _after(need, behind, module.end)
+        module.begin, end = _after(need, before, module.begin), _after(need, behind, module.end)
+
+        def ended(*arguments: Any) -> Any:
+            found = end(*arguments)
+            self.exchange.note("loss", 0)
+            return found
+
+        module.end = ended
 
     def start_step(self) -> None:
         self.weights.start_step()
@@ -159,6 +166,8 @@ class Exchange:
     """Sends and receives in threads of its own: one starts messages, one waits for weights, one per server hears notes.
 
     orders: what the first server asks for. serial: counts the shares that were begun. waited: seconds in `need`.
+    trace: None, or a list that gets (what, unit, start, end) of what happens from now on. "need": forward waits for
+    weights; "loss": it has ended; "ready": a unit's gradients are there; "push", "pull": a part is under way.
     """
 
     def __init__(
@@ -190,11 +199,13 @@ class Exchange:
         self._sizes = {unit: sum(len(m.parts) for m in some) for unit, some in self._of_unit.items()}
         self._stale = dict(self._sizes)  # parts still to be pulled
         self._sending: dict[tuple[int, int], Started] = {}
-        self._receiving = SimpleQueue[tuple[Started, Message, int] | None]()
+        self._receiving = SimpleQueue[tuple[Started, Message, int, float] | None]()
         self._updates, self._step, self.serial = 0, 0, -1
         self._share: tuple[int, int] | None = None
         self._error: BaseException | None = None
         self._closing, self.waited = False, 0.0
+        self.trace: list[tuple[str, int, float, float]] | None = None
+        self._began: dict[tuple[int, int], float] = {}  # of pushes under way
         self.orders = SimpleQueue[Note | None]()
         targets = [
             self._start_messages,
@@ -243,6 +254,14 @@ class Exchange:
             if self._error:
                 raise self._error
         self.waited += time.perf_counter() - began
+        if units:
+            self.note("need", units[-1], began)
+
+    def note(self, what: str, unit: int, start: float | None = None) -> None:
+        """Adds to the trace what ends now."""
+        if self.trace is not None:
+            now = time.perf_counter()
+            self.trace.append((what, unit, now if start is None else start, now))
 
     def need_all(self) -> None:
         self.need(list(self._stale))
@@ -254,6 +273,7 @@ class Exchange:
 
     def push(self, unit: int) -> None:
         """The unit's gradients are complete. Its weights are old from now on."""
+        self.note("ready", unit)
         with self._lock:
             if self._error:
                 raise self._error
@@ -265,10 +285,10 @@ class Exchange:
 
     def computed(self, step: int, share: int, figures: tuple[float, ...]) -> None:
         """Tells all servers that a share's backward is done."""
-        with self._lock:
-            self._share, serial = (step, share), self.serial
         for link in self.links:
-            link.tell(Kind.COMPUTED, step, share, serial, figures)
+            link.tell(Kind.COMPUTED, step, share, self.serial, figures)
+        with self._lock:
+            self._share = step, share
         self._tell_if_applied()
 
     def report(self, step: int, figures: tuple[float, ...] = (), text: str | None = None) -> None:
@@ -345,6 +365,7 @@ class Exchange:
         started = link.up.start_send(self._up[message.number].gather(part), link.peer, tag)
         with self._lock:
             self._sending[message.number, part] = started
+            self._began[message.number, part] = time.perf_counter()
         link.tell(Kind.PUSHED, message.number, part, step)
 
     def _pull_part(self, message: Message, part: int, serial: int, again: bool) -> None:
@@ -352,13 +373,14 @@ class Exchange:
         link.tell(Kind.PULL, message.number, part, 2 * (serial + 1) + again)
         tag = tag_of(message.number, part, self.most[message.server], down=True)
         started = link.down.start_receive(way.data[slice(*way.cuts[part])], link.peer, tag)
-        self._receiving.put((started, message, part))
+        self._receiving.put((started, message, part, time.perf_counter()))
 
     def _receive(self) -> None:
         """Waits for weights, in the order in which they were asked for."""
         while (found := self._receiving.get()) is not None:
-            started, message, part = found
+            started, message, part, began = found
             started()
+            self.note("pull", message.unit, began)
             self._down[message.number].scatter(part)
             with self._lock:
                 self._credits["pull"] += 1
@@ -374,7 +396,9 @@ class Exchange:
                 self.orders.put(note)
             elif note.kind == Kind.ACKNOWLEDGED:
                 with self._lock:
-                    started = self._sending.pop((note.first, note.second))
+                    key = note.first, note.second
+                    started = self._sending.pop(key)
+                    self.note("push", self.messages[note.first].unit, self._began.pop(key))
                     self._credits["push"] += 1
                     self._lock.notify_all()
                 started()  # it has arrived

@@ -173,7 +173,10 @@ class Leader:
         self.count = self.ranks.world - self.servers.count
         self.shares = Shares(self.count, self.state.step, 0, self.servers.staleness)
         self.idle = set(range(self.count))
-        self.computed: dict[int, list[tuple[Note, int]]] = {}  # by step: the notes, with their lags
+        self.computed: dict[
+            tuple[int, int, int], tuple[Note, int]
+        ] = {}  # by worker, step, share: with the lag
+        self.applied: list[tuple[Note, int]] = []  # those of the step that is not complete
         self.reports: list[dict[str, Any]] = []
         self.updates, self.skipped = self.state.updates, self.state.skipped
         self.began = time.perf_counter()
@@ -187,7 +190,7 @@ class Leader:
                 self._wait()
                 if self.interrupt.wanted():
                     self._stop()
-                while self.shares.oldest > self.state.step:
+                while len(self.applied) >= self.count:
                     self._end_step()
         complete = self.state.step == self.steps
         _tell(self.state.mesh.axis("run"), END, complete)
@@ -256,6 +259,7 @@ class Leader:
         worker = event.worker
         if note.kind == Kind.APPLIED:
             self.shares.finish(worker, note.first, note.second)
+            self.applied.append(self.computed.pop((worker, note.first, note.second)))
             return
         self.idle.add(worker)
         if note.kind == Kind.COMPUTED:
@@ -274,7 +278,7 @@ class Leader:
 
     def _computed(self, worker: int, note: Note, lag: int) -> None:
         step, share = note.first, note.second
-        self.computed.setdefault(step, []).append((note, lag))
+        self.computed[worker, step, share] = note, lag
         _, _, stop, begin, end, waited, *_ = note.figures
         line = {"worker": worker, "step": step + 1, "share": share, "begin": begin, "end": end}
         self.lines.write(json.dumps(line | {"waited_s": waited, "lag": lag}) + "\n")
@@ -297,9 +301,9 @@ class Leader:
             self.chores.append((Kind.SAMPLE, step))
 
     def _end_step(self) -> None:
-        """All servers have applied all shares of a step."""
+        """All servers have applied as many shares as a step has; if workers run ahead, those of several steps."""
         step, axis = self.state.step, self.state.mesh.axis("run")
-        notes = self.computed.pop(step)
+        notes, self.applied = self.applied[: self.count], self.applied[self.count :]
         _tell(axis, STEP)
         losses = [note.figures[0] for note, _ in notes]
         line: dict[str, Any] = {"step": step + 1, "loss": fmean(losses)}
@@ -317,7 +321,7 @@ class Leader:
         self._record(line, [note.figures for note, _ in notes])
         if self.skipped >= MAX_SKIPPED:
             self.stopping, self.chores = True, []
-        if self.state.step == self.shares.limit:
+        if self.shares.oldest == self.shares.limit and not self.applied:
             self._save()
             if not self.stopping:
                 self._set_limit()
