@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,10 +58,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--stragglers", action="store_true", help="a slow worker, in place of the order of messages"
+    )
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         part(args.part, args.rounds, args.steps)
+        return
+    if args.stragglers:
+        show(stragglers(args.steps), args.out)
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -82,9 +89,61 @@ def main() -> None:
         if done.code:
             sys.exit(str(done))
         found = compared(Path(folder)) | {"rate": args.rate}
+    show(found, args.out)
+
+
+def show(found: dict[str, Any], out: Path | None) -> None:
     print(json.dumps({key: value for key, value in found.items() if key != "traces"}, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if out:
+        out.write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+
+class Lagging(Numbers):
+    """The last worker takes so many seconds more for each share."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def batch(self, i: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
+        time.sleep(self.seconds)
+        return super().batch(i, rows)
+
+
+def stragglers(steps: int) -> dict[str, Any]:
+    """A server and three workers on this machine, the last of them slow: synchronous and asynchronous."""
+    from fivefold.launch.local import start_ranks
+
+    found: dict[str, Any] = {"traces": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, staleness in (("synchronous", 0), ("asynchronous", -1)):
+            out = Path(folder, name)
+            start_ranks(partial(straggle, steps, staleness, out), 4, fork=False)
+            lines = [json.loads(line) for line in (out / "workers.jsonl").read_text().splitlines()]
+            found["traces"].append((name, lines))
+            began, ended = min(line["begin"] for line in lines), max(line["end"] for line in lines)
+            counts = [sum(line["worker"] == worker for line in lines) for worker in range(3)]
+            found[name] = {
+                "seconds": ended - began,
+                "shares": counts,
+                "lag": max(line["lag"] for line in lines),
+            }
+    found["gain"] = found["synchronous"]["seconds"] / found["asynchronous"]["seconds"]
+    return found
+
+
+def straggle(steps: int, staleness: int, out: Path, ranks: Any) -> int | None:
+    from fivefold.train.job import Job
+    from fivefold.train.served import run_served
+
+    small = ["model.layers=2", "model.dim=96", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=192"]
+    small += [
+        f"train.steps={steps}",
+        f"sync.staleness={staleness}",
+        "train.global_batch_size=6",
+        "train.microbatch_size=2",
+    ]
+    recipe = resolve(load("quickstart", [*MODEL, *small], "dp=3"), vocab_size=V)
+    return run_served(Job(recipe, out, None, batches=Lagging(0.3 if ranks.rank == 3 else 0.06)), ranks)
 
 
 def compared(folder: Path) -> dict[str, Any]:

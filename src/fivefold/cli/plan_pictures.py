@@ -40,6 +40,10 @@ class Wanted:
 
 def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
     """Prints and writes the pictures of a plan."""
+    if plan.service is not None:
+        if wanted.pictures or wanted.html is not None:
+            raise UserError('no pictures are drawn of a plan with sync.method = "server"')
+        return
     if wanted.printed:
         print_pictures(plan, wanted.pictures)
     if wanted.html is not None:

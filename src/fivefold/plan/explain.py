@@ -27,11 +27,11 @@ def summary(plan: Plan) -> list[str]:
         )
     ]
     lines = [
-        f"layout        {describe(plan.layout)}",
+        f"layout        {describe(plan.layout)}{_servers(plan)}",
         f"microbatches  {s.microbatches} of {s.sizes.B} sequence(s), {s.dtype} on {s.cluster.name}",
-        f"memory        {room} on the ranks of stage {worst}: {'fits' if plan.fits else 'DOES NOT FIT'}",
+        f"memory        {room} on {plan.place(worst)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"step          {step.seconds:.4g} s: " + ", ".join(f"{name} {100 * x:.1f}%" for name, x in shares),
-        f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.layout.ranks:,.0f} per device, "
+        f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.ranks:,.0f} per device, "
         f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s per device, MFU {100 * plan.mfu:.1f}%",
     ]
     sent = ", ".join(f"{axis} {size / GIB:.3g} GiB" for axis, size in plan.sent.items())
@@ -40,17 +40,26 @@ def summary(plan: Plan) -> list[str]:
     return [*lines, f"sent per step {sent or 'nothing'} (the rank that sends most)"]
 
 
+def _servers(plan: Plan) -> str:
+    if plan.service is None:
+        return ""
+    servers = plan.service.servers
+    return f" as workers, and {servers.count} server{'s' * (servers.count > 1)}"
+
+
 def explain(plan: Plan) -> list[str]:
     """Every term: memory of each stage, operations of a block, messages by kind, parts of the step."""
     stalls = ["", *plan.stalls.lines()] if plan.stalls else []
-    return [*_memory(plan), "", *_operations(plan), "", *_messages(plan), "", *_step(plan), *stalls]
+    sent = [] if plan.service else [*_messages(plan), ""]
+    return [*_memory(plan), "", *_operations(plan), "", *sent, *_step(plan), *stalls]
 
 
 def _memory(plan: Plan) -> Iterator[str]:
     names = ("params", "gradients", "optimizer", "activations", "buffers", "total")
     yield "memory, GiB    " + "".join(f"{name:>12}" for name in names)
     for position, held in enumerate(plan.memory):
-        yield f"  stage {position:<7}" + "".join(f"{getattr(held, name) / GIB:12.3f}" for name in names)
+        name = plan.place(position).removeprefix("the ranks of ").removeprefix("a ")
+        yield f"  {name:<13}" + "".join(f"{getattr(held, name) / GIB:12.3f}" for name in names)
     device = plan.setting.cluster.device
     b, ranks = plan.setting.software.states[plan.setting.dtype], _elements(plan)
     yield (

@@ -11,7 +11,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import memory, outer, volume
+from fivefold.plan import memory, outer, servers, volume
 from fivefold.plan.cost import Setting
 from fivefold.plan.devices import Cluster
 from fivefold.plan.memory import Memory
@@ -32,13 +32,14 @@ FRAGMENTS = 0.04
 @dataclass(frozen=True)
 class Plan:
     """A prediction. memory: per rank, at each pipeline position. stalls: only for a whole recipe. together: for
-    several sites, the same run as one."""
+    several sites, the same run as one. service: of parameter servers; then memory is a worker's and a server's."""
 
     setting: Setting
     memory: list[Memory]
     step: Step
     stalls: Stalls | None = None
     together: Setting | None = None
+    service: servers.Service | None = None
 
     @cached_property
     def slow_links(self) -> SlowLinks | None:
@@ -48,13 +49,22 @@ class Plan:
     @cached_property
     def sent(self) -> dict[str, int]:
         """Bytes per step by axis that leave the rank that sends most."""
-        return volume.sent(self.setting)
+        return self.service.sent() if self.service else volume.sent(self.setting)
 
     @property
     def layout(self) -> Layout:
         """The layout of the whole run."""
         s = self.setting
         return replace(s.layout, dp_replicate=s.layout.dp_replicate * s.sites.count)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, servers included."""
+        return self.service.ranks if self.service else self.layout.ranks
+
+    def place(self, number: int) -> str:
+        """The ranks that `memory[number]` is of."""
+        return ("a worker", "a server")[number] if self.service else f"the ranks of stage {number}"
 
     @property
     def peak_bytes(self) -> int:
@@ -88,7 +98,7 @@ class Plan:
     @property
     def model_flops_per_gpu(self) -> float:
         """Model FLOP/s per device."""
-        return flops_per_token(self.setting.model) * self.tokens_per_s / self.layout.ranks
+        return flops_per_token(self.setting.model) * self.tokens_per_s / self.ranks
 
     @property
     def mfu(self) -> float:
@@ -100,7 +110,7 @@ class Plan:
         step = self.step
         return {
             "layout": to_text(self.layout),
-            "cluster": f"{self.setting.cluster.name}:{self.layout.ranks}",
+            "cluster": f"{self.setting.cluster.name}:{self.ranks}",
             "microbatch_size": self.setting.sizes.B,
             "microbatches": self.setting.microbatches,
             "precision": self.setting.dtype,
@@ -110,7 +120,7 @@ class Plan:
                 else {}
             ),
             "fits": self.fits,
-            "ranks": self.layout.ranks,
+            "ranks": self.ranks,
             "memory": {
                 "source": "formula",
                 "error": self.memory_error,
@@ -127,7 +137,7 @@ class Plan:
             | ({"stalls": self.stalls.as_json()} if self.stalls else {}),
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_per_gpu": self.tokens_per_s / self.layout.ranks,
+            "tokens_per_s_per_gpu": self.tokens_per_s / self.ranks,
             "model_tflops_per_gpu": self.model_flops_per_gpu / 1e12,
             "communication": {"bytes_per_rank": self.sent},
         } | ({"sites": self.slow_links.as_json()} if self.slow_links else {})
@@ -146,10 +156,8 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     """
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
-        raise UserError(
-            'the planner does not price sync.method = "server" yet. Plan with --set sync.method=all'
-        )
-    if cluster.devices:
+        servers.assert_fits(layout.ranks, recipe.servers.count, cluster.devices)
+    elif cluster.devices:
         validate(layout, cluster.devices, partial(allows, recipe))
     full = resolved(recipe)
     B = full.train.microbatch_size
@@ -157,6 +165,9 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     count = microbatches_per_step(full)
     software = for_recipe(software or of(cluster), recipe)
     together = setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software)
+    if full.servers.count:
+        served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
+        return Plan(together, servers.held(served), servers.step(served), service=served)
     s = apart(together, full.sites) if full.sites.count > 1 else together
     plan = price(s)
     wait = stalls(full, plan.setting, plan.step.seconds)

@@ -131,9 +131,11 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
     """The recipe's layout.
 
     Raises:
-        UserError: it is not valid, or has no such rank.
+        UserError: it is not valid, or has no such rank; or servers update the weights, whose messages no trace sees.
     """
     layout = Layout.from_recipe(recipe.layout)
+    if recipe.servers.count:
+        raise UserError('steps with sync.method = "server" are not traced; leave out --exact')
     validate(layout, layout.ranks)
     if not 0 <= rank < layout.ranks:
         nearest = min(max(rank, 0), layout.ranks - 1)

@@ -135,6 +135,7 @@ def _add_exact(job: Job) -> None:
         torch.cuda.is_available()
         or dist.is_initialized()
         or job.module is not None
+        or job.recipe.servers.count
         or not plan.get("predicted")
     ):
         return

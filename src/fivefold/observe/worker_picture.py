@@ -1,0 +1,128 @@
+"""Draws runs with parameter servers as SVG: who computes when, and what a worker sends while it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+LEFT, TOP, ROW, GAP = 92, 34, 24, 6  # pixels: names of rows, title, height of a row, space between rows
+STYLE = """
+.workers { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
+  --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --idle: #f0ede5; --on: #ffffff;
+  --a: #1d5b9c; --b: #2c7a5b; --wait: #d8b48a; --push: #9c5410; --pull: #6b4c9a; }
+@media (prefers-color-scheme: dark) { .workers { --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --idle: #24221f;
+  --on: #171614; --a: #7fb2ea; --b: #79c9a3; --wait: #6d5a3f; --push: #f0b06a; --pull: #b79be0; } }
+.workers .paper { fill: var(--paper); } .workers text { fill: var(--ink); } .workers .soft { fill: var(--soft); }
+.workers .title { font-size: 14px; font-weight: 600; } .workers .idle { fill: var(--idle); }
+.workers .a { fill: var(--a); } .workers .b { fill: var(--b); } .workers .wait { fill: var(--wait); }
+.workers .push { fill: var(--push); } .workers .pull { fill: var(--pull); }
+.workers .label { fill: var(--on); font-size: 10px; text-anchor: middle; }
+"""
+
+
+class Box(NamedTuple):
+    """kind: "a", "b", "wait", "push" or "pull". label: shown if there is room."""
+
+    start: float
+    end: float
+    kind: str
+    label: str = ""
+
+
+Rows = Mapping[str, Sequence[Box]]
+
+
+def shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Box]]:
+    """The rows of a run's workers.jsonl: a box per share with the number of its step, paler while the worker waited for
+    weights."""
+    ordered = sorted(lines, key=lambda line: line["begin"])
+    origin = ordered[0]["begin"] if ordered else 0.0
+    found: dict[str, list[Box]] = {}
+    for line in sorted(ordered, key=lambda line: line["worker"]):
+        start, end = line["begin"] - origin, line["end"] - origin
+        computes = min(end, start + line["waited_s"])
+        row = found.setdefault(f"worker {line['worker']}", [])
+        if computes > start:
+            row.append(Box(start, computes, "wait"))
+        row.append(Box(computes, end, "ab"[line["step"] % 2], str(line["step"])))
+    return found
+
+
+def exchange(trace: Iterable[Sequence[Any]], steps: int = 2) -> dict[str, list[Box]]:
+    """The rows of a worker's trace (parallel/worker.py): forward and backward of each unit, pushes and pulls, in the
+    last steps."""
+    events = sorted(trace, key=lambda event: event[3])
+    ends = [end for what, unit, _, end in events if what == "ready" and unit == 0]
+    origin = ends[-steps - 1] if len(ends) > steps else 0.0
+    found: dict[str, list[Box]] = {"computing": [], "pushes": [], "pulls": []}
+    last: tuple[str, int, float] | None = None
+    for what, unit, start, end in events:
+        if what in ("push", "pull"):
+            found[what + ("es" if what == "push" else "s")].append(Box(start, end, what, str(unit)))
+            continue
+        if what in ("need", "loss") and last and last[0] == "need":
+            found["computing"].append(Box(last[2], start, "a", str(last[1])))
+        if what == "ready" and last:
+            found["computing"].append(Box(last[2], end, "b", str(unit)))
+        last = what, unit, end
+    return {
+        name: [Box(b.start - origin, b.end - origin, b.kind, b.label) for b in row if b.start >= origin]
+        for name, row in found.items()
+    }
+
+
+def one_at_a_time(rows: Rows) -> dict[str, list[Box]]:
+    """Parts that are under way together share the wire: each is drawn from the end of the one before."""
+    found: dict[str, list[Box]] = {}
+    for name, row in rows.items():
+        free, boxes = 0.0, list[Box]()
+        for box in sorted(row, key=lambda box: box.end):
+            boxes.append(box._replace(start=max(box.start, free)))
+            free = box.end
+        found[name] = boxes
+    return found
+
+
+def to_svg(pictures: Mapping[str, Rows], title: str, width: int = 920) -> str:
+    """Several pictures one under the other, by their titles, on one scale of time."""
+    seconds = max(
+        (box.end for rows in pictures.values() for row in rows.values() for box in row), default=1.0
+    )
+    scale, top, parts = (width - LEFT - 70) / seconds, TOP, list[str]()
+    for name, rows in pictures.items():
+        last = max((box.end for row in rows.values() for box in row), default=0.0)
+        parts.append(f'<text x="{LEFT}" y="{top + 14}">{escape(name)}</text>')
+        parts.append(
+            f'<text class="soft" x="{LEFT + last * scale + 6:.1f}" y="{top + 38}">{last:.2f} s</text>'
+        )
+        top += 22
+        for row, boxes in rows.items():
+            middle = top + ROW / 2 + 4
+            parts.append(
+                f'<text class="soft" x="{LEFT - 8}" y="{middle}" text-anchor="end">{escape(row)}</text>'
+            )
+            parts.append(
+                f'<rect class="idle" x="{LEFT}" y="{top}" width="{last * scale:.1f}" height="{ROW}"/>'
+            )
+            parts += [_box(box, top, scale) for box in boxes]
+            top += ROW + GAP
+        top += 8
+    size = f'width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="workers" role="img" {size}>\n'
+        f'<title>{escape(title)}</title><style>{STYLE}</style>\n<rect class="paper" width="100%" height="100%"/>\n'
+        f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _box(box: Box, top: int, scale: float) -> str:
+    left, wide = LEFT + box.start * scale, (box.end - box.start) * scale
+    label = (
+        f'<text class="label" x="{left + wide / 2:.1f}" y="{top + ROW / 2 + 4}">{escape(box.label)}</text>'
+    )
+    return (
+        f'<g><title>{escape(box.label)}: {box.start:.3f} to {box.end:.3f} s</title><rect class="{box.kind}" '
+        f'x="{left:.1f}" y="{top}" width="{max(0.3, wide - 0.6):.1f}" height="{ROW}"/>'
+        f"{label if box.label and wide > 4 + 6 * len(box.label) else ''}</g>"
+    )
