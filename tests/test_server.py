@@ -24,7 +24,9 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.launch.local import start_ranks
 from fivefold.models.card import card_of
-from fivefold.recipe import Recipe, change, resolve
+from fivefold.plan.clusters import parse
+from fivefold.plan.predict import predict
+from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.servers import Servers, Shares, messages, pieces, units
 from fivefold.train.job import Job
 from fivefold.train.served import WORKERS, run_served
@@ -303,3 +305,42 @@ def test_recipes(room: Path) -> None:
             change(base, sets, layout)
     with pytest.raises(UserError, match="balance its experts"):
         tiny(room, "dp=2", "model.arch=moe", "sync.method=server")
+
+
+def planned(*sets: str, layout: str = "dp=6", cluster: str = "h100:8") -> Any:
+    sizes = [
+        "model.vocab_size=4096",
+        "train.global_batch_size=48",
+        "train.microbatch_size=4",
+        "optim.grad_clip=0",
+    ]
+    recipe = load("quickstart", [*sizes, "sync.method=server", "sync.servers=2", *sets], layout)
+    return predict(recipe, parse(cluster))
+
+
+def test_the_planner_prices_servers() -> None:
+    """Bytes and memory of the busiest rank; servers share the incast; priority is no slower."""
+    plan, count = planned(), count_parameters(planned().setting.model)
+    assert plan.ranks == 8
+    assert plan.sent["servers"] == pytest.approx(6 * count / 2 * 2, rel=0.01), (
+        "two servers, six workers, bf16"
+    )
+    worker, server = plan.memory
+    assert worker.optimizer == 0
+    assert worker.params == 2 * count
+    assert server.optimizer == pytest.approx(12 * count / 2, rel=0.01), "masters and moments"
+    assert server.buffers == pytest.approx(6 * 4 * count / 2 + 2 * count / 2, rel=0.01)
+    asynchronous = planned("sync.staleness=-1").memory[1]
+    assert asynchronous.buffers == pytest.approx(6 * (4 + 2) * count / 2, rel=0.01), (
+        "each worker gets weights of its own"
+    )
+    one = planned("sync.servers=1", cluster="h100:7")
+    assert one.step.seconds > plan.step.seconds
+    assert planned("sync.order=fifo").step.seconds >= plan.step.seconds
+    assert planned("optim.grad_clip=1.0").step.seconds > plan.step.seconds, (
+        "no weight changes before the norm is known"
+    )
+    with pytest.raises(
+        UserError, match=r"6 workers and sync.servers = 2 are 8 ranks, but there are 6\. Nearest valid: dp=4"
+    ):
+        planned(cluster="h100:6")
