@@ -100,9 +100,11 @@ def _rank_main(work: Callable[[Ranks], int | None], folder: Path, expendable: ra
         return
     child = multiprocessing.get_context("fork").Process(target=_run_rank, args=(work, folder))
     child.start()
+    pid = child.pid
+    assert pid is not None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: os.kill(child.pid or 0, number))
+        signal.signal(number, lambda number, _: os.kill(pid, number))
     child.join()
     code = child.exitcode or 0
     if code < 0 or code == 1:

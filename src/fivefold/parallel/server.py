@@ -269,15 +269,15 @@ class Server:
     def _send(self, worker: int, shard: Shard, part: int, pull: int) -> None:
         link, here = self.links[worker], slice(*shard.message.cuts[part])
         out = shard.outgoing[worker][here]
+        sending, key = self._workers[worker].sending, (shard.message.number, part)
+        if before := sending.pop(key, None):
+            before()
         if not self.servers.synchronous:
             with self._lock:
                 out.copy_(shard.flat[here])
                 self._workers[worker].seen.setdefault(pull, self._whole_steps)
-        tag = tag_of(shard.message.number, part, self.most, down=True)
-        sending = self._workers[worker].sending
-        if before := sending.pop((shard.message.number, part), None):
-            before()
-        sending[shard.message.number, part] = link.down.start_send(out, link.peer, tag)
+        tag = tag_of(*key, self.most, down=True)
+        sending[key] = link.down.start_send(out, link.peer, tag)
 
     def _receive(self, worker: int) -> None:
         """Waits for the data that notes have announced, in their order."""
