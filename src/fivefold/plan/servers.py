@@ -96,19 +96,19 @@ def line(s: Service) -> Line:
     """The line of one worker while all workers push and pull. A server updates while more arrives, so an update delays
     a part by its own time only; where it waits for the norm, by that of all its rows."""
     cluster = s.worker.cluster
-    few, many = 64.0, float(1 << 24)
-    latency = communication.send(few, s.crosses, cluster)
-    per_byte = (communication.send(many, s.crosses, cluster) - latency) / (many - few) * s.incast
+    elements = s.servers.partition / DTYPES[MASTER].bytes
+    latency = communication.send(0.0, s.crosses, cluster)
+    size = elements * s.pushed
+    per_byte = (communication.send(size, s.crosses, cluster) - latency) / size * s.incast
     states = s.worker.software.states[s.worker.dtype]
     moved = update_traffic(states.gradient, DTYPES[MASTER].bytes, states.moments, s.pulled)
     moved += s.workers * s.pushed if s.servers.synchronous else s.pushed
-    part = s.servers.partition / DTYPES[MASTER].bytes * moved
-    update = rates.stream(part, cluster.device, "optimizer", s.worker.dtype) / part * moved / s.pushed
+    update = rates.stream(elements * moved, cluster.device, "optimizer", s.worker.dtype) / size
     if s.clips:
         update /= s.servers.count
     return Line(
         up=1 / per_byte, down=1 / per_byte, latency=latency, update=update,
-        partition=s.servers.partition / DTYPES[MASTER].bytes * s.pushed, credits=s.servers.credits,
+        partition=size, credits=s.servers.credits,
         together=s.clips, order=s.servers.order,
     )  # fmt: skip
 
