@@ -127,6 +127,13 @@ class Numbers:
         return inputs, targets
 
 
+def take(ranks: Ranks, recipe: Recipe, batches, evenly: bool = True):
+    """A resolved recipe's mesh on these ranks, and the function that takes its next step."""
+    torch.manual_seed(0)
+    state = build_state(recipe, ranks)
+    return state.mesh, _steps(state, recipe, batches, evenly)
+
+
 def _state(rank: int, world: int, recipe: Recipe) -> State:
     torch.manual_seed(0)
     return build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))

@@ -1,23 +1,28 @@
 """Expert parallelism computes what one process computes, with every way of balancing, and communicates what it says."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import compared, side, tiny
+from layouts import TINY, compared, side, tiny
 from ranks import run_ranks
 from runs import lines, train_rank
 from steps import counted
+from torch.autograd import Function
 
 from fivefold.checkpoint import store
 from fivefold.comm import Axis
 from fivefold.data import prepare
+from fivefold.errors import UserError
 from fivefold.kernels.mixture import grouped_linear
 from fivefold.models.card import card_of
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
-from fivefold.recipe import Recipe, change, resolve
+from fivefold.parallel.turns import Turns
+from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.schedules.pipeline import build
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import local_shape, parts
 
@@ -54,15 +59,19 @@ def check(folder: Path, layout: str, kind: str = "aux", *overrides: str) -> Reci
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=4,ep=2"])
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=4,ep=2,expert_chunks=3"])
 def test_equals_one_process(folder, layout, kind):
     """Loss, every gradient, its norm and, after 3 steps, every weight; with every way of balancing."""
     check(folder, layout, kind)
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=4,ep=4", "dp=2,ep=2,zero=1", "dp=4,ep=2,zero=3", "dp=2,pp=2,ep=2", "cp=2,ep=2"]
-)
+    "layout",
+    [
+        "dp=4,ep=4", "dp=2,ep=2,zero=1", "dp=4,ep=2,zero=3,expert_chunks=2", "dp=2,pp=2,ep=2,expert_chunks=2",
+        "cp=2,ep=2", "dp=2,tp=2,ep=2,expert_chunks=2",
+    ],
+)  # fmt: skip
 def test_other_axes_equal_one_process(folder, layout):
     check(folder, layout)
 
@@ -73,6 +82,8 @@ def test_other_axes_equal_one_process(folder, layout):
     [
         "dp=4,ep=2,zero=1", "dp=4,ep=2,zero=2", "dp=4,ep=4,zero=3", "dp_replicate=2,dp_shard=2,ep=2,zero=3",
         "dp=2,ep=2,recompute=full", "dp=2,ep=2,recompute=selective", "dp=4,ep=2,zero=3,recompute=full", "tp=2",
+        "dp=4,ep=2,expert_chunks=2,recompute=full", "dp=2,ep=2,expert_chunks=4,recompute=ops:gate",
+        "dp=2,tp=2,ep=2,zero=3,recompute=full", "pp=2,tp=2,schedule=zb_h1", "cp=2,tp=2", "tp=4",
         "tp=2,sp=true", "dp=2,tp=2,ep=2", "dp=2,tp=2,ep=2,sp=true", "dp=2,cp=2,ep=4", "dp=2,cp=2,ep=2,zero=3",
         "cp=2,tp=2,sp=true,ep=2", "dp=2,pp=2,ep=2,schedule=zbv", "dp=2,pp=2,ep=2,zero=1",
     ],
@@ -139,27 +150,46 @@ def test_a_forgotten_sum_shows(folder):
     assert "experts" in report.gradients.worst
 
 
-def exchange(rank: int, world: int, counts: list[list[int]]) -> list[torch.Tensor]:
-    """This rank's rows through all experts, which the ranks divide, and back: rows, results, gradients of weights."""
-    experts, mine = len(counts[0]), torch.tensor(counts[rank])
+class Noted(Function):
+    """Identity, which notes when it is computed, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, notes):
+        ctx.notes = notes
+        notes.append("compute")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.notes.append("compute")
+        return grads[0], None
+
+
+def exchange(
+    rank: int, world: int, counts: list[list[int]], chunks: int
+) -> tuple[list[torch.Tensor], list[str]]:
+    """This rank's rows through all experts, which the ranks divide, and back: rows, their experts, results, gradients
+    of weights. And the order of messages and computations."""
+    cut = [[n * (i + 1) // chunks - n * i // chunks for n in counts[rank]] for i in range(chunks)]
+    mine, notes = torch.tensor(cut), list[str]()
+    experts = mine.shape[1]
     weights = torch.randn(experts, 4, 4, generator=torch.Generator().manual_seed(0))
     own = weights.view(world, -1, 4, 4)[rank].clone().requires_grad_()
     rows = torch.randn(int(mine.sum()), 4, generator=torch.Generator().manual_seed(1 + rank)).requires_grad_()
     assert dist.group.WORLD is not None
-    layer = AllToAll(Axis("ep", range(world), rank, torch.device("cpu"), dist.group.WORLD))
-    out = layer(rows, mine, lambda rows, counts: grouped_linear(rows, own, counts))
-    wanted = torch.cat([part @ w.t() for part, w in zip(rows.split(counts[rank]), weights, strict=True)])
+    axis = Axis("ep", range(world), rank, torch.device("cpu"), dist.group.WORLD)
+    start = axis.start
+    axis.start = lambda *args, **options: (notes.append("start"), start(*args, **options))[1]  # type: ignore
+    out = AllToAll(axis, chunks)(rows, mine, lambda x, c: Noted.apply(grouped_linear(x, own, c), notes))
+    of = torch.arange(experts).repeat(chunks).repeat_interleave(mine.flatten())
+    wanted = torch.einsum("md,mfd->mf", rows, weights[of])
     torch.testing.assert_close(out, wanted)
     drows, dweights = torch.autograd.grad(out, [rows, own], 2 * out.detach())
-    torch.testing.assert_close(
-        drows,
-        torch.cat(
-            [part @ w for part, w in zip((2 * wanted.detach()).split(counts[rank]), weights, strict=True)]
-        ),
-    )
-    return [rows.detach(), out.detach(), dweights]
+    torch.testing.assert_close(drows, torch.einsum("mf,mfd->md", 2 * wanted.detach(), weights[of]))
+    return [rows.detach(), of, out.detach(), dweights], notes
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(
     "counts",
     [
@@ -170,15 +200,108 @@ def exchange(rank: int, world: int, counts: list[list[int]]) -> list[torch.Tenso
         [[0, 0, 0, 0], [0, 0, 0, 0]],
     ],
 )
-def test_rows_go_out_and_come_back(counts):
-    """Uneven splits, also of nothing: results and gradients are those of whole weights."""
-    found = run_ranks(2, exchange, counts)
+def test_rows_go_out_and_come_back(counts, chunks):
+    """Uneven splits, also of nothing: results and gradients are those of whole weights. And messages of other chunks
+    are under way while one is computed, in forward and in backward."""
+    found = run_ranks(2, exchange, counts, chunks)
     for e in range(4):
         total = torch.zeros(4, 4)
-        for (rows, out, _), row in zip(found, counts, strict=True):
-            at = slice(sum(row[:e]), sum(row[: e + 1]))
-            total += 2 * out[at].t() @ rows[at]
-        torch.testing.assert_close(found[e // 2][2][e % 2], total)
+        for (rows, of, out, _), _ in found:
+            total += 2 * out[of == e].t() @ rows[of == e]
+        torch.testing.assert_close(found[e // 2][0][3][e % 2], total)
+    way = ["start"] * chunks + ["compute", "start"] * chunks
+    assert [notes for _, notes in found] == [way + way] * 2
+
+
+def paired(rank: int, world: int, recipe: Recipe, steps: int, where: Path) -> None:
+    """As `side`. In every pair, each part gives way to the other."""
+    found, both, give_way = [], Turns.both, Turns.give_way
+
+    def noted(turns: Turns, first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+        found.append([0, 0])
+        return both(turns, first, second)
+
+    def counted(turns: Turns) -> None:
+        if turns._running is not None:
+            found[-1][turns._running] += 1
+        give_way(turns)
+
+    Turns.both, Turns.give_way = noted, counted  # type: ignore[method-assign]
+    try:
+        side(rank, world, recipe, steps, where)
+    finally:
+        Turns.both, Turns.give_way = both, give_way  # type: ignore[method-assign]
+    pairs = build("dualpipev_paired", 2, 4).pairs
+    assert len(found) == steps * sum(action.stage in ((0, 3) if rank < 2 else (1, 2)) for action in pairs)
+    assert all(ahead and behind for ahead, behind in found), "one did not give way"
+
+
+PAIRED = "dp=2,pp=2,ep=2,schedule=dualpipev_paired"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        f"{PAIRED},expert_chunks=2",
+        pytest.param(f"{PAIRED},zero=3", marks=pytest.mark.slow),
+        pytest.param(f"{PAIRED},recompute=full", marks=pytest.mark.slow),
+    ],
+)
+def test_forward_and_backward_take_turns(folder, layout):
+    """Each gives way where it would wait for rows, and all is as in one process."""
+    recipe = tiny(folder, layout, *MODEL, *AUX, "model.layers=4")
+    report = compared(recipe, part=paired, folder=folder / "paired")
+    assert report.passed, report.as_json()
+
+
+def test_turns_end_with_an_error_of_either():
+    turns, order = Turns(), list[str]()
+
+    def steps(name: str, count: int, fails: bool = False) -> Callable[[], None]:
+        def run() -> None:
+            for i in range(count):
+                order.append(f"{name}{i}")
+                turns.give_way()
+            if fails:
+                raise ValueError(name)
+
+        return run
+
+    seconds = turns.both(steps("a", 3), steps("b", 1))
+    assert order == ["a0", "b0", "a1", "a2"]
+    assert min(seconds) > 0
+    for fails in ("a", "b"):
+        order.clear()
+        with pytest.raises(ValueError, match=fails):
+            turns.both(steps("a", 2, fails == "a"), steps("b", 3, fails == "b"))
+        assert order == ["a0", "b0", "a1", "b1", "b2"]
+    turns.give_way()  # outside it does nothing
+
+
+def shares(layout: str) -> list[dict[str, tuple[int, ...]]]:
+    """What each rank computes with of the experts of a block."""
+    recipe = resolve(load("quickstart", [*TINY, *MODEL], layout), vocab_size=64)
+    axes, names = (
+        Layout.from_recipe(recipe.layout),
+        ("experts.gate_up", "experts.down", "shared.gate_up.weight"),
+    )
+    every = [parts(card_of(recipe.model), axes, rank) for rank in range(axes.ranks)]
+    return [{name: local_shape(table[f"blocks.0.mlp.{name}"].computes) for name in names} for table in every]
+
+
+def test_tensor_parallel_ranks_have_some_features_of_every_expert():
+    """With sequence parallelism they have tokens of their own, and whole experts."""
+    whole = {"experts.gate_up": (4, 64, 32), "experts.down": (4, 32, 32), "shared.gate_up.weight": (64, 32)}
+    cut = {"experts.gate_up": (4, 32, 32), "experts.down": (4, 32, 16), "shared.gate_up.weight": (32, 32)}
+    assert shares("dp=2,ep=2,tp=2") == [cut] * 4
+    assert shares("dp=2,ep=2,tp=2,sp=true") == [whole] * 4
+
+
+def test_features_that_do_not_divide_are_refused():
+    wanted = "Nearest valid: layout.tp = 1, layout.sp = true, or model.expert_ffn_dim = 32"
+    with pytest.raises(UserError, match=wanted):
+        load("quickstart", [*TINY, *MODEL, "model.expert_ffn_dim=24"], "tp=2")
+    load("quickstart", [*TINY, *MODEL, "model.expert_ffn_dim=24"], "tp=2,sp=true")
 
 
 def test_gradients_of_experts_stay_with_those_who_have_them(folder):

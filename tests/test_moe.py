@@ -126,7 +126,7 @@ def test_the_way_there_and_back():
     """Slots are sorted by expert; each token's rows come back to it, weighted."""
     chosen = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]])
     way = assign(chosen, 4)
-    assert way.counts_E.tolist() == way.chosen_E.tolist() == [3, 1, 4, 0]
+    assert way.counts_CE[0].tolist() == way.chosen_E.tolist() == [3, 1, 4, 0]
     assert way.tokens_M.tolist() == [2, 0, 3, 1, 0, 1, 3, 2]  # first choices before second ones
     x = torch.randn(4, 5)
     assert torch.equal(dispatch(x, way), x[way.tokens_M])
@@ -134,7 +134,7 @@ def test_the_way_there_and_back():
     torch.testing.assert_close(combine(dispatch(x, way), weights, way), x)
     limited = assign(chosen, 4, capacity=2)
     assert limited.tokens_M.tolist() == [2, 0, 1, 0, 1]
-    assert limited.counts_E.tolist() == [2, 1, 2, 0]
+    assert limited.counts_CE[0].tolist() == [2, 1, 2, 0]
     kept = torch.tensor(
         [1.0, 1.0, 1.0, 0.0]
     )  # token 3: both its choices are full; token 2 loses one of weight 0

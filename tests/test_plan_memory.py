@@ -235,6 +235,9 @@ def test_the_error_is_the_one_that_plans_state() -> None:
         ("llama", "bf16", "dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients"),
         ("llama", "fp32", "dp=4,zero=3,ranks_per_node=2,zeropp=hier"),
         ("llama", "bf16", "dp=4,zero=3,ranks_per_node=2,zeropp=weights,gradients:int8"),
+        ("moe", "bf16", "tp=2"),
+        ("moe", "fp32", "dp=2,ep=2,expert_chunks=4"),
+        ("moe", "bf16", "tp=2,sp=true,recompute=full"),
     ],
     ids=" ".join,
 )

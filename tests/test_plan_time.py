@@ -6,10 +6,13 @@ from pathlib import Path
 import published  # benchmarks/planner
 import pytest
 
+from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul
 from fivefold.models.section import ModelSection
-from fivefold.plan import rates, time, volume
+from fivefold.plan import communication, rates, time, volume
 from fivefold.plan.clusters import parse
+from fivefold.plan.communication import group
+from fivefold.plan.cost import message, operation
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD, Software
 from fivefold.recipe import load, resolve_model
@@ -111,3 +114,47 @@ def test_a_pipeline_scatters_gradients_once() -> None:
     assert same.seconds == pytest.approx(once.seconds, rel=1e-9)
     alone = [llama(Layout(dp_shard=64, zero=zero), software=shown).seconds for zero in (1, 2)]
     assert alone[1] > 1.1 * alone[0]  # without a pipeline every microbatch scatters
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+@pytest.mark.parametrize("F", [256, 8192])
+def test_chunks_hide_rows(chunks: int, F: int) -> None:
+    """Both ways' messages are exposed but for what experts compute meanwhile; the first chunk out and the last one back
+    always are."""
+    section = ModelSection(arch="moe", dim=2048, heads=16, seq_len=2048, experts=32, expert_ffn_dim=F)
+    layout = Layout(dp_replicate=16, ep=16, expert_chunks=chunks)
+    s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100:2x8"), 4, 1)
+    ops = {op.name: op for op in card_of(s.model).block_operations(s.sizes, s.software, True)}
+    costs = {name: operation(op, s) for name, op in ops.items()}
+    experts = [costs[f"experts {part}"] for part in ("up", "gate", "down")]
+    whole = s.sizes.N * 2 * 2048 * 2
+    one = communication.all_to_all(whole / chunks, group(layout, s.cluster, "ep"), s.cluster, s.dtype)
+    counts = message(ops["dispatch"].sent_forward[0], s, False)
+    there = costs["dispatch"].rows_forward + costs["combine"].rows_forward
+    back = costs["dispatch"].rows_backward + costs["combine"].rows_backward
+    ahead, behind = sum(c.forward for c in experts), sum(c.input + c.weight for c in experts)
+    assert there == pytest.approx(counts + max(2 * one, 2 * chunks * one - ahead))
+    assert back == pytest.approx(max(2 * one, 2 * chunks * one - behind))
+
+
+def test_pairs_hide_rows() -> None:
+    """A pipeline of pairs takes less time than the same one without them where rows take long, and more where they take
+    none; further microbatches as long as if they were simulated."""
+    section = ModelSection(
+        arch="moe", layers=8, dim=2048, heads=16, seq_len=2048, experts=32, expert_ffn_dim=1024
+    )
+    model = resolve_model(section, vocab_size=32000)
+
+    def s(name: str, ep: int, count: int = 16):
+        layout = Layout(pp=4, dp_replicate=16, ep=ep, schedule=name)
+        return setting(model, layout, parse("h100:8x8"), 1, count)
+
+    for ep, faster in ((16, True), (1, False)):
+        plain, pairs = (time.step(s(name, ep)).seconds for name in ("dualpipev", "dualpipev_paired"))
+        assert (pairs < plain) == faster
+    many = s("dualpipev_paired", 16, 40)
+    costs = time.stage_costs(many)
+    exact, _ = time._simulated(
+        "dualpipev_paired", 4, 40, 1, tuple(c.timed for c in costs), tuple(time.transfers(many).items())
+    )
+    assert time.pipeline(many, costs)[0] == pytest.approx(exact, rel=2e-3)

@@ -19,7 +19,7 @@ TWO = [
     "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "cp=2,cp_method=ulysses", "pp=2",
     "tp=2,sp=true,recompute=selective",
     "tp=2,sp=true,sp_regather=true", "tp=2,sp=true,recompute=ops:attention+gate+norm",
-    "cp=2,recompute=full", "dp=2,ep=2,recompute=full", "cp=2,ep=2,zero=1",
+    "cp=2,recompute=full", "dp=2,ep=2,expert_chunks=3,recompute=full", "cp=2,ep=2,zero=1",
 ]  # fmt: skip
 SLOW = [
     "dp=2,zero=3", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full",
@@ -34,7 +34,7 @@ FOUR = [
 OTHERS = [
     ("gpt2", "tp=2,sp=true"), ("gpt2", "pp=2"), ("bert", "tp=2"), ("bert", "tp=2,sp=true,sp_regather=true"),
     ("qwen3", "tp=2,sp=true"), ("olmo2", "tp=2"), ("olmo2", "tp=2,sp=true,recompute=selective"),
-    ("olmo2", "tp=2,dp=2,zero=3,recompute=full"),
+    ("olmo2", "tp=2,dp=2,zero=3,recompute=full"), ("moe", "tp=2,recompute=full"), ("moe", "dp=2,tp=2,sp=true,zero=2"),
 ]  # fmt: skip
 
 

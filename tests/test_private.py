@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -113,6 +114,12 @@ def test_storage() -> None:
     for x, other in ((torch.ones(2, 3), torch.ones(2, 3)), hollow):
         assert private.storage_of(x) == private.storage_of(x.detach().view(6))
         assert private.storage_of(x) != private.storage_of(other)
+
+
+def test_watched() -> None:
+    assert not private.watched()
+    with FakeTensorMode():
+        assert private.watched()
 
 
 def test_private_names_stand_in_one_file() -> None:

@@ -91,8 +91,8 @@ def test_what_the_search_reads_from_few_microbatches(
     for rank, peak in enumerate(peak_live(schedule, kept, owed)):
         sizes = [size[stage] for size in (kept, owed) for stage in schedule.stages_of(rank)]
         assert sum(n * size for n, size in zip(sum(live[rank], ()), sizes, strict=True)) <= peak + 1e-9
-    if (
-        microbatches % ranks == 0 and name != "dualpipev"
+    if microbatches % ranks == 0 and not name.startswith(
+        "dualpipev"
     ):  # which holds one stage more from 2p + 1 microbatches on
         assert [sum(map(sum, counts)) for counts in live] == peak_live(schedule)
     if microbatches > 2 * ranks:
@@ -196,9 +196,10 @@ def test_what_is_no_action(text: str) -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), CASES)
 def test_files_of_schedules(name: str, chunks: int) -> None:
-    schedule = build(name, 3, 5, chunks)
-    assert from_csv(schedule.to_csv(), name) == schedule
-    assert from_csv(to_csv(with_transfers(schedule)), name) == schedule  # transfers are put in anew
+    schedule = build(name, 3, 7, chunks)
+    assert from_csv(schedule.to_csv(), name) == replace(schedule, paired=bool(schedule.pairs))
+    # transfers are put in anew; such lists say nothing of pairs
+    assert from_csv(to_csv(with_transfers(schedule)), name) == replace(schedule, paired=False)
 
 
 def test_a_file_may_have_gaps_pairs_and_shard_actions() -> None:

@@ -72,6 +72,29 @@ def test_idle_time_of_dualpipev(ranks: int, costs: tuple[float, float, float]) -
     for microbatches in (2 * ranks, 2 * ranks + 1, 5 * ranks):
         expected = (ranks - 1) * (forward + inputs - weights)
         assert idle("dualpipev", ranks, microbatches, *costs) == pytest.approx(expected)
+        paper = (ranks - 1) * (forward + (inputs + weights) + (inputs + weights) - 3 * weights)
+        assert idle("dualpipev_paired", ranks, microbatches, *costs) == pytest.approx(paper)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_pairs_hide_messages(ranks: int) -> None:
+    """Of a forward behind the other's backward, and the other way round, as far as that computes."""
+    schedule, stages = build("dualpipev_paired", ranks, 5 * ranks), 2 * ranks
+    plain, hidden, most = (
+        simulate(schedule, Costs(1, 1, 1, messages=[messages] * stages))
+        for messages in ((0.0, 0.0), (0.3, 0.5), (1.0, 2.0))
+    )
+    pairs = len(schedule.pairs)
+    assert pairs > 5 * ranks
+    assert sum(map(plain.busy, range(ranks))) - sum(map(hidden.busy, range(ranks))) == pytest.approx(
+        0.8 * pairs
+    )
+    assert sum(map(most.busy, range(ranks))) == sum(map(plain.busy, range(ranks))), (
+        "nothing computes meanwhile"
+    )
+    alone = build("dualpipev", ranks, 5 * ranks)
+    assert not alone.pairs
+    assert simulate(alone, Costs(1, 1, 1, messages=[(0.3, 0.5)] * stages)) == simulate(alone, Costs(1, 1, 1))
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -207,7 +207,7 @@ def test_host_syncs_are_counted_where_they_are() -> None:
     assert (operation, place.split(":")[0], found[operation, place]) == ("item", "step/step.py", 1)
     mixed = trace(recipe_of("dp=1", "fp32", *MOE, "model.capacity_factor=1.0"), 0, 3).syncs
     assert {key: times for key, times in mixed.items() if key[1].startswith("kernels/")} == {
-        ("index", "kernels/mixture.py:45"): 3 * 4
+        ("index", "kernels/mixture.py:46"): 3 * 4
     }
 
 

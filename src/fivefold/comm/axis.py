@@ -153,19 +153,24 @@ class Axis:
         self._run("all_to_all", larger, _all_to_all, out, x, taken, given)
         return out
 
-    def start_all_to_all(self, x: Tensor) -> Started:
-        """Starts `all_to_all` with equal slices."""
+    def start_all_to_all(
+        self, x: Tensor, taken: Sequence[int] | None = None, given: Sequence[int] | None = None
+    ) -> Started:
+        """Starts `all_to_all`."""
         if self.group is None:
             return Started(self, "all_to_all", x)
-        out = torch.empty_like(x)
-        return self._start("all_to_all", out, out, dist.all_to_all_single, out, x)
+        out, larger = self._room(x, taken)
+        return self._start("all_to_all", out, larger, _all_to_all, out, x, taken, given)
 
     def run(self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False) -> Tensor:
         """Runs a collective of `spread/regions.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
-        what = collective.backward if backward else collective.forward
-        assert what is not None, f"{collective}: nothing is sent back"
-        assert collective.number in (0, x.element_size()), f"{collective} of {x.dtype}"
-        return getattr(self, what)(x, *rows)
+        return getattr(self, _operation(collective, x, backward))(x, *rows)
+
+    def start(
+        self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False
+    ) -> Started:
+        """Starts `run`."""
+        return getattr(self, f"start_{_operation(collective, x, backward)}")(x, *rows)
 
     def _room(self, x: Tensor, taken: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """(output tensor of an all-to-all, the larger of x and the output)."""
@@ -228,6 +233,9 @@ class Axis:
     ) -> Started:
         """Starts `function`, which returns a handle to wait for. larger: the larger of its input and output."""
         frame = sys._getframe(2)
+        while frame.f_code.co_filename == __file__:  # `start`
+            assert frame.f_back is not None
+            frame = frame.f_back
         started = Started(self, operation, result, arguments, frame.f_code, frame.f_lasti)
         if counters:
             _count(self, operation, larger)
@@ -253,6 +261,13 @@ class Axis:
             raise
         finally:
             _handed_over()
+
+
+def _operation(collective: Collective, x: Tensor, backward: bool) -> str:
+    what = collective.backward if backward else collective.forward
+    assert what is not None, f"{collective}: nothing is sent back"
+    assert collective.number in (0, x.element_size()), f"{collective} of {x.dtype}"
+    return what
 
 
 def _count(axis: Axis, operation: str, larger: Tensor | None) -> None:

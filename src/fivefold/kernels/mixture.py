@@ -1,8 +1,8 @@
 """The computation of a mixture of experts after its router: sorts tokens by expert, computes all experts in one grouped
 matmul, and returns the results to their tokens. Functions of tensors.
 
-Legend: N tokens, K experts of a token, E experts, M rows (a token once for each of its experts, less those dropped),
-D model, F features.
+Legend: N tokens, K experts of a token, E experts, C chunks, M rows (a token once for each of its experts, less those
+dropped), D model, F features.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch.autograd.function import once_differentiable
 class Assignment(NamedTuple):
     """The assignment of tokens to rows. Slot s of token n has index s N + n, so first choices come before second ones.
 
-    order_M: the slot of each row; rows are sorted by expert, then by slot. place_NK: the row of each slot, or M if it
-    is dropped. counts_E: rows of each expert. chosen_E: slots of each expert, including dropped ones.
+    order_M: the slot of each row; rows are sorted by chunk, then by expert, then by slot. place_NK: the row of each
+    slot, or M if it is dropped. counts_CE: rows of each expert in each chunk. chosen_E: slots of each expert, including
+    dropped ones.
     """
 
     order_M: Tensor
     place_NK: Tensor
-    counts_E: Tensor
+    counts_CE: Tensor
     chosen_E: Tensor
 
     @property
@@ -34,19 +35,32 @@ class Assignment(NamedTuple):
         return self.order_M % self.place_NK.shape[0]
 
 
-def assign(chosen_NK: Tensor, experts: int, capacity: int = 0) -> Assignment:
-    """Sorts slots by expert. capacity: most rows per expert; the first slots are kept. 0: no limit."""
+def assign(chosen_NK: Tensor, experts: int, capacity: int = 0, chunks: int = 1) -> Assignment:
+    """Sorts slots by expert. capacity: most rows per expert; the first slots are kept. 0: no limit. chunks: the kept
+    rows of each expert are cut into so many equal parts."""
     slots = chosen_NK.t().reshape(-1)
-    order = slots.argsort(stable=True)
+    order, ones = slots.argsort(stable=True), torch.ones_like(slots)
     # not bincount: on a GPU it waits for its result
-    chosen = counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
+    chosen = counts = slots.new_zeros(experts).scatter_add_(0, slots, ones)
     if capacity:
-        first = (counts.cumsum(0) - counts)[slots[order]]  # the expert's first row
-        order = order[torch.arange(len(order), device=order.device) - first < capacity]
+        order = order[_nth(slots[order], counts) < capacity]
         counts = counts.clamp(max=capacity)
+    counts_CE = counts[None]
+    if chunks > 1:
+        expert = slots[order]
+        chunk = _nth(expert, counts) * chunks // counts[expert]
+        counts_CE = slots.new_zeros(chunks * experts)
+        counts_CE = counts_CE.scatter_add_(0, chunk * experts + expert, ones[: len(order)]).view(chunks, -1)
+        order = order[chunk.argsort(stable=True)]
     place = torch.full_like(slots, len(order))
     place[order] = torch.arange(len(order), device=order.device)
-    return Assignment(order, place.view(chosen_NK.shape[::-1]).t().contiguous(), counts, chosen)
+    return Assignment(order, place.view(chosen_NK.shape[::-1]).t().contiguous(), counts_CE, chosen)
+
+
+def _nth(expert_M: Tensor, counts_E: Tensor) -> Tensor:
+    """The number of each row among those of its expert, for rows sorted by expert."""
+    first_E = counts_E.cumsum(0) - counts_E
+    return torch.arange(len(expert_M), device=expert_M.device) - first_E[expert_M]
 
 
 def dispatch(x_ND: Tensor, assignment: Assignment) -> Tensor:

@@ -119,6 +119,14 @@ class RegionInput(nn.Module):
         return x_BTD
 
 
+class RegionOutput(nn.Module):
+    """Identity: an activation leaves the part of a sublayer that computes with some of the features only. No
+    parameters. Tensor parallelism replaces it by a module that sums the activation over ranks, in place."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+
 class Output(nn.Module):
     """Hidden states and the output layer's weight -> logits or loss (see `logits_or_loss`). No parameters.
 

@@ -8,7 +8,7 @@ Without a counterweight, a router sends most tokens to few experts. One remedy i
 2101.03961). The other is loss-free: a bias per expert, added to its score when experts are chosen, moves against the
 load after each step (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437).
 
-Shapes: B batch, T tokens, N = B T, D model width, E experts, K experts of a token, F width of an expert.
+Shapes: B batch, T tokens, N = B T, D model width, E experts, C chunks, K experts of a token, F width of an expert.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from fivefold import kernels
 from fivefold.kernels.mixture import assign, combine, dispatch, grouped_linear
-from fivefold.models.layers import Sublayer
+from fivefold.models.layers import RegionInput, RegionOutput, Sublayer
 from fivefold.models.section import ModelSection
 from fivefold.models.sublayers import SwiGLU
 
@@ -71,12 +71,15 @@ class Total(nn.Module):
 
 class Exchange(nn.Module):
     """Computes rows of experts on this rank. No parameters. Expert parallelism replaces it by a module that sends the
-    rows to the ranks with the experts, and the results back."""
+    rows to the ranks with the experts, and the results back, in `chunks` parts."""
+
+    chunks = 1
 
     def forward(
-        self, rows_MD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+        self, rows_MD: Tensor, counts_CE: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        return compute(rows_MD, counts_E)
+        """compute(rows sorted by expert, rows per expert) returns the results, row by row."""
+        return compute(rows_MD, counts_CE[0])
 
 
 class Router(nn.Module):
@@ -122,9 +125,9 @@ class Experts(Sublayer):
         self.down = nn.Parameter(torch.empty(model.experts, model.dim, model.expert_ffn_dim))
         self.exchange = Exchange()
 
-    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by expert, and the number of rows of each expert -> (M, D)."""
-        return self.exchange(rows_MD, counts_E, self.compute)
+    def forward(self, rows_MD: Tensor, counts_CE: Tensor) -> Tensor:
+        """Rows sorted by chunk and expert, and the number of rows of each expert in each chunk -> (M, D)."""
+        return self.exchange(rows_MD, counts_CE, self.compute)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E), counts_E)
@@ -135,7 +138,12 @@ class Experts(Sublayer):
 
 
 class Mixture(nn.Module):
-    """Router, routed experts, shared experts (one SwiGLU as wide as all of them)."""
+    """Router, routed experts, shared experts (one SwiGLU as wide as all of them).
+
+    Under tensor parallelism each rank computes some features of every expert. One sum behind routed and shared experts
+    makes the result whole. The router is whole. Under sequence parallelism ranks have tokens of their own, and whole
+    experts.
+    """
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
@@ -147,17 +155,20 @@ class Mixture(nn.Module):
         self.router, self.total, self.experts = Router(model), Total(), Experts(model)
         width = (model.shared_experts or 0) * model.expert_ffn_dim
         self.shared = SwiGLU(model.dim, width) if width else None
+        self.enter, self.leave = RegionInput(), RegionOutput()
         self.stats = RouterStats()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
         chosen, weights, shares, logits = self.router(x_ND)
-        way = assign(chosen, self.count, self.capacity(len(x_ND)))
-        y_ND = combine(self.experts(dispatch(x_ND, way), way.counts_E), weights, way)
+        way = assign(chosen, self.count, self.capacity(len(x_ND)), self.experts.exchange.chunks)
+        inside_ND = self.enter(x_ND)
+        y_ND = combine(self.experts(dispatch(inside_ND, way), way.counts_CE), self.enter(weights), way)
         if self.shared is not None:
-            y_ND = y_ND + self.shared(x_ND)
+            y_ND = y_ND + self.shared(inside_ND)
+        y_ND = self.leave(y_ND)
         if torch.is_grad_enabled() and self.training:
-            y_ND = self._with_losses(y_ND, shares, logits, way.chosen_E, way.counts_E)
+            y_ND = self._with_losses(y_ND, shares, logits, way.chosen_E, way.counts_CE)
         return y_ND.view_as(x_BTD)
 
     def capacity(self, tokens: int) -> int:
@@ -167,7 +178,7 @@ class Mixture(nn.Module):
         return math.ceil(self.capacity_factor * tokens * self.router.per_token / self.count)
 
     def _with_losses(
-        self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, chosen_E: Tensor, counts_E: Tensor
+        self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, chosen_E: Tensor, counts_CE: Tensor
     ) -> Tensor:
         total_E = self.total(chosen_E)
         with torch.set_grad_enabled(self.aux_weight > 0):
@@ -175,7 +186,7 @@ class Mixture(nn.Module):
         with torch.set_grad_enabled(self.z_weight > 0):
             z = logits_NE.logsumexp(-1).square().mean()
         with torch.no_grad():
-            dropped = (chosen_E - counts_E).sum()
+            dropped = (chosen_E - counts_CE.sum(0)).sum()
             facts = torch.cat([chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
         return _Attach.apply(y_ND, self.aux_weight * aux + self.z_weight * z, self.stats, facts)
 

@@ -65,7 +65,7 @@ class Operation:
     "core", "inner" and "gate" are as in `Saved`; "out" and "down" are the matmuls behind attention and gate; "" is any
     other; "never": backward does not need it. workspace: bytes that its backward (for the loss: its forward) holds
     besides saved tensors. random: numbers drawn in forward, for dropout. rate: the measured operation whose
-    element-wise work it resembles.
+    element-wise work it resembles. beside: the operations that hide its hidden messages; none: itself.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Operation:
     workspace: float = 0.0
     random: float = 0.0
     rate: Rate = "copy"
+    beside: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Program:
 @dataclass(frozen=True)
 class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
-    even split."""
+    even split. chunks: of these rows, whose messages overlap."""
 
     model: ModelSection
     B: int
@@ -122,6 +123,7 @@ class Sizes:
     cp_method: str = "ring"
     load: float = 1.0
     sp_regather: bool = False
+    chunks: int = 1
 
     @property
     def N(self) -> float:
@@ -131,7 +133,7 @@ class Sizes:
     def n(self) -> float:
         return self.N / self.tp if self.sp else self.N
 
-    def chunks(self, program: Program, rows: float) -> int:
+    def loss_chunks(self, program: Program, rows: float) -> int:
         """Number of chunks that the loss cuts these rows of logits into."""
         columns = (self.model.vocab_size or 1) / self.tp
         return sizes.loss_chunks(rows, columns, self.e, program.chunk_bytes)

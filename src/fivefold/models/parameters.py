@@ -55,8 +55,15 @@ def cut_of(name: str, shape: Shape, model: ModelSection) -> Cut | None:
             return Cut("column", 0, (d * H, d * K, d * K))
         case "mlp.gate_up.weight":
             return Cut("column", 0, (shape[0] // 2,) * 2)
-        case "mlp.experts.gate_up" | "mlp.experts.down":
-            return Cut("expert", 0, shape[:1])
+        case "mlp.experts.gate_up":
+            columns = Cut("column", 1, (shape[1] // 2,) * 2, whole_tokens=True)
+            return Cut("expert", 0, shape[:1], within=columns)
+        case "mlp.experts.down":
+            return Cut("expert", 0, shape[:1], within=Cut("row", 2, shape[2:], whole_tokens=True))
+        case "mlp.shared.gate_up.weight":
+            return Cut("column", 0, (shape[0] // 2,) * 2, whole_tokens=True)
+        case "mlp.shared.down.weight":
+            return Cut("row", 1, shape[1:], whole_tokens=True)
         case "mlp.up.weight" | "mlp.up.bias":
             return Cut("column", 0, shape[:1])
         case "attention.out.weight" | "mlp.down.weight":

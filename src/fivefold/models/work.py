@@ -100,7 +100,7 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
     into, back, statistics = _loss_messages(s, program, rows, whole)
     saved, besides = [Saved("output input", n * D * e, "stream")], workspace * rows * columns
     if chunks:  # forward makes the gradients and keeps them for backward, instead of its input
-        cut, weight = s.chunks(program, rows), D * columns
+        cut, weight = s.loss_chunks(program, rows), D * columns
         saved = [
             Saved("gradient of the output's input", (rows + (n if s.sp else 0)) * D * e, "stream"),
             Saved("gradient of the output's weight", weight * (e if cut == 1 else 4), "stream"),
@@ -136,7 +136,7 @@ def _loss_messages(
     targets together."""
     if program.loss != "chunks":
         return *s.enter(), (Message("all_reduce", "tp", 3 * 4 * rows),) if s.tp > 1 else ()
-    told, _ = s.sends(STATISTICS, s.tp * LOSS_STATISTICS * rows, calls=s.chunks(program, rows))
+    told, _ = s.sends(STATISTICS, s.tp * LOSS_STATISTICS * rows, calls=s.loss_chunks(program, rows))
     counted, _ = s.sends(TARGETS, 1)
     back = (Message(SUM[s.sp and not whole], "tp", rows * s.model.dim * s.e),) if s.tp > 1 else ()
     return s.whole(), back, (*told, *counted)
@@ -371,16 +371,20 @@ def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[
 
 
 def mixture(s: Sizes) -> list[Operation]:
-    """The routed feed-forward: tokens go to their experts and come back. Experts are whole on every tensor-parallel
-    rank; a rank sends the tokens that it has outside tensor-parallel regions."""
+    """The routed feed-forward: tokens go to their experts and come back. A rank sends the tokens that it has outside
+    tensor-parallel regions. Tensor-parallel ranks with the same tokens have some features of every expert."""
     model, D, e, N = s.model, s.model.dim, s.e, s.n
     E, k, F = model.experts or 1, model.experts_per_token or 1, model.expert_ffn_dim or model.ffn_dim or 0
+    summed = () if s.sp else s.sum()
+    weights = (replace(summed[0], size=N * k * 4),) if summed else ()  # the gradient of the router's weights
+    F /= 1 if s.sp else s.tp
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
-    exchange, exchange_back = s.sends(ROWS, max(routed, received) * D)
-    counts, _ = s.sends(COUNTS, E)
+    exchange, exchange_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, max(routed, received) * D))
+    counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     wide = (Saved("router input in fp32", N * D * 4, "stream"),) if e != 4 else ()
     router = Operation("router", Matmul(N, E, D), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=wide)
+    experts = _swiglu("experts", received, F, s, here, s.chunks)
     ops = [
         router,
         Operation(
@@ -388,34 +392,51 @@ def mixture(s: Sizes) -> list[Operation]:
             forward=2 * routed * D * e + order,
             backward=2 * routed * D * e + order,
             kernels=4,
-            sent_forward=(*counts, *exchange),
-            sent_backward=exchange_back,
+            sent_forward=(*counts, *exchange[:1]),
+            sent_backward=(*exchange_back[:1], *summed, *weights),
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
-        *_swiglu("experts", received, F, s, here),
-        Operation(
+        *experts,
+        Operation(  # the hidden messages of both ways are with it
             "combine",
             forward=3 * routed * D * e + order,
             backward=3 * routed * D * e + order,
             kernels=4,
-            sent_forward=exchange,
-            sent_backward=exchange_back,
+            sent_forward=(*exchange, *exchange[1:]),
+            sent_backward=(*exchange_back, *exchange_back[1:]),
             saved=(Saved("experts' output", routed * D * e, "stream"),),
+            beside=tuple(experts) if s.chunks > 1 else (),
         ),
     ]
     if model.shared_experts:
         ops += _swiglu("shared", N, model.shared_experts * F, s)
-    return [*ops, *_balance(s)]
+    learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
+    sums = [Operation("experts' sum", kernels=0, sent_forward=summed)] if summed else []
+    # Only if the router's own loss terms have a gradient does recomputation get this far.
+    return [*ops, *(replace(op, part="" if learns else "never") for op in [*sums, *_balance(s)])]
 
 
-def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1) -> list[Operation]:
-    """A SwiGLU that is whole on every tensor-parallel rank, or `count` of them that share the rows."""
+def _chunked(sent: tuple[Message, ...], chunks: int) -> tuple[Message, ...]:
+    """A message cut into chunks: one of them, and the others, which overlap."""
+    if chunks == 1:
+        return sent
+    share = 1 / chunks
+    others = [replace(m, size=m.size * (1 - share), calls=chunks - 1, hidden=True) for m in sent]
+    return (*(replace(m, size=m.size * share) for m in sent), *others)
+
+
+def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1, chunks: int = 1) -> list[Operation]:
+    """A SwiGLU with F features on this rank, or `count` of them that share the rows. chunks: of the rows; each has a
+    gradient of the weights, which is added to that of the others."""
     D, e = s.model.dim, s.e
     inner = Saved(f"{name} activation", rows * F * e, "gate")
+    added = 3 * (chunks - 1) * count * D * F * e
+    each, count = rows / count / chunks, count * chunks
     return [
         Operation(
             f"{name} up",
-            Matmul(rows / count, 2 * F, D, count),
+            Matmul(each, 2 * F, D, count),
+            backward=2 * added,
             saved=(Saved(f"{name} up", rows * 2 * F * e, "product"),),
         ),
         Operation(
@@ -425,18 +446,13 @@ def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1) -> lis
             saved=(inner,),
             part="gate",
             rate="gate",
-            workspace=2 * rows * F * e,
+            workspace=2 * rows / chunks * F * e,
         ),
-        Operation(f"{name} down", Matmul(rows / count, D, F, count)),
+        Operation(f"{name} down", Matmul(each, D, F, count), backward=added),
     ]
 
 
 def _balance(s: Sizes) -> list[Operation]:
-    """Sums the counts of each expert over ranks that have parts of a sequence, for the router's own loss terms. If
-    these terms have a gradient, recomputation repeats the sum."""
+    """Sums the counts of each expert over ranks that have parts of a sequence, for the router's own loss terms."""
     total = tuple(m for load in loads(s.sp) for m in s.sends(load, s.model.experts or 1)[0])
-    model = s.model
-    learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
-    return (
-        [Operation("balance", kernels=0, sent_forward=total, part="" if learns else "never")] if total else []
-    )
+    return [Operation("balance", kernels=0, sent_forward=total)] if total else []

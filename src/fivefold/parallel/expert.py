@@ -7,7 +7,8 @@ They are summed over "edp", the ranks with the same experts; other gradients are
 
 `Balance` sums the load of the experts over all ranks, once per step, in any layout.
 
-Legend: M rows that a rank has, R rows that it receives, D model, E experts, G ranks of the group, e = E / G.
+Legend: M rows that a rank has, R rows that it receives, D model, E experts, G ranks of the group, e = E / G, C
+chunks.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.comm import Axis
+from fivefold.comm import Axis, Started
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.mixture import Exchange, Mixture, Total
 from fivefold.models.section import ModelSection
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.turns import Turns
 from fivefold.spread.parts import Part, local_shape
 from fivefold.spread.regions import COUNTS, ROWS, Collective, loads
 
@@ -39,15 +41,14 @@ def mixtures(stage: LanguageModel) -> Iterator[tuple[int, Mixture]]:
 
 
 def apply(stage: LanguageModel, mesh: Mesh, table: dict[str, Part]) -> None:
-    """Shards the experts of a model on "meta" over "ep", in place. Routers that see a part of each sequence get the
-    counts of the whole sequence."""
+    """Gives a model on "meta" this rank's part of the experts, in place. Routers that see a part of each sequence get
+    the counts of the whole sequence."""
     for number, mixture in mixtures(stage):
         sums = [(mesh.axis(load.axis), load) for load in loads(mesh.layout.sp) if mesh.size(load.axis) > 1]
         if sums:
             mixture.total = SummedTotal(sums)
-        if mesh.size(ROWS.axis) == 1:
-            continue
-        mixture.experts.exchange = AllToAll(mesh.axis(ROWS.axis))
+        if mesh.size(ROWS.axis) > 1:
+            mixture.experts.exchange = AllToAll(mesh.axis(ROWS.axis), mesh.layout.expert_chunks)
         for name, whole in list(mixture.experts.named_parameters()):
             shape = local_shape(table[f"blocks.{number}.mlp.experts.{name}"].computes)
             setattr(mixture.experts, name, nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta")))
@@ -68,46 +69,141 @@ class SummedTotal(Total):
 
 
 class AllToAll(Exchange):
-    """Sends rows to the ranks that hold their experts, and the results back (see `models.mixture.Exchange`)."""
+    """Sends rows to the ranks that hold their experts, and the results back (see `models.mixture.Exchange`).
 
-    def __init__(self, axis: Axis):
+    With several chunks the messages of one are under way while experts compute another: in forward all rows leave at
+    once, experts compute a chunk when it has arrived, and its results leave before the next chunk. Backward runs the
+    same in reverse, because autograd goes through nodes in reverse order of their making.
+    """
+
+    def __init__(self, axis: Axis, chunks: int = 1):
         super().__init__()
-        self.axis = axis
+        self.axis, self.chunks = axis, chunks
+        self.turns: Turns | None = None  # set if a pipeline runs forwards and backwards in pairs
 
     def forward(
-        self, rows_MD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+        self, rows_MD: Tensor, counts_CE: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """compute(rows sorted by this rank's experts, rows per expert) returns the results, row by row."""
-        mine_Ge = counts_E.view(self.axis.size, -1)
-        theirs_Ge = self.axis.run(COUNTS, mine_Ge)
-        sent, received = self.splits(torch.stack([mine_Ge.sum(1), theirs_Ge.sum(1)]), len(rows_MD))
-        rows_RD = _Send.apply(rows_MD, received, sent, self.axis)
-        # The rows arrive sorted by source, then expert. Experts need them sorted by expert, then source.
-        experts = torch.arange(theirs_Ge.shape[1], device=rows_MD.device).repeat(len(theirs_Ge))
-        order = experts.repeat_interleave(theirs_Ge.flatten(), output_size=len(rows_RD)).argsort(stable=True)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        results_RD = compute(_Permute.apply(rows_RD, order, back), theirs_Ge.sum(0))
-        return _Send.apply(_Permute.apply(results_RD, back, order), sent, received, self.axis)
+        mine_GCe = counts_CE.unflatten(1, (self.axis.size, -1)).transpose(0, 1).contiguous()
+        started = self.axis.start(COUNTS, mine_GCe)
+        if self.turns:
+            self.turns.give_way()
+        theirs_GCe = started()
+        rows_2CG = torch.stack([mine_GCe.sum(2).t(), theirs_GCe.sum(2).t()])
+        sent, received = self.splits(rows_2CG, len(rows_MD))
+        there = [Transfer(self.axis, *rows, self.turns) for rows in zip(received, sent, strict=True)]
+        back = [Transfer(self.axis, *rows, self.turns) for rows in zip(sent, received, strict=True)]
+        leaving, arriving = _Leave.apply(rows_MD, there), []
+        for one, home, chosen_Ge, token in zip(there, back, theirs_GCe.unbind(1), leaving, strict=True):
+            rows_RD = _Receive.apply(token, one)
+            # The rows arrive sorted by source, then expert. Experts need them sorted by expert, then source.
+            experts = torch.arange(chosen_Ge.shape[1], device=rows_MD.device).repeat(len(chosen_Ge))
+            order = experts.repeat_interleave(chosen_Ge.flatten(), output_size=len(rows_RD)).argsort(
+                stable=True
+            )
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order), device=order.device)
+            results_RD = compute(_Permute.apply(rows_RD, order, inverse), chosen_Ge.sum(0))
+            arriving.append(_Return.apply(_Permute.apply(results_RD, inverse, order), home))
+        return _Join.apply(back, *arriving)
 
-    def splits(self, rows_2G: Tensor, rows: int) -> list[list[int]]:
-        """Rows to send to each rank (`rows` in all), and rows to receive from each."""
-        return rows_2G.tolist()
+    def splits(self, rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
+        """Rows to send to each rank in each chunk (`rows` in all), and rows to receive from each."""
+        return rows_2CG.tolist()
 
 
-class _Send(Function):
-    """All-to-all of rows: sends given[i] rows to rank i, in order, and receives taken[i] rows from it."""
+class Transfer:
+    """An all-to-all of rows in forward, and that of their gradients in backward. taken, given: rows received from and
+    sent to each rank in forward. Rows travel beside autograd, which sees empty tensors in their place ("tokens")."""
+
+    def __init__(self, axis: Axis, taken: list[int], given: list[int], turns: Turns | None = None):
+        self.axis, self.taken, self.given, self.turns = axis, taken, given, turns
+        self.started: Started | None = None
+
+    def start(self, rows: Tensor, backward: bool = False) -> None:
+        ways = (self.given, self.taken) if backward else (self.taken, self.given)
+        self.started = self.axis.start(ROWS, rows.contiguous(), *ways, backward=backward)
+
+    def wait(self) -> Tensor:
+        started, self.started = self.started, None
+        assert started is not None, "waited for before"
+        if self.turns:
+            self.turns.give_way()
+        return started()
+
+
+def _start_all(transfers: Sequence[Transfer], rows: Tensor, backward: bool) -> None:
+    """Starts the transfers of the rows, in order; in backward those of the last rows first."""
+    each = [sum(one.taken if backward else one.given) for one in transfers]
+    pairs = list(zip(transfers, rows.split(each), strict=True))
+    for one, some in reversed(pairs) if backward else pairs:
+        one.start(some, backward=backward)
+
+
+def _wait_for_all(transfers: Sequence[Transfer]) -> Tensor:
+    """The rows of all transfers, in their order."""
+    found = [one.wait() for one in transfers]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class _Leave(Function):
+    """Starts the transfer of each chunk's rows: (M, D) -> a token for each."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, taken: list[int], given: list[int], axis: Axis) -> Tensor:
-        ctx.splits, ctx.axis = (taken, given), axis
-        return axis.run(ROWS, rows.contiguous(), taken, given)
+    def forward(ctx: Any, rows: Tensor, transfers: list[Transfer]) -> tuple[Tensor, ...]:
+        ctx.transfers = transfers
+        _start_all(transfers, rows, backward=False)
+        return tuple(rows.new_empty(0) for _ in transfers)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        taken, given = ctx.splits
-        return ctx.axis.run(ROWS, grads[0].contiguous(), given, taken, backward=True), None, None, None
+        return _wait_for_all(ctx.transfers), None
+
+
+class _Receive(Function):
+    """Waits for the rows of a chunk: token -> (R, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        ctx.transfer.start(grads[0], backward=True)
+        return grads[0].new_empty(0), None
+
+
+class _Return(Function):
+    """Starts the transfer of a chunk's results: (R, D) -> token."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(rows)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        return ctx.transfer.wait(), None
+
+
+class _Join(Function):
+    """Waits for the results of all chunks: tokens -> (M, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, transfers: list[Transfer], *tokens: Tensor) -> Tensor:
+        ctx.transfers = transfers
+        return _wait_for_all(transfers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        _start_all(ctx.transfers, grads[0], backward=True)
+        return None, *(grads[0].new_empty(0) for _ in ctx.transfers)
 
 
 class _Permute(Function):

@@ -28,7 +28,7 @@ from fivefold.parallel.stages import split, sum_tied
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
 from fivefold.spread.parts import Part, held
-from fivefold.spread.units import Keeping, keepings, syncs
+from fivefold.spread.units import Keeping, keepings, syncs, tensor_sums
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages
@@ -73,13 +73,15 @@ def parallelize(
             expert.apply(stage, mesh, table)
     if mesh.size("tp") > 1:
         partial = [name for stage in stages for name in tensor.apply(stage, mesh, model)]
-        found.reductions.append(tensor.sum_gradients(found.replicas, partial, mesh))
+        messages = tensor_sums(card_of(model), layout, partial)
+        found.reductions.append(tensor.sum_gradients(found.replicas, messages, mesh))
     if mesh.size("cp") > 1:
         found.positions = context.positions(model.seq_len, mesh)
         for stage in stages:
             context.apply(stage, mesh)
     if mesh.size("pp") > 1:
-        found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype)
+        again = layout.recompute != "none" and model.dropout > 0
+        found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
     for stage in stages:
         recompute.apply(stage, layout.recompute, mesh.device.type == "cuda")
     if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
@@ -91,18 +93,18 @@ def parallelize(
                 if int(number) not in mixed:
                     block.compile()
     kept = keepings(card_of(model), layout, list(numbered))
-    messages: dict[int, list[UnitMessages]] = {}
+    of_units: dict[int, list[UnitMessages]] = {}
     if any(keeping.units for keeping in kept):
         from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
 
         for keeping in kept:  # before they have memory, so no rank ever holds all the weights in fp32
             for number in keeping.stages:
                 units = [unit for unit in keeping.units if unit.stage == number]
-                messages[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
+                of_units[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
     with memory or nullcontext():
         for stage in stages:
             _make_buffers(stage, mesh.device)
-        of_stage = _add_replicas(found, numbered, kept, messages, mesh, table, recipe, compute_dtype, reduce)
+        of_stage = _add_replicas(found, numbered, kept, of_units, mesh, table, recipe, compute_dtype, reduce)
     if found.pipeline is not None:
         found.pipeline.replicas = of_stage
         if model.tie_embeddings:

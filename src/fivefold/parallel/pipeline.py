@@ -24,8 +24,11 @@ from torch import Tensor
 from fivefold.comm import Started
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.deferred import Deferred, WeightGradient, attach
+from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.private import watched
 from fivefold.parallel.replica import Replica
+from fivefold.parallel.turns import Turns
 from fivefold.schedules.pipeline import (
     SENDS_PER_RANK,
     Action,
@@ -46,11 +49,19 @@ Arrival = Tensor | Started  # a result of this rank, or a message from another
 class Pipeline:
     """This rank's stages by number, and the schedule that they run.
 
-    dim: D. dtype: of the activations. replicas: of the parameters of each stage. recording: while it is True, each step
+    dim: D. dtype: of the activations. in_turns: False: forward draws random numbers, and backward draws them again, so
+    they cannot run in turns. replicas: of the parameters of each stage. recording: while it is True, each step
     is measured, and `recorded` holds its schedule and timeline; all ranks of a pipeline must set it together.
     """
 
-    def __init__(self, stages: Mapping[int, LanguageModel], mesh: Mesh, dim: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        stages: Mapping[int, LanguageModel],
+        mesh: Mesh,
+        dim: int,
+        dtype: torch.dtype,
+        in_turns: bool = True,
+    ):
         self.stages, self.mesh, self.dim, self.dtype = dict(stages), mesh, dim, dtype
         self.replicas: Mapping[int, Sequence[Replica]] = {}
         self.in_order = mesh.device.type == "cuda"  # NCCL runs messages in the order of their calls
@@ -61,6 +72,17 @@ class Pipeline:
         if self.splits_backward:
             for stage in self.stages.values():
                 attach(stage, self.deferred)
+        self.turns: Turns | None = (
+            None  # of the computations of a pair, where messages of experts are waited for
+        )
+        if in_turns and self.schedule(1).paired and mesh.size("ep") > 1:
+            device = mesh.device
+            self.turns = Turns(
+                (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else lambda: None
+            )
+            for module in (module for stage in self.stages.values() for module in stage.modules()):
+                if isinstance(module, AllToAll):
+                    module.turns = self.turns
 
     @property
     def splits_backward(self) -> bool:
@@ -84,13 +106,12 @@ class Pipeline:
 
         positions_T: of this rank's tokens; None: all positions.
         """
-        run = _Run(self, microbatches, positions_T, scale, seed)
+        run, schedule = _Run(self, microbatches, positions_T, scale, seed), self.schedule(len(microbatches))
         if self.recording:
             self.mesh.axis("pp").barrier()
         began = time.perf_counter()
-        run(self._training(len(microbatches)))
+        run(self._training(len(microbatches)), schedule.pairs if self.turns and not watched() else {})
         if self.recording:
-            schedule = self.schedule(len(microbatches))
             self.recorded = schedule, _gather(run.events, began, schedule, self.mesh)
         return torch.stack([torch.zeros((), device=self.mesh.device), *run.losses.values()]).sum()
 
@@ -148,16 +169,24 @@ class _Run:
         self.to_send: dict[Action, Tensor] = {}
         self.sends: deque[Started] = deque()
 
-    def __call__(self, actions: Sequence[Action]) -> None:
-        do = {
+    def __call__(self, actions: Sequence[Action], pairs: Mapping[Action, Action] | None = None) -> None:
+        pairs = pairs or {}
+        do: dict[str, Callable[[Action], None]] = {
             "F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
             "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
         }  # fmt: skip
         last = _last_gradients(actions, self.pipeline.replicas)
+        ahead: Action | None = None
         for action in actions:
             for replica in last.get(action, ()):
                 replica.enable_sync()
-            do[action.kind](action)
+            if action in pairs:
+                ahead = action  # only receives come before the backward that it runs with
+            elif ahead is not None and action == pairs[ahead]:
+                self._pair(ahead, action)
+                ahead = None
+            else:
+                do[action.kind](action)
         self._wait_for_sends(0)
         assert not any((self.kept, self.owed, self.inputs, self.gradients, self.to_send)), (
             "nothing is left over"
@@ -181,6 +210,16 @@ class _Run:
         else:
             assert y.dtype == self.pipeline.dtype, f"stage {stage} gives {y.dtype}"
             self._hand_over(y.detach(), self.inputs, stage + 1, Action(stage, "SEND_F", index))
+
+    def _pair(self, ahead: Action, behind: Action) -> None:
+        """Runs a forward and a backward together. Each counts with the time that it had its turn."""
+        turns = self.pipeline.turns
+        assert turns is not None, "only pipelines with turns run pairs"
+        start = self._clock()
+        own, others = turns.both(partial(self._forward, ahead), partial(self._backward, behind))
+        end = self._clock()
+        middle = start + (end - start) * own / (own + others)
+        self.events[-2:] = [Event(ahead, start, middle), Event(behind, middle, end)]
 
     def _backward(self, action: Action) -> None:
         """Runs B or I."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from torch.distributed.fsdp import FSDPModule
@@ -22,6 +23,12 @@ def storage_of(x: Tensor) -> int:
     """A number of the tensor's storage while it lives, even of one without memory. Without it: `ops:norm` cannot tell a
     matmul's input from its weight among the tensors that autograd saves."""
     return x.untyped_storage()._cdata
+
+
+def watched() -> bool:
+    """True while a mode sees every operation of this thread, such as a trace. Without it: a trace would miss what a
+    pipeline's pairs run on their second thread."""
+    return _get_current_dispatch_mode() is not None
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:

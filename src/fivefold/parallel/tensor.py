@@ -24,6 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold import kernels
+from fivefold.comm import Started
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.layers import (
@@ -33,16 +34,18 @@ from fivefold.models.layers import (
     Output,
     Positions,
     RegionInput,
+    RegionOutput,
     WideRMSNorm,
 )
+from fivefold.models.mixture import Mixture
 from fivefold.models.section import ModelSection
 from fivefold.parallel.deferred import Deferred, weight_gradient
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.norm import CutRMSNorm
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.sequence import Enter, TensorAxis, Whole, piece
+from fivefold.parallel.sequence import Enter, Leave, TensorAxis, Whole, piece
 from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
-from fivefold.spread.parts import local_shape, parts
+from fivefold.spread.parts import cuts_in, local_shape, parts
 from fivefold.spread.units import summed_over_tp
 
 
@@ -50,13 +53,20 @@ def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection) -> list[str]:
     """Shards a model on "meta" over the tensor axis, in place.
 
     Returns the names of parameters that are whole on every rank but have partial gradients, from this rank's heads or,
-    with sp, from its piece of the sequence. `sum_gradients` sums them.
+    with sp, from its piece of the sequence.
     """
     sp, regather = mesh.layout.sp, mesh.layout.sp_regather
     card, axis = card_of(model), TensorAxis(mesh.axis("tp"), sp, regather=regather)
     assert axis.size > 1, "one rank needs no tensor parallelism"
-    table = {name: cut for name, cut in card.cuts.items() if cut.axis == "tp"}
+    cuts = {name: cuts_in(cut, sp) for name, cut in card.cuts.items()}
+    table = {name: cut for name, some in cuts.items() for cut in some if cut.axis == "tp"}
+    mixtures = tuple(f"{name}." for name, module in stage.named_modules() if isinstance(module, Mixture))
     for name, module in list(stage.named_modules()):
+        if name.startswith(mixtures):  # a region of its own
+            if not sp and isinstance(module, RegionInput | RegionOutput):
+                kind = EnterRegion if isinstance(module, RegionInput) else LeaveRegion
+                stage.set_submodule(name, kind(axis))
+            continue
         cut = table.get(f"{name}.weight")
         if isinstance(module, AttentionCore):
             module.heads, module.kv_heads = module.heads // axis.size, module.kv_heads // axis.size
@@ -106,24 +116,30 @@ def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
 def _compile_around(stage: nn.Module) -> None:
     """Excludes the layers that communicate from compilation; the code between them is compiled."""
     for module in stage.modules():
-        if isinstance(module, ColumnLinear | RowLinear | CutRMSNorm | EnterRegion):
+        if isinstance(module, ColumnLinear | RowLinear | CutRMSNorm | EnterRegion | LeaveRegion):
             as_it_is: Any = torch.compiler.disable(module.forward)
             module.forward = as_it_is
 
 
-def sum_gradients(replicas: Sequence[Replica], names: list[str], mesh: Mesh) -> Callable[[], None]:
-    """Returns the reduction for the names from `apply`: one all-reduce of all these gradients over the tensor axis."""
+def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: Mesh) -> Callable[[], None]:
+    """Returns the reduction over the tensor axis for the messages of `units.tensor_sums`."""
 
     def reduction() -> None:
-        found = [r.gradients[name] for r in replicas for name in r.gradients if name in wanted]
-        if not found:
-            return
-        flat = torch.cat([gradient.reshape(-1) for gradient in found])
-        mesh.axis("tp").all_reduce(flat)
-        for gradient, total in zip(found, flat.split([g.numel() for g in found]), strict=True):
-            gradient.copy_(total.view(gradient.shape))
+        axis, gradients = mesh.axis("tp"), {n: g for r in replicas for n, g in r.gradients.items()}
+        started: list[tuple[Started, list[Tensor]]] = []
+        for names in messages:
+            found = [gradients[name] for name in names]
+            if sum(gradient.numel() for gradient in found):
+                flat = (
+                    found[0] if len(found) == 1 else torch.cat([gradient.reshape(-1) for gradient in found])
+                )
+                started.append((axis.start_all_reduce(flat), found))
+        for wait, found in started:
+            total = wait()
+            if total is not found[0]:
+                for gradient, part in zip(found, total.split([g.numel() for g in found]), strict=True):
+                    gradient.copy_(part.view(gradient.shape))
 
-    wanted = set(names)
     return reduction
 
 
@@ -161,6 +177,17 @@ class EnterRegion(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Enter.apply(x, self.axis)
+
+
+class LeaveRegion(nn.Module):
+    """Replaces `models.layers.RegionOutput`: the sum over ranks of x, which is overwritten."""
+
+    def __init__(self, axis: TensorAxis):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Leave.apply(x, self.axis)
 
 
 class _Column(Function):

@@ -66,7 +66,7 @@ class LeastBytes:
     def _held(self, c: Choice, at: Position) -> tuple[float, Buffers]:
         """Bytes of a position's states, and its buffers."""
         x = c.layout
-        key = (x.tp, x.ep, x.pp > 1, x.zero, x.dp_shard * x.cp, at.plain, at.mixed, at.first, at.last)
+        key = (x.tp, x.ep, x.sp, x.pp > 1, x.zero, x.dp_shard * x.cp, at.plain, at.mixed, at.first, at.last)
         key += (c.dtype, c.count == 1)
         if key not in self._states:
             shared, b = self.shared, self.shared.software.states[c.dtype]
@@ -80,7 +80,7 @@ class LeastBytes:
         """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
         one, ((plain, mixed), blocks) = self.shared.microbatch(c).bytes, self._first_ranks(c, space)
         x = c.layout
-        key = (x.tp, x.ep, x.pp, x.dp * x.cp, c.dtype, c.count == 1, plain, mixed)
+        key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.dtype, c.count == 1, plain, mixed)
         if key not in self._states:
             lean, b = space.leanest(x), self.shared.software.states[c.dtype]
             own = self.shared.elements(lean, plain, mixed, True, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fivefold.models.card import card_of
@@ -16,13 +16,15 @@ from fivefold.plan.devices import Cluster
 from fivefold.plan.software import Software
 from fivefold.schedules.ring_attention import messages
 from fivefold.spread.layout import Layout
+from fivefold.spread.regions import ROWS
 from fivefold.spread.sites import ONE_SITE, Sites
 
 
 class Cost(NamedTuple):  # not a dataclass, because a search makes millions
     """Seconds of a part of the model for one microbatch: forward, input gradient, weight gradient.
 
-    sent_*: the part of each that waits for messages. host: seconds to issue forward. Backward takes as long again.
+    sent_*: the part of each that waits for messages. rows_*: the part of these that waits for experts' rows, which a
+    pipeline's pairs hide. host: seconds to issue forward. Backward takes as long again.
     """
 
     forward: float = 0.0
@@ -31,6 +33,8 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
     sent_forward: float = 0.0
     sent_backward: float = 0.0
     host: float = 0.0
+    rows_forward: float = 0.0
+    rows_backward: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:  # pyright: ignore[reportIncompatibleMethodOverride]
         return Cost(
@@ -40,6 +44,8 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
             self.sent_forward + other.sent_forward,
             self.sent_backward + other.sent_backward,
             self.host + other.host,
+            self.rows_forward + other.rows_forward,
+            self.rows_backward + other.rows_backward,
         )
 
     @property
@@ -47,24 +53,24 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
         """The cost if issuing operations takes longer than computing them."""
         scale = max(1.0, self.host / (self.input + self.weight)) if self.input + self.weight else 1.0
         forward = max(self.forward, self.host)
-        return Cost(
-            forward, self.input * scale, self.weight * scale, self.sent_forward, self.sent_backward, self.host
-        )
+        return self._replace(forward=forward, input=self.input * scale, weight=self.weight * scale)
 
     def slowed(self, factor: float) -> Cost:
         """The cost on a slower device. Messages take as long as before."""
-        return Cost(
-            (self.forward - self.sent_forward) * factor + self.sent_forward,
-            (self.input - self.sent_backward) * factor + self.sent_backward,
-            self.weight * factor,
-            self.sent_forward,
-            self.sent_backward,
-            self.host,
+        return self._replace(
+            forward=(self.forward - self.sent_forward) * factor + self.sent_forward,
+            input=(self.input - self.sent_backward) * factor + self.sent_backward,
+            weight=self.weight * factor,
         )
 
     @property
     def seconds(self) -> float:
         return self.forward + self.input + self.weight
+
+    @property
+    def timed(self) -> tuple[float, float, float, float, float]:
+        """What the simulation of a pipeline takes (`time.pipeline_costs`)."""
+        return self.forward, self.input, self.weight, self.rows_forward, self.rows_backward
 
     @property
     def sent(self) -> float:
@@ -127,8 +133,13 @@ def operation(op: Operation, s: Setting) -> Cost:
         length, head = model.seq_len, model.head_width
         forward += rates.attention(op.attention, length, head, device, dtype, False, ring)
         inputs += rates.attention(op.attention, length, head, device, dtype, True, ring)
-    sent_forward = _exposed(op.sent_forward, forward, s, False) if op.sent_forward else 0.0
-    sent_backward = _exposed(op.sent_backward, inputs, s, True) if op.sent_backward else 0.0
+    ahead, back = forward, inputs  # seconds that hide messages
+    if op.beside:
+        beside = [operation(one, s) for one in op.beside]
+        ahead, back = sum(one.forward for one in beside), sum(one.input + one.weight for one in beside)
+    sent_forward = _exposed(op.sent_forward, ahead, s, False) if op.sent_forward else 0.0
+    sent_backward = _exposed(op.sent_backward, back, s, True) if op.sent_backward else 0.0
+    rows = [[one for one in sent if one.axis == ROWS.axis] for sent in (op.sent_forward, op.sent_backward)]
     return Cost(
         forward + sent_forward,
         inputs + sent_backward,
@@ -136,6 +147,8 @@ def operation(op: Operation, s: Setting) -> Cost:
         sent_forward,
         sent_backward,
         s.software.host_tensor * (len(op.sent_forward) + len(op.sent_backward)) / 2,
+        _exposed(rows[0], ahead, s, False) if rows[0] else 0.0,
+        _exposed(rows[1], back, s, True) if rows[1] else 0.0,
     )
 
 
@@ -144,7 +157,7 @@ def _exposed(messages: Iterable[Message], beside: float, s: Setting, backward: b
     seconds = hidden = 0.0
     for one in messages:
         if one.hidden:
-            hidden += message(one, s, backward)
+            hidden += one.calls * message(replace(one, size=one.size / one.calls), s, backward)
         else:
             seconds += message(one, s, backward)
     return seconds + exposed(hidden, beside, s.cluster)
@@ -161,16 +174,17 @@ def together(
     """Cost of several operations, with what backward recomputes (`models/recomputation.py`)."""
     again = region(recompute, s.software)
     forward = inputs = weight = sent_forward = sent_backward = host = 0.0
-    repeated = resent = host_again = 0.0
+    repeated = resent = host_again = rows_forward = rows_backward = 0.0
     for op, cost in zip(ops, costs, strict=True):
         forward, inputs, weight = forward + cost.forward, inputs + cost.input, weight + cost.weight
         sent_forward, sent_backward = sent_forward + cost.sent_forward, sent_backward + cost.sent_backward
         host += cost.host
+        rows_forward, rows_backward = rows_forward + cost.rows_forward, rows_backward + cost.rows_backward
         if times := again.repeated(op, saves_late):
             repeated += times * (cost.forward - cost.sent_forward)
             host_again += times * cost.host
         if again.repeats_messages(op):
-            resent += cost.sent_forward
+            resent, rows_backward = resent + cost.sent_forward, rows_backward + cost.rows_forward
         elif again.collectives == "gathers":
             resent += _unhidden(op, cost, s)
     return Cost(
@@ -180,6 +194,8 @@ def together(
         sent_forward,
         sent_backward + resent,
         host + host_again / 2,
+        rows_forward,
+        rows_backward,
     )
 
 

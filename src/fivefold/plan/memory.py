@@ -135,12 +135,12 @@ def elements(model: ModelSection, layout: Layout) -> Counted:
     """Elements on the first rank, which has most: of each block, of the parameters before the blocks, of those behind
     them, and of the last stage's copy of a tied embedding."""
     hashed: Any = model
-    return _elements(hashed, layout.tp, layout.ep, layout.shards, layout.zero > 0)
+    return _elements(hashed, layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0)
 
 
 @lru_cache(maxsize=4096)
-def _elements(model: ModelSection, tp: int, ep: int, shards: int, shared: bool) -> Counted:
-    layout = Layout(tp=tp, ep=ep, dp_shard=shards, zero=int(shared))
+def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shared: bool) -> Counted:
+    layout = Layout(tp=tp, ep=ep, sp=sp, dp_shard=shards, zero=int(shared))
     kinds: dict[str, Elements] = {}
     blocks = [Elements() for _ in range(model.layers)]
     before = behind = Elements()

@@ -11,7 +11,7 @@ from fivefold.models.recomputation import region
 from fivefold.plan import memory, rates, time
 from fivefold.plan.cost import Cost, Setting, operation
 from fivefold.plan.predict import Plan
-from fivefold.schedules.pipeline import Costs, Timeline, simulate
+from fivefold.schedules.pipeline import Timeline, simulate
 from fivefold.spread.parts import stages_of
 
 
@@ -111,12 +111,7 @@ def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
     s = plan.setting
     if s.layout.pp == 1:
         return None
-    price = Costs(
-        [c.forward for c in costs],
-        [c.input for c in costs],
-        [c.weight for c in costs],
-        transfer=time.transfers(s),
-    )
+    price = time.pipeline_costs([cost.timed for cost in costs], time.transfers(s))
     layout = s.layout
     return simulate(memory.schedule(layout.schedule, layout.pp, drawn(s), layout.virtual_stages), price)
 

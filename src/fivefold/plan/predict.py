@@ -200,6 +200,7 @@ def setting(
         layout.cp_method,
         software.expert_load,
         layout.sp_regather,
+        layout.expert_chunks if layout.ep > 1 else 1,
     )
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)

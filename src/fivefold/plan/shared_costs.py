@@ -56,7 +56,7 @@ class MicrobatchCost(NamedTuple):
 
 def within_block(x: Layout) -> tuple[object, ...]:
     """The fields of a layout on which the operations of a block depend."""
-    return x.tp, x.cp, x.cp_method, x.ep, x.sp, x.sp_regather
+    return x.tp, x.cp, x.cp_method, x.ep, x.expert_chunks, x.sp, x.sp_regather
 
 
 class SharedCosts:
@@ -116,7 +116,7 @@ class SharedCosts:
 
     def elements(self, layout: Layout, plain: float, mixed: float, first: float, last: float) -> Elements:
         """Elements of so many blocks, and of what comes before and behind them."""
-        key = (layout.tp, layout.ep, layout.shards, layout.zero > 0, plain, mixed, first, last)
+        key = (layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0, plain, mixed, first, last)
         if key not in self._elements:
             self._elements[key] = self._count(layout, plain, mixed, first, last)
         return self._elements[key]

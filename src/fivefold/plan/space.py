@@ -143,6 +143,8 @@ class Space:
             yield DEFAULT, 1
             return
         for name, made in SCHEDULES.items():
+            if made.paired:
+                continue  # the bounds count all messages of a block, which pairs hide
             least, most = made.stages
             for virtual in range(least, (most or self.recipe.model.layers // pp) + 1):
                 if self._allowed(Layout(pp=pp, schedule=name, virtual_stages=virtual)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -269,12 +269,28 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
     for stage, cost in enumerate(costs):
         once[rank_of[stage]] += cost.seconds
     few = min(m, 2 * p + m % p)
-    parts = tuple((c.forward, c.input, c.weight) for c in costs)
+    parts = tuple(cost.timed for cost in costs)
     at_once = p / oversubscription  # number of pipeline ranks that can compute at full speed
     makespan, ends = _simulated(s.layout.schedule, p, few, v, parts, tuple(transfers(s).items()), at_once)
+    once = [seconds - _hidden(s, costs, rank) for rank, seconds in enumerate(once)]
     once = [max(seconds, sum(once) / at_once) if oversubscription > 1 else seconds for seconds in once]
     more = (m - few) * max(once)
     return makespan + more, [end + more for end in ends], [m * seconds for seconds in once]
+
+
+def pipeline_costs(costs: Sequence[tuple[float, ...]], transfers: Mapping[tuple[int, int], float]) -> Costs:
+    """What a schedule's simulation takes. costs: of each stage forward, input, weight, and the waits for experts' rows
+    in forward and in backward, which pairs hide."""
+    forward, inputs, weight, *rows = ([cost[i] for cost in costs] for i in range(len(costs[0])))
+    return Costs(forward, inputs, weight, transfer=transfers, messages=list(zip(*rows, strict=True)))
+
+
+def _hidden(s: Setting, costs: Sequence[Cost], rank: int) -> float:
+    """Seconds per microbatch that a rank's pairs hide once the pipeline is full."""
+    schedule = memory.schedule(s.layout.schedule, s.layout.pp, 2 * s.layout.pp, s.layout.virtual_stages)
+    price = pipeline_costs([cost.timed for cost in costs], {})
+    pairs = {(a.stage, b.stage) for a, b in schedule.pairs.items() if schedule.rank_of[a.stage] == rank}
+    return sum(price.hidden(*pair) for pair in pairs)
 
 
 @lru_cache(maxsize=512)
@@ -283,13 +299,12 @@ def _simulated(
     p: int,
     m: int,
     v: int,
-    costs: tuple[tuple[float, float, float], ...],
+    costs: tuple[tuple[float, ...], ...],
     transfers: tuple[tuple[tuple[int, int], float], ...],
     at_once: float = math.inf,
 ) -> tuple[float, list[float]]:
     """Makespan and the end of each rank."""
-    forward, inputs, weight = ([cost[i] for cost in costs] for i in range(3))
-    price = Costs(forward, inputs, weight, transfer=dict(transfers))
+    price = pipeline_costs(costs, dict(transfers))
     schedule = memory.schedule(name, p, m, v)
     timeline = simulate_oversubscribed(schedule, price, at_once) if at_once < p else simulate(schedule, price)
     return timeline.makespan, [row[-1].end for row in timeline.rows]

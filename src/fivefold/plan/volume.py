@@ -40,6 +40,7 @@ from fivefold.spread.units import (
     local_parameters,
     summed_over_tp,
     syncs,
+    tensor_sums,
 )
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard", "inside", "across")
@@ -277,15 +278,15 @@ def compressed(s: Setting, expert: bool) -> list[Sent]:
     if compress is None or ranks == 1:
         return []
     hashed: Any = s.model
-    found = _per_element(hashed, s.layout.tp, s.layout.ep, compress, ranks, expert)
+    found = _per_element(hashed, s.layout.tp, s.layout.ep, s.layout.sp, compress, ranks, expert)
     return [(what, sync.group, size) for what, size in found]
 
 
 @lru_cache(maxsize=256)
 def _per_element(
-    model: ModelSection, tp: int, ep: int, compress: Compressor, ranks: int, expert: bool
+    model: ModelSection, tp: int, ep: int, sp: bool, compress: Compressor, ranks: int, expert: bool
 ) -> list[tuple[str, float]]:
-    local = local_parameters(card_of(model), Layout(tp=tp, ep=ep)).values()
+    local = local_parameters(card_of(model), Layout(tp=tp, ep=ep, sp=sp)).values()
     shapes = [one.shape for one in local if (ep > 1 and one.axis == "ep") == expert]
     whole = sum(math.prod(shape) for shape in shapes)
     return [(wire.what, wire.size / whole) for wire in compress.messages(shapes, ranks)] if whole else []
@@ -309,22 +310,23 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     of_rank = replace(s.layout, zero=zero, recompute="none", microbatches=None, cp_method="ring")
     partial, tied = _shared(hashed, of_rank, s.software.partition, position, index)
     each = b.gradient
-    found = [("all_reduce", "tp", partial * each)] if partial else []
+    found = [("all_reduce", "tp", elements * each) for elements in partial]
     return found + [("send", "pp", tied * each), ("receive", "pp", tied * each)] * (tied > 0)
 
 
 @lru_cache(maxsize=4096)
 def _shared(
     model: ModelSection, layout: Layout, how: Partition, position: int, index: int
-) -> tuple[int, int]:
-    """Elements whose gradients a rank sums over "tp", and those that it sums with the other end of the pipeline."""
+) -> tuple[tuple[int, ...], int]:
+    """Elements of the gradients that a rank sums over "tp", by message, and of those that it sums with the other end of
+    the pipeline."""
     card, blocks, mine = card_of(model), memory.stages(model, layout, how), stages_of(layout, position)
     names = stage_parameters(card, blocks)
     partial = summed_over_tp(card, layout, [name for stage in mine for name in names[stage]])
     one_end = card.tied and (0 in mine) != (len(blocks) - 1 in mine)
     rank = layout.rank({"pp": position}) + index * groups(layout)["shard"][1]
     return (
-        kept_elements(card, layout, rank, partial),
+        tuple(kept_elements(card, layout, rank, some) for some in tensor_sums(card, layout, partial)),
         kept_elements(card, layout, rank, [TIED]) if one_end else 0,
     )
 

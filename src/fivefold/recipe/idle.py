@@ -61,6 +61,7 @@ IDLE = (
     Idle("layout.schedule", lambda r: r.layout.pp == 1, "a schedule needs pp > 1"),
     Idle("layout.virtual_stages", lambda r: r.layout.pp == 1, "stages need pp > 1"),
     Idle("layout.cp_method", lambda r: r.layout.cp == 1, "it needs cp > 1"),
+    Idle("layout.expert_chunks", lambda r: r.layout.ep == 1, "experts exchange rows with ep > 1 only"),
     Idle("layout.zero", lambda r: _ranks(r.layout) == 1, "one rank shares its states with nobody"),
     Idle(
         "precision.reduce",

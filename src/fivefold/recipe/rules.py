@@ -247,6 +247,7 @@ def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
     for names, message in problems(Layout.from_recipe(recipe.layout)):
         yield {f"layout.{name}" for name in names}, f"layout: {message}"
     yield from _tensor(recipe)
+    yield from _features(recipe)
     yield from _context(recipe)
     yield from _pipeline(recipe)
     yield from _noise(recipe)
@@ -274,6 +275,22 @@ def _tensor(recipe: Sections) -> Iterator[Contradiction]:
                 {f"model.{name}", "layout.tp"} | ({"layout.sp", "layout.cp"} if name == "seq_len" else set()),
                 f"layout.tp = {tp} must divide model.{name} = {given}{over}: {why}. Nearest valid: {nearest}",
             )
+
+
+def _features(recipe: Sections) -> Iterator[Contradiction]:
+    """Tensor-parallel ranks have equally many features of every expert, in rows of whole 16 bytes (models/moe/card.py).
+    Under sequence parallelism they have whole experts."""
+    model, tp = resolve_model(recipe.model, vocab_size=1), recipe.layout.tp
+    F = model.expert_ffn_dim or 0
+    if card_of(model).has_experts and not recipe.layout.sp and F % (8 * tp) and F % 8 == 0:
+        name = "expert_ffn_dim" if recipe.model.expert_ffn_dim else "ffn_dim"
+        fitting = max(n for n in range(1, tp + 1) if F % (8 * n) == 0)
+        yield (
+            {f"model.{name}", "layout.tp", "layout.sp"},
+            f"8 x layout.tp = {8 * tp} must divide model.{name} = {F}: each rank has some features of every expert, in "
+            f"rows of whole 16 bytes. Nearest valid: layout.tp = {fitting}, layout.sp = true, or model.{name} = "
+            f"{-(-F // (8 * tp)) * 8 * tp}",
+        )
 
 
 def _context(recipe: Sections) -> Iterator[Contradiction]:

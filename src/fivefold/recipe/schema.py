@@ -130,6 +130,9 @@ class LayoutSection(Section):
     """Pipeline-parallel ranks."""
     ep: int = Field(default=1, ge=1)
     """Expert-parallel ranks, taken from the data and context axes."""
+    expert_chunks: int = Field(default=1, ge=1)
+    """With `ep`: parts into which each expert's rows are cut. While experts compute one, the all-to-alls of the others
+    are under way."""
     zero: int = Field(default=0, ge=0, le=3)
     """ZeRO stage."""
     schedule: str = "1f1b"

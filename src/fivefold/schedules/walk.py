@@ -1,6 +1,6 @@
 """Walks through a schedule: each rank proceeds through its list as long as the results it needs exist.
 
-A schedule is a list of actions for each rank. An action needs results and makes at most one. Checks, simulations and
+A schedule is a list of actions for each rank. An action needs results and makes others. Checks, simulations and
 the order of transfers all follow from the walk.
 """
 
@@ -31,11 +31,11 @@ class Walk(Generic[A, R]):
 
 
 def walk(
-    rows: Sequence[Sequence[A]], needs: Callable[[A], Sequence[R]], makes: Callable[[A], R | None]
+    rows: Sequence[Sequence[A]], needs: Callable[[A], Sequence[R]], makes: Callable[[A], Sequence[R]]
 ) -> Walk[A, R]:
     """Walks all ranks through their rows.
 
-    needs: the results that must exist before an action. makes: the result of an action, or None if nobody needs one.
+    needs: the results that must exist before an action. makes: the results of an action that somebody needs.
     """
     ranks, actions, after = [], [], []
     made: dict[R, tuple[int, int]] = {}  # the step that made each result, and its rank
@@ -58,8 +58,7 @@ def walk(
                     before += (step,)
             if rank in stuck:
                 break
-            result = makes(action)
-            if result is not None:
+            for result in makes(action):
                 made[result] = len(ranks), rank
                 if result in waiting:
                     ready += waiting.pop(result)

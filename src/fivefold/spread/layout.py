@@ -52,6 +52,7 @@ class Layout:
     all_reduce: str = LIBRARY
     zeropp: str = NONE
     ranks_per_node: int | None = None
+    expert_chunks: int = 1
 
     @classmethod
     def from_recipe(cls, section: LayoutFields) -> Layout:
@@ -280,7 +281,7 @@ def describe(layout: Layout) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
     words = [f"{layout.ranks} rank{'s' * (layout.ranks > 1)}" + (f": {axes}" if axes else "")]
     if layout.ep > 1:
-        words.append(f"ep {layout.ep}")
+        words.append(f"ep {layout.ep}" + f" in {layout.expert_chunks} chunks" * (layout.expert_chunks > 1))
     if layout.zero:
         words.append(f"ZeRO {layout.zero}")
     if layout.cp > 1:

@@ -32,16 +32,28 @@ class Cut:
     """The division of a parameter: `dim` of the tensor, over `axis` of the mesh. The dim consists of sections, and each
     section is divided evenly.
 
-    kind: "column" (output features), "row" (input features), "vocab" (rows of the vocabulary), "expert".
+    kind: "column" (output features), "row" (input features), "vocab" (rows of the vocabulary), "expert". whole_tokens:
+    it needs tensor-parallel ranks with the same tokens, so under sequence parallelism there is none. within: a further
+    cut of each expert.
     """
 
     kind: str
     dim: int
     sections: tuple[int, ...]
+    whole_tokens: bool = False
+    within: Cut | None = None
 
     @property
     def axis(self) -> str:
         return "ep" if self.kind == "expert" else "tp"
+
+
+def cuts_in(cut: Cut | None, sp: bool) -> tuple[Cut, ...]:
+    """The cuts of a parameter with or without sequence parallelism."""
+    if cut is None:
+        return ()
+    own = () if sp and cut.whole_tokens else (cut,)
+    return own + cuts_in(cut.within, sp)
 
 
 class Model(Protocol):
@@ -145,12 +157,13 @@ def _again(name: str, stage: int) -> bool:
 
 
 def _part(shape: Shape, cut: Cut | None, layout: Layout, rank: int) -> Part:
-    computes, expert = whole(shape), cut is not None and cut.kind == "expert"
-    ranks = 1 if cut is None else layout.ep if expert else layout.tp
-    if cut is not None and ranks > 1:
-        computes = divide(computes, cut, index_in(layout, cut.axis, rank), ranks)
+    computes, cuts = whole(shape), cuts_in(cut, layout.sp)
+    expert = any(one.kind == "expert" for one in cuts)
+    for one in cuts:
+        if (ranks := getattr(layout, one.axis)) > 1:
+            computes = divide(computes, one, index_in(layout, one.axis, rank), ranks)
     first = {name: index_in(layout, name, rank) == 0 for name in ("tp", "replicate", "batch", "edp")}
-    owned = first["tp"] or (cut is not None and cut.axis == "tp")
+    owned = first["tp"] or any(one.axis == "tp" for one in cuts)
     if not layout.zero:
         return Part(shape, computes, computes, owned and first["edp" if expert else "batch"], expert)
     group, ranks = sharing_group(layout, expert)

@@ -19,6 +19,7 @@ from fivefold.spread.layout import Layout, groups, index_in
 from fivefold.spread.parts import (
     Model,
     Shape,
+    cuts_in,
     kept_rows,
     sharing_group,
     stage_blocks,
@@ -32,7 +33,7 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class Local:
-    """A parameter as a rank computes with it. axis: the one that cuts it ("tp" or "ep"), or ""."""
+    """A parameter as a rank computes with it. axis: the one that cuts it ("tp" or "ep"; "ep" if both do), or ""."""
 
     shape: Shape
     axis: str = ""
@@ -264,19 +265,18 @@ def scattered_once(zero: int, pp: int) -> bool:
 
 def local_parameters(model: Model, layout: Layout) -> dict[str, Local]:
     """Every parameter as a rank that has it computes with it, in the module's order."""
-    return _local_parameters(model, layout.tp, layout.ep)
+    return _local_parameters(model, layout.tp, layout.ep, layout.sp)
 
 
 @lru_cache(maxsize=256)
-def _local_parameters(model: Model, tp: int, ep: int) -> dict[str, Local]:
+def _local_parameters(model: Model, tp: int, ep: int, sp: bool) -> dict[str, Local]:
     found = {}
     for name, shape in model.parameters.items():
-        cut = model.cuts.get(name)
-        if cut is None:
-            found[name] = Local(shape)
-        else:  # equal on every rank; a search also counts layouts that do not divide the model before it drops them
+        cuts = cuts_in(model.cuts.get(name), sp)
+        for cut in cuts:  # equal on every rank; a search also counts layouts that do not divide the model
             ranks, dim = (ep if cut.axis == "ep" else tp), cut.dim
-            found[name] = Local((*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), cut.axis)
+            shape = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
+        found[name] = Local(shape, cuts[0].axis if cuts else "")
     return found
 
 
@@ -286,12 +286,22 @@ def summed_over_tp(model: Model, layout: Layout, names: Iterable[str]) -> list[s
     with whole sequences."""
     if layout.tp == 1:
         return []
-    uncut = (name for name in names if name not in model.cuts or model.cuts[name].axis != "tp")
+    uncut = (n for n in names if all(cut.axis != "tp" for cut in cuts_in(model.cuts.get(n), layout.sp)))
     return [
         name
         for name in uncut
         if name.endswith(model.regional) or (layout.sp and not name.startswith(model.whole_sequences))
     ]
+
+
+def tensor_sums(model: Model, layout: Layout, names: Iterable[str]) -> list[list[str]]:
+    """The messages that sum the gradients of these parameters over the tensor axis: matrices each in a message of its
+    own, in place; vectors together."""
+    local = local_parameters(model, layout)
+    vectors, found = [], list[list[str]]()
+    for name in names:
+        (found.append([name]) if len(local[name].shape) > 1 else vectors.append(name))
+    return [*found, vectors] if vectors else found
 
 
 def kept_elements(model: Model, layout: Layout, rank: int, names: Iterable[str]) -> int:

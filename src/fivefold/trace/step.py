@@ -210,10 +210,11 @@ def _share_evenly(state: State) -> None:
                 module.splits = _even  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _even(rows_2G: Tensor, rows: int) -> list[list[int]]:
-    ranks = rows_2G.shape[1]
-    rows_2G.tolist()  # as the method that this replaces does: a host sync
-    return [[rows // ranks + (index < rows % ranks) for index in range(ranks)]] * 2
+def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
+    _, chunks, ranks = rows_2CG.shape
+    rows_2CG.tolist()  # as the method that this replaces does: a host sync
+    each = [rows * (i + 1) // chunks - rows * i // chunks for i in range(chunks)]
+    return [[[some // ranks + (index < some % ranks) for index in range(ranks)] for some in each]] * 2
 
 
 def _chosen(model: ModelSection, T: int, mask: Tensor) -> int:

@@ -111,6 +111,7 @@ def _compression(state: State) -> dict[str, Any]:
         "microbatches": None,
         "cp_method": "ring",
         "sp_regather": False,
+        "expert_chunks": 1,
         "all_reduce": LIBRARY,
     }
     same, sites = to_text(replace(layout, **idle)), state.mesh.size("sites")

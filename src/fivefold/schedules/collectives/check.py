@@ -128,7 +128,7 @@ def check_order(collective: Collective, rows: Sequence[Sequence[Group]] | None =
     def needs(step: Step) -> list[Hashable]:
         return [] if step[0] == "begin" else [("begin", group_of[other]) for other in met[step[1]]]
 
-    if stuck := walk(steps, needs, lambda step: step).stuck:
+    if stuck := walk(steps, needs, lambda step: (step,)).stuck:
         where = ", ".join(
             f"rank {r} in round {rows[r][at].round + 1}" for r, ((_, (_, at)), _) in sorted(stuck.items())
         )

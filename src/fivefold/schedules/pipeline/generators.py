@@ -176,9 +176,9 @@ def dualpipev(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Act
     stage is on the way down the V, one on the way up. In the main part, a forward and a backward of different
     microbatches alternate, so that the transfers of one overlap with the other.
 
-    Idle time per rank for m >= 2p and F = I >= W of one stage: (p-1) (F + I - W). The paper's (p-1) (F&B + B - 3W) is
-    for pairs that run as one and deliver both results at the end; here each result is sent at once. At most 2p+1 stages
-    of half a rank's layers are live.
+    Idle time per rank for m >= 2p and F = I >= W of one stage: (p-1) (F + I - W). Each result is sent at once. As
+    `dualpipev_paired`, pairs run as one and deliver both results at the end, as in the paper: (p-1) (F&B + B - 3W). At
+    most 2p+1 stages of half a rank's layers are live.
 
     Needs microbatches >= 2 ranks (`build` drops the surplus).
     """

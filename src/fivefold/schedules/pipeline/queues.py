@@ -62,7 +62,7 @@ def check_queues(schedule: Schedule, lists: Sequence[Sequence[Action]], queue: Q
     rows = [_rank(actions, SENDS_PER_RANK * schedule.ranks) for actions in lists]
     for messages in _queues(schedule, lists, moves, queue):
         rows.append([step for action in messages for step in _message(action)])
-    if stuck := walk(rows, wanted, lambda step: step).stuck:
+    if stuck := walk(rows, wanted, lambda step: (step,)).stuck:
         where = ", ".join(f"{action} ({what})" for _, ((what, action), _) in sorted(stuck.items()))
         raise wrong(schedule, f"messages in order come to a halt: waiting are {where}")
 

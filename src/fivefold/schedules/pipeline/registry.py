@@ -25,7 +25,7 @@ class Generator:
 
     row: (rank, ranks, microbatches, stages per rank) -> the rank's computations. stages: the fewest and the most stages
     per rank (None: no limit). instead: the schedule for another number. fill: the fewest microbatches that `row` needs,
-    given the ranks.
+    given the ranks. paired: neighbouring forwards and backwards run together (`Schedule.pairs`).
     """
 
     row: Callable[[int, int, int, int], list[Action]]
@@ -33,6 +33,7 @@ class Generator:
     stages: tuple[int, int | None] = (1, 1)
     instead: str = "interleaved"
     fill: Callable[[int], int] = lambda ranks: 1
+    paired: bool = False
 
 
 SCHEDULES = {
@@ -43,6 +44,7 @@ SCHEDULES = {
     "zb_h1": Generator(zb_h1),
     "zbv": Generator(zbv, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks - 1),
     "dualpipev": Generator(dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks),
+    "dualpipev_paired": Generator(dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks, paired=True),
     "v_half": Generator(v_half, "v", stages=(2, 2)),
 }
 DEFAULT = "1f1b"
@@ -61,7 +63,8 @@ def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
         if value < 1:
             raise UserError(f"layout.{field}: {value} is not possible with a pipeline; must be at least 1")
     rows = tuple(tuple(build_row(name, rank, ranks, microbatches, chunks)) for rank in range(ranks))
-    return Schedule(name, microbatches, place(SCHEDULES[name].placement, ranks, chunks), rows)
+    made = SCHEDULES[name]
+    return Schedule(name, microbatches, place(made.placement, ranks, chunks), rows, made.paired)
 
 
 def build_row(name: str, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:

@@ -7,7 +7,8 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from fivefold.errors import UserError
@@ -21,12 +22,14 @@ WITHOUT_MICROBATCH = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
 
 @dataclass(frozen=True)
 class Schedule:
-    """`rank_of[s]` is the rank of stage s; `rows[r]` are the computations of rank r, in their order."""
+    """`rank_of[s]` is the rank of stage s; `rows[r]` are the computations of rank r, in their order. paired: see
+    `pairs`."""
 
     name: str
     microbatches: int
     rank_of: tuple[int, ...]
     rows: tuple[tuple[Action, ...], ...]
+    paired: bool = False
 
     @property
     def ranks(self) -> int:
@@ -44,15 +47,47 @@ class Schedule:
     @cached_property
     def walked(self) -> Walk[Action, Result]:
         """The walk of all ranks through their rows."""
-        return walk(self.rows, partial(needs, last=self.stages - 1), makes)
+        return walk(self.rows, self._needs, self._makes)
+
+    @cached_property
+    def pairs(self) -> dict[Action, Action]:
+        """Each F that runs together with the B behind it, which is of another stage (DualPipe: arXiv 2412.19437). The
+        messages of one are under way while the other computes. A pair begins when both have their inputs, and gives
+        both results at its end."""
+        neighbours = (pair for row in self.rows for pair in pairwise(row)) if self.paired else ()
+        return {a: b for a, b in neighbours if (a.kind, b.kind) == ("F", "B") and a.stage != b.stage}
+
+    def _needs(self, action: Action) -> tuple[Result, ...]:
+        own, behind = needs(action, self.stages - 1), self.pairs.get(action)
+        return own if behind is None else own + needs(behind, self.stages - 1)
+
+    def _makes(self, action: Action) -> tuple[Result, ...]:
+        if action in self.pairs:
+            return ()
+        both = (makes(action), makes(self.ahead[action]) if action in self.ahead else None)
+        return tuple(result for result in both if result)
+
+    @cached_property
+    def ahead(self) -> dict[Action, Action]:
+        """The F of each B that runs in a pair."""
+        return {behind: ahead for ahead, behind in self.pairs.items()}
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, ascending."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
     def to_csv(self) -> str:
-        """Text with one line per rank and one cell per computation. `from_csv` and PyTorch's runtime read it."""
-        return to_csv(self.rows)
+        """Text with one line per rank and one cell per computation or pair. `from_csv` and PyTorch's runtime read
+        it."""
+        lines = []
+        for row in self.rows:
+            cells = [
+                f"({action};{self.pairs[action]})OVERLAP_F_B" if action in self.pairs else str(action)
+                for action in row
+                if action not in self.ahead
+            ]
+            lines.append(",".join(cells) + "\n")
+        return "".join(lines)
 
 
 def place(placement: Placement, ranks: int, chunks: int) -> tuple[int, ...]:
@@ -101,7 +136,8 @@ def from_csv(text: str, name: str = "own") -> Schedule:
         if stage not in rank_of:
             raise UserError(f"schedule '{name}' has stage {max(rank_of)}, but no action of stage {stage}")
     microbatches = 1 + max(action.microbatch for row in rows for action in row)
-    return Schedule(name, microbatches, tuple(rank_of[stage] for stage in range(len(rank_of))), tuple(rows))
+    places = tuple(rank_of[stage] for stage in range(len(rank_of)))
+    return Schedule(name, microbatches, places, tuple(rows), paired="OVERLAP_F_B" in text)
 
 
 def _actions(cell: str) -> Iterator[Action]:

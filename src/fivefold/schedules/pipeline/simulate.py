@@ -18,7 +18,8 @@ class Costs:
 
     `backward` (B) defaults to input + weight. PyTorch's runtime does the whole backward of the first stage in W, since
     nobody needs its input gradient. `transfer`: from a computation's end until its result is on another rank; one
-    number, or one for each (from rank, to rank). Transfers overlap with computations and with each other.
+    number, or one for each (from rank, to rank). Transfers overlap with computations and with each other. `messages`:
+    seconds of F and of B at each stage in which they wait for messages that the other one of a pair hides.
     """
 
     forward: PerStage = 1.0
@@ -26,6 +27,16 @@ class Costs:
     weight: PerStage = 1.0
     backward: PerStage | None = None
     transfer: float | Mapping[tuple[int, int], float] = 0.0
+    messages: Sequence[tuple[float, float]] = ()
+
+    def hidden(self, ahead: int, behind: int) -> float:
+        """Seconds that a pair of the forward of stage `ahead` and the backward of stage `behind` is shorter than
+        both."""
+        if not self.messages:
+            return 0.0
+        there, back = self.messages[ahead][0], self.messages[behind][1]
+        forward, backward = (self.seconds(Action(s, kind, 0)) for s, kind in ((ahead, "F"), (behind, "B")))
+        return min(there, backward - back) + min(back, forward - there)
 
     def seconds(self, action: Action) -> float:
         """Duration of a computation."""
@@ -51,7 +62,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline[Action]
 
     The schedule must pass `check`. Without `costs`, F, I and W take 1 s, B 2 s, transfers 0 s.
     """
-    costs, way = costs or Costs(), schedule.walked
+    costs, way, pairs = costs or Costs(), schedule.walked, schedule.ahead
     assert not way.stuck, "the schedule does not pass check"
     seconds = {
         kind: [costs.seconds(Action(stage, kind, 0)) for stage in range(schedule.stages)] for kind in COMPUTE
@@ -64,7 +75,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline[Action]
         for step in after:
             start = max(start, ends[step] + costs.latency(way.ranks[step], rank))
         stage, kind, _ = action
-        free[rank] = end = start + seconds[kind][stage]
+        ahead = pairs.get(action)
+        hidden = costs.hidden(ahead.stage, stage) if ahead else 0.0
+        free[rank] = end = start + seconds[kind][stage] - hidden
         ends.append(end)
         rows[rank].append(Event(action, start, end))
     return Timeline(tuple(map(tuple, rows)))
@@ -75,27 +88,30 @@ def simulate_oversubscribed(schedule: Schedule, costs: Costs, at_once: float) ->
 
     While more than `at_once` of them compute, all slow down equally, so the total work per second is constant.
     """
-    way = schedule.walked
+    way, pairs = schedule.walked, schedule.ahead
     assert not way.stuck, "the schedule does not pass check"
-    ahead: list[list[int]] = [
+    to_do: list[list[int]] = [
         [] for _ in schedule.rows
     ]  # steps that each rank still has to do, in reverse order
     for step in reversed(range(len(way.ranks))):
-        ahead[way.ranks[step]].append(step)
+        to_do[way.ranks[step]].append(step)
     ends: dict[int, float] = {}  # of each step that is done
     rows: list[list[Event[Action]]] = [[] for _ in schedule.rows]
     left: dict[int, float] = {}  # seconds of work that each computing rank still has to do
     began: dict[int, float] = {}
     now = 0.0
-    while any(ahead):
+    while any(to_do):
         arrivals = []
-        for rank, steps in enumerate(ahead):
+        for rank, steps in enumerate(to_do):
             if rank in left or not steps or not all(step in ends for step in way.after[steps[-1]]):
                 continue
             there = (ends[step] + costs.latency(way.ranks[step], rank) for step in way.after[steps[-1]])
             arrival = max(there, default=0.0)
             if arrival <= now:
-                left[rank], began[rank] = costs.seconds(way.actions[steps[-1]]), now
+                action = way.actions[steps[-1]]
+                ahead = pairs.get(action)
+                hidden = costs.hidden(ahead.stage, action.stage) if ahead else 0.0
+                left[rank], began[rank] = costs.seconds(action) - hidden, now
             else:
                 arrivals.append(arrival)
         pace = min(1.0, at_once / len(left)) if left else 1.0
@@ -104,7 +120,7 @@ def simulate_oversubscribed(schedule: Schedule, costs: Costs, at_once: float) ->
             left[rank] -= (now - before) * pace
             if left[rank] <= 1e-12:
                 del left[rank]
-                step = ahead[rank].pop()
+                step = to_do[rank].pop()
                 rows[rank].append(Event(way.actions[step], began[rank], now))
                 ends[step] = now
     return Timeline(tuple(map(tuple, rows)))

@@ -46,8 +46,10 @@ def with_transfers(schedule: Schedule) -> list[list[Action]]:
     """
     moments = []
     for rank, row in enumerate(simulate(schedule).rows):
+        ends = {action: end for action, _, end in row}
         for action, start, end in row:
             moments.append((start, 1, rank, action))
+            end = ends[schedule.pairs.get(action, action)]
             moments.append((end, 0, rank, action))  # ends come first: a result can be used at once
     lists: list[list[Action]] = [[] for _ in schedule.rows]
     for _, starts, rank, action in sorted(moments, key=lambda moment: moment[:3]):
@@ -139,16 +141,16 @@ def _stuck(
             return [(rank_of[receive.stage], what)]
         return [(receive, "begin"), (rank_of[send.stage], what)]
 
-    def made(half: Half) -> Hashable | None:
+    def made(half: Half) -> Sequence[Hashable]:
         """A send puts its result on the other rank."""
         action, part = half
         if part == "begin":
-            return half
+            return (half,)
         if action.computes:
             result = makes(action)
-            return result and (rank_of[action.stage], result)
+            return [(rank_of[action.stage], result)] if result else ()
         what, send, receive = moves[action]
-        return (rank_of[receive.stage], what) if action == send else None
+        return [(rank_of[receive.stage], what)] if action == send else ()
 
     stuck = walk([halves(actions) for actions in lists], wanted, made).stuck
     return [(rank, action) for rank, ((action, _), _) in sorted(stuck.items())]

@@ -1,0 +1,110 @@
+"""Measures what overlap saves where each rank of a mixture of experts is on a host of its own.
+
+    python benchmarks/expert_overlap.py [--rate 1gbit] [--rounds 15] [--out benchmarks/results/expert_overlap.json]
+
+Two parts: the all-to-alls of ep=2 in 1 to 8 chunks on two hosts, and a pipeline on four hosts whose forwards and
+backwards run in pairs, beside the same schedule without pairs. The hosts (`tests/namespaces.py`) share this machine's
+cores. In each round every rank takes one step of each kind, in turn. Reported are medians of seconds, and of each
+round's ratio to the first kind. Where hosts cannot be made, the script says so and ends with 0. Nothing else should
+run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from namespaces import Hosts, Unavailable  # pyright: ignore[reportMissingImports]
+
+PARTS = {
+    "chunks": (2, ["dp=2,ep=2", *(f"dp=2,ep=2,expert_chunks={n}" for n in (2, 4, 8))], 8),
+    "pairs": (4, [f"dp=2,pp=2,ep=2,schedule={name}" for name in ("dualpipev", "dualpipev_paired")], 32),
+}
+"""Of each part: number of hosts, layouts, sequences of a step."""
+MODEL = [
+    "model.arch=moe", "model.layers=4", "model.dim=512", "model.heads=8", "model.experts=8",
+    "model.experts_per_token=2", "model.ffn_dim=256", "model.seq_len=256", "model.vocab_size=512",
+    "train.microbatch_size=4", "precision.mode=fp32", "observe.tensorboard=false",
+]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", default="1gbit", help="of each host's link")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--part", choices=PARTS, help="one part only")
+    parser.add_argument("--out", type=Path, help="JSON file for what is measured; other parts in it stay")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker, args.part, args.rounds)
+        return 0
+    found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    try:
+        for part in [args.part] if args.part else PARTS:
+            found[part] = measure(part, args.rate, args.rounds)
+    except Unavailable as reason:
+        print(f"skipped: {reason}", file=sys.stderr)
+        return 0
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def measure(part: str, rate: str, rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, Hosts(PARTS[part][0], rate) as hosts:
+        file = Path(folder, "found.json")
+        command = [sys.executable, __file__, "--worker", str(file), "--part", part, "--rounds", str(rounds)]
+        done = hosts.run(command, 1, env={"OMP_NUM_THREADS": "1"}, timeout_s=1200)
+        if done.code:
+            raise SystemExit(f"measuring failed: {done}")
+        found = {"hosts": hosts.count, "rate": rate, "model": MODEL} | json.loads(file.read_text())
+    for row in found["layouts"]:
+        print(f"{row['layout']}: {row['seconds']:.3f} s per step, {row['ratio']:.3f} of the first's")
+    return found
+
+
+def worker(file: Path, part: str, rounds: int) -> None:
+    """One rank's part. The first one writes what was found."""
+    from steps import Numbers, take  # pyright: ignore[reportMissingImports]
+
+    from fivefold.host.machine import describe
+    from fivefold.launch.ranks import join
+    from fivefold.recipe import load, resolve
+
+    _, layouts, batch = PARTS[part]
+    sets = [*MODEL, f"train.global_batch_size={batch}"]
+    with join(timeout_s=120) as ranks:
+        recipes = [resolve(load("quickstart", sets, layout), vocab_size=512) for layout in layouts]
+        # without a mode that makes the load even: it would see every operation, and keep pairs apart
+        steps = [take(ranks, recipe, Numbers(recipe), evenly=False) for recipe in recipes]
+        times: list[list[float]] = []
+        for _ in range(rounds + 1):
+            row = []
+            for mesh, step in steps:
+                mesh.axis("all").barrier()
+                began = time.perf_counter()
+                step(None)
+                mesh.axis("all").barrier()
+                row.append(time.perf_counter() - began)
+            times.append(row)
+        found: dict[str, Any] = {"machine": describe(), "rounds": rounds, "layouts": []}
+        for index, layout in enumerate(layouts):
+            seconds = [row[index] for row in times[1:]]
+            ratio = median(row[index] / row[0] for row in times[1:])
+            found["layouts"].append({"layout": layout, "seconds": median(seconds), "ratio": ratio})
+        if ranks.first:
+            file.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
