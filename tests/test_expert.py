@@ -210,7 +210,7 @@ def test_rows_go_out_and_come_back(counts, chunks):
             total += 2 * out[of == e].t() @ rows[of == e]
         torch.testing.assert_close(found[e // 2][0][3][e % 2], total)
     way = ["start"] * chunks + ["compute", "start"] * chunks
-    assert [notes for _, notes in found] == [way + way] * 2
+    assert [notes for _, notes in found] == [["start", *way, *way]] * 2, "the counts, forward, backward"
 
 
 def paired(rank: int, world: int, recipe: Recipe, steps: int, where: Path) -> None:

@@ -66,6 +66,11 @@ def test_of_other_models(room: Path, arch: str, layout: str) -> None:
     equal(tiny(room, layout, f"model.arch={arch}"))
 
 
+def test_of_experts_whose_router_has_no_loss_of_its_own(room: Path) -> None:
+    """Recomputation ends before the sum of their results."""
+    equal(tiny(room, "tp=2,recompute=full", "model.arch=moe", "model.balance=bias"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [
     ("model.tie_embeddings=false",),
