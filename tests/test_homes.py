@@ -128,6 +128,6 @@ def test_the_planner_cuts_the_loss_as_the_kernel_does(monkeypatch: pytest.Monkey
     assert s.loss_chunks(software.FIVEFOLD_CPU, rows) == -(
         -rows // sizes.rows_at_once(rows, model.vocab_size or 0, 4, sizes.logits_bytes("cpu"))
     )
-    before = s.chunks(software.FIVEFOLD_CPU, rows)
+    before = s.loss_chunks(software.FIVEFOLD_CPU, rows)
     monkeypatch.setattr(sizes, "MIN_ROWS", 2 * rows)
     assert s.loss_chunks(software.FIVEFOLD_CPU, rows) == 1 < before
