@@ -136,6 +136,14 @@ def test_every_valid_layout_is_considered_once(case: str) -> None:
     assert len(found) == len(wanted) == space.size
 
 
+def test_experts_whose_features_do_not_divide_need_sequence_parallelism() -> None:
+    recipe = load(
+        "quickstart", ["model.arch=moe", "model.expert_ffn_dim=24", "model.vocab_size=4096"], "dp=1"
+    )
+    ways = list(space_of(recipe, parse("h100:2")).ways())
+    assert {way.sp for way in ways if way.tp == 2} == {True}
+
+
 def test_the_bound_of_a_first_rank_that_ends_early_but_has_most_to_sum() -> None:
     """In zero bubble any rank may be the last; a large vocabulary gives the first one more to sum and update."""
     sets = [

@@ -88,7 +88,9 @@ class Space:
     def ways(self) -> Iterator[Layout]:
         """Combinations of tensor, context and expert axes that the model allows."""
         devices, experts = self.cluster.devices, self.recipe.model.experts or 1
-        tensor = [tp for tp in divisors(devices) if self._allowed(Layout(tp=tp)) is not self.indivisible]
+        plain = {tp: self._allowed(Layout(tp=tp)) for tp in divisors(devices)}  # experts may need sp
+        allowed = {tp: plain[tp] or (tp > 1 and self._allowed(Layout(tp=tp, sp=True))) for tp in plain}
+        tensor = [tp for tp in plain if allowed[tp] is not self.indivisible]
         if self.indivisible:
             most, length = 2 * self.cluster.per_node, self.recipe.model.seq_len
             yield from (Layout(tp=tp, sp=length % tp == 0) for tp in tensor if tp <= most)
@@ -107,9 +109,8 @@ class Space:
                 for sp, regather in SEQUENCES if tp > 1 else SEQUENCES[:1]:
                     for ep in divisors(math.gcd(experts, dp * one.cp)):
                         way = replace(one, tp=tp, sp=sp, sp_regather=regather, ep=ep, dp_replicate=dp)
-                        if (tp == 1 or one.cp == 1) and not sp and ep == 1:
-                            yield way  # already checked
-                        elif self._allowed(way):
+                        checked = (tp == 1 or one.cp == 1) and not sp and ep == 1
+                        if plain[tp] if checked else self._allowed(way):
                             yield way
 
     def sharings(self, shape: Layout) -> tuple[Layout, ...]:
