@@ -107,7 +107,16 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
     ("servers", "sets"),
     [
         (2, []),
-        (2, ["optim.name=momentum", "optim.grad_clip=0", "sync.partition=1024", "sync.credits=2"]),
+        (
+            2,
+            [
+                "optim.name=momentum",
+                "optim.grad_clip=0",
+                "sync.partition=1024",
+                "sync.credits=2",
+                "train.microbatch_size=6",
+            ],
+        ),
         pytest.param(1, ["sync.order=fifo"], marks=pytest.mark.slow),
         pytest.param(1, ["optim.grad_clip=0", "train.microbatch_size=3"], marks=pytest.mark.slow),
     ],

@@ -200,6 +200,7 @@ class Exchange:
         self._stale = dict(self._sizes)  # parts still to be pulled
         self._sending: dict[tuple[int, int], Started] = {}
         self._receiving = SimpleQueue[tuple[Started, Message, int, float] | None]()
+        self._pushed = dict.fromkeys(self._sizes, -1)  # the last share of which each unit was pushed
         self._updates, self._step, self.serial = 0, 0, -1
         self._share: tuple[int, int] | None = None
         self._error: BaseException | None = None
@@ -277,10 +278,10 @@ class Exchange:
         with self._lock:
             if self._error:
                 raise self._error
-            self._stale[unit] = self._sizes[unit]
+            self._stale[unit], self._pushed[unit] = self._sizes[unit], self.serial
             for message in self._of_unit[unit]:
                 for part in range(len(message.parts)):
-                    self._pushes.add((message.number, part), message.unit)
+                    self._pushes.add((message.number, part, self._step), message.unit)
             self._lock.notify_all()
 
     def computed(self, step: int, share: int, figures: tuple[float, ...]) -> None:
@@ -331,7 +332,7 @@ class Exchange:
 
     def _updated(self, message: Message, part: int) -> None:
         """The weights of a part are new. They are pulled; with bounded staleness, once an order to train has come."""
-        if self.servers.staleness > 0 and self._trained < self.serial + 2 and not self._looked:
+        if self.servers.staleness > 0 and self._trained < self._pushed[message.unit] + 2 and not self._looked:
             self._held.append((message, part))
         else:
             self._pulls.add((message.number, part), message.unit)
@@ -346,12 +347,14 @@ class Exchange:
                     self._receiving.put(None)
                     return
                 self._credits[way] -= 1
-                number, part = (self._pushes if way == "push" else self._pulls).pop()
-                step, serial, again = self._step, self.serial, self._trained == self.serial + 2
-            if way == "push":
-                self._push_part(self.messages[number], part, step)
+                number, part, *step = (self._pushes if way == "push" else self._pulls).pop()
+                message = self.messages[number]
+                serial = self._pushed[message.unit]
+                pull = 2 * (serial + 1) + (self._trained == serial + 2)
+            if step:
+                self._push_part(message, part, *step)
             else:
-                self._pull_part(self.messages[number], part, serial, again)
+                self._pull_part(message, part, pull)
 
     def _next_way(self) -> str:
         if self._error or self._closing:
@@ -368,9 +371,9 @@ class Exchange:
             self._began[message.number, part] = time.perf_counter()
         link.tell(Kind.PUSHED, message.number, part, step)
 
-    def _pull_part(self, message: Message, part: int, serial: int, again: bool) -> None:
+    def _pull_part(self, message: Message, part: int, pull: int) -> None:
         link, way = self.links[message.server], self._down[message.number]
-        link.tell(Kind.PULL, message.number, part, 2 * (serial + 1) + again)
+        link.tell(Kind.PULL, message.number, part, pull)
         tag = tag_of(message.number, part, self.most[message.server], down=True)
         started = link.down.start_receive(way.data[slice(*way.cuts[part])], link.peer, tag)
         self._receiving.put((started, message, part, time.perf_counter()))
