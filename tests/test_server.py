@@ -112,7 +112,7 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
             [
                 "optim.name=momentum",
                 "optim.grad_clip=0",
-                "sync.partition=1024",
+                "sync.partition=4096",
                 "sync.credits=2",
                 "train.microbatch_size=6",
             ],
@@ -208,7 +208,13 @@ def test_staleness_is_bounded(room: Path, tmp_path: Path, pools, staleness: int,
     """The last worker lags. lag: steps before a share's that the first server had not whole when the worker began to
     pull. Unbounded, the other one runs far ahead; bounded, as far as it may."""
     recipe = served(
-        room, 2, f"sync.staleness={staleness}", "sync.servers=2", "train.steps=12", "optim.grad_clip=0"
+        room,
+        2,
+        f"sync.staleness={staleness}",
+        "sync.servers=2",
+        "train.steps=12",
+        "train.microbatch_size=6",
+        "optim.grad_clip=0",
     )
     out = tmp_path / "run"
     pools(4, rank_of_run, recipe, out, False, "lags")
