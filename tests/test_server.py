@@ -300,6 +300,7 @@ def ends(ranks: Any) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_the_launcher_lets_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_TEST_FILE", str(tmp_path / "done"))
     assert start_ranks(ends, 2, fork=False, expendable=range(1, 2)) is None
