@@ -1,12 +1,16 @@
 """ZeRO++ beside ZeRO 3 in bf16, across two hosts of two ranks with a slow link: tokens/s, and what the link carries.
 
     python benchmarks/zeropp.py [--rate 200mbit] [--rounds 3] [--out benchmarks/results/zeropp.json]
+    python benchmarks/zeropp.py --loss 300 [--seeds 0 1 2] [--out benchmarks/results/zeropp.json]
 
 The hosts are Linux namespaces (`tests/namespaces.py`). The model is that of the quickstart, with few tokens per step,
 so that the link decides. In each round every layout takes some steps; medians count. Bytes are those of a host's
 network card, which include headers, beside those of the messages that a step sends. These are counted from the run, and
 the planner must count the same. Psi: a bf16 number per parameter. As in the paper, a gather or a sum of the whole model
 between nodes is one Psi; in messages across the nodes the ranks of a node send it together. Nothing else should run.
+
+`--loss` compares the validation loss after so many steps of 1,024 tokens, on four ranks of this machine as two nodes.
+Its figures are added to those in the file.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from hosts import GOODPUT, left_host
@@ -41,6 +46,11 @@ MODEL = [
     "model.vocab_size=4096", "model.seq_len=128", "train.global_batch_size=4", "train.microbatch_size=1",
     "train.steps=1000", "precision.mode=bf16", "precision.reduce=bf16",
 ]  # fmt: skip
+LEARNER = [
+    "model.layers=4", "model.dim=128", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=352", "model.seq_len=128",
+    "data.tokenizer=bytes", "train.global_batch_size=8", "train.microbatch_size=2", "train.val_sequences=512",
+    "optim.lr=2e-3", "precision.mode=bf16", "precision.reduce=bf16",
+]  # fmt: skip
 STEPS = 3  # per round and layout, after one that does not count
 
 
@@ -50,11 +60,20 @@ def main() -> int:
     )
     parser.add_argument("--rate", default="200mbit", help="of each host's link")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loss", type=int, metavar="STEPS", help="train that long instead")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, help="JSON file for what is measured")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args.worker, args.rounds)
+        return 0
+    before = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    if args.loss:
+        before["validation"] = {"steps": args.loss, "model": LEARNER, **validation(args.loss, args.seeds)}
+        print(json.dumps(before["validation"], indent=1))
+        if args.out:
+            args.out.write_text(json.dumps(before, indent=1) + "\n")
         return 0
     with tempfile.TemporaryDirectory(prefix="fivefold-zeropp-") as folder:
         file = Path(folder, "found.json")
@@ -68,7 +87,7 @@ def main() -> int:
         if done.code:
             raise SystemExit(f"measuring failed: {done}")
         found = json.loads(file.read_text())
-    found = {"rate": args.rate, "hosts": 2, "ranks": 2, **found}
+    found = before | {"rate": args.rate, "hosts": 2, "ranks": 2, **found}
     print(report(found))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -159,6 +178,45 @@ def planned_messages(
             # a ring, ordered by hosts, crosses each link once; all-to-all sends every rank its part
             leaving += size * groups * {"all_gather": (n - 1) / n, "all_to_all": here * (n - here) / n}[what]
     return volume.counted(s, ranks.rank), leaving, crossing / 2 / count_parameters(recipe.model)
+
+
+def validation(steps: int, seeds: list[int]) -> dict[str, Any]:
+    """Losses of each layout, by seed, and their mean beside ZeRO 3's."""
+    from fivefold.launch.local import start_ranks
+    from fivefold.recipe import load, resolve
+    from fivefold.train.start import prepare_data
+
+    found: dict[str, Any] = {}
+    for layout in (BASE, *LAYOUTS[-2:]):
+        losses = []
+        for seed in seeds:
+            sets = [*LEARNER, f"train.steps={steps}", f"train.seed={seed}", "layout.ranks_per_node=2"]
+            recipe = load("quickstart", sets, layout)
+            data = prepare_data(recipe, quiet=True)
+            recipe = resolve(recipe, vocab_size=data.vocab_size)
+            with tempfile.TemporaryDirectory() as name:
+                start_ranks(partial(learn, recipe, data, Path(name)), 4, fork=False)
+                losses.append(json.loads((Path(name) / "found.json").read_text())["val_loss"])
+            print(f"{layout}, seed {seed}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
+        found[layout] = {"losses": losses, "mean": mean(losses)}
+        found[layout]["to_zero_3"] = found[layout]["mean"] / found[BASE]["mean"] - 1
+    return {"layouts": found}
+
+
+def learn(recipe: Any, data: Any, out: Path, ranks: Any) -> None:
+    """A rank's part of a run. The first writes the validation loss."""
+    from fivefold.step.state import build_state
+    from fivefold.step.step import evaluate, take_step
+    from fivefold.train.job import Job
+    from fivefold.train.share import reader, validation_set
+
+    state, job = build_state(recipe, ranks), Job(recipe, out, data)
+    with reader(job, state.mesh, 0) as batches:
+        for _ in range(recipe.train.steps):
+            take_step(state, recipe, batches()[0])
+    found = evaluate(state, *validation_set(job, state.mesh))
+    if ranks.first:
+        (out / "found.json").write_text(json.dumps(found))
 
 
 def report(found: dict[str, Any]) -> str:

@@ -61,6 +61,7 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "fp32": ("dp=2,zero=3", "llama", ["precision.mode=fp32"]),
     "fp32 ring": ("cp=2", "llama", ["precision.mode=fp32"]),
     "auto": ("dp=1", "llama", ["precision.mode=auto"]),
+    "zero++": ("dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients", "llama", []),
     "bf16 sums": ("dp=2,zero=1", "llama", ["precision.reduce=bf16"]),
     "untied": ("tp=2", "llama", ["model.tie_embeddings=false"]),
     "no clipping": ("dp=1", "llama", ["optim.grad_clip=0"]),
