@@ -2,6 +2,7 @@
 
     python benchmarks/hosts.py --hosts 2 --ranks 2 --rate 200mbit -- fivefold train quickstart --out runs/hosts
     python benchmarks/hosts.py --hosts 2 --ranks 2 --rate 200mbit [--out benchmarks/results/hosts.json]
+    python benchmarks/hosts.py --hosts 2 --ranks 2 --rate 200mbit --collectives 4K,1M [--out FILE.json]
     python benchmarks/hosts.py --hosts 2 --ranks 2 --rate 200mbit --train [--out benchmarks/results/hosts_train.json]
 
 The hosts are Linux namespaces (`tests/namespaces.py`), which root may make, and other users where user namespaces are
@@ -11,6 +12,10 @@ permitted. Where they are not, the script says so and ends with 0. Without a com
 - all-reduce of 4 KiB to 16 MiB over the ranks of one host, over one rank of each host, and over all ranks.
 
 Messages are sent one directly after another, and the median counts. Nothing else should run.
+
+`--collectives` times every all-reduce of `schedules/collectives` over all ranks at these sizes, the median of 20
+repetitions, beside the time that the simulator predicts. Its alpha, beta and gamma are fitted to single messages,
+measured in the same run. Sizes that are in the file already stay there.
 
 `--train` trains a small model in several layouts, with and without the rate limit. It compares the bytes that leave a
 host with those that the planner counts, and the time of a step with the unlimited step plus the planner's bytes at the
@@ -24,10 +29,14 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import hosts_collectives as collectives
+
+from fivefold.cli.options import bytes_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from namespaces import Hosts, Unavailable, bytes_per_second  # pyright: ignore[reportMissingImports]
@@ -63,38 +72,48 @@ def main() -> int:
     )
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="until all is killed")
     parser.add_argument("--out", type=Path, help="JSON file for what is measured")
+    parser.add_argument("--collectives", metavar="SIZES", help="measure every all-reduce at these sizes")
     parser.add_argument("--train", action="store_true", help="measure training instead of messages")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help="what to run (after --); nothing: measure")
     args = parser.parse_args()
+    sizes = (
+        [bytes_of("--collectives", size) for size in args.collectives.split(",")] if args.collectives else []
+    )
     if args.worker:
-        (train_worker if args.train else worker)(args.worker)
+        if sizes:
+            collectives.worker(args.worker, sizes)
+        else:
+            (train_worker if args.train else worker)(args.worker)
         return 0
     rate = None if args.rate == "none" else args.rate
+    options = ["--train"] * args.train + (["--collectives", args.collectives] if sizes else [])
     try:
         with Hosts(args.hosts, rate) as hosts:
             if args.command:
                 return hosts.run(args.command, args.ranks, timeout_s=args.timeout).code
-            found = measure(hosts, args.ranks, args.train, args.timeout)
+            found = measure(hosts, args.ranks, options, args.timeout)
         if args.train:
             with Hosts(args.hosts, None) as hosts:
-                found = compared(found, measure(hosts, args.ranks, True, args.timeout))
+                found = compared(found, measure(hosts, args.ranks, options, args.timeout))
+        if sizes:
+            found = collectives.merged(collectives.predicted(found), args.out)
     except Unavailable as reason:
         print(f"skipped: {reason}", file=sys.stderr)
         return 0
     except ValueError as error:
         parser.error(str(error))
-    print(train_report(found) if args.train else report(found))
+    print((train_report if args.train else collectives.report if sizes else report)(found))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
-def measure(hosts: Hosts, ranks: int, train: bool = False, timeout_s: float = 600) -> dict[str, Any]:
+def measure(hosts: Hosts, ranks: int, options: Sequence[str] = (), timeout_s: float = 600) -> dict[str, Any]:
     """What the workers find, on `ranks` ranks of every host."""
     with tempfile.TemporaryDirectory(prefix="fivefold-hosts-") as folder:
         file = Path(folder, "found.json")
-        command = [sys.executable, __file__, "--worker", str(file), *["--train"] * train]
+        command = [sys.executable, __file__, "--worker", str(file), *options]
         done = hosts.run(command, ranks, timeout_s=timeout_s)
         if done.code:
             raise SystemExit(f"measuring failed: {done}")

@@ -150,6 +150,9 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from fivefold.launch.ranks import schedule_as_batch
+
+    schedule_as_batch()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
     torch.set_num_threads(1)
     with Path(folder, f"stack-{rank}").open("w") as stack:

@@ -10,8 +10,9 @@ import pytest
 from fivefold.bench.collectives import fitted
 from fivefold.cli.main import main
 from fivefold.plan.topology import of_fit
-from fivefold.schedules.collectives import build
+from fivefold.schedules.collectives import Collective, Move, Wire, build
 from fivefold.schedules.collectives.cost import simulate
+from fivefold.schedules.collectives.topology import Topology
 
 
 def points(alpha: float, beta: float) -> list[list[float]]:
@@ -24,14 +25,57 @@ def test_the_fit_finds_what_messages_cost(alpha: float, bus_alpha: float, shared
     """And the simulation with it gives the messages back. shared: how much slower 4 messages at once are than one."""
     beta = 1 / 2e9
     pair, ring = points(alpha + bus_alpha, beta), points(alpha + 4 * bus_alpha, shared * beta)
-    fit = fitted(pair, ring, 4)
+    fit = fitted({"pair": pair, "ring": ring, "gamma": 0.0}, 4)
     assert fit["alpha"] == pytest.approx(alpha)
     assert fit["bus_alpha"] == pytest.approx(bus_alpha, abs=1e-12)
     assert fit["beta"] == pytest.approx(beta)
     assert fit["bus_beta"] == pytest.approx(shared * beta / 4)
-    topology = of_fit(fit | {"gamma": 0.0}, 4)
+    topology = of_fit(fit, 4)
     turn = simulate(build("all_gather", "ring", 4), topology, 4e6).seconds / 3
     assert turn == pytest.approx(alpha + max(shared * beta * 1e6 + 4 * bus_alpha, beta * 1e6), rel=0.02)
+
+
+def test_the_fit_of_hosts_gives_their_messages_back() -> None:
+    """Two hosts of 2 ranks on one machine, whose cards send 12 KB at once after a pause, and get acknowledgements."""
+    beta, burst, acks, bus = 1 / 24e6, 12e3, 0.04, 10e-6
+
+    def far(size: float, back: float) -> list[float]:
+        return [size, 1e-4 + bus + max(0.0, (1 + back) * size - burst) * beta]
+
+    found = {
+        "pair": points(20e-6 + bus, 1e-9),
+        "ring": points(20e-6 + 4 * bus, 4e-9),
+        "far": [far(size, 0.0) for size in (1e3, 1e6, 4e6)],
+        "far both": [far(size, acks) for size in (1e3, 1e6, 4e6)],
+        "gamma": 1e-10,
+    }
+    fit = fitted(found, 4, local=2, machine=4)
+    assert fit == pytest.approx(
+        {"alpha": 20e-6, "beta": 1e-9, "bus_alpha": bus, "bus_beta": 1e-9, "gamma": 1e-10}
+        | {"far_alpha": 1e-4, "far_beta": beta, "burst": burst, "acks": acks}
+    )
+    topology = of_fit(fit, 4, local=2, hosts=2)
+    assert {topology.route(0, 1).links[1], topology.route(3, 2).links[1]} == {"bus 0"}
+    for size in (1e3, 1e6):
+        swap = Collective("all_reduce", "", 4, 1, ((Move(0, 2, range(1), True), Move(2, 0, range(1), True)),))
+        one = Collective("all_reduce", "", 4, 1, ((Move(0, 2, range(1), True),),))
+        for collective, back, more in ((one, 0.0, 0.0), (swap, acks, bus)):
+            expected = far(size, back)[1] + 1e-10 * size + more
+            assert simulate(collective, topology, size).seconds == pytest.approx(expected, rel=0.02)
+
+
+def test_a_card_that_was_idle_sends_a_burst_at_once() -> None:
+    """And saves up for the next one only while it sends nothing."""
+    net = Topology("two", 2, 1, Wire(0.0, 1e9), Wire(0.0, 1e6), burst=1e3)
+
+    def seconds(*sizes: int) -> float:
+        rounds = tuple((Move(0, 1, range(sum(sizes[:i]), sum(sizes[: i + 1]))),) for i in range(len(sizes)))
+        return simulate(Collective("all_reduce", "", 2, sum(sizes), rounds), net, sum(sizes)).seconds
+
+    assert seconds(900) == pytest.approx(9e-7)  # the rank's own port
+    assert seconds(3000) == pytest.approx(2e-3)
+    assert seconds(3000, 3000) == pytest.approx(5e-3)
+    assert seconds(600, 600) == pytest.approx(2e-4, rel=0.01)
 
 
 def test_a_measurement_is_saved_and_used(
@@ -42,8 +86,9 @@ def test_a_measurement_is_saved_and_used(
     done = subprocess.run([sys.executable, "-m", "fivefold.cli.main", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {"alpha", "beta", "bus_alpha", "bus_beta", "gamma"} == set(found["fit"])
-    assert all(value >= 0 for value in found["fit"].values())
+    fit = found["fit"]["2"]
+    assert {"alpha", "beta", "bus_alpha", "bus_beta", "gamma"} == set(fit)
+    assert all(value >= 0 for value in fit.values())
     times = found["seconds"]["2"]["4096"]
     assert set(times) == {"library", *found["predicted"]["2"]["4096"]}
     assert found["best"]["2"]["4096"] == min(times, key=times.get)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ranks import run_ranks
 from test_train import TINY
 
 from fivefold.cli.train import train
@@ -29,6 +30,7 @@ def clean(monkeypatch):
             "MASTER_ADDR",
         ):
             monkeypatch.delenv(name)
+    monkeypatch.setattr(ranks, "schedule_as_batch", lambda: None)  # not the tests' own process
     return monkeypatch
 
 
@@ -91,7 +93,8 @@ def test_threads_of_a_rank(clean):
 
 def test_groups_are_freed_once_at_the_end(clean, tmp_path):
     """However often a process joins."""
-    registered = []
+    registered, batch = [], []
+    clean.setattr(ranks, "schedule_as_batch", lambda: batch.append(True))
     clean.setattr(ranks.atexit, "register", registered.append)
     clean.setattr(ranks.atexit, "unregister", lambda hook: hook in registered and registered.remove(hook))
     clean.setattr(ranks.dist, "init_process_group", lambda *a, **k: None)
@@ -103,6 +106,17 @@ def test_groups_are_freed_once_at_the_end(clean, tmp_path):
         with ranks.join():
             pass
     assert registered == [ranks._free_groups]
+    assert len(batch) == 3
+
+
+def policy(rank: int, world: int) -> int:
+    ranks.schedule_as_batch()
+    return os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
+def test_ranks_do_not_interrupt_each_other():
+    assert run_ranks(2, policy) == [os.SCHED_BATCH] * 2
 
 
 def launched_on_two_hosts(clean) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -26,21 +26,22 @@ from fivefold.host import tables
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.plan.topology import of_fit
-from fivefold.schedules.collectives import ALGORITHMS, build, shape_of
+from fivefold.schedules.collectives import ALGORITHMS, Collective, build, shape_of
+from fivefold.schedules.collectives.algorithm import Shape
 from fivefold.schedules.collectives.choose import LIBRARY, pieces_of
-from fivefold.schedules.collectives.cost import compare
+from fivefold.schedules.collectives.cost import simulate
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the messages that are fitted
 ARENA = 32 << 20  # bytes that these messages go through one after the other, so that they come from memory
 BATCH, BATCHES = 2e-3, 20  # seconds of a batch of runs at least, and their number; the median counts
-LONGEST = 2.0  # seconds after which fewer batches suffice
+LONGEST, LEAST = 2.0, 5  # seconds after which fewer batches suffice, but not fewer than these
 
 
 def measure(
     ranks: int, sizes: Sequence[int] = SIZES, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Measures, saves and returns `fit`, `seconds` (by ranks, size and algorithm), `predicted` and `best`.
+    """Measures and saves a table by number of ranks: `fit`; by size and algorithm `seconds`, `predicted`; `best`.
 
     The process must have used neither torch's threads nor a GPU: ranks are forked.
     """
@@ -50,35 +51,52 @@ def measure(
         file = Path(folder, "found.json")
         start_ranks(partial(_measure_rank, file, tuple(sizes)), ranks, fork=not gpu)
         found = json.loads(file.read_text())
-    fit = fitted(found["pair"], found["ring"], ranks) | {"gamma": found["gamma"]}
+    fit = fitted(found["messages"], ranks)
+    net = of_fit(fit, ranks)
     predicted = {
-        str(size): {
-            x.algorithm.name: x.cost.seconds for x in compare("all_reduce", of_fit(fit, ranks), size)[0]
-        }
+        str(size): {name: simulate(x, net, size).seconds for name, x in collectives(net.shape, size).items()}
         for size in sizes
     }
     best = {size: min(times, key=times.get) for size, times in found["seconds"].items()}  # type: ignore[arg-type]
-    table = tables.load_collectives() or {"seconds": {}, "predicted": {}, "best": {}}
-    table["fit"] = fit
-    for name, value in (("seconds", found["seconds"]), ("predicted", predicted), ("best", best)):
-        table[name][str(ranks)] = value
+    table = tables.load_collectives() or {}
+    for name, value in {
+        "fit": fit,
+        "seconds": found["seconds"],
+        "predicted": predicted,
+        "best": best,
+    }.items():
+        table.setdefault(name, {})[str(ranks)] = value
     tables.save_collectives(table)
     return table
 
 
-def fitted(pair: list[list[float]], ring: list[list[float]], ranks: int) -> dict[str, float]:
-    """alpha, beta of one message at a time, and what each message takes of the machine that all share.
+def fitted(found: dict[str, Any], ranks: int, local: int = 0, machine: int = 0) -> dict[str, float]:
+    """What messages cost, by those that `single_messages` found between `ranks` ranks.
 
-    pair, ring: [bytes, seconds] of one message at a time, and of one from every rank at once. A message alone takes
-    alpha + bus_alpha + S beta, and n at once take alpha + n (bus_alpha + S bus_beta) if the machine is busy.
+    local: ranks on each node, 0 for all. machine: ranks that share one machine, 0 for those of a node. A message alone
+    takes alpha + bus_alpha + S beta, and m on one busy machine at once take alpha + m (bus_alpha + S bus_beta). Between
+    nodes one takes far_alpha + bus_alpha + (S - burst) far_beta, and acks of its bytes come back.
     """
-    (one_alpha, one_beta), (all_alpha, all_beta) = _line(pair), _line(ring)
-    bus_alpha = max(0.0, (all_alpha - one_alpha) / max(1, ranks - 1))
-    return {
+    local = local or ranks
+    (one_alpha, one_beta), (all_alpha, all_beta) = _line(found["pair"]), _line(found["ring"])
+    at_once = machine or local
+    bus_alpha = max(0.0, (all_alpha - one_alpha) / max(1, at_once - 1))
+    fit = {
         "alpha": max(1e-9, one_alpha - bus_alpha),
         "beta": one_beta,
         "bus_alpha": bus_alpha,
-        "bus_beta": max(all_beta, one_beta) / ranks,
+        "bus_beta": max(all_beta, one_beta) / at_once,
+        "gamma": found["gamma"],
+    }
+    if "far" not in found:
+        return fit
+    (_, small), *_, (size, seconds), (large, longest) = found["far"]
+    beta = (longest - seconds) / (large - size)
+    return fit | {
+        "far_alpha": max(1e-9, small - bus_alpha),
+        "far_beta": beta,
+        "burst": max(0.0, large - (longest - small) / beta),
+        "acks": max(0.0, (found["far both"][-1][1] - found["far both"][-2][1]) / (longest - seconds) - 1),
     }
 
 
@@ -98,49 +116,82 @@ def _line(points: list[list[float]]) -> tuple[float, float]:
 def _measure_rank(file: Path, sizes: Sequence[int], ranks: Ranks) -> None:
     """Measures on every rank; the first writes what was found."""
     axis = everyone(ranks)
-    found: dict[str, Any] = {"pair": [], "ring": [], "seconds": {}}
-    arena, other = (torch.zeros(ARENA // 4, device=axis.device) for _ in range(2))
-    for size in MESSAGES:
-        count = size // 4
-        starts = cycle(range(0, len(arena), count))
-        n, r = axis.size, axis.index
-
-        def around(starts=starts, count=count, n=n, r=r) -> None:
-            here = slice(start := next(starts), start + count)
-            axis.start_moves([(arena[here], (r + 1) % n)], [(other[here], (r - 1) % n)])()
-
-        def there_and_back(starts=starts, count=count) -> None:
-            _ping_pong(axis, arena[(start := next(starts)) : start + count])
-
-        found["pair"].append([size, _timed(there_and_back, axis) / 2])
-        found["ring"].append([size, _timed(around, axis)])
-    found["gamma"] = _timed(lambda: arena.add_(other), axis) / ARENA
-    for size in sizes:
-        x = torch.zeros(max(1, size // 4), device=axis.device)
-        runs: dict[str, Callable[[], object]] = {LIBRARY: partial(axis.all_reduce, x)}
-        shape = shape_of(axis.size)
-        for name, made in ALGORITHMS["all_reduce"].items():
-            if made.fits(shape):
-                pieces = pieces_of(made, size)
-                runs[name] = partial(
-                    Executor(axis, build("all_reduce", name, shape._replace(pieces=pieces))), x
-                )
-        found["seconds"][str(size)] = {name: _timed(run, axis) for name, run in runs.items()}
+    found = {"messages": single_messages(axis), "seconds": all_reduces(axis, sizes)}
     if ranks.first:
         file.write_text(json.dumps(found))
 
 
-def _ping_pong(axis: Axis, x: torch.Tensor) -> None:
-    """A message from rank 0 to rank 1, and back."""
-    for source in (0, 1):
+def single_messages(axis: Axis, local: int = 0) -> dict[str, Any]:
+    """[bytes, seconds] of a message between two ranks of a node (`pair`), of one from every rank to the next of its
+    node (`ring`); between two nodes of one message (`far`), and of one in each direction (`far both`). gamma: seconds
+    per byte that is added. local: ranks on each node, 0 for all."""
+    n, r = axis.size, axis.index
+    local = local or n
+    arena, other = (torch.zeros(ARENA // 4, device=axis.device) for _ in range(2))
+    found: dict[str, Any] = {}
+    node, place = divmod(r, local)
+    next_, previous = (node * local + (place + step) % local for step in (1, -1))
+    for size in MESSAGES:
+        count = size // 4
+        starts = cycle(range(0, len(arena), count))
+
+        def at(starts=starts, count=count) -> slice:
+            return slice(start := next(starts), start + count)
+
+        def around(at=at) -> None:
+            axis.start_moves([(arena[at()], next_)], [(other[at()], previous)])()
+
+        def both(at=at) -> None:
+            if r in (0, local):
+                axis.start_moves([(arena[at()], local - r)], [(other[at()], local - r)])()
+
+        if local > 1:
+            found.setdefault("pair", []).append(
+                [size, _timed(lambda at=at: _ping_pong(axis, arena[at()], 1), axis) / 2]
+            )
+            found.setdefault("ring", []).append([size, _timed(around, axis)])
+        if local < n:
+            far = _timed(lambda at=at: _ping_pong(axis, arena[at()], local), axis) / 2
+            found.setdefault("far", []).append([size, far])
+            found.setdefault("far both", []).append([size, _timed(both, axis)])
+    return found | {"gamma": _timed(lambda: arena.add_(other), axis) / ARENA}
+
+
+def all_reduces(
+    axis: Axis, sizes: Sequence[int], local: int = 0, least: int = LEAST, extra: Mapping[str, Collective] = {}
+) -> dict[str, dict[str, float]]:
+    """Seconds of every all-reduce by size: the backend's own, ours, and `extra` ones. local: ranks on each node, 0 for
+    all. least: number of batches at least."""
+    shape, found = shape_of(axis.size, local), {}
+    for size in sizes:
+        x = torch.zeros(max(1, size // 4), device=axis.device)
+        runs: dict[str, Callable[[], object]] = {LIBRARY: partial(axis.all_reduce, x)}
+        for name, collective in (collectives(shape, size) | extra).items():
+            runs[name] = partial(Executor(axis, collective), x)
+        found[str(size)] = {name: _timed(run, axis, least) for name, run in runs.items()}
+    return found
+
+
+def collectives(shape: Shape, size: int) -> dict[str, Collective]:
+    """The all-reduces of `size` bytes that are possible, as training runs them."""
+    return {
+        name: build("all_reduce", name, shape._replace(pieces=pieces_of(made, size)))
+        for name, made in ALGORITHMS["all_reduce"].items()
+        if made.fits(shape)
+    }
+
+
+def _ping_pong(axis: Axis, x: torch.Tensor, to: int) -> None:
+    """A message from rank 0 to another, and back."""
+    for source, target in ((0, to), (to, 0)):
         if axis.index == source:
-            axis.start_send(x, 1 - source)()
-        elif axis.index == 1 - source:
+            axis.start_send(x, target)()
+        elif axis.index == target:
             axis.start_receive(x, source)()
 
 
-def _timed(run: Callable[[], object], axis: Axis) -> float:
-    """Median seconds of `run` in batches, of the slowest rank. All ranks do the same number of runs."""
+def _timed(run: Callable[[], object], axis: Axis, least: int = LEAST) -> float:
+    """Median seconds of `run` in at least so many batches, of the slowest rank. All ranks run it equally often."""
     wait = torch.cuda.synchronize if axis.device.type == "cuda" else lambda: None
     run()
     wait()
@@ -151,7 +202,7 @@ def _timed(run: Callable[[], object], axis: Axis) -> float:
     wait()
     once = _slowest([(time.perf_counter() - start) / 3], axis)[0]
     number = max(1, round(BATCH / once))
-    batches = min(BATCHES, max(5, round(LONGEST / (number * once))))
+    batches = min(max(BATCHES, least), max(least, round(LONGEST / (number * once))))
     times = []
     for _ in range(batches):
         axis.barrier()

@@ -77,7 +77,8 @@ def _collectives(table: dict[str, Any], ranks: int) -> list[str]:
     """The fit, and for each size the algorithms by measured time, with the prediction beside it."""
     from fivefold.observe.format import size as size_text
 
-    fit, key = table["fit"], str(ranks)
+    key = str(ranks)
+    fit = table["fit"][key]
     lines = [
         f"{ranks} local ranks: alpha {1e6 * fit['alpha']:.1f} µs, 1/beta {1e-9 / fit['beta']:.2f} GB/s per rank; "
         f"shared by all: {1e6 * fit['bus_alpha']:.1f} µs per message, {1e-9 / fit['bus_beta']:.2f} GB/s; "

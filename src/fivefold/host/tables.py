@@ -43,7 +43,7 @@ def write(name: str, found: dict[str, Any]) -> None:
 
 
 def save_collectives(found: dict[str, Any]) -> None:
-    """Writes what `fivefold bench collectives` found on this machine: `fit`, and by number of ranks and size `seconds`
+    """Writes what `fivefold bench collectives` found on this machine by number of ranks: `fit`, and by size `seconds`
     and `predicted` of each algorithm, and the `best` one."""
     write(_collectives_key(), found)
 
@@ -66,7 +66,7 @@ def all_reduce_seconds(ranks: int, name: str) -> list[tuple[int, float]]:
 
 
 def _collectives_key() -> str:
-    return f"{key()} | collectives"
+    return f"{key()} | collectives 2"
 
 
 def _tables() -> dict[str, Any]:

@@ -72,6 +72,9 @@ PRESETS = {
 }
 
 
+_BASES = f"a preset, one of {', '.join(PRESETS)}, or local"
+
+
 def of_gpu(name: str) -> Cluster:
     """The preset of the GPU that calls itself `name`.
 
@@ -138,7 +141,7 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
     if not 1 <= devices <= MOST_DEVICES:
         limit = f"at most {MOST_DEVICES:,}" if devices else "at least 1"
         raise UserError(f"cluster '{text}': {devices:,} devices; {limit}")
-    if cluster.machine and found[2]:
+    if found[2] and not cluster.connected:
         raise UserError(f"cluster '{text}': this machine is one node; write local:{devices}")
     sized = cluster.for_ranks(devices)
     return replace(sized, per_node=int(found[2])) if found[2] else sized
@@ -173,8 +176,23 @@ _KEYS = {
     "pcie_latency_us": _Key(1e-6, above=-1e-9),
     "nodes_per_leaf": _Key(most=MOST_DEVICES),
     "oversubscription": _Key(above=1 - 1e-9),
+    "hosts_per_machine": _Key(most=MOST_DEVICES),
 }
-_WHOLE = ("devices", "devices_per_node", "units", "nics_per_node", "nvlink_domain", "nodes_per_leaf")
+_WHOLE = (
+    "hosts_per_machine",
+    "devices",
+    "devices_per_node",
+    "units",
+    "nics_per_node",
+    "nvlink_domain",
+    "nodes_per_leaf",
+)
+LOCAL = "local"
+_OF_HOSTS = (
+    "devices", "devices_per_node", "inter_gb_s", "inter_share", "inter_latency_us", "nics_per_node", "nodes_per_leaf",
+    "oversubscription", "hosts_per_machine",
+)  # fmt: skip
+"""Keys of a file whose base is this machine: each node is like it, or several are on it."""
 _ALONE = {
     "devices_per_node": (),
     "intra_gb_s": (),
@@ -190,8 +208,31 @@ def _own(path: Path) -> Cluster:
     """Reads a cluster file: `base = "h100"` and the keys of `_KEYS` that differ from it."""
     base, values, wiring = _read(path)
     if base is None:
-        raise UserError(f"cluster '{path}': base: must be a preset, one of {', '.join(PRESETS)}")
-    return _changed(PRESETS[base], values, wiring, path.stem)
+        raise UserError(f"cluster '{path}': base: must be {_BASES}")
+    return _based(path, base, values, wiring)
+
+
+def _based(path: Path, base: str, values: dict[str, float], torus: tuple[int, ...]) -> Cluster:
+    """A preset or this machine, with the values of a file."""
+    if base != LOCAL:
+        return _changed(PRESETS[base], values, torus, path.stem)
+    if torus or (wrong := [key for key in values if key not in _OF_HOSTS]):
+        raise UserError(
+            f"cluster '{path}': {'torus' if torus else wrong[0]}: the base is this machine, as it was measured "
+            f"(keys besides base: {', '.join(_OF_HOSTS)})"
+        )
+    for key in ("devices_per_node", "inter_gb_s", "inter_latency_us"):
+        if key not in values:
+            raise UserError(f"cluster '{path}': {key} is missing: hosts like this machine need it")
+    cluster = replace(local(), name=path.stem, inter=Link(0, 1, 0))
+    changed = _changed(cluster, {"nics_per_node": 1} | values, (), path.stem)
+    kept = {
+        "intra": cluster.intra,
+        "machine": cluster.machine,
+        "disk": cluster.disk,
+        "device": cluster.device,
+    }
+    return replace(changed, hosts=int(values.get("hosts_per_machine", 1)), **kept)
 
 
 def links(path: Path) -> tuple[Cluster, bool]:
@@ -202,7 +243,7 @@ def links(path: Path) -> tuple[Cluster, bool]:
     """
     base, values, wiring = _read(path)
     if base is not None:
-        return _changed(PRESETS[base], values, wiring, path.stem), True
+        return _based(path, base, values, wiring), True
     for key, others in _ALONE.items():
         because = next((other for other in others if other in values), None)
         if key not in values and (because or not others):
@@ -224,8 +265,10 @@ def _read(path: Path) -> tuple[str | None, dict[str, float], tuple[int, ...]]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"cluster '{path}': not valid TOML: {str(error)[:200]}") from None
     base, torus = table.pop("base", None), table.pop("torus", [])
-    if base is not None and (not isinstance(base, str) or base not in PRESETS):
-        raise UserError(f"cluster '{path}': base: must be a preset, one of {', '.join(PRESETS)}")
+    if base is not None and (not isinstance(base, str) or base not in (*PRESETS, LOCAL)):
+        raise UserError(f"cluster '{path}': base: must be {_BASES}")
+    if base != LOCAL and "hosts_per_machine" in table:
+        raise UserError(f"cluster '{path}': hosts_per_machine: only with base = \"{LOCAL}\"")
     sizes = isinstance(torus, list) and all(
         isinstance(size, int) and 1 < size <= MOST_DEVICES for size in torus
     )

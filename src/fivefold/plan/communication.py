@@ -62,7 +62,7 @@ def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32")
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
-        return _measured(f"all_reduce {dtype}", size, group, cluster)
+        return _by_library("all_reduce", f"all_reduce {dtype}", size, group, cluster)
     return LAUNCH + _cheapest("all_reduce", size, group, cluster)
 
 
@@ -77,16 +77,16 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
     name = fastest(best_all_reduces(group, cluster), round(size)) if by == AUTO else by
     if name == LIBRARY or group.ranks == 1:
         return all_reduce(size, group, cluster)
-    if cluster.machine:
+    if cluster.machine and group.nodes == 1:
         seconds = tables.all_reduce_seconds(group.ranks, name)
         if not seconds:
             return all_reduce(size, group, cluster)
         return cluster.machine.factors["messages"] * line_through(seconds, size)
     made = ALGORITHMS["all_reduce"][name]
-    shape, levels = (
-        shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size))),
-        _levels(group, cluster),
-    )
+    shape = shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size)))
+    if cluster.machine:
+        return simulate(build("all_reduce", name, shape), _hosts(group, cluster), size).seconds
+    levels = _levels(group, cluster)
     if line := made.line and made.line(shape, levels):
         return LAUNCH + line.alpha + line.beta * size
     links = Topology(
@@ -100,7 +100,7 @@ def all_gather(size: float, group: Group, cluster: Cluster, dtype: str = "") -> 
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
-        return _measured("all_gather", size, group, cluster)
+        return _by_library("all_gather", "all_gather", size, group, cluster)
     return LAUNCH + _cheapest("all_gather", size, group, cluster)
 
 
@@ -109,14 +109,14 @@ def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
-        return _measured(f"reduce_scatter {dtype}", size, group, cluster)
+        return _by_library("all_reduce", f"reduce_scatter {dtype}", size, group, cluster)
     return LAUNCH + _cheapest("reduce_scatter", size, group, cluster)
 
 
 def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
     """Seconds of ZeRO's reduce-scatter (parallel/zero.py). On a CPU it avoids gloo's, which is an all-reduce."""
     if cluster.machine and group.ranks > 1:
-        return _measured("scatter_gradients", size, group, cluster)
+        return _by_library("all_to_all", "scatter_gradients", size, group, cluster)
     return reduce_scatter(size, group, cluster)
 
 
@@ -125,30 +125,64 @@ def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> 
     if group.ranks == 1:
         return 0.0
     if cluster.machine:
-        return _measured("all_to_all", size, group, cluster)
+        return _by_library("all_to_all", "all_to_all", size, group, cluster)
     return LAUNCH + _cheapest("all_to_all", size, group, cluster)
 
 
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
     """Seconds to send `size` bytes to another rank. `crosses`: that rank is on another node."""
-    if cluster.machine:
+    if cluster.machine and not crosses:
         return _measured("send", size, Group(2, 2), cluster)
+    if cluster.machine:
+        return cluster.inter.latency + size / cluster.rail
     if crosses:
         return LAUNCH + cluster.inter.latency + size / cluster.rail
     return LAUNCH + cluster.intra.latency + size / _pair(cluster)
 
 
-def exposed(seconds: float, beside: float, cluster: Cluster) -> float:
-    """Exposed seconds of a message that overlaps with `beside` seconds of computation.
+def exposed(seconds: float, held: float, beside: float) -> float:
+    """Exposed seconds of a message that overlaps with `beside` seconds of computation, and holds its device for some of
+    its time."""
+    return held + max(0.0, seconds - held - beside)
 
-    Between local ranks the CPU itself copies and adds. Only the rest of the message can overlap.
-    """
-    return seconds * (1.0 - cluster.free) + max(0.0, seconds * cluster.free - beside)
+
+def held(seconds: float, among: Group | int, cluster: Cluster) -> float:
+    """Seconds of a message in which its devices cannot compute, because the CPU itself copies and adds. among: a group,
+    or its nodes. Between nodes the link takes nearly all of the time."""
+    nodes = among if isinstance(among, int) else among.nodes
+    return seconds * (1.0 - cluster.free) if nodes == 1 else 0.0
+
+
+# gloo's algorithms (gloo/allreduce.cc, allgather.cc). Its reduce-scatter is an all-reduce; an all-to-all is ours
+# (comm/axis.py).
+GLOO = {"all_reduce": "ring", "all_gather": "ring", "all_to_all": "direct"}
+
+
+def _by_library(primitive: Primitive, what: str, size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of a message of the library, gloo: inside a machine as measured, across nodes by its algorithm."""
+    if group.nodes == 1:
+        return _measured(what, size, group, cluster)
+    ring = build(primitive, GLOO[primitive], group.ranks)
+    return simulate(ring, _hosts(group, cluster), size).seconds
+
+
+@lru_cache(maxsize=1024)
+def _hosts(group: Group, cluster: Cluster) -> Topology:
+    """The links of a group on several hosts, with its share of each host's cards. Inside a host they are as measured
+    between local ranks."""
+    machine = cluster.machine
+    assert machine is not None
+    points = machine.links[min(machine.links)]["send"]
+    near = Wire(points[0][1], (points[-1][0] - points[0][0]) / max(1e-9, points[-1][1] - points[0][1]))
+    cards = group.local * (cluster.wiring.cards or cluster.per_node) / cluster.per_node
+    whole = max(1, math.floor(cards))
+    far = Wire(cluster.inter.latency, cluster.rail * group.local / whole)
+    return Topology(cluster.name, group.ranks, group.local, near, far, cards=whole)
 
 
 def _measured(what: str, size: float, group: Group, cluster: Cluster) -> float:
     assert cluster.machine is not None
-    return cluster.machine.message(what, size, group.ranks, cluster.devices)
+    return cluster.machine.message(what, size, group.ranks, cluster.on_machine)
 
 
 def _cheapest(primitive: Primitive, size: float, group: Group, cluster: Cluster) -> float:

@@ -11,7 +11,7 @@ from fivefold.models.operations import Message, Operation, Sizes
 from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
 from fivefold.plan import communication, rates
-from fivefold.plan.communication import Group, exposed, group
+from fivefold.plan.communication import Group, exposed, group, held
 from fivefold.plan.devices import Cluster
 from fivefold.plan.software import Software
 from fivefold.schedules.ring_attention import messages
@@ -154,13 +154,14 @@ def operation(op: Operation, s: Setting) -> Cost:
 
 def _exposed(messages: Iterable[Message], beside: float, s: Setting, backward: bool) -> float:
     """Exposed seconds of messages."""
-    seconds = hidden = 0.0
+    seconds = hidden = copying = 0.0
     for one in messages:
         if one.hidden:
-            hidden += one.calls * message(replace(one, size=one.size / one.calls), s, backward)
+            takes = one.calls * message(replace(one, size=one.size / one.calls), s, backward)
+            hidden, copying = hidden + takes, copying + held(takes, s.group(one.axis), s.cluster)
         else:
             seconds += message(one, s, backward)
-    return seconds + exposed(hidden, beside, s.cluster)
+    return seconds + exposed(hidden, copying, beside)
 
 
 def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:

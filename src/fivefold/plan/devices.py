@@ -84,7 +84,8 @@ class Cluster:
     """`devices` equal devices, `per_node` on each node.
 
     0 devices means as many as a layout has ranks. intra, inter: a device's links within a node and between nodes.
-    machine: the table of a measured machine. disk: bytes/s that a node writes.
+    machine: the table of a measured machine, which each node is like, or on which `hosts` nodes are (namespaces,
+    containers). disk: bytes/s that a node writes.
     """
 
     name: str
@@ -96,6 +97,17 @@ class Cluster:
     machine: Measured | None = None
     disk: float = 2 * GB  # a local NVMe drive's, sustained
     wiring: Wiring = Wiring()
+    hosts: int = 1
+
+    @property
+    def connected(self) -> bool:
+        """False for a machine alone."""
+        return math.isfinite(self.inter.bandwidth)
+
+    @property
+    def on_machine(self) -> int:
+        """Devices on one machine."""
+        return min(self.devices, self.per_node * self.hosts)
 
     @property
     def nodes(self) -> int:
@@ -121,7 +133,7 @@ class Cluster:
     @property
     def oversubscription(self) -> float:
         """Ranks per core where there are more ranks than cores, otherwise 1."""
-        return self.machine.oversubscription(self.devices) if self.machine else 1.0
+        return self.machine.oversubscription(self.on_machine) if self.machine else 1.0
 
     @property
     def free(self) -> float:
@@ -143,12 +155,10 @@ def of_table(table: Measured) -> Cluster:
 
 @lru_cache(maxsize=64)
 def shared(cluster: Cluster, ranks: int, devices: int | None = None) -> Cluster:
-    """The cluster shared by `ranks` ranks. Each gets its share of the cores and the memory."""
+    """The cluster shared by `ranks` ranks. Each gets its share of its machine's cores and memory."""
     assert cluster.machine is not None
-    device = _device(cluster.machine, ranks)
-    return replace(
-        cluster, device=device, disk=cluster.machine.disk, devices=ranks if devices is None else devices
-    )
+    sized = replace(cluster, disk=cluster.machine.disk, devices=ranks if devices is None else devices)
+    return replace(sized, device=_device(cluster.machine, min(ranks, cluster.per_node * cluster.hosts)))
 
 
 def _device(table: Measured, ranks: int) -> Device:

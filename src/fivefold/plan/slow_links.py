@@ -63,7 +63,9 @@ def compare(apart: Setting, together: Setting) -> SlowLinks:
         return replace(s.cluster, **{"inter" if across else "intra": wire})
 
     wire: Link = apart.cluster.inter if across else apart.cluster.intra
-    measured = apart.cluster.machine is not None  # its table prices messages, whatever the link
+    measured = (
+        apart.cluster.machine is not None and not across
+    )  # its table prices messages, whatever the link
     even = None if measured else crossing(ratio)
     seconds = step(apart).seconds, step(together).seconds
     return SlowLinks(outer.seconds(apart), *seconds, even, None if measured else wire.bandwidth)

@@ -12,7 +12,7 @@ from fivefold.models.operations import Operation, Work
 from fivefold.models.recomputation import region
 from fivefold.optim import update_traffic
 from fivefold.plan import communication, memory, outer, rates, volume
-from fivefold.plan.communication import exposed, group
+from fivefold.plan.communication import exposed, group, held
 from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
@@ -166,7 +166,8 @@ def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
     ends = 0.5 * ((stage == 0) + (stage == stages - 1)) * machine.overhead("microbatch")
     if s.layout.pp > 1:
         send = communication.send(s.sizes.n * s.model.dim * s.sizes.e, False, s.cluster)
-        ends += machine.overhead("stage") * s.layout.pp / stages + 2 * send * (1 - machine.free)
+        ends += machine.overhead("stage") * s.layout.pp / stages
+        ends += 2 * held(send, s.group("pp"), s.cluster)
     return Cost(0.4 * ends, 0.6 * ends)
 
 
@@ -189,7 +190,10 @@ def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
     They overlap with the neighbouring block if the software overlaps.
     """
     forward = scattered = into = out = 0.0
+    busy = [0.0, 0.0]  # seconds of gathers and scatters in which the CPU itself copies
     for sync, seconds, copied in _synced(own, s):
+        if sync.each:
+            busy[sync.what != "gather"] += held(seconds, s.group(sync.group), s.cluster)
         if sync.each and sync.what == "gather":  # before forward and before backward
             forward, into = forward + seconds, into + copied
         elif sync.each:
@@ -198,8 +202,8 @@ def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
         return Cost()
     backward = forward + scattered
     if s.software.overlap_data:
-        forward = exposed(forward, cost.forward, s.cluster)
-        backward = exposed(backward, cost.input + cost.weight, s.cluster)
+        forward = exposed(forward, busy[0], cost.forward)
+        backward = exposed(backward, sum(busy), cost.input + cost.weight)
     return Cost(forward + into, backward + into + out, 0.0, forward, backward)
 
 
@@ -332,20 +336,22 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
     blocks = max(1, s.model.layers // s.layout.pp)
     reduced = gathered = 0.0
     copies = [0.0, 0.0]  # into scatters, out of gathers
+    busy = [0.0, 0.0]  # seconds of sums and gathers in which the CPU itself copies
     for sync, seconds, copied in _synced(own, s):
         if sync.each:
             continue
+        busy[sync.what == "gather"] += held(seconds, s.group(sync.group), s.cluster)
         if sync.what == "gather":
             gathered, copies[1] = gathered + seconds, copies[1] + copied
         else:
             reduced, copies[0] = reduced + seconds, copies[0] + copied
     if s.layout.compress != NONE:
         reduced, *after = compressed_sums(s, own)
-        copies[0] = sum(after)
+        copies[0], busy[0] = sum(after), held(reduced, s.group("batch"), s.cluster)
     if s.software.overlap_data:
         most = 1 - 1 / blocks  # share of the computation that can hide a message
-        reduced = max(unhidden(reduced, backward, blocks), exposed(reduced, backward * most, s.cluster))
-        gathered = max(unhidden(gathered, forward, blocks), exposed(gathered, forward * most, s.cluster))
+        reduced = max(unhidden(reduced, backward, blocks), exposed(reduced, busy[0], backward * most))
+        gathered = max(unhidden(gathered, forward, blocks), exposed(gathered, busy[1], forward * most))
     return reduced + copies[0], gathered + copies[1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 from fivefold.errors import UserError
@@ -23,7 +25,7 @@ def topology(text: str, ranks: int) -> Topology:
         return local(ranks)
     connected = True
     cluster, connected = links(Path(text)) if text.endswith(".toml") else (parse(text), True)
-    if cluster.machine:
+    if cluster.machine and not cluster.connected:
         return local(ranks)
     if 0 < cluster.devices < ranks:
         raise UserError(
@@ -35,6 +37,16 @@ def topology(text: str, ranks: int) -> Topology:
 def of_cluster(cluster: Cluster, ranks: int, connected: bool = True) -> Topology:
     """The links of a cluster. connected: False if nothing connects its nodes."""
     x = cluster.wiring
+    if cluster.machine:
+        inside = local(ranks, cluster.per_node, cluster.hosts)
+        return replace(
+            inside,
+            name=cluster.name,
+            far=_wire(cluster.inter),
+            cards=x.cards,
+            leaf=x.leaf,
+            oversubscription=x.oversubscription,
+        )
     return Topology(
         cluster.name,
         ranks,
@@ -55,8 +67,9 @@ def _wire(link: Link) -> Wire:
     return Wire(link.latency, link.achieved)
 
 
-def local(ranks: int) -> Topology:
-    """This machine, as `fivefold bench collectives` measured it.
+def local(ranks: int, on_node: int = 0, hosts: int = 1) -> Topology:
+    """This machine, as `fivefold bench collectives` measured it, or several hosts like it. on_node, hosts: see
+    `of_fit`.
 
     Raises:
         UserError: it has not been measured.
@@ -66,17 +79,28 @@ def local(ranks: int) -> Topology:
         raise UserError(
             "topology 'local': this machine's messages have not been measured; run `fivefold bench collectives` first"
         )
-    return of_fit(table["fit"], ranks)
+    fits = table["fit"]
+    sharing = min(ranks, on_node * hosts) if on_node else ranks
+    nearest = min(fits, key=lambda measured: abs(math.log(int(measured) / sharing)))
+    return of_fit(fits[nearest], ranks, on_node, hosts)
 
 
-def of_fit(fit: dict[str, float], ranks: int) -> Topology:
-    """Local ranks share the machine: each message costs it time for itself and for its bytes."""
-    wire = Wire(fit["alpha"], 1 / fit["beta"])
+def of_fit(fit: dict[str, float], ranks: int, local: int = 0, hosts: int = 1) -> Topology:
+    """The topology of ranks that share a machine, or several: each message costs it time for itself and for its bytes.
+
+    fit: of `bench/collectives.py`. local: ranks on each node, 0 for all. hosts: nodes on each machine.
+    """
+    far = Wire(fit["far_alpha"], 1 / fit["far_beta"]) if "far_alpha" in fit else None
     return Topology(
         "local",
         ranks,
-        max(ranks, 1),
-        wire,
+        local or max(ranks, 1),
+        Wire(fit["alpha"], 1 / fit["beta"]),
+        far,
+        cards=1 if far else 0,
         bus=Wire(fit["bus_alpha"], 1 / fit["bus_beta"]),
+        hosts=hosts,
+        burst=fit.get("burst", 0.0),
+        acks=fit.get("acks", 0.0),
         reduce_s=fit["gamma"],
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from fivefold.schedules.collectives.algorithm import Algorithm, Line
@@ -71,6 +72,9 @@ class _Run:
         self.sent = [0.0] * collective.ranks
         self.carried: dict[str, float] = defaultdict(float)
         self.busy: dict[str, float] = defaultdict(float)
+        self.saved: dict[
+            str, tuple[float, float]
+        ] = {}  # of a card: seconds that it need not send for, and when
 
     def go(self, moves: Round) -> None:
         """Goes through a round."""
@@ -110,13 +114,30 @@ class _Run:
     def _takes(self, messages: dict[tuple[int, int, int], float]) -> dict[str, float]:
         """Seconds that the messages of a round take on each link."""
         takes: dict[str, float] = defaultdict(float)
-        for (source, target, _), amount in messages.items():
+        begins: dict[str, float] = defaultdict(lambda: inf)
+        acks = self.topology.acks
+        for (source, target, stream), amount in messages.items():
             for link in self.topology.route(source, target).links:
                 takes[link] += amount / self.topology.bandwidth(link) + self.topology.occupied(link)
                 self.carried[link] += amount
+                begins[link] = min(begins[link], self.clock[source, stream])
+            for link in self.topology.back(source, target) if acks else ():
+                takes[link] += acks * amount / self.topology.bandwidth(link)
         for link, seconds in takes.items():
             self.busy[link] += seconds
+        for link in begins if self.topology.burst else ():
+            if link.startswith("card"):
+                takes[link] = self._after_burst(link, begins[link], takes[link])
         return takes
+
+    def _after_burst(self, link: str, begins: float, seconds: float) -> float:
+        """Seconds that a card's messages of a round still take when what it has saved up while idle is gone."""
+        most = self.topology.burst / self.topology.bandwidth(link)
+        saved, last = self.saved.get(link, (most, begins))
+        saved = min(most, saved + max(0.0, begins - last))
+        still = max(0.0, seconds - saved)
+        self.saved[link] = max(0.0, saved - seconds), begins + still
+        return still
 
 
 def line(collective: Collective, topology: Topology) -> Line:

@@ -35,8 +35,11 @@ class Topology:
     way to the cards, messages take `pcie`, if that is given. leaf: nodes on a leaf switch, 0 for all of them.
     oversubscription: what all cards below a leaf switch can send, by what its links to the spine can carry. torus:
     sizes of a torus inside the node, where `near` is the link to each neighbour; () for a switch. pairs: every pair of
-    devices in a node has its own wire, and `near` is all wires of a device together. bus: what all messages inside a
-    node share; its latency is the time that each message keeps it busy. reduce_s: seconds per byte that is added.
+    devices in a node has its own wire, and `near` is all wires of a device together. bus: what all messages of a
+    machine share, its cores and memory; its latency is the time that each message keeps it busy. hosts: nodes on one
+    machine (namespaces, containers), which share its bus. burst: bytes that a card which was idle sends at once, before
+    its rate holds (a token bucket). acks: bytes that come back per byte that a card sends, as TCP's acknowledgements.
+    reduce_s: seconds per byte that is added.
     """
 
     name: str
@@ -52,6 +55,9 @@ class Topology:
     torus: tuple[int, ...] = ()
     pairs: bool = False
     bus: Wire | None = None
+    hosts: int = 1
+    burst: float = 0.0
+    acks: float = 0.0
     reduce_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -99,9 +105,7 @@ class Topology:
 
     def _inside(self, source: int, target: int) -> Route:
         if self.bus:
-            return Route(
-                self.near.latency, (f"rank {source} out", f"bus {source // self.local}", f"rank {target} in")
-            )
+            return Route(self.near.latency, (f"rank {source} out", self._bus(source), f"rank {target} in"))
         if self.torus:
             links = tuple(self._along(source, target))
             return Route(len(links) * self.near.latency, links)
@@ -120,7 +124,18 @@ class Topology:
             leaf, other = (rank // self.local // self.leaf for rank in (source, target))
             if leaf != other:
                 way += [f"leaf {leaf} up", f"leaf {other} down"]
+        if self.bus:
+            way += dict.fromkeys((self._bus(source), self._bus(target)))
         return Route(self.far.latency, (*way, f"card {self._card(target)} in", f"{port} {target} in"))
+
+    def back(self, source: int, target: int) -> tuple[str, ...]:
+        """The cards that acknowledgements of a message go through."""
+        if source // self.local == target // self.local:
+            return ()
+        return f"card {self._card(target)} out", f"card {self._card(source)} in"
+
+    def _bus(self, rank: int) -> str:
+        return f"bus {rank // (self.local * self.hosts)}"
 
     def _card(self, rank: int) -> str:
         node, place = divmod(rank, self.local)
