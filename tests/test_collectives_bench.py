@@ -37,31 +37,54 @@ def test_the_fit_finds_what_messages_cost(alpha: float, bus_alpha: float, shared
 
 def test_the_fit_of_hosts_gives_their_messages_back() -> None:
     """Two hosts of 2 ranks on one machine, whose cards send 12 KB at once after a pause, and get acknowledgements."""
-    beta, burst, acks, bus = 1 / 24e6, 12e3, 0.04, 10e-6
+    beta, burst, acks, bus, far_bus = 1 / 24e6, 12e3, 0.04, 10e-6, 30e-6
 
     def far(size: float, back: float) -> list[float]:
-        return [size, 1e-4 + bus + max(0.0, (1 + back) * size - burst) * beta]
+        return [size, 1e-4 + far_bus + max(0.0, (1 + back) * size - burst) * beta]
 
     found = {
         "pair": points(20e-6 + bus, 1e-9),
         "ring": points(20e-6 + 4 * bus, 4e-9),
         "far": [far(size, 0.0) for size in (1e3, 1e6, 4e6)],
         "far both": [far(size, acks) for size in (1e3, 1e6, 4e6)],
+        "far all": [[1e3, 1e-4 + 4 * far_bus]],
+        "queue": 3e-3,
         "gamma": 1e-10,
     }
     fit = fitted(found, 4, local=2, machine=4)
     assert fit == pytest.approx(
         {"alpha": 20e-6, "beta": 1e-9, "bus_alpha": bus, "bus_beta": 1e-9, "gamma": 1e-10}
-        | {"far_alpha": 1e-4, "far_beta": beta, "burst": burst, "acks": acks}
+        | {
+            "far_alpha": 1e-4,
+            "far_beta": beta,
+            "far_bus": far_bus,
+            "burst": burst,
+            "acks": acks,
+            "queue": 3e-3,
+        }
     )
     topology = of_fit(fit, 4, local=2, hosts=2)
     assert {topology.route(0, 1).links[1], topology.route(3, 2).links[1]} == {"bus 0"}
     for size in (1e3, 1e6):
         swap = Collective("all_reduce", "", 4, 1, ((Move(0, 2, range(1), True), Move(2, 0, range(1), True)),))
         one = Collective("all_reduce", "", 4, 1, ((Move(0, 2, range(1), True),),))
-        for collective, back, more in ((one, 0.0, 0.0), (swap, acks, bus)):
+        for collective, back, more in ((one, 0.0, 0.0), (swap, acks, far_bus)):
             expected = far(size, back)[1] + 1e-10 * size + more
             assert simulate(collective, topology, size).seconds == pytest.approx(expected, rel=0.02)
+
+
+def test_a_request_waits_behind_what_other_ranks_send() -> None:
+    """A rank asks for its data through its own host's card. Two messages on one card use each other's waits."""
+    net = Topology("two", 4, 2, Wire(0.0, 1e12), Wire(0.0, 1e6), cards=1, queue=3e-3)
+
+    def seconds(size: float, *pairs: tuple[int, int]) -> float:
+        moves = tuple(Move(a, b, range(i, i + 1)) for i, (a, b) in enumerate(pairs))
+        return simulate(Collective("all_reduce", "", 4, len(pairs), (moves,)), net, len(pairs) * size).seconds
+
+    assert seconds(1e5, (0, 2), (2, 0)) == pytest.approx(0.1)  # each asks before it sends
+    assert seconds(1e5, (1, 2), (3, 0)) == pytest.approx(0.103)
+    assert seconds(1e3, (1, 2), (3, 0)) == pytest.approx(0.002)  # not behind more than there is
+    assert seconds(1e5, (1, 2), (0, 3), (2, 1), (3, 0)) == pytest.approx(0.2)
 
 
 def test_a_card_that_was_idle_sends_a_burst_at_once() -> None:

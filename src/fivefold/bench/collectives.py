@@ -33,6 +33,7 @@ from fivefold.schedules.collectives.cost import simulate
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the messages that are fitted
+PINGS, PAUSE = 9, 0.02  # small messages, and seconds that they follow a large one
 ARENA = 32 << 20  # bytes that these messages go through one after the other, so that they come from memory
 BATCH, BATCHES = 2e-3, 20  # seconds of a batch of runs at least, and their number; the median counts
 LONGEST, LEAST = 2.0, 5  # seconds after which fewer batches suffice, but not fewer than these
@@ -75,7 +76,8 @@ def fitted(found: dict[str, Any], ranks: int, local: int = 0, machine: int = 0) 
 
     local: ranks on each node, 0 for all. machine: ranks that share one machine, 0 for those of a node. A message alone
     takes alpha + bus_alpha + S beta, and m on one busy machine at once take alpha + m (bus_alpha + S bus_beta). Between
-    nodes one takes far_alpha + bus_alpha + (S - burst) far_beta, and acks of its bytes come back.
+    nodes one takes far_alpha + far_bus + (S - burst) far_beta, and acks of its bytes come back; see `Topology` for
+    the others.
     """
     local = local or ranks
     (one_alpha, one_beta), (all_alpha, all_beta) = _line(found["pair"]), _line(found["ring"])
@@ -92,11 +94,14 @@ def fitted(found: dict[str, Any], ranks: int, local: int = 0, machine: int = 0) 
         return fit
     (_, small), *_, (size, seconds), (large, longest) = found["far"]
     beta = (longest - seconds) / (large - size)
+    far_bus = max(0.0, (found["far all"][0][1] - small) / max(1, at_once - 1))
     return fit | {
-        "far_alpha": max(1e-9, small - bus_alpha),
+        "far_alpha": max(1e-9, small - far_bus),
         "far_beta": beta,
+        "far_bus": far_bus,
         "burst": max(0.0, large - (longest - small) / beta),
         "acks": max(0.0, (found["far both"][-1][1] - found["far both"][-2][1]) / (longest - seconds) - 1),
+        "queue": found.get("queue", 0.0),
     }
 
 
@@ -123,8 +128,11 @@ def _measure_rank(file: Path, sizes: Sequence[int], ranks: Ranks) -> None:
 
 def single_messages(axis: Axis, local: int = 0) -> dict[str, Any]:
     """[bytes, seconds] of a message between two ranks of a node (`pair`), of one from every rank to the next of its
-    node (`ring`); between two nodes of one message (`far`), and of one in each direction (`far both`). gamma: seconds
-    per byte that is added. local: ranks on each node, 0 for all."""
+    node (`ring`); between two nodes of one message (`far`), of one in each direction (`far both`), of one from every
+    rank (`far all`). queue: see `_queue`. gamma: seconds per byte that is added.
+
+    local: ranks on each node, 0 for all.
+    """
     n, r = axis.size, axis.index
     local = local or n
     arena, other = (torch.zeros(ARENA // 4, device=axis.device) for _ in range(2))
@@ -145,6 +153,9 @@ def single_messages(axis: Axis, local: int = 0) -> dict[str, Any]:
             if r in (0, local):
                 axis.start_moves([(arena[at()], local - r)], [(other[at()], local - r)])()
 
+        def across(at=at) -> None:
+            axis.start_moves([(arena[at()], (r + local) % n)], [(other[at()], (r - local) % n)])()
+
         if local > 1:
             found.setdefault("pair", []).append(
                 [size, _timed(lambda at=at: _ping_pong(axis, arena[at()], 1), axis) / 2]
@@ -154,7 +165,33 @@ def single_messages(axis: Axis, local: int = 0) -> dict[str, Any]:
             far = _timed(lambda at=at: _ping_pong(axis, arena[at()], local), axis) / 2
             found.setdefault("far", []).append([size, far])
             found.setdefault("far both", []).append([size, _timed(both, axis)])
+            if size == MESSAGES[0]:
+                found["far all"] = [[size, _timed(across, axis)]]
+    if 1 < local < n:
+        found["queue"] = _queue(axis, arena[: MESSAGES[-1] // 4], local)
     return found | {"gamma": _timed(lambda: arena.add_(other), axis) / ARENA}
+
+
+def _queue(axis: Axis, x: torch.Tensor, local: int) -> float:
+    """Seconds that a request or a small message waits behind a large message of other ranks on the same card.
+
+    There and back, a request and a message go each way (gloo's receiver asks for the data). Here they do so while a
+    large message is under way in one direction, less the time without it: two waits."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for loaded in (False, True) * PINGS:
+        axis.barrier()
+        start = time.perf_counter()
+        if loaded and axis.index == local + 1:
+            axis.start_send(x, 1)()
+        elif loaded and axis.index == 1:
+            axis.start_receive(x, local + 1)()
+        elif axis.index in (0, local):
+            time.sleep(PAUSE)  # until the other message is under way
+            start = time.perf_counter()
+            for _ in range(PINGS):
+                _ping_pong(axis, x[:16], local)
+        times[loaded].append((time.perf_counter() - start) / PINGS)
+    return max(0.0, (median(times[True]) - median(times[False])) / 2)
 
 
 def all_reduces(

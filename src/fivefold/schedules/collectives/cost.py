@@ -72,9 +72,8 @@ class _Run:
         self.sent = [0.0] * collective.ranks
         self.carried: dict[str, float] = defaultdict(float)
         self.busy: dict[str, float] = defaultdict(float)
-        self.saved: dict[
-            str, tuple[float, float]
-        ] = {}  # of a card: seconds that it need not send for, and when
+        # of a card: seconds for which it need not send, and when it had them
+        self.saved: dict[str, tuple[float, float]] = {}
 
     def go(self, moves: Round) -> None:
         """Goes through a round."""
@@ -85,7 +84,8 @@ class _Run:
         arrived: dict[Place, float] = {}
         for (source, target, stream), amount in messages.items():
             latency, links = self.topology.route(source, target)
-            leaves = self.clock[source, stream] + max(map(takes.__getitem__, links))
+            alone = self._alone(source, target, amount, messages) if self.topology.queue else 0.0
+            leaves = self.clock[source, stream] + max(alone, *map(takes.__getitem__, links))
             ports = {(links[0], stream), (links[-1], stream)}
             before = lag[links[0], stream]
             for port in ports:
@@ -117,11 +117,14 @@ class _Run:
         begins: dict[str, float] = defaultdict(lambda: inf)
         acks = self.topology.acks
         for (source, target, stream), amount in messages.items():
+            back = self.topology.back(source, target)
             for link in self.topology.route(source, target).links:
-                takes[link] += amount / self.topology.bandwidth(link) + self.topology.occupied(link)
+                takes[link] += amount / self.topology.bandwidth(link) + self.topology.occupied(
+                    link, bool(back)
+                )
                 self.carried[link] += amount
                 begins[link] = min(begins[link], self.clock[source, stream])
-            for link in self.topology.back(source, target) if acks else ():
+            for link in back if acks else ():
                 takes[link] += acks * amount / self.topology.bandwidth(link)
         for link, seconds in takes.items():
             self.busy[link] += seconds
@@ -129,6 +132,22 @@ class _Run:
             if link.startswith("card"):
                 takes[link] = self._after_burst(link, begins[link], takes[link])
         return takes
+
+    def _alone(
+        self, source: int, target: int, amount: float, messages: dict[tuple[int, int, int], float]
+    ) -> float:
+        """Seconds of a message between nodes if it had its card for itself: it begins when the target's request for it
+        has come past what other ranks send there. What shares its card uses that time."""
+        net = self.topology
+        if not (back := net.back(source, target)):
+            return 0.0
+        others = sum(
+            other
+            for (a, b, _), other in messages.items()
+            if back[0] in net.route(a, b).links and (a, b) != (target, source)
+        )
+        bandwidth = net.bandwidth(back[0])
+        return (amount + min(others, net.queue * bandwidth)) / bandwidth if others else 0.0
 
     def _after_burst(self, link: str, begins: float, seconds: float) -> float:
         """Seconds that a card's messages of a round still take when what it has saved up while idle is gone."""

@@ -36,9 +36,11 @@ class Topology:
     oversubscription: what all cards below a leaf switch can send, by what its links to the spine can carry. torus:
     sizes of a torus inside the node, where `near` is the link to each neighbour; () for a switch. pairs: every pair of
     devices in a node has its own wire, and `near` is all wires of a device together. bus: what all messages of a
-    machine share, its cores and memory; its latency is the time that each message keeps it busy. hosts: nodes on one
+    machine share, its cores and memory; its latency is the time that each message keeps it busy, far_bus that of each
+    message between nodes. hosts: nodes on one
     machine (namespaces, containers), which share its bus. burst: bytes that a card which was idle sends at once, before
     its rate holds (a token bucket). acks: bytes that come back per byte that a card sends, as TCP's acknowledgements.
+    queue: seconds that a receiver's request for data (as gloo sends it) waits at a card behind data of other ranks.
     reduce_s: seconds per byte that is added.
     """
 
@@ -55,9 +57,11 @@ class Topology:
     torus: tuple[int, ...] = ()
     pairs: bool = False
     bus: Wire | None = None
+    far_bus: float = 0.0
     hosts: int = 1
     burst: float = 0.0
     acks: float = 0.0
+    queue: float = 0.0
     reduce_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -171,6 +175,8 @@ class Topology:
             return self.far.bandwidth * (below if kind == "leaf" else 1)
         return self.near.bandwidth
 
-    def occupied(self, link: str) -> float:
-        """Seconds that each message keeps a link busy besides its bytes."""
-        return self.bus.latency if self.bus and link.startswith("bus") else 0.0
+    def occupied(self, link: str, far: bool) -> float:
+        """Seconds that each message, or each between nodes, keeps a link busy besides its bytes."""
+        if not self.bus or not link.startswith("bus"):
+            return 0.0
+        return self.far_bus if far else self.bus.latency
