@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,47 @@ def test_page_has_all_rounds() -> None:
     assert data["rounds"][-1]["end"] == "4 µs"
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to check the script")
-def test_script_is_valid(tmp_path: Path) -> None:
-    file = tmp_path / "page.js"
-    file.write_text(asset("collective.js"))
-    subprocess.run(["node", "--check", str(file)], check=True)
+class Parts(HTMLParser):
+    """Ids of a page, its script's text, and what it would load."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.ids += [found["id"] or ""] if "id" in found else []
+        self.loads += [found[name] or "" for name in ("src", "href") if name in found]
+
+
+def test_page_is_whole() -> None:
+    """Each part that the script looks for is there once, and nothing is loaded."""
+    parts, script = Parts(page(build("all_reduce", "ring", 3), ["1 µs"] * 4)), asset("collective.js")
+    assert sorted(parts.ids) == sorted(set(re.findall(r'getElementById\("(\w+)"\)', script)))
+    assert parts.loads == []
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
+def test_page_steps_through_the_rounds(tmp_path: Path) -> None:
+    ring = build("all_reduce", "ring", 3)
+    text = page(ring, [f"{i} µs" for i in range(1, 5)])
+    data, script = tmp_path / "data.json", tmp_path / "page.js"
+    data.write_text(re.findall(r'id="data">(.*?)</script>', text, re.S)[0])
+    script.write_text(asset("collective.js"))
+    command = ["node", str(Path(__file__).with_name("collective_page.js")), data, script, *Parts(text).ids]
+    seen = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert [step["where"] for step in seen[:5]] == [
+        "start",
+        *(f"round {i} of 4, {i} µs" for i in range(1, 5)),
+    ]
+    assert [step["arrows"] for step in seen[:5]] == [[], *[["reduce"] * 3] * 2, *[["copy"] * 3] * 2]
+    assert all(step["ranks"] == 3 for step in seen)
+    filled = [sum(step["full"]) for step in seen[:5]]
+    assert filled == sorted(filled)
+    assert filled[-1] == pytest.approx(3 * filled[0])  # of a third of each sum all
+    assert (seen[5]["round"], seen[5]["where"]) == (3, "round 3 of 4, 3 µs")
 
 
 @pytest.mark.parametrize(
