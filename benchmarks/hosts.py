@@ -17,14 +17,14 @@ Messages are sent one directly after another, and the median counts. Nothing els
 repetitions, beside the time that the simulator predicts. Its alpha, beta and gamma are fitted to single messages,
 measured in the same run. Sizes that are in the file already stay there.
 
-`--train` trains a small model in several layouts, with and without the rate limit. It compares the bytes that leave a
-host with those that the planner counts, and the time of a step with the unlimited step plus the planner's bytes at the
-link's rate, as if nothing of that were hidden.
+`--train` trains a small model in several layouts. The planner predicts the step of each and the bytes that leave a
+host, on a cluster of such hosts whose link is measured in the same run. `fivefold bench hardware` must have run before.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -37,13 +37,13 @@ from typing import Any
 import hosts_collectives as collectives
 
 from fivefold.cli.options import bytes_of
+from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from namespaces import Hosts, Unavailable, bytes_per_second  # pyright: ignore[reportMissingImports]
+from namespaces import Hosts, Unavailable  # pyright: ignore[reportMissingImports]
 
 SIZES = {4 << 10: 60, 64 << 10: 40, 1 << 20: 20, 4 << 20: 10, 16 << 20: 5}
 """Bytes that every rank reduces, and the number of repetitions."""
-GOODPUT = 1448 / 1514  # of TCP over Ethernet: the payload of a packet
 LAYOUTS = (
     "dp=4",
     "dp_replicate=2,dp_shard=2,zero=1",
@@ -57,7 +57,7 @@ MODEL = [
     "model.tie_embeddings=true", "train.global_batch_size=4", "train.microbatch_size=1", "train.steps=1000",
     "precision.mode=fp32",
 ]  # fmt: skip
-STEPS = 3
+STEPS = 5
 SMALL, LARGE = 64, 16 << 20  # bytes of the messages that measure latency and bandwidth
 
 
@@ -94,8 +94,7 @@ def main() -> int:
                 return hosts.run(args.command, args.ranks, timeout_s=args.timeout).code
             found = measure(hosts, args.ranks, options, args.timeout)
         if args.train:
-            with Hosts(args.hosts, None) as hosts:
-                found = compared(found, measure(hosts, args.ranks, options, args.timeout))
+            found = planned(found)
         if sizes:
             found = collectives.merged(collectives.predicted(found), args.out)
     except Unavailable as reason:
@@ -194,21 +193,23 @@ def all_reduces(axis: Any) -> dict[str, float]:
 
 
 def train_worker(file: Path) -> None:
-    """One rank's part of training. The first one writes, by layout, the seconds of a step, and the bytes that left this
-    host per step, as counted by the kernel and by the planner."""
+    """One rank's part of training. The first one writes the link between hosts, and by layout the seconds of a step and
+    the bytes that left this host per step, as counted by the kernel."""
     import torch
 
     from fivefold.comm import everyone
     from fivefold.host.machine import describe
     from fivefold.launch.ranks import join
-    from fivefold.recipe import load, microbatches_per_step, resolve
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 
     found: dict[str, Any] = {"machine": describe(), "model": MODEL, "layouts": {}}
     with join(timeout_s=120) as ranks:
+        across = _axis("one rank of each host", range(0, ranks.world, ranks.local_world), ranks)
+        if across:
+            found["link"] = link(across)
         for layout in LAYOUTS:
-            recipe = resolve(load("quickstart", MODEL, layout), vocab_size=4096)
+            recipe = recipe_of(layout)
             state = build_state(recipe, ranks)
             tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
             batch = [(tokens, tokens)] * microbatches_per_step(recipe)
@@ -219,14 +220,15 @@ def train_worker(file: Path) -> None:
                 take_step(state, recipe, batch).wait()
             for replica in state.parallel.replicas:
                 replica.close()
-            (began, before), (ended, after) = marks[1], marks[-1]
-            found["layouts"][layout] = {
-                "step_s": (ended - began) / STEPS,
-                "left_bytes": (after - before) / STEPS,
-                "planned_bytes": planned_bytes(recipe, ranks.local_world),
-            }
+            steps = [end[0] - begin[0] for begin, end in itertools.pairwise(marks[1:])]
+            left = (marks[-1][1] - marks[1][1]) / STEPS
+            found["layouts"][layout] = {"step_s": median(steps), "left_bytes": left}
     if ranks.first:
         file.write_text(json.dumps(found))
+
+
+def recipe_of(layout: str) -> Recipe:
+    return resolve(load("quickstart", MODEL, layout), vocab_size=4096)
 
 
 def left_host() -> int:
@@ -235,49 +237,55 @@ def left_host() -> int:
     return int(next(line for line in table if "eth0:" in line).split(":")[1].split()[8])
 
 
-def planned_bytes(recipe: Any, local: int) -> float:
-    """Bytes that leave the first host in a step: the planner's messages, each by gloo's algorithm. Rings, ordered by
-    host, cross each link once."""
-    from dataclasses import replace
-
-    from fivefold.plan import volume
+def planned(found: dict[str, Any]) -> dict[str, Any]:
+    """Adds what the planner predicts for each layout on these hosts: seconds of a step, and bytes that leave one."""
     from fivefold.plan.clusters import parse
-    from fivefold.plan.communication import group
     from fivefold.plan.predict import predict
-    from fivefold.plan.software import FIVEFOLD_CPU
 
-    cluster = replace(parse("h100"), per_node=local)
-    setting = replace(predict(recipe, cluster).setting, software=FIVEFOLD_CPU)
-    total = 0.0
+    lines = [
+        'base = "local"',
+        f"devices_per_node = {found['ranks']}",
+        f"hosts_per_machine = {found['hosts']}",
+    ]
+    lines += [f"inter_gb_s = {1e-9 * found['link']['both_ways_bytes_s']}"]
+    lines += [f"inter_latency_us = {1e6 * found['link']['latency_s']}"]
+    found["cluster"] = lines
+    with tempfile.TemporaryDirectory(prefix="fivefold-hosts-") as folder:
+        file = Path(folder, "hosts.toml")
+        file.write_text("\n".join(lines))
+        cluster = parse(f"{file}:{found['hosts']}x{found['ranks']}")
+    for layout, row in found["layouts"].items():
+        plan = predict(recipe_of(layout), cluster)
+        row["predicted_step_s"] = plan.step.seconds
+        row["planned_bytes"] = planned_bytes(plan, found["ranks"])
+    return found
+
+
+def planned_bytes(plan: Any, local: int) -> float:
+    """Bytes that leave the first host in a step: the planner's messages, each by gloo's algorithm."""
+    from fivefold.plan import volume
+    from fivefold.plan.communication import GLOO, on_hosts
+    from fivefold.schedules.collectives import build
+    from fivefold.schedules.collectives.cost import simulate
+
+    total, s = 0.0, plan.setting
     for rank in range(local):
-        for (what, axis), (_, size) in volume.counted(setting, rank).items():
-            members = group(setting.layout, setting.cluster, axis)
-            n, here = members.ranks, members.local
-            if members.nodes > 1:
-                total += size * {
-                    "all_reduce": 2 * (n - 1) / n / here,
-                    "all_gather": (n - 1) / n / here,
-                    "all_to_all": (n - here) / n,
-                    "send": 1.0,
-                }.get(what, 0.0)
+        for (what, axis), (_, size) in volume.counted(s, rank).items():
+            members = s.group(axis)
+            if members.nodes > 1 and what in GLOO:
+                by = build(what, GLOO[what], members.ranks)
+                total += simulate(by, on_hosts(members, s.cluster), size).link_bytes / members.local
+            elif members.nodes > 1 and what == "send":
+                total += size
     return total
 
 
-def compared(limited: dict[str, Any], unlimited: dict[str, Any]) -> dict[str, Any]:
-    """Adds each layout's step without the limit, and the predicted one."""
-    link = bytes_per_second(limited["rate"]) * GOODPUT
-    for layout, row in limited["layouts"].items():
-        row["unlimited_step_s"] = unlimited["layouts"][layout]["step_s"]
-        row["predicted_step_s"] = row["unlimited_step_s"] + row["planned_bytes"] / link
-    return limited
-
-
 def train_report(found: dict[str, Any]) -> str:
-    head = "| layout | MB left a host, counted | planned | step, unlimited, s | predicted, s | measured, s | error |"
-    lines = [f"{found['rate']} between hosts of {found['ranks']} ranks", "", head, "|" + "---|" * 7]
+    head = "| layout | MB left a host, counted | planned | step predicted, s | measured, s | error |"
+    lines = [f"{found['rate']} between hosts of {found['ranks']} ranks", "", head, "|" + "---|" * 6]
     for layout, row in found["layouts"].items():
         sizes = " | ".join(f"{1e-6 * row[key]:.2f}" for key in ("left_bytes", "planned_bytes"))
-        times = " | ".join(f"{row[key]:.3f}" for key in ("unlimited_step_s", "predicted_step_s", "step_s"))
+        times = " | ".join(f"{row[key]:.3f}" for key in ("predicted_step_s", "step_s"))
         error = row["predicted_step_s"] / row["step_s"] - 1
         lines.append(f"| {layout} | {sizes} | {times} | {100 * error:+.0f}% |")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from fivefold.plan.devices import Cluster
 from fivefold.plan.measured import line_through
 from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, build, shape_of
 from fivefold.schedules.collectives.choose import AUTO, LIBRARY, fastest, pieces_of
-from fivefold.schedules.collectives.cost import simulate
+from fivefold.schedules.collectives.cost import line, simulate
 from fivefold.schedules.collectives.topology import Topology
 from fivefold.spread.layout import Layout, groups, on_node
 
@@ -85,10 +85,10 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
     made = ALGORITHMS["all_reduce"][name]
     shape = shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size)))
     if cluster.machine:
-        return simulate(build("all_reduce", name, shape), _hosts(group, cluster), size).seconds
+        return simulate(build("all_reduce", name, shape), on_hosts(group, cluster), size).seconds
     levels = _levels(group, cluster)
-    if line := made.line and made.line(shape, levels):
-        return LAUNCH + line.alpha + line.beta * size
+    if formula := made.line and made.line(shape, levels):
+        return LAUNCH + formula.alpha + formula.beta * size
     links = Topology(
         cluster.name, group.ranks, group.local, levels.near, levels.far, pairs=cluster.intra.mesh
     )
@@ -146,15 +146,15 @@ def exposed(seconds: float, held: float, beside: float) -> float:
     return held + max(0.0, seconds - held - beside)
 
 
-def held(seconds: float, among: Group | int, cluster: Cluster) -> float:
-    """Seconds of a message in which its devices cannot compute, because the CPU itself copies and adds. among: a group,
-    or its nodes. Between nodes the link takes nearly all of the time."""
-    nodes = among if isinstance(among, int) else among.nodes
-    return seconds * (1.0 - cluster.free) if nodes == 1 else 0.0
+def held(seconds: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of a message in which its devices cannot compute, because the CPU itself copies and adds. Between nodes
+    the link takes nearly all of the time."""
+    return seconds * (1.0 - cluster.free) if group.nodes == 1 else 0.0
 
 
 # gloo's algorithms (gloo/allreduce.cc, allgather.cc). Its reduce-scatter is an all-reduce; an all-to-all is ours
 # (comm/axis.py).
+SIMULATED = 64  # ranks; larger groups are priced by formulas
 GLOO = {"all_reduce": "ring", "all_gather": "ring", "all_to_all": "direct"}
 
 
@@ -162,12 +162,20 @@ def _by_library(primitive: Primitive, what: str, size: float, group: Group, clus
     """Seconds of a message of the library, gloo: inside a machine as measured, across nodes by its algorithm."""
     if group.nodes == 1:
         return _measured(what, size, group, cluster)
-    ring = build(primitive, GLOO[primitive], group.ranks)
-    return simulate(ring, _hosts(group, cluster), size).seconds
+    key = f"gloo {primitive}", group.ranks, group.local
+    if key not in cluster.lines:
+        name, links = GLOO[primitive], on_hosts(group, cluster)
+        shape, far = shape_of(group.ranks), links.far
+        formula = ALGORITHMS[primitive][name].line
+        found = None
+        if group.ranks > SIMULATED and formula and far:  # as if every hop left its host
+            found = formula(shape, Levels(far, far, far.bandwidth))
+        cluster.lines[key] = (found or line(build(primitive, name, shape), links),)
+    ((alpha, beta),) = cluster.lines[key]
+    return alpha + beta * size
 
 
-@lru_cache(maxsize=1024)
-def _hosts(group: Group, cluster: Cluster) -> Topology:
+def on_hosts(group: Group, cluster: Cluster) -> Topology:
     """The links of a group on several hosts, with its share of each host's cards. Inside a host they are as measured
     between local ranks."""
     machine = cluster.machine
@@ -198,17 +206,17 @@ def _lines(primitive: Primitive, group: Group, cluster: Cluster) -> tuple[Line, 
     """The lines of all algorithms of a group, without those that are never the cheapest."""
     levels, shape = _levels(group, cluster), shape_of(group.ranks, group.local)
     found = [
-        line
+        formula
         for made in ALGORITHMS[primitive].values()
-        if made.line and made.fits(shape) and (line := made.line(shape, levels))
+        if made.line and made.fits(shape) and (formula := made.line(shape, levels))
     ]
     reduce = cluster.intra.reduce
     if primitive == "all_reduce" and reduce and group.ranks == group.local == cluster.per_node:
         found.append(Line(SWITCH, 2 * (group.ranks - 1) / group.ranks / reduce))
     best: list[Line] = []
-    for line in sorted(found):  # by alpha: each must have less beta than those before it
-        if not best or line.beta < best[-1].beta:
-            best.append(line)
+    for one in sorted(found):  # by alpha: each must have less beta than those before it
+        if not best or one.beta < best[-1].beta:
+            best.append(one)
     return tuple(best)
 
 

@@ -38,14 +38,11 @@ def of_cluster(cluster: Cluster, ranks: int, connected: bool = True) -> Topology
     """The links of a cluster. connected: False if nothing connects its nodes."""
     x = cluster.wiring
     if cluster.machine:
-        inside = local(ranks, cluster.per_node, cluster.hosts)
+        fit = _fit(min(ranks, cluster.per_node * cluster.hosts))
+        fit |= {"far_alpha": cluster.inter.latency, "far_beta": 1 / cluster.inter.achieved}
+        hosts = of_fit(fit, ranks, cluster.per_node, cluster.hosts)
         return replace(
-            inside,
-            name=cluster.name,
-            far=_wire(cluster.inter),
-            cards=x.cards,
-            leaf=x.leaf,
-            oversubscription=x.oversubscription,
+            hosts, name=cluster.name, cards=x.cards, leaf=x.leaf, oversubscription=x.oversubscription
         )
     return Topology(
         cluster.name,
@@ -67,22 +64,24 @@ def _wire(link: Link) -> Wire:
     return Wire(link.latency, link.achieved)
 
 
-def local(ranks: int, on_node: int = 0, hosts: int = 1) -> Topology:
-    """This machine, as `fivefold bench collectives` measured it, or several hosts like it. on_node, hosts: see
-    `of_fit`.
+def local(ranks: int) -> Topology:
+    """This machine, as `fivefold bench collectives` measured it.
 
     Raises:
         UserError: it has not been measured.
     """
+    return of_fit(_fit(ranks), ranks)
+
+
+def _fit(ranks: int) -> dict[str, float]:
+    """What messages cost where so many ranks share this machine, or the nearest number that was measured."""
     table = tables.load_collectives()
     if table is None:
         raise UserError(
             "topology 'local': this machine's messages have not been measured; run `fivefold bench collectives` first"
         )
     fits = table["fit"]
-    sharing = min(ranks, on_node * hosts) if on_node else ranks
-    nearest = min(fits, key=lambda measured: abs(math.log(int(measured) / sharing)))
-    return of_fit(fits[nearest], ranks, on_node, hosts)
+    return fits[min(fits, key=lambda measured: abs(math.log(int(measured) / ranks)))]
 
 
 def of_fit(fit: dict[str, float], ranks: int, local: int = 0, hosts: int = 1) -> Topology:
