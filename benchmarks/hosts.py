@@ -15,7 +15,7 @@ Messages are sent one directly after another, and the median counts. Nothing els
 
 `--collectives` times every all-reduce of `schedules/collectives` over all ranks at these sizes, the median of 20
 repetitions, beside the time that the simulator predicts. Its alpha, beta and gamma are fitted to single messages,
-measured in the same run. Sizes that are in the file already stay there.
+measured in the same run. What is in the file already stays there.
 
 `--train` trains a small model in several layouts. The planner predicts the step of each and the bytes that leave a
 host, on a cluster of such hosts whose link is measured in the same run. `fivefold bench hardware` must have run before.
@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="until all is killed")
     parser.add_argument("--out", type=Path, help="JSON file for what is measured")
     parser.add_argument("--collectives", metavar="SIZES", help="measure every all-reduce at these sizes")
+    parser.add_argument("--only", nargs="*", default=[], help="algorithms of --collectives")
     parser.add_argument("--train", action="store_true", help="measure training instead of messages")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help="what to run (after --); nothing: measure")
@@ -82,12 +83,14 @@ def main() -> int:
     )
     if args.worker:
         if sizes:
-            collectives.worker(args.worker, sizes)
+            collectives.worker(args.worker, sizes, args.only)
         else:
             (train_worker if args.train else worker)(args.worker)
         return 0
     rate = None if args.rate == "none" else args.rate
-    options = ["--train"] * args.train + (["--collectives", args.collectives] if sizes else [])
+    options = ["--train"] * args.train + (
+        ["--collectives", args.collectives, "--only", *args.only] if sizes else []
+    )
     try:
         with Hosts(args.hosts, rate) as hosts:
             if args.command:

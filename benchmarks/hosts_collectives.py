@@ -12,7 +12,7 @@ FIGURES = 10 << 20  # bytes at which the rings are compared
 FLAT, ALTERNATING = "ring, one channel", "ring, alternating hosts"
 
 
-def worker(file: Path, sizes: Sequence[int]) -> None:
+def worker(file: Path, sizes: Sequence[int], only: Sequence[str]) -> None:
     """One rank's part. The first one writes what was found."""
     from fivefold.bench.collectives import all_reduces, single_messages
     from fivefold.comm import everyone
@@ -22,7 +22,7 @@ def worker(file: Path, sizes: Sequence[int]) -> None:
     with join(timeout_s=120) as ranks:
         axis, local = everyone(ranks), ranks.local_world
         messages = single_messages(axis, local)
-        seconds = all_reduces(axis, sizes, local, REPETITIONS, extra(ranks.world, local))
+        seconds = all_reduces(axis, sizes, local, REPETITIONS, extra(ranks.world, local), only)
         if ranks.first:
             file.write_text(json.dumps({"machine": describe(), "messages": messages, "seconds": seconds}))
 
@@ -38,7 +38,7 @@ def extra(ranks: int, local: int) -> dict[str, Any]:
 
 
 def predicted(found: dict[str, Any]) -> dict[str, Any]:
-    """The sizes' tables: the fit, and of each algorithm the measured and the predicted seconds."""
+    """What messages cost, and of each size and algorithm the measured and the predicted seconds."""
     from fivefold.bench.collectives import collectives, fitted
     from fivefold.plan.topology import of_fit
     from fivefold.schedules.collectives.cost import simulate
@@ -51,43 +51,48 @@ def predicted(found: dict[str, Any]) -> dict[str, Any]:
         made = collectives(net.shape, int(size)) | extra(net.ranks, local)
         priced = {name: simulate(x, net, int(size)).seconds for name, x in made.items()}
         rows[size] = {
-            "fit": fit,
-            "messages": found["messages"],
-            "all_reduce": {
-                name: {"seconds": seconds, "predicted": priced.get(name)} for name, seconds in times.items()
-            },
+            name: {"seconds": seconds, "predicted": priced.get(name)} for name, seconds in times.items()
         }
-    head = {key: found[key] for key in ("machine", "hosts", "ranks", "rate")}
-    return head | {"repetitions_at_least": REPETITIONS, "sizes": rows}
+    head = {key: found[key] for key in ("machine", "hosts", "ranks", "rate")} | {"repetitions": REPETITIONS}
+    return head | {"runs": [{"fit": fit, "messages": found["messages"]}], "sizes": rows}
 
 
 def merged(new: dict[str, Any], file: Path | None) -> dict[str, Any]:
-    """With the sizes that the file already has."""
-    old = json.loads(file.read_text())["sizes"] if file and file.exists() else {}
-    sizes = old | new["sizes"]
-    return new | {"sizes": {size: sizes[size] for size in sorted(sizes, key=int)}}
+    """With what other runs have written into the file."""
+    old = json.loads(file.read_text()) if file and file.exists() else {"runs": [], "sizes": {}}
+    sizes = {
+        size: old["sizes"].get(size, {}) | new["sizes"].get(size, {}) for size in old["sizes"] | new["sizes"]
+    }
+    ordered = {size: sizes[size] for size in sorted(sizes, key=int)}
+    return new | {"runs": old["runs"] + new["runs"], "sizes": ordered}
 
 
 def report(found: dict[str, Any]) -> str:
-    """A table for each size, and the figures."""
-    hosts, ranks = found["hosts"], found["ranks"]
-    lines = [f"{hosts} hosts of {ranks} ranks, {found['rate'] or 'unlimited'} between them"]
-    for size, part in found["sizes"].items():
-        fit = part["fit"]
-        lines += ["", " ".join(f"{key} {value:.3g}" for key, value in fit.items())]
-        lines += [
-            f"| all-reduce of {int(size):,} bytes | measured, ms | predicted, ms | error |",
-            "|" + "---|" * 4,
-        ]
-        for name, row in sorted(part["all_reduce"].items(), key=lambda item: item[1]["seconds"]):
-            cells = [name, f"{1e3 * row['seconds']:.2f}", "", ""]
-            if row["predicted"]:
-                error = row["predicted"] / row["seconds"] - 1
-                cells[2:] = f"{1e3 * row['predicted']:.2f}", f"{100 * error:+.0f}%"
-            lines.append(f"| {' | '.join(cells)} |")
-    if str(FIGURES) in found["sizes"]:
-        rows = found["sizes"][str(FIGURES)]["all_reduce"]
-        for name in (FLAT, ALTERNATING):
+    """What messages cost, a table of all sizes, and the figures."""
+    lines = [
+        f"{found['hosts']} hosts of {found['ranks']} ranks, {found['rate'] or 'unlimited'} between them",
+        "",
+    ]
+    lines += [" ".join(f"{key} {value:.3g}" for key, value in run["fit"].items()) for run in found["runs"]]
+    sizes = found["sizes"]
+    names = sorted({name for rows in sizes.values() for name in rows})
+    lines += ["", "| all-reduce of | " + " | ".join(f"{int(size):,} B" for size in sizes) + " |"]
+    lines.append("|" + "---|" * (1 + len(sizes)))
+    for name in sorted(names, key=lambda name: list(sizes.values())[-1].get(name, {"seconds": 0})["seconds"]):
+        lines.append(f"| {name} | {' | '.join(_cell(rows.get(name)) for rows in sizes.values())} |")
+    lines += ["", "Milliseconds, measured / predicted (error)."]
+    rows = sizes.get(str(FIGURES), {})
+    for name in (FLAT, ALTERNATING):
+        if name in rows and "hierarchical" in rows:
             ratio = rows[name]["seconds"] / rows["hierarchical"]["seconds"]
             lines += ["", f"hierarchical is {ratio:.2f}x as fast as '{name}' at {FIGURES:,} bytes"]
     return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    measured, predicted = row["seconds"], row["predicted"]
+    if predicted is None:
+        return f"{1e3 * measured:.2f}"
+    return f"{1e3 * measured:.2f} / {1e3 * predicted:.2f} ({100 * (predicted / measured - 1):+.0f}%)"

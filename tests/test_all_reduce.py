@@ -27,7 +27,7 @@ from fivefold.plan.predict import predict
 from fivefold.recipe import change, load, resolve
 from fivefold.recipe.idle import notes
 from fivefold.schedules.collectives import ALGORITHMS, shape_of
-from fivefold.schedules.collectives.choose import ALL_REDUCES, chosen, fastest, problem
+from fivefold.schedules.collectives.choose import ALL_REDUCES, chosen, fastest, problem, resolved
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.spread.layout import Layout, on_node, summing_groups
 from fivefold.spread.layout import parse as parse_layout
@@ -203,13 +203,21 @@ def test_a_trace_sees_the_messages_and_the_scratch_of_a_real_rank() -> None:
 
 def test_which_algorithm_sums_a_bucket(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
-    assert tables.best_all_reduce(2) == {}, "not measured"
+    assert tables.best_all_reduce(2, "cpu") == {}, "not measured"
     assert chosen("auto", 2, 2, 1 << 20) is None, "the library's"
     seconds = {"1024": {"ring": 2e-4, "library": 1e-4}, "1048576": {"ring": 1e-3, "library": 2e-3}}
     tables.save_collectives(
-        {"best": {"2": {"1024": "library", "1048576": "ring"}}, "seconds": {"2": seconds}}
+        {
+            "device": {"2": "cpu"},
+            "best": {"2": {"1024": "library", "1048576": "ring"}},
+            "seconds": {"2": seconds},
+        }
     )
-    best = tables.best_all_reduce(2)
+    best = tables.best_all_reduce(2, "cpu")
+    assert tables.best_all_reduce(2, "cuda") == {}, "measured on another device"
+    assert [resolved("auto", 2, 2, found, True) for found in (best, {}, {1024: "library"})] == [
+        "auto", "library", "library",
+    ]  # fmt: skip
     assert [fastest(best, size) for size in (1, 4096, 200_000, 1 << 30)] == [
         "library",
         "library",
@@ -235,7 +243,8 @@ def tabled(rank: int, world: int) -> dict[int, str]:
 
 def by_table(rank: int, world: int) -> list[list[str]]:
     axis = Mesh(Layout(dp_replicate=world, all_reduce="auto"), ranks_of(rank, world)).sums("batch").axis
-    found = [Summation(axis, "auto", world, best) for best in ({1024: "library", 1 << 20: "ring"}, {})]
+    tables_ = ({1024: "library", 1 << 20: "ring"}, {})
+    found = [Summation(axis, "auto", world, best, open=True) for best in tables_]
     for summation in found:
         for size in (100, 1 << 18):
             x = torch.ones(size)
@@ -247,9 +256,27 @@ def by_table(rank: int, world: int) -> list[list[str]]:
 def test_auto_goes_by_the_size_and_says_so() -> None:
     (measured, plain), *_ = run_ranks(2, by_table)
     assert measured == ['layout.all_reduce = "auto" over axis batch: 0.000381 MiB by library, 1 MiB by ring']
-    assert len(plain) == 1
-    assert "summed by the library" in plain[0]
-    assert "`fivefold bench collectives --ranks 2`" in plain[0]
+    assert plain == [], "the library's"
+
+
+def across(rank: int, world: int) -> list[str]:
+    """On hosts of two ranks."""
+    summation = Mesh(Layout(dp_replicate=world), Ranks(rank, world, rank % 2, 2, CPU)).sums("batch")
+    x = torch.ones(100)
+    summation.reserve(len(x), x.dtype)
+    assert (summation.start(x)() == world).all()
+    return summation.notes()
+
+
+def test_sums_across_hosts_are_hierarchical() -> None:
+    """By default, where each has several ranks. On one host they are the library's, which says nothing."""
+    assert run_ranks(4, across)[0] == [
+        'layout.all_reduce = "auto" over axis batch: 0.000381 MiB by hierarchical'
+    ]
+    assert run_ranks(2, across)[0] == []
+    assert resolved("auto", 4, 1, {}, True) == resolved("auto", 3, 2, {}, True) == "library"
+    assert resolved("auto", 4, 2, {}, False) == "library", "NCCL does it itself"
+    assert resolved("ring", 4, 2, {}, True) == "ring"
 
 
 def test_all_ranks_go_by_the_table_of_the_first() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -36,6 +36,9 @@ MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the mess
 PINGS, PAUSE = 9, 0.02  # small messages, and seconds that they follow a large one
 ARENA = 32 << 20  # bytes that these messages go through one after the other, so that they come from memory
 BATCH, BATCHES = 2e-3, 20  # seconds of a batch of runs at least, and their number; the median counts
+CLEARLY = (
+    0.9  # of the library's time: ours are driven by Python, which takes time from the computation beside them
+)
 LONGEST, LEAST = 2.0, 5  # seconds after which fewer batches suffice, but not fewer than these
 
 
@@ -59,16 +62,20 @@ def measure(
         for size in sizes
     }
     best = {size: min(times, key=times.get) for size, times in found["seconds"].items()}  # type: ignore[arg-type]
-    table = tables.load_collectives() or {}
-    for name, value in {
-        "fit": fit,
-        "seconds": found["seconds"],
-        "predicted": predicted,
-        "best": best,
-    }.items():
-        table.setdefault(name, {})[str(ranks)] = value
+    row = {"device": "cuda" if gpu else "cpu", "fit": fit, "predicted": predicted, "best": best}
+    old = tables.load_collectives() or {}
+    table = {
+        name: old.get(name, {}) | {str(ranks): value}
+        for name, value in (row | {"seconds": found["seconds"]}).items()
+    }
     tables.save_collectives(table)
     return table
+
+
+def fastest(times: Mapping[str, float]) -> str:
+    """The library, unless another algorithm is clearly faster."""
+    name = min(times, key=lambda name: times[name])
+    return name if times[name] < CLEARLY * times[LIBRARY] else LIBRARY
 
 
 def fitted(found: dict[str, Any], ranks: int, local: int = 0, machine: int = 0) -> dict[str, float]:
@@ -195,17 +202,24 @@ def _queue(axis: Axis, x: torch.Tensor, local: int) -> float:
 
 
 def all_reduces(
-    axis: Axis, sizes: Sequence[int], local: int = 0, least: int = LEAST, extra: Mapping[str, Collective] = {}
+    axis: Axis,
+    sizes: Sequence[int],
+    local: int = 0,
+    least: int = LEAST,
+    extra: Mapping[str, Collective] = {},
+    only: Container[str] = (),
 ) -> dict[str, dict[str, float]]:
     """Seconds of every all-reduce by size: the backend's own, ours, and `extra` ones. local: ranks on each node, 0 for
-    all. least: number of batches at least."""
+    all. least: number of batches at least. only: names; empty: all."""
     shape, found = shape_of(axis.size, local), {}
     for size in sizes:
         x = torch.zeros(max(1, size // 4), device=axis.device)
         runs: dict[str, Callable[[], object]] = {LIBRARY: partial(axis.all_reduce, x)}
         for name, collective in (collectives(shape, size) | extra).items():
             runs[name] = partial(Executor(axis, collective), x)
-        found[str(size)] = {name: _timed(run, axis, least) for name, run in runs.items()}
+        found[str(size)] = {
+            name: _timed(run, axis, least) for name, run in runs.items() if not only or name in only
+        }
     return found
 
 
@@ -234,10 +248,9 @@ def _timed(run: Callable[[], object], axis: Axis, least: int = LEAST) -> float:
     wait()
     axis.barrier()
     start = time.perf_counter()
-    for _ in range(3):
-        run()
+    run()
     wait()
-    once = _slowest([(time.perf_counter() - start) / 3], axis)[0]
+    once = _slowest([time.perf_counter() - start], axis)[0]
     number = max(1, round(BATCH / once))
     batches = min(max(BATCHES, least), max(least, round(LONGEST / (number * once))))
     times = []

@@ -32,11 +32,13 @@ class Summation:
     """Sums over one axis.
 
     axis: with a process group that nothing else uses, unless `name` is "library". local: the axis' ranks on each node.
-    best: see `choose.chosen`.
+    best: see `choose.chosen`. open: the recipe left the algorithm open.
     """
 
-    def __init__(self, axis: Axis, name: str = LIBRARY, local: int = 0, best: Best | None = None):
-        self.axis, self.name, self.local, self.best = axis, name, local, best
+    def __init__(
+        self, axis: Axis, name: str = LIBRARY, local: int = 0, best: Best | None = None, open: bool = False
+    ):
+        self.axis, self.name, self.local, self.best, self.open = axis, name, local, best, open
         self.scratch = Scratch(axis.device)
         self.by_size: dict[int, str] = {}  # the algorithm for messages of so many bytes
         self._executors: dict[Collective, Executor] = {}
@@ -44,17 +46,11 @@ class Summation:
         self._stream: torch.cuda.Stream | None = None
 
     def notes(self) -> list[str]:
-        """What "auto" has chosen, for people."""
-        n, said = self.axis.size, f'layout.all_reduce = "{AUTO}"'
-        if self.name != AUTO or n == 1:
+        """What "auto" has chosen, for people; nothing if it is the library."""
+        if not self.open or all(name == LIBRARY for name in self.by_size.values()):
             return []
-        if not self.best:
-            measure = f"`fivefold bench collectives --ranks {n}` measures {n} ranks of one machine"
-            return [
-                f"{said}: gradients are summed by the library, because nothing else was measured here; {measure}"
-            ]
         chosen = ", ".join(f"{size / 2**20:.3g} MiB by {name}" for size, name in sorted(self.by_size.items()))
-        return [f"{said} over axis {self.axis.name}: {chosen}"] if chosen else []
+        return [f'layout.all_reduce = "{AUTO}" over axis {self.axis.name}: {chosen}']
 
     def reserve(self, size: int, dtype: torch.dtype) -> None:
         """Prepares for tensors of `size` elements."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ def write(name: str, found: dict[str, Any]) -> None:
 
 
 def save_collectives(found: dict[str, Any]) -> None:
-    """Writes what `fivefold bench collectives` found on this machine by number of ranks: `fit`, and by size `seconds`
-    and `predicted` of each algorithm, and the `best` one."""
+    """Writes what `fivefold bench collectives` found on this machine by number of ranks: `device`, `fit`, and by size
+    `seconds` and `predicted` of each algorithm, and the `best` one."""
     write(_collectives_key(), found)
 
 
@@ -53,9 +54,13 @@ def load_collectives() -> dict[str, Any] | None:
     return read(_collectives_key())
 
 
-def best_all_reduce(ranks: int) -> dict[int, str]:
-    """The fastest all-reduce between so many local ranks by size in bytes; empty if it was not measured."""
-    found = (load_collectives() or {}).get("best", {}).get(str(ranks), {})
+def best_all_reduce(ranks: int, device: str) -> dict[int, str]:
+    """The fastest all-reduce between so many local ranks on such devices ("cpu" or "cuda") by size in bytes; empty if
+    it was not measured."""
+    table = load_collectives() or {}
+    if table.get("device", {}).get(str(ranks)) != device:
+        return {}
+    found = table["best"][str(ranks)]
     return {int(size): name for size, name in found.items()}
 
 
@@ -72,7 +77,15 @@ def _collectives_key() -> str:
 def _tables() -> dict[str, Any]:
     """All tables of the cache file. A missing or broken file counts as empty."""
     try:
-        tables = json.loads(path().read_text(encoding="utf-8"))
+        file = path()
+        state = file.stat()
+        return _parsed(file, state.st_mtime_ns, state.st_size)
     except (OSError, ValueError):
         return {}
+
+
+@lru_cache(maxsize=4)
+def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
+    """A search asks often."""
+    tables = json.loads(file.read_text(encoding="utf-8"))
     return tables if isinstance(tables, dict) else {}

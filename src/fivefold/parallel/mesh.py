@@ -13,7 +13,7 @@ from fivefold.comm.sum import agreed
 from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
 from fivefold.launch.ranks import Ranks
-from fivefold.schedules.collectives.choose import AUTO, LIBRARY
+from fivefold.schedules.collectives.choose import AUTO, LIBRARY, resolved
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import (
     Layout,
@@ -91,13 +91,14 @@ class Mesh:
         """
         shape = groups(self.layout)[name]  # axes with the same ranks share it: their sums are in one order
         if shape not in self._sums:
-            axis, how = self.axis(name), self.layout.all_reduce
-            if axis.size > 1 and how != LIBRARY:  # a group that nothing else uses
-                axis = self.new_axis(name, axis.ranks, apart=True)
-            local, best = on_node(self.layout, name, self._ranks.local_world), None
+            axis, how, best = self.axis(name), self.layout.all_reduce, {}
+            local = on_node(self.layout, name, self._ranks.local_world)
             if how == AUTO and local == axis.size > 1:
-                best = agreed(best_all_reduce(axis.size), axis)
-            self._sums[shape] = Summation(axis, how, local, best)
+                best = agreed(best_all_reduce(axis.size, self.device.type), axis)
+            by = resolved(how, axis.size, local, best, self.device.type == "cpu")
+            if axis.size > 1 and by != LIBRARY:  # a group that nothing else uses
+                axis = self.new_axis(name, axis.ranks, apart=True)
+            self._sums[shape] = Summation(axis, by, local, best, open=how == AUTO)
         return self._sums[shape]
 
     def notes(self) -> list[str]:

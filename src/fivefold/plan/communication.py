@@ -16,7 +16,7 @@ from fivefold.host import tables
 from fivefold.plan.devices import Cluster
 from fivefold.plan.measured import line_through
 from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, build, shape_of
-from fivefold.schedules.collectives.choose import AUTO, LIBRARY, fastest, pieces_of
+from fivefold.schedules.collectives.choose import AUTO, LIBRARY, fastest, pieces_of, resolved
 from fivefold.schedules.collectives.cost import line, simulate
 from fivefold.schedules.collectives.topology import Topology
 from fivefold.spread.layout import Layout, groups, on_node
@@ -68,13 +68,22 @@ def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32")
 
 def best_all_reduces(group: Group, cluster: Cluster) -> dict[int, str]:
     """The fastest all-reduce of a group by size, as measured on this machine; empty for other clusters."""
-    return tables.best_all_reduce(group.ranks) if cluster.machine and group.nodes == 1 else {}
+    machine = cluster.machine
+    return tables.best_all_reduce(group.ranks, machine.device) if machine and group.nodes == 1 else {}
+
+
+def summed_by(by: str, group: Group, cluster: Cluster) -> str:
+    """What a `layout.all_reduce` means for a group."""
+    cpu = cluster.machine is not None and cluster.machine.on_cpu
+    return resolved(by, group.ranks, group.local, best_all_reduces(group, cluster), cpu)
 
 
 def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float:
     """Seconds to sum `size` bytes of gradients over a group by a `layout.all_reduce`. This machine's are those that
     `fivefold bench collectives` measured; without them, those of the library."""
-    name = fastest(best_all_reduces(group, cluster), round(size)) if by == AUTO else by
+    name = summed_by(by, group, cluster)
+    if name == AUTO:
+        name = fastest(best_all_reduces(group, cluster), round(size))
     if name == LIBRARY or group.ranks == 1:
         return all_reduce(size, group, cluster)
     if cluster.machine and group.nodes == 1:

@@ -15,7 +15,7 @@ from fivefold.plan import operations
 from fivefold.plan.operations import Sums
 from fivefold.plan.partition import schedule, stages
 from fivefold.plan.software import Partition, Software, States
-from fivefold.schedules.collectives.choose import LIBRARY, chosen
+from fivefold.schedules.collectives.choose import AUTO, LIBRARY, chosen
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import compressor
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
@@ -369,7 +369,9 @@ def predict(
         activations, more = at_peak(one, besides[first, last], live[position], own_kept, last, summing)
         params, gradients, optimizer = rank_states(b, layout, own, microbatches)
         params += node_copies(model, layout, mine, by_stage, b)
-        scratch = sum_scratch(model, layout, mine, by_stage, b) if layout.all_reduce != LIBRARY else 0.0
+        scratch = (
+            sum_scratch(model, layout, mine, by_stage, b) if layout.all_reduce not in (LIBRARY, AUTO) else 0.0
+        )
         found.append(Memory(params, gradients + unsent, optimizer, activations, more + scratch + always))
     return found
 

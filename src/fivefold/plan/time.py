@@ -222,11 +222,10 @@ def _synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
             if s.layout.compress != NONE:
                 continue  # see compressed_sums
             among = group(s.layout, s.cluster, sync.group)
-            if sync.what == "sum" and s.layout.all_reduce != LIBRARY:
+            by = communication.summed_by(s.layout.all_reduce, among, s.cluster)
+            if sync.what == "sum" and by != LIBRARY:
                 number = 1 if sync.rows else max(1, round(size / BUCKET_BYTES))
-                seconds = number * communication.sum_gradients(
-                    size / number, among, s.cluster, s.layout.all_reduce
-                )
+                seconds = number * communication.sum_gradients(size / number, among, s.cluster, by)
             else:
                 price = (
                     communication.all_to_all if sync.blocks and sync.what == "scatter" else PRICES[sync.what]

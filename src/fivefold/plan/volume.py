@@ -22,7 +22,7 @@ from fivefold.models.operations import Message, Operation
 from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
 from fivefold.plan import memory
-from fivefold.plan.communication import best_all_reduces, group
+from fivefold.plan.communication import best_all_reduces, group, summed_by
 from fivefold.plan.cost import Setting
 from fivefold.plan.software import Partition
 from fivefold.schedules import ring_attention
@@ -30,7 +30,7 @@ from fivefold.schedules.collectives.choose import LIBRARY, chosen
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import Compressor, compressor
 from fivefold.spread import sites
-from fivefold.spread.layout import Layout, first_names, groups, index_in
+from fivefold.spread.layout import Layout, first_names, groups, index_in, summing_groups
 from fivefold.spread.parts import TIED, sharing_group, stage_parameters, stages_of
 from fivefold.spread.units import (
     Sync,
@@ -121,7 +121,10 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
     step."""
     summed, every = (range(s.sites.fragments), s.sites.every) if fragments is None else (fragments, 1)
     most: Counter[str] = Counter()
-    equal = s.layout.all_reduce == LIBRARY  # otherwise a rank may send more than another
+    by = s.layout.all_reduce
+    equal = all(  # otherwise a rank may send more than another
+        summed_by(by, s.group(name), s.cluster) == LIBRARY for name in summing_groups(s.layout)
+    )
     replicas = (
         [(0, 0)]
         if equal
@@ -240,7 +243,7 @@ def _gradients(traffic: Traffic, s: Setting, rank: int, mine: list[int]) -> None
 def _sum(traffic: Traffic, s: Setting, rank: int, sync: Sync, size: float) -> None:
     """Adds the messages that sum `size` bytes over a group by the layout's algorithm."""
     among = group(s.layout, s.cluster, sync.group)
-    best, how = best_all_reduces(among, s.cluster), s.layout.all_reduce
+    best, how = best_all_reduces(among, s.cluster), summed_by(s.layout.all_reduce, among, s.cluster)
     schedule = chosen(how, among.ranks, among.local, round(size), best)
     if schedule is None:
         traffic.add("all_reduce", sync.group, size)

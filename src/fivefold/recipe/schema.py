@@ -14,7 +14,7 @@ from fivefold.models.section import ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, TRAINED
-from fivefold.schedules.collectives.choose import ALL_REDUCES, LIBRARY
+from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
 from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
@@ -149,10 +149,11 @@ class LayoutSection(Section):
     """Sums gradients over replicas with fewer bytes, and adds what was left out to the next step's (error feedback,
     arXiv 1901.09847). `int8`; `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth of each parameter;
     `randk:0.01`, a random hundredth; `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
-    all_reduce: AllReduce = LIBRARY
+    all_reduce: AllReduce = AUTO
     """Algorithm that sums gradients over replicas, bucket by bucket, while backward runs. `library`: gloo's or NCCL's.
-    The others are those of `fivefold collectives --draw`. `auto`: whichever `fivefold bench collectives` found fastest
-    on this machine for a bucket's size; without its table, `library`."""
+    The others are those of `fivefold collectives --draw`. `auto`: across CPU hosts with several ranks each
+    `hierarchical`; on one machine whichever `fivefold bench collectives` found fastest for a bucket's size; else
+    `library`."""
     zeropp: str = NONE
     """ZeRO++ (arXiv 2306.10209), for less traffic between nodes: some of `weights` (gathered as int8), `hier` (each
     node keeps a copy of what was gathered until the weights change) and `gradients` (summed as int4 inside the nodes,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.schedules.collectives import choose
-from fivefold.schedules.collectives.choose import ALL_REDUCES, LIBRARY
+from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_per_rank
 from fivefold.spread.zeropp import zeropp
@@ -49,7 +49,7 @@ class Layout:
     microbatches: int | None = None
     recompute: str = "none"
     compress: str = NONE
-    all_reduce: str = LIBRARY
+    all_reduce: str = AUTO
     zeropp: str = NONE
     ranks_per_node: int | None = None
     expert_chunks: int = 1
@@ -292,7 +292,7 @@ def describe(layout: Layout) -> str:
         words.append(f"schedule {layout.schedule} with {layout.stages_per_rank} stage(s) per rank")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
-    if layout.all_reduce != LIBRARY:
+    if layout.all_reduce != AUTO:
         words.append(f"gradients summed by {layout.all_reduce}")
     if layout.compress != NONE:
         words.append(f"gradients compressed by {layout.compress}")
@@ -421,7 +421,7 @@ def nearest(
 ) -> list[Layout]:
     """The valid layouts with `ranks` ranks that are most like `layout`: the axes change by the fewest doublings, and
     unused axes stay unused if possible. ZeRO is set to 1 where states must be shared, and to 0 where no ranks can share
-    them; gradients are summed by the library where their algorithm is not for so many ranks, and without ZeRO++ where
+    them; gradients are summed as by default where their algorithm is not for so many ranks, and without ZeRO++ where
     that does not fit."""
 
     def distance(candidate: Layout) -> float:
@@ -435,7 +435,7 @@ def nearest(
     stages = {0, layout.zero, layout.zero or (1 if layout.dp_shard > 1 else 0)}
     candidates = [
         replace(layout, zero=zero, all_reduce=all_reduce, zeropp=plus, **dict(zip(AXES, sizes, strict=True)))
-        for all_reduce in dict.fromkeys((layout.all_reduce, LIBRARY))
+        for all_reduce in dict.fromkeys((layout.all_reduce, AUTO))
         for plus in dict.fromkeys((layout.zeropp, NONE))
         for sizes in _factor(ranks, len(AXES))
         for zero in sorted(stages)

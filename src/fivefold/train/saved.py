@@ -17,7 +17,7 @@ from fivefold.checkpoint import store, write
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
 from fivefold.parallel.outer import Outer
-from fivefold.schedules.collectives.choose import LIBRARY
+from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import to_text
 from fivefold.spread.parts import Part, boxes, local_shape
@@ -112,7 +112,7 @@ def _compression(state: State) -> dict[str, Any]:
         "cp_method": "ring",
         "sp_regather": False,
         "expert_chunks": 1,
-        "all_reduce": LIBRARY,
+        "all_reduce": AUTO,
     }
     same, sites = to_text(replace(layout, **idle)), state.mesh.size("sites")
     where = f"{same} in {sites} sites" if sites > 1 else same

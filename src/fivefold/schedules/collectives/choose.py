@@ -19,6 +19,23 @@ Best = Mapping[int, str]
 """The fastest all-reduce by size in bytes, as measured; empty if nothing was."""
 
 
+ACROSS = "hierarchical"
+"""What "auto" takes for CPU ranks on several hosts. gloo's ring sends up to twice as much through each network card."""
+
+
+def resolved(name: str, ranks: int, local: int, best: Best, cpu: bool) -> str:
+    """What "auto" means for a group; other names mean themselves. local, best: see `chosen`.
+
+    ACROSS: several CPU ranks on each of several hosts. AUTO: each size by `best`. LIBRARY: nothing was measured, or
+    nothing was faster.
+    """
+    if name != AUTO or ranks == 1:
+        return name
+    if local < ranks:
+        return ACROSS if cpu and local > 1 and ranks % local == 0 else LIBRARY
+    return AUTO if any(measured != LIBRARY for measured in best.values()) else LIBRARY
+
+
 def chosen(name: str, ranks: int, local: int, size: int, best: Best | None = None) -> Collective | None:
     """The schedule that sums `size` bytes over a group of ranks; None: the library's own.
 
