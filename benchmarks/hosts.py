@@ -46,6 +46,7 @@ SIZES = {4 << 10: 60, 64 << 10: 40, 1 << 20: 20, 4 << 20: 10, 16 << 20: 5}
 """Bytes that every rank reduces, and the number of repetitions."""
 LAYOUTS = (
     "dp=4",
+    "dp=4,all_reduce=library",
     "dp_replicate=2,dp_shard=2,zero=1",
     "dp_replicate=2,dp_shard=2,zero=3",
     "dp=4,zero=3",
