@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.bench.collectives import fitted
+from fivefold.bench.collectives import fastest, fitted
 from fivefold.cli.main import main
 from fivefold.plan.topology import of_fit
 from fivefold.schedules.collectives import Collective, Move, Wire, build
@@ -114,7 +114,9 @@ def test_a_measurement_is_saved_and_used(
     assert all(value >= 0 for value in fit.values())
     times = found["seconds"]["2"]["4096"]
     assert set(times) == {"library", *found["predicted"]["2"]["4096"]}
-    assert found["best"]["2"]["4096"] == min(times, key=times.get)
+    assert found["best"]["2"]["4096"] == fastest(times)
+    assert fastest({"library": 1.0, "ring": 0.95, "tree": 2.0}) == "library", "not clearly slower"
+    assert fastest({"library": 1.0, "ring": 0.85}) == "ring"
     with pytest.raises(SystemExit):
         main(["collectives", "--ranks", "2", "--size", "4K", "--topology", "local", "--json"])
     local = json.loads(capsys.readouterr().out)

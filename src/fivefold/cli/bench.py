@@ -96,7 +96,7 @@ def _collectives(table: dict[str, Any], ranks: int) -> list[str]:
                 line += f"{1e3 * predicted:14.3f}{100 * (predicted / seconds - 1):+8.0f}%"
             lines.append(line)
     best = ", ".join(f"{size_text(int(size))} {name}" for size, name in table["best"][key].items())
-    return [*lines, "", f"fastest: {best}"]
+    return [*lines, "", f'all_reduce = "auto" takes: {best}']
 
 
 def _text(table: Measured) -> list[str]:
