@@ -25,6 +25,7 @@ TESTS = Path(__file__).parent
 GLOO = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
 QUICK = [
     "dp=4",
+    "dp=4,all_reduce=library",
     "dp_replicate=2,dp_shard=2,zero=3",
     "tp=2,dp=2",
     "pp=2,dp=2",
@@ -83,8 +84,10 @@ def test_layouts_across_hosts(hosts, tmp_path):
         assert said["listens"] == [f"{byte}004D0A"], "only on the given interface, 10.77.0.1 or .2"
     sent = found[0]["sent"]
     # Groups inside a host send nothing to the other one.
-    assert sent["dp_replicate=2,dp_shard=2,zero=3"] < sent["dp=4"]
-    assert sent["tp=2,dp=2"] < sent["dp=4"]
+    library = sent["dp=4,all_reduce=library"]
+    assert sent["dp_replicate=2,dp_shard=2,zero=3"] < library
+    assert sent["tp=2,dp=2"] < library
+    assert sent["dp=4"] < 0.8 * library, "hierarchical"
 
 
 @pytest.mark.slow

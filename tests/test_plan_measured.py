@@ -82,10 +82,10 @@ def test_waits_of_an_axis_are_added_to_each_block_and_microbatch() -> None:
 
 
 def test_part_of_a_message_cannot_be_hidden() -> None:
-    cluster = of_table(table())
-    assert communication.exposed(1.0, 100.0, cluster) == pytest.approx(0.75)
-    assert communication.exposed(1.0, 0.0, cluster) == pytest.approx(1.0)
-    assert communication.exposed(1.0, 100.0, parse("h100:8")) == 0.0
+    copying = communication.held(1.0, Group(2, 2), of_table(table()))
+    assert communication.exposed(1.0, copying, 100.0) == pytest.approx(0.75)
+    assert communication.exposed(1.0, copying, 0.0) == pytest.approx(1.0)
+    assert communication.exposed(1.0, communication.held(1.0, Group(2, 2), parse("h100:8")), 100.0) == 0.0
 
 
 def test_ranks_share_the_machine() -> None:
