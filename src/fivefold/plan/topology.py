@@ -39,7 +39,7 @@ def of_cluster(cluster: Cluster, ranks: int, connected: bool = True) -> Topology
     x = cluster.wiring
     if cluster.machine:
         fit = _fit(min(ranks, cluster.per_node * cluster.hosts))
-        fit |= {"far_alpha": cluster.inter.latency, "far_beta": 1 / cluster.inter.achieved}
+        fit = fit | {"far_alpha": cluster.inter.latency, "far_beta": 1 / cluster.inter.achieved}
         hosts = of_fit(fit, ranks, cluster.per_node, cluster.hosts)
         return replace(
             hosts, name=cluster.name, cards=x.cards, leaf=x.leaf, oversubscription=x.oversubscription
