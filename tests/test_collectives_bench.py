@@ -63,6 +63,8 @@ def test_the_fit_of_hosts_gives_their_messages_back() -> None:
             "queue": 3e-3,
         }
     )
+    single = {name: points for name, points in found.items() if name not in ("pair", "ring")}
+    assert fitted(single, 2, local=1, machine=2)["far_beta"] == pytest.approx(beta), "a rank on each host"
     topology = of_fit(fit, 4, local=2, hosts=2)
     assert {topology.route(0, 1).links[1], topology.route(3, 2).links[1]} == {"bus 0"}
     for size in (1e3, 1e6):

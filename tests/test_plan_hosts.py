@@ -57,6 +57,9 @@ def test_messages_inside_and_between_hosts(folder: Path) -> None:
     assert communication.held(1.0, across, cluster) == 0.0
     hierarchical = communication.sum_gradients(size, across, cluster, "hierarchical")
     assert hierarchical == pytest.approx(size / 25e6 + size / 1e9, rel=0.01)
+    assert communication.sum_gradients(size, Group(64, 2), hosts(folder, count="32x2"), "hierarchical") == (
+        pytest.approx(communication.sum_gradients(size, Group(100, 2), many, "hierarchical"), rel=0.1)
+    )
 
 
 def test_hosts_on_one_machine_share_its_cores(folder: Path) -> None:

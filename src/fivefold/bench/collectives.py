@@ -37,7 +37,7 @@ PINGS, PAUSE = 9, 0.02  # small messages, and seconds that they follow a large o
 ARENA = 32 << 20  # bytes that these messages go through one after the other, so that they come from memory
 BATCH, BATCHES = 2e-3, 20  # seconds of a batch of runs at least, and their number; the median counts
 CLEARLY = (
-    0.9  # of the library's time: ours are driven by Python, which takes time from the computation beside them
+    0.9  # of the library's time: ours are driven by Python, which takes time from what is computed beside
 )
 LONGEST, LEAST = 2.0, 5  # seconds after which fewer batches suffice, but not fewer than these
 
@@ -61,7 +61,7 @@ def measure(
         str(size): {name: simulate(x, net, size).seconds for name, x in collectives(net.shape, size).items()}
         for size in sizes
     }
-    best = {size: min(times, key=times.get) for size, times in found["seconds"].items()}  # type: ignore[arg-type]
+    best = {size: fastest(times) for size, times in found["seconds"].items()}
     row = {"device": "cuda" if gpu else "cpu", "fit": fit, "predicted": predicted, "best": best}
     old = tables.load_collectives() or {}
     table = {
@@ -87,7 +87,8 @@ def fitted(found: dict[str, Any], ranks: int, local: int = 0, machine: int = 0) 
     the others.
     """
     local = local or ranks
-    (one_alpha, one_beta), (all_alpha, all_beta) = _line(found["pair"]), _line(found["ring"])
+    near = ("pair", "ring") if local > 1 else ("far", "far both")
+    (one_alpha, one_beta), (all_alpha, all_beta) = (_line(found[name]) for name in near)
     at_once = machine or local
     bus_alpha = max(0.0, (all_alpha - one_alpha) / max(1, at_once - 1))
     fit = {

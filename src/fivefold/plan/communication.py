@@ -94,7 +94,10 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
     made = ALGORITHMS["all_reduce"][name]
     shape = shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size)))
     if cluster.machine:
-        return simulate(build("all_reduce", name, shape), on_hosts(group, cluster), size).seconds
+        links = on_hosts(group, cluster)
+        if group.ranks > SIMULATED and made.line and (found := made.line(shape, links.levels)):
+            return found.alpha + found.beta * size
+        return simulate(build("all_reduce", name, shape), links, size).seconds
     levels = _levels(group, cluster)
     if formula := made.line and made.line(shape, levels):
         return LAUNCH + formula.alpha + formula.beta * size
