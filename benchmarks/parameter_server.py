@@ -1,6 +1,6 @@
 """The seconds of a step with a parameter server, first in first out and by priority, beside the simulator's.
 
-    python benchmarks/parameter_server.py [--rate 200mbit] [--rounds 2] [--steps 14] [--out FILE.json]
+    python benchmarks/parameter_server.py [--rate 100mbit] [--rounds 2] [--steps 14] [--out FILE.json]
 
 A server and a worker on two hosts (network namespaces with a rate limit). The simulator gets the seconds of each
 layer's forward and backward from the runs in FIFO order, and rate and latency from a transfer before them.
@@ -27,12 +27,13 @@ from namespaces import Hosts, Unavailable
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.schedules.priority import ORDERS, Layer, Line, Simulation
 
-V, WARM_UP = 256, 3
+V, WARM_UP, PARTS = 256, 3, 40
+PARTITION, CREDITS = 1 << 17, 2
 MODEL = [
     "model.layers=8", "model.dim=192", "model.heads=6", "model.kv_heads=6", "model.ffn_dim=512", "model.seq_len=128",
-    f"model.vocab_size={V}", "model.tie_embeddings=false", "train.global_batch_size=8", "train.microbatch_size=8",
+    f"model.vocab_size={V}", "model.tie_embeddings=false", "train.global_batch_size=32", "train.microbatch_size=32",
     "precision.mode=fp32", "optim.grad_clip=0", "observe.tensorboard=false", "sync.method=server",
-    "sync.partition=262144", "sync.credits=4",
+    f"sync.partition={PARTITION}", f"sync.credits={CREDITS}",
 ]  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", default="200mbit")
+    parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--out", type=Path)
@@ -153,7 +154,7 @@ def compared(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"link": worker["link"], "layers": [vars(layer) for layer in layers]}
     for order in ORDERS:
         steps = [s for one, seconds in server["steps"] if one == order for s in seconds[WARM_UP:]]
-        line = Line(**worker["link"], partition=262144, credits=4, order=order)
+        line = Line(**worker["link"], partition=PARTITION, credits=CREDITS, order=order)
         seconds = Simulation(layers, line, iterations=12).seconds
         found[order] = {"measured_s": median(steps), "simulated_s": seconds, "steps": len(steps)}
     gains = [found["fifo"][key] / found["priority"][key] for key in ("measured_s", "simulated_s")]
@@ -227,37 +228,29 @@ def part(folder: Path, rounds: int, steps: int) -> None:
 
 
 def link(axis: Any) -> dict[str, float]:
-    """Rates of the way up (rank 1 to 0) and down, latency, and the seconds that a part costs its hosts."""
+    """Rates of both ways, used at once as in training, in parts of messages; and the latency of a small one."""
     import torch
 
-    big, small, found = torch.zeros(1 << 20), torch.zeros(16), {}
+    parts, other = [torch.zeros(PARTITION // 4) for _ in range(2 * PARTS)], 1 - axis.index
+    small, turns = torch.zeros(16), 200
 
-    def seconds(source: int, x: torch.Tensor, times: int) -> float:
+    def both() -> float:
         axis.barrier()
         began = time.perf_counter()
-        for _ in range(times):
-            (axis.start_send(x, 1 - source) if axis.index == source else axis.start_receive(x, source))()
-        answer = (
-            axis.start_send(small, source) if axis.index != source else axis.start_receive(small, 1 - source)
-        )
-        answer()
+        started = [axis.start_receive(x, other, 1 + tag) for tag, x in enumerate(parts[PARTS:])]
+        started += [axis.start_send(x, other, 1 + tag) for tag, x in enumerate(parts[:PARTS])]
+        for one in started:
+            one()
+        axis.barrier()
         return time.perf_counter() - began
 
-    for name, source in (("up", 1), ("down", 0)):
-        seconds(source, big, 1)
-        found[name] = 4 * big.nbytes / seconds(source, big, 4)
-    turns = 200
-    axis.barrier()
+    both()
+    rate = PARTS * PARTITION / median(both() for _ in range(3))
     began = time.perf_counter()
     for _ in range(turns):
-        seconds_of_turn(axis, small)
-    found["latency"] = (time.perf_counter() - began) / turns / 2
-    return found
-
-
-def seconds_of_turn(axis: Any, x: Any) -> None:
-    for source in (0, 1):
-        (axis.start_send(x, 1 - source) if axis.index == source else axis.start_receive(x, source))()
+        for source in (0, 1):
+            (axis.start_send(small, other) if axis.index == source else axis.start_receive(small, other))()
+    return {"up": rate, "down": rate, "latency": (time.perf_counter() - began) / turns / 2}
 
 
 if __name__ == "__main__":

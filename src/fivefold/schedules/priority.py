@@ -10,9 +10,8 @@ The worker takes parts from the same queue as the simulator.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -50,9 +49,9 @@ class Layer:
 @dataclass(frozen=True)
 class Line:
     """What lies between a worker and the servers. up, down: bytes/s that a worker gets. latency: seconds of a note, one
-    way. part: seconds of the hosts for each part of a message, while which nothing else is sent. update: seconds per
-    byte of gradients until new weights are there. partition: bytes of a part. together: no weights change before all
-    gradients have arrived, because they are clipped."""
+    way, beside the data that it waits behind. part: seconds of the hosts for each part of a message. update: seconds
+    per byte of gradients until new weights are there. partition: bytes of a part. together: no weights change before
+    all gradients have arrived, because they are clipped."""
 
     up: float
     down: float
@@ -67,19 +66,22 @@ class Line:
 
 @dataclass
 class _Way:
-    """One direction: parts that wait, that are under way, and whether one is on the wire."""
+    """One direction: the parts that may be sent, and when the wire has sent all that was given to it."""
 
     name: str
     rate: float
     ready: Ready
     credits: int
-    pipe: deque[int] = field(default_factory=deque)
-    busy: bool = False
+    free: float = 0.0
 
 
 @dataclass
 class Simulation:
     """Several iterations of one worker. Others do the same at the same time.
+
+    A part is announced, and its data leaves once the server has a place for it. The server acknowledges it, which gives
+    its credit back, and tells the worker when the weights are new. The worker asks for them. Data and notes of a
+    direction leave one after the other.
 
     events: (what, layer, start, end); what: "forward", "backward", "push", "pull". ends: of each iteration's backward.
     """
@@ -146,22 +148,27 @@ class Simulation:
         self._compute()
 
     def _fill(self, way: _Way) -> None:
+        """Starts parts while there are credits."""
         while way.credits and len(way.ready):
             way.credits -= 1
-            way.pipe.append(way.ready.pop())
-        if way.pipe and not way.busy:
-            layer = way.pipe.popleft()
-            size = getattr(self.layers[layer], f"{way.name}ed") / self._parts[layer]
-            seconds = self.line.part + size / way.rate
-            way.busy = True
-            self.events.append((way.name, layer, self._now, self._now + seconds))
-            self._at(seconds, lambda: self._sent(way, layer))
+            layer = way.ready.pop()
+            if way is self._push:  # announced, and waited for
+                self._tell(
+                    self._push, lambda layer=layer: self._tell(self._pull, lambda: self._send(way, layer))
+                )
+            else:  # asked for
+                self._tell(self._push, lambda layer=layer: self._send(way, layer))
 
-    def _sent(self, way: _Way, layer: int) -> None:
-        way.busy = False
-        self._at(self.line.latency, lambda: self._arrived(way, layer))
-        self._at(2 * self.line.latency, lambda: self._credit(way))
-        self._fill(way)
+    def _tell(self, way: _Way, act: Callable[[], None]) -> None:
+        """A note waits behind the data that was sent before it."""
+        self._at(max(0.0, way.free - self._now) + self.line.latency, act)
+
+    def _send(self, way: _Way, layer: int) -> None:
+        size = getattr(self.layers[layer], f"{way.name}ed") / self._parts[layer]
+        start = max(way.free, self._now)
+        way.free = start + self.line.part + size / way.rate
+        self.events.append((way.name, layer, start, way.free))
+        self._at(way.free - self._now + self.line.latency, lambda: self._arrived(way, layer))
 
     def _credit(self, way: _Way) -> None:
         way.credits += 1
@@ -169,19 +176,21 @@ class Simulation:
 
     def _arrived(self, way: _Way, layer: int) -> None:
         """A part has reached the servers, or the worker."""
-        if way.name == "pull":
+        if way is self._pull:
             self._left[layer] -= 1
             self._fresh[layer] = self._left[layer] == 0
+            self._credit(way)
             self._compute()
             return
+        self._tell(self._pull, lambda: self._credit(way))
         self._complete.append(layer)
         if not self.line.together or len(self._complete) == sum(self._parts):
             complete, self._complete = self._complete, []
             size = sum(self.layers[one].pushed / self._parts[one] for one in complete)
-            self._at(self.line.update * size + 2 * self.line.latency, lambda: self._updated(complete))
+            self._at(self.line.update * size, lambda: self._tell(self._pull, lambda: self._updated(complete)))
 
     def _updated(self, parts: list[int]) -> None:
-        """The worker has heard it, and asked for the weights."""
+        """The worker has heard it, and asks for the weights."""
         for layer in parts:
             self._pull.ready.add(layer, layer)
         self._fill(self._pull)
