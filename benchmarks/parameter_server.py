@@ -159,7 +159,16 @@ def compared(folder: Path) -> dict[str, Any]:
         found[order] = {"measured_s": median(steps), "simulated_s": seconds, "steps": len(steps)}
     gains = [found["fifo"][key] / found["priority"][key] for key in ("measured_s", "simulated_s")]
     found["gain"] = {"measured": gains[0], "simulated": gains[1], "ratio": gains[1] / gains[0]}
-    return found | {"traces": worker["traces"][-2:]}
+    return found | {"traces": [(order, trimmed(trace)) for order, trace in worker["traces"][-2:]]}
+
+
+def trimmed(trace: list[list[Any]], steps: int = 3) -> list[list[Any]]:
+    """The last steps of a trace, for the picture."""
+    ends = [end for what, unit, _, end in trace if what == "ready" and unit == 0]
+    origin = ends[-steps - 1]
+    return [
+        [what, unit, round(a - origin, 4), round(b - origin, 4)] for what, unit, a, b in trace if a >= origin
+    ]
 
 
 def layers_of(traces: list[list[Any]]) -> list[Layer]:

@@ -5,9 +5,10 @@ python docs/make_pictures.py
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from fivefold.observe import layout_picture
+from fivefold.observe import layout_picture, worker_picture
 from fivefold.plan.clusters import parse
 from fivefold.plan.frontier import as_rows, frontier
 from fivefold.plan.pages import svg as plan_svg
@@ -23,6 +24,7 @@ from fivefold.spread.parts import token_spans
 
 FOLDER = Path(__file__).with_name("parallelism") / "pictures"
 PLAN_FOLDER = Path(__file__).with_name("pictures")
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PLAN = ("llama-7b", "pp=4,dp=4,zero=1")  # on 16 H100, drawn in planner.md
 LAYOUTS = {
     "hybrid": ("quickstart", "dp_replicate=2,dp_shard=2,zero=2"),
@@ -50,8 +52,31 @@ def main() -> None:
     for name, (title, shape) in COLLECTIVES.items():
         picture = draw.to_svg(collectives.build("all_reduce", name, shape), title)
         (PLAN_FOLDER / f"collective_{name}.svg").write_text(picture, encoding="utf-8")
+    for name, picture in workers().items():
+        (PLAN_FOLDER / f"server_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
+
+
+def workers() -> dict[str, str]:
+    """Runs with parameter servers, as benchmarks/parameter_server.py measured them."""
+    found = {
+        name: json.loads((RESULTS / f"parameter_server{name}.json").read_text())
+        for name in ("", "_stragglers")
+    }
+    orders = {
+        f"sync.order = {name}": worker_picture.one_at_a_time(worker_picture.exchange(trace))
+        for name, trace in found[""]["traces"]
+    }
+    lagging = {name: worker_picture.shares(lines) for name, lines in found["_stragglers"]["traces"]}
+    return {
+        "order": worker_picture.to_svg(
+            orders, "Two steps of a worker: units of the model, and their messages"
+        ),
+        "stragglers": worker_picture.to_svg(
+            lagging, "Three workers, the last one slow: shares with their step"
+        ),
+    }
 
 
 def plans() -> dict[str, str]:
