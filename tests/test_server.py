@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -70,7 +71,12 @@ def served(room: Path, workers: int, *overrides: str) -> Recipe:
 def rank_of_run(
     rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, slow: str = ""
 ) -> Any:
-    """A rank's part of a run. slow: what the last worker does when it reads its fourth batch."""
+    """A rank's part of a run. slow: what the last worker does when it reads batches, or "server": the second server is
+    killed."""
+    if slow == "server":
+        slow = ""
+        if rank == 1:
+            threading.Timer(2, os.kill, (os.getpid(), signal.SIGKILL)).start()
     data = prepare(recipe)
     batches = _Slow(recipe, data, slow) if slow and rank == world - 1 else None
     job = Job(recipe, out, data, batches=batches, resume=resume, resume_command="resume")
@@ -201,6 +207,16 @@ def test_asynchronous_training_goes_on_without_a_worker(room: Path, tmp_path: Pa
 def test_a_synchronous_run_ends_with_a_lost_worker(room: Path, tmp_path: Path) -> None:
     codes = processes(3, tmp_path, served(room, 2, "train.steps=20"), tmp_path / "run", False, "killed")
     assert codes == [1, 1, -signal.SIGKILL]
+
+
+@pytest.mark.slow
+def test_a_lost_server_ends_the_run(room: Path, tmp_path: Path) -> None:
+    """Also an asynchronous one, on all ranks, long before the time-out."""
+    recipe = served(room, 2, "sync.staleness=-1", "sync.servers=2", "train.steps=100000")
+    began = time.monotonic()
+    codes = processes(4, tmp_path, recipe, tmp_path / "run", False, "server")
+    assert codes == [1, -signal.SIGKILL, 1, 1]
+    assert time.monotonic() - began < 25 * PATIENCE
 
 
 @pytest.mark.parametrize(("staleness", "least"), [pytest.param(-1, 4, marks=pytest.mark.slow), (2, 2)])

@@ -135,9 +135,8 @@ class _Way:
     """A message's data in one direction: its elements in a flat buffer, gathered if they are not one slice of it."""
 
     def __init__(self, message: Message, offsets: dict[str, int], buffer: Tensor, dtype: torch.dtype):
-        buffer = (
-            buffer.data
-        )  # autograd counts no change: backward is done with a unit's weights when new ones come
+        # autograd counts no change: backward is done with a unit's weights when new ones come
+        buffer = buffer.data
         whole = pieces(chain.from_iterable(message.parts), offsets)
         self.direct, self.cuts = len(whole) == 1 and buffer.dtype == dtype, message.cuts
         self.data = buffer[slice(*whole[0])] if self.direct else torch.empty(message.size, dtype=dtype)
@@ -190,8 +189,8 @@ class Exchange:
         ]
         self._lock = threading.Condition()
         self._pushes, self._pulls = Ready(servers.order), Ready(servers.order)
-        self._all = [(message, part) for message in messages for part in range(len(message.parts))]
-        self._held: list[tuple[Message, int]] = []  # pulls that wait for an order
+        self._all = {(m.number, part): m.unit for m in messages for part in range(len(m.parts))}
+        self._held: set[tuple[int, int]] = set()  # pulls that wait for an order
         self._trained, self._looked = 0, False  # orders to train; any other order since the last
         self._credits = {"push": servers.credits, "pull": servers.credits}
         self._sizes = {unit: sum(len(m.parts) for m in some) for unit, some in self._of_unit.items()}
@@ -214,8 +213,8 @@ class Exchange:
         self._threads = [
             threading.Thread(target=self._guarded, args=(target,), daemon=True) for target in targets
         ]
-        for message, part in self._all:  # the servers have the first weights
-            self._updated(message, part)
+        for number, part in self._all:  # the servers have the first weights
+            self._updated(number, part)
         for thread in self._threads:
             thread.start()
 
@@ -239,11 +238,11 @@ class Exchange:
     def _release(self, training: bool) -> None:
         """With bounded staleness weights are pulled when an order allows it, and again if they were pulled for another
         one."""
-        for message, part in self._all if training and self._looked else self._held:
-            if (message, part) not in self._held:
-                self._stale[message.unit] += 1
-            self._pulls.add((message.number, part), message.unit)
-        self._held, self._looked = [], not training
+        for key in self._all if training and self._looked else sorted(self._held):
+            if key not in self._held:
+                self._stale[self._all[key]] += 1
+            self._pulls.add(key, self._all[key])
+        self._held, self._looked = set(), not training
 
     def need(self, units: Sequence[int]) -> None:
         """Waits until these units have their new weights."""
@@ -328,12 +327,13 @@ class Exchange:
             self._receiving.put(None)
             self.orders.put(None)
 
-    def _updated(self, message: Message, part: int) -> None:
+    def _updated(self, number: int, part: int) -> None:
         """The weights of a part are new. They are pulled; with bounded staleness, once an order to train has come."""
-        if self.servers.staleness > 0 and self._trained < self._pushed[message.unit] + 2 and not self._looked:
-            self._held.append((message, part))
+        unit = self._all[number, part]
+        if self.servers.staleness > 0 and self._trained < self._pushed[unit] + 2 and not self._looked:
+            self._held.add((number, part))
         else:
-            self._pulls.add((message.number, part), message.unit)
+            self._pulls.add((number, part), unit)
 
     def _start_messages(self) -> None:
         """Starts the next part of a gradient, or of weights, while there are credits."""
@@ -407,7 +407,7 @@ class Exchange:
                 assert note.kind == Kind.UPDATED, note
                 with self._lock:
                     self._updates += 1
-                    self._updated(self.messages[note.first], note.second)
+                    self._updated(note.first, note.second)
                     self._lock.notify_all()
                 self._tell_if_applied()
 
