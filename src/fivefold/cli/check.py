@@ -106,6 +106,8 @@ def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     shape = f"{model.arch}, {model.layers} layers, D {model.dim}, {model.heads} heads, T {model.seq_len}"
     run = f"{result['steps']:,} steps x {result['tokens_per_step']:,} tokens = {short('total_tokens')} tokens"
     rows = [("layout", describe(Layout.from_recipe(recipe.layout)))]
+    if count := recipe.servers.count:
+        rows.append(("servers", f"{count} besides: {count + result['ranks']} ranks in all"))
     if result["parameters"] is None:
         rows = [("model", shape), ("run", run), *rows]
     else:

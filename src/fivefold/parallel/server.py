@@ -10,7 +10,9 @@ Two threads serve each worker: one hears its notes, one waits for its data. So n
 
 from __future__ import annotations
 
+import os
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -143,7 +145,7 @@ class Server:
     """Serves workers until they say goodbye.
 
     links: one per worker. norms: all servers. rate: the learning rate of a step. events: what the run's first server
-    acts upon.
+    acts upon; others keep none.
     """
 
     def __init__(
@@ -209,14 +211,21 @@ class Server:
             target(worker)
         except CommunicationError as lost:
             self._lose(worker, lost)
-        except BaseException as error:  # a mistake of ours: whoever waits raises it
+        except BaseException as error:  # a mistake of ours
             self._fail(error)
+            if self.norms.index:  # nobody waits for this server's events: all must see that it is gone
+                traceback.print_exception(error)
+                os._exit(1)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._error = self._error or error
             self._lock.notify_all()
-        self.events.put(Event(-1, None, error))
+        self._tell_leader(Event(-1, None, error))
+
+    def _tell_leader(self, event: Event) -> None:
+        if self.norms.index == 0:
+            self.events.put(event)
 
     def _lose(self, worker: int, error: CommunicationError) -> None:
         """The worker is gone. Others go on, unless they train together."""
@@ -228,7 +237,7 @@ class Server:
         if self.servers.synchronous:
             self._fail(error)
         else:
-            self.events.put(Event(worker, None, error))
+            self._tell_leader(Event(worker, None, error))
 
     def _listen(self, worker: int) -> None:
         link = self.links[worker]
@@ -246,7 +255,7 @@ class Server:
                 text = torch.empty(note.first, dtype=torch.uint8)
                 if note.first:
                     link.up.start_receive(text, link.peer, TEXT_TAG)()
-                self.events.put(Event(worker, note, text=bytes(text.tolist()).decode()))
+                self._tell_leader(Event(worker, note, text=bytes(text.tolist()).decode()))
             elif note.kind == Kind.BYE:
                 self._payloads[worker].put(None)
                 link.tell(Kind.BYE)
@@ -264,7 +273,7 @@ class Server:
                 if not self.servers.synchronous:
                     lag = note.first - own.take_seen(2 * note.step + 1, self._whole_steps)
                 self._go_on(worker, note.first)
-        self.events.put(Event(worker, note, lag=lag))
+        self._tell_leader(Event(worker, note, lag=lag))
 
     def _send(self, worker: int, shard: Shard, part: int, pull: int) -> None:
         link, here = self.links[worker], slice(*shard.message.cuts[part])
@@ -301,14 +310,12 @@ class Server:
             if shard.missing[part] == 0:
                 shard.missing[part], found = len(self.links), self._step(step)
                 square = shard.take(part, everyone)
-                found.square = found.square + square
+                found.squares[shard.message.number, part] = square
                 if not self.grad_clip:
                     found.skipped += self._update(shard, part, square, step, None)
                     found.updated += 1
                     self._tell(everyone, shard, part)
                     self._lock.notify_all()
-                else:
-                    found.complete += 1
         self._go_on(worker, step)
 
     def _go_on(self, worker: int, step: int) -> None:
@@ -338,11 +345,11 @@ class Server:
     def _clip_together(self, step: int) -> None:
         """Once everything has been pushed everywhere, all servers know the norm of the whole gradient."""
         found, computed = self._step(step), [own.computed for own in self._workers]
-        if found.complete < self._all or found.updated:
+        if len(found.squares) < self._all or found.updated:
             return
         if any(note is None or note.first != step for note in computed):
             return
-        square = self.norms.all_reduce(torch.as_tensor(found.square, dtype=torch.float64).clone())
+        square = self.norms.all_reduce(found.square)
         losses = torch.tensor([note.figures[0] for note in computed if note])
         judged = torch.where(losses.isfinite().all(), square, torch.nan)
         scale, everyone = clip_scale(square.sqrt(), self.grad_clip), range(len(self.links))
@@ -391,9 +398,15 @@ class _Worker:
 
 
 class _Step:
-    """A synchronous step. square: of what has arrived from all workers. complete: parts that have. updated: parts
-    whose weights have changed. skipped: those whose weights have not, for their gradient is not finite."""
+    """A synchronous step. squares: of the parts that have arrived from all workers. updated: parts whose weights have
+    changed. skipped: those whose weights have not, for their gradient is not finite."""
 
     def __init__(self) -> None:
-        self.square: Tensor | float = 0.0
-        self.complete = self.updated = self.skipped = 0
+        self.squares: dict[tuple[int, int], Tensor] = {}
+        self.updated = self.skipped = 0
+
+    @property
+    def square(self) -> Tensor:
+        """Their sum, a scalar in fp64, in an order that does not depend on when they arrived."""
+        ordered = [self.squares[key] for key in sorted(self.squares)]
+        return torch.stack(ordered).sum() if ordered else torch.zeros((), dtype=torch.float64)
