@@ -1,9 +1,11 @@
 """The seconds of a step with a parameter server, first in first out and by priority, beside the simulator's.
 
     python benchmarks/parameter_server.py [--rate 100mbit] [--rounds 2] [--steps 14] [--out FILE.json]
+    python benchmarks/parameter_server.py --stragglers [--out FILE.json]
 
-A server and a worker on two hosts (network namespaces with a rate limit). The simulator gets the seconds of each
-layer's forward and backward from the runs in FIFO order, and rate and latency from a transfer before them.
+A server and a worker on two hosts (network namespaces with a rate limit). Blocks sleep in forward and backward instead
+of computing, so that the hosts, which share this machine's cores, do not slow each other down. All else is real. The
+simulator gets each unit's seconds from the runs in FIFO order, and rate and latency from a transfer before them.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from fivefold.recipe import Recipe, load, resolve
 from fivefold.schedules.priority import ORDERS, Layer, Line, Simulation
 
 V, WARM_UP, PARTS = 256, 3, 40
-PARTITION, CREDITS = 1 << 17, 2
+PARTITION, CREDITS = 1 << 17, 4
+FORWARD, BACKWARD = 0.06, 0.06  # seconds that a block sleeps
 MODEL = [
-    "model.layers=8", "model.dim=192", "model.heads=6", "model.kv_heads=6", "model.ffn_dim=512", "model.seq_len=128",
-    f"model.vocab_size={V}", "model.tie_embeddings=false", "train.global_batch_size=32", "train.microbatch_size=32",
+    "model.layers=8", "model.dim=192", "model.heads=6", "model.kv_heads=6", "model.ffn_dim=512", "model.seq_len=16",
+    f"model.vocab_size={V}", "model.tie_embeddings=false", "train.global_batch_size=1", "train.microbatch_size=1",
     "precision.mode=fp32", "optim.grad_clip=0", "observe.tensorboard=false", "sync.method=server",
     f"sync.partition={PARTITION}", f"sync.credits={CREDITS}",
 ]  # fmt: skip
@@ -41,7 +44,7 @@ class Numbers:
     """Batches of random tokens."""
 
     def batch(self, i: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        block = np.random.default_rng((i, rows.start)).integers(0, V, (len(rows), 129))
+        block = np.random.default_rng((i, rows.start)).integers(0, V, (len(rows), 17))
         return block[:, :-1], block[:, 1:]
 
 
@@ -216,6 +219,8 @@ def part(folder: Path, rounds: int, steps: int) -> None:
 
     def traced(*arguments: Any) -> Any:
         state, replica = keep(*arguments)
+        for block in state.module.blocks.values():
+            block.register_forward_hook(lambda *call: sleeping(call[-1]))
         replica.exchange.trace = []
         traces.append(replica.exchange.trace)
         return state, replica
@@ -234,6 +239,24 @@ def part(folder: Path, rounds: int, steps: int) -> None:
                 else:
                     found["traces"].append((order, traces[-1]))
         (folder / f"rank{ranks.rank}.json").write_text(json.dumps(found))
+
+
+def sleeping(x: Any) -> Any:
+    """x. Its forward and its backward take a while."""
+    import torch
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(FORWARD)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, dx: torch.Tensor) -> torch.Tensor:
+            time.sleep(BACKWARD)
+            return dx
+
+    return Sleep.apply(x)
 
 
 def link(axis: Any) -> dict[str, float]:

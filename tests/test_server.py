@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.launch.local import start_ranks
 from fivefold.models.card import card_of
+from fivefold.observe import worker_picture
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
@@ -376,3 +378,30 @@ def test_the_planner_prices_servers() -> None:
         UserError, match=r"6 workers and sync.servers = 2 are 8 ranks, but there are 6\. Nearest valid: dp=4"
     ):
         planned(cluster="h100:6")
+
+
+def test_pictures() -> None:
+    """A box per share beside one for its wait; forward, backward and parts of an exchange, in order, the wire once."""
+    lines = [
+        {"worker": 0, "step": 1, "share": 0, "begin": 10.0, "end": 11.0, "waited_s": 0.25},
+        {"worker": 1, "step": 1, "share": 1, "begin": 10.5, "end": 12.0, "waited_s": 0.0},
+    ]
+    assert worker_picture.shares(lines) == {
+        "worker 0": [(0.0, 0.25, "wait", ""), (0.25, 1.0, "b", "1")],
+        "worker 1": [(0.5, 2.0, "b", "1")],
+    }
+    trace = [
+        ("need", 0, 0.0, 0.5), ("need", 1, 0.7, 0.7), ("loss", 0, 1.0, 1.0), ("ready", 1, 1.5, 1.5),
+        ("push", 1, 1.5, 2.5), ("ready", 0, 2.0, 2.0), ("push", 0, 2.0, 3.0), ("pull", 1, 2.6, 3.5),
+    ]  # fmt: skip
+    rows = worker_picture.one_at_a_time(worker_picture.exchange(trace))
+    assert rows["computing"] == [
+        (0.5, 0.7, "a", "0"),
+        (0.7, 1.0, "a", "1"),
+        (1.0, 1.5, "b", "1"),
+        (1.5, 2.0, "b", "0"),
+    ]
+    assert rows["pushes"] == [(1.5, 2.5, "push", "1"), (2.5, 3.0, "push", "0")]
+    assert rows["pulls"] == [(2.6, 3.5, "pull", "1")]
+    picture = ElementTree.fromstring(worker_picture.to_svg({"one <run>": rows}, "A & B"))
+    assert len(picture.findall(".//{*}g")) == 7
