@@ -43,7 +43,7 @@ def shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Box]]:
         start, end = line["begin"] - origin, line["end"] - origin
         computes = min(end, start + line["waited_s"])
         row = found.setdefault(f"worker {line['worker']}", [])
-        if computes > start:
+        if computes - start > 0.002:
             row.append(Box(start, computes, "wait"))
         row.append(Box(computes, end, "ab"[line["step"] % 2], str(line["step"])))
     return found
