@@ -5,7 +5,8 @@
 
 A server and a worker on two hosts (network namespaces with a rate limit). Blocks sleep in forward and backward instead
 of computing, so that the hosts, which share this machine's cores, do not slow each other down. All else is real. The
-simulator gets each unit's seconds from the runs in FIFO order, and rate and latency from a transfer before them.
+simulator gets rate and latency from a transfer before the runs; each unit's seconds, and what a part takes the hosts
+beyond its bytes, from the runs in FIFO order. So it predicts the step by priority.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -157,12 +159,28 @@ def compared(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"link": worker["link"], "layers": [vars(layer) for layer in layers]}
     for order in ORDERS:
         steps = [s for one, seconds in server["steps"] if one == order for s in seconds[WARM_UP:]]
-        line = Line(**worker["link"], partition=PARTITION, credits=CREDITS, order=order)
-        seconds = Simulation(layers, line, iterations=12).seconds
-        found[order] = {"measured_s": median(steps), "simulated_s": seconds, "steps": len(steps)}
+        found[order] = {"measured_s": median(steps), "steps": len(steps)}
+    return simulated(found | {"traces": [(order, trimmed(trace)) for order, trace in worker["traces"][-2:]]})
+
+
+def simulated(found: dict[str, Any]) -> dict[str, Any]:
+    """Adds what the simulator says."""
+    layers = [Layer(**layer) for layer in found["layers"]]
+    found["link"]["part"] = part_seconds(dict(found["traces"])["fifo"], layers, found["link"]["up"])
+    for order in ORDERS:
+        line = Line(**found["link"], partition=PARTITION, credits=CREDITS, order=order)
+        found[order]["simulated_s"] = Simulation(layers, line, iterations=12).seconds
     gains = [found["fifo"][key] / found["priority"][key] for key in ("measured_s", "simulated_s")]
     found["gain"] = {"measured": gains[0], "simulated": gains[1], "ratio": gains[1] / gains[0]}
-    return found | {"traces": [(order, trimmed(trace)) for order, trace in worker["traces"][-2:]]}
+    return found
+
+
+def part_seconds(trace: list[list[Any]], layers: list[Layer], rate: float) -> float:
+    """Seconds that a part takes the hosts beyond its bytes: from the ends of pushes while others waited behind them."""
+    pushes = sorted((event for event in trace if event[0] == "push"), key=lambda event: event[3])
+    gaps = [b[3] - a[3] for a, b in pairwise(pushes) if b[2] < (a[2] + a[3]) / 2]
+    parts = sum(-int(-layer.pushed // PARTITION) for layer in layers)
+    return mean(gaps) - sum(layer.pushed for layer in layers) / parts / rate
 
 
 def trimmed(trace: list[list[Any]], steps: int = 3) -> list[list[Any]]:

@@ -73,13 +73,18 @@ def exchange(trace: Iterable[Sequence[Any]], steps: int = 2) -> dict[str, list[B
 
 
 def one_at_a_time(rows: Rows) -> dict[str, list[Box]]:
-    """Parts that are under way together share the wire: each is drawn from the end of the one before."""
+    """Parts that are under way together share the wire: each is drawn from the end of the one before. Parts of a unit
+    that follow each other are one box."""
     found: dict[str, list[Box]] = {}
     for name, row in rows.items():
         free, boxes = 0.0, list[Box]()
         for box in sorted(row, key=lambda box: box.end):
-            boxes.append(box._replace(start=max(box.start, free)))
-            free = box.end
+            start, free = max(box.start, free), box.end
+            last = boxes[-1] if boxes else None
+            if last and last[2:] == box[2:] and box.kind in ("push", "pull") and start <= last.end + 1e-3:
+                boxes[-1] = last._replace(end=box.end)
+            else:
+                boxes.append(box._replace(start=start))
         found[name] = boxes
     return found
 
