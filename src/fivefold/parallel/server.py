@@ -11,6 +11,7 @@ Two threads serve each worker: one hears its notes, one waits for its data. So n
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -215,7 +216,7 @@ class Server:
             self._fail(error)
             if self.norms.index:  # nobody waits for this server's events: all must see that it is gone
                 traceback.print_exception(error)
-                os._exit(1)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
