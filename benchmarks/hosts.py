@@ -164,24 +164,24 @@ def _axis(name: str, members: range, ranks: Any) -> Any:
     return Axis(name, list(members), members.index(ranks.rank), ranks.device, group)
 
 
-def link(axis: Any) -> dict[str, float]:
-    """Seconds of a small message, and bytes/s of a large one in one direction and in both at once, between the first
-    two ranks of an axis."""
+def link(axis: Any, other: int = 1) -> dict[str, float]:
+    """Seconds of a small message, and bytes/s of a large one in one direction and in both at once, between an axis'
+    first rank and another."""
     import torch
 
-    if axis.index > 1:
+    if axis.index not in (0, other):
         return {}
-    peer = 1 - axis.index
-    small, large, other = (torch.zeros(size, dtype=torch.uint8) for size in (SMALL, LARGE, LARGE))
+    peer = other - axis.index
+    small, large, back = (torch.zeros(size, dtype=torch.uint8) for size in (SMALL, LARGE, LARGE))
 
     def there_and_back(x: torch.Tensor) -> None:
-        for sender in (0, 1):
+        for sender in (0, other):
             (axis.start_send if axis.index == sender else axis.start_receive)(x, peer)()
 
     small_s, large_s = (
         timed(lambda x=x: there_and_back(x), times) / 2 for x, times in ((small, 200), (large, 3))
     )
-    both = timed(lambda: axis.start_exchange(large, peer, other, peer)(), 3)
+    both = timed(lambda: axis.start_exchange(large, peer, back, peer)(), 3)
     return {"latency_s": small_s, "bytes_s": LARGE / large_s, "both_ways_bytes_s": LARGE / both}
 
 
@@ -209,9 +209,7 @@ def train_worker(file: Path) -> None:
 
     found: dict[str, Any] = {"machine": describe(), "model": MODEL, "layouts": {}}
     with join(timeout_s=120) as ranks:
-        across = _axis("one rank of each host", range(0, ranks.world, ranks.local_world), ranks)
-        if across:
-            found["link"] = link(across)
+        found["link"] = link(everyone(ranks), ranks.local_world)
         for layout in LAYOUTS:
             recipe = recipe_of(layout)
             state = build_state(recipe, ranks)
