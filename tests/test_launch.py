@@ -356,6 +356,6 @@ def test_a_rank_that_fails_leaves_its_number(clean, tmp_path, capsys):
     clean.setattr(local.sys, "platform", "other")
     clean.setenv("RANK", "3")
     with pytest.raises(SystemExit):
-        local._rank_main(work, tmp_path)
+        local._rank_main(work, tmp_path, range(0))
     assert [file.name for file in tmp_path.iterdir()] == ["failed-3"]
     assert "KeyError: 'lost'" in capsys.readouterr().err
