@@ -216,7 +216,7 @@ def all_reduces(
     for size in sizes:
         x = torch.zeros(max(1, size // 4), device=axis.device)
         runs: dict[str, Callable[[], object]] = {LIBRARY: partial(axis.all_reduce, x)}
-        for name, collective in (collectives(shape, size) | extra).items():
+        for name, collective in {**collectives(shape, size), **extra}.items():
             runs[name] = partial(Executor(axis, collective), x)
         found[str(size)] = {
             name: _timed(run, axis, least) for name, run in runs.items() if not only or name in only

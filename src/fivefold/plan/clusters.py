@@ -216,9 +216,9 @@ def _based(path: Path, base: str, values: dict[str, float], torus: tuple[int, ..
     """A preset or this machine, with the values of a file."""
     if base != LOCAL:
         return _changed(PRESETS[base], values, torus, path.stem)
-    if torus or (wrong := [key for key in values if key not in _OF_HOSTS]):
+    if wrong := ["torus"] * bool(torus) + [key for key in values if key not in _OF_HOSTS]:
         raise UserError(
-            f"cluster '{path}': {'torus' if torus else wrong[0]}: the base is this machine, as it was measured "
+            f"cluster '{path}': {wrong[0]}: the base is this machine, as it was measured "
             f"(keys besides base: {', '.join(_OF_HOSTS)})"
         )
     for key in ("devices_per_node", "inter_gb_s", "inter_latency_us"):
