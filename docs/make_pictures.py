@@ -15,9 +15,12 @@ from fivefold.plan.pages import svg as plan_svg
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
+from fivefold.plan.timeline import timeline
 from fivefold.recipe import load, resolve
 from fivefold.schedules import collectives
 from fivefold.schedules.collectives import draw
+from fivefold.schedules.overlap import from_json
+from fivefold.schedules.overlap_draw import to_svg as timelines_svg
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_svg
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import token_spans
@@ -37,6 +40,13 @@ COLLECTIVES = {
     "rabenseifner": ("Rabenseifner's all-reduce on 8 ranks", collectives.shape_of(8)),
     "hierarchical": ("Hierarchical all-reduce on 2 nodes of 2 ranks", collectives.shape_of(4, 2)),
 }
+MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "timelines.json"
+TIMELINES = {
+    "replicas": ("Two replicas, with buckets and without", ("dp=2,bucket_mib=4", "dp=2,bucket_mib=0")),
+    "zero": ("ZeRO 1, 2 and 3 on two ranks", ("dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3")),
+    "model": ("Context and tensor parallelism on two ranks", ("cp=2", "tp=2", "tp=2,sp=true")),
+}
+DEVICES = ("dp=8", "dp=8,bucket_mib=0", "dp=8,zero=3", "dp=4,tp=2,zero=3")  # drawn on 8 H100
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # per rank
 COLORS = ("#1f5a9e", "#2c7a5a", "#b5651d", "#7b4fa3")
 
@@ -54,6 +64,8 @@ def main() -> None:
         (PLAN_FOLDER / f"collective_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in workers().items():
         (PLAN_FOLDER / f"server_{name}.svg").write_text(picture, encoding="utf-8")
+    for name, picture in timelines().items():
+        (PLAN_FOLDER / f"timeline_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
 
@@ -95,6 +107,23 @@ def plans() -> dict[str, str]:
             rows, found.plan.limit, f"{recipe} on 16 H100: the fastest layout for each memory"
         ),
     }
+
+
+def timelines() -> dict[str, str]:
+    """Steps of two ranks, measured and planned, and planned ones of many devices."""
+    runs, found = json.loads(MEASURED.read_text(encoding="utf-8"))["runs"], {}
+    for name, (title, layouts) in TIMELINES.items():
+        both = [
+            (f"{x}, {kind}", from_json(runs[x][kind])) for x in layouts for kind in ("measured", "planned")
+        ]
+        found[name] = timelines_svg(both, title)
+    planned = []
+    for layout in DEVICES:
+        recipe = load("llama-7b", ["train.global_batch_size=16", "train.microbatch_size=2"], layout)
+        drawn = timeline(predict(recipe, parse("h100:8")).setting)
+        assert drawn is not None
+        planned.append((layout, drawn))
+    return found | {"h100": timelines_svg(planned, "llama-7b on 8 H100, planned")}
 
 
 def schedules(ranks: int, microbatches: int) -> str:

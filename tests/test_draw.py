@@ -70,6 +70,16 @@ def test_experts_are_shown():
     assert "experts 4-7" in to_svg(recipe, wanted)
 
 
+def test_sites_are_consecutive_ranks():
+    """As the mesh numbers them: a site has a whole pipeline."""
+    recipe, wanted = recipe_of("pp=2,dp_replicate=2", "sync.method=diloco")
+    ranks = [holding(recipe, wanted, rank) for rank in range(4)]
+    assert [(found.site, found.coordinates["pp"]) for found in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [found.rows for found in ranks] == [(0, 8), (0, 8), (8, 16), (8, 16)]
+    assert [found.first for found in ranks] == [True, False, True, False]
+    assert "site 1, pp 0, dp_replicate 1" in to_text(recipe, wanted)
+
+
 def test_large_layouts_are_cut_short():
     recipe, wanted = recipe_of("dp=16,tp=4,cp=4", "train.global_batch_size=16")
     assert "... and 192 more ranks" in to_text(recipe, wanted)

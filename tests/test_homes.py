@@ -15,7 +15,14 @@ from fivefold.plan import software
 from fivefold.recipe import load, resolve
 
 SRC = Path(fivefold.__file__).parent
-TABLES = ("kernels/sizes.py", "spread/units.py", "spread/regions.py", "precision/modes.py", "host/devices.py")
+TABLES = (
+    "kernels/sizes.py",
+    "spread/buckets.py",
+    "spread/units.py",
+    "spread/regions.py",
+    "precision/modes.py",
+    "host/devices.py",
+)
 ROOMS = ("plan", "models")
 DISTINCT = 1 << 20  # smaller numbers mean many things: there the name must give it away
 POWERS = {10.0**n for n in range(6, 16)}  # units, not sizes

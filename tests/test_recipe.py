@@ -334,7 +334,7 @@ def test_what_the_layout_does_not_use_is_noted() -> None:
     """And not refused: the same recipe serves many ranks."""
     written = {
         "layout.schedule": "zbv", "layout.virtual_stages": "2", "layout.cp_method": "ulysses", "layout.zero": "3",
-        "precision.reduce": "bf16", "observe.trace_step": "2",
+        "precision.reduce": "bf16",
     }  # fmt: skip
     recipe = load("quickstart", [f"{key}={value}" for key, value in written.items()], "dp=1")
     assert [note.partition(" = ")[0] for note in notes(recipe)] == list(written)

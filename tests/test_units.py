@@ -6,9 +6,10 @@ import pytest
 
 from fivefold.models.card import Card, card_of
 from fivefold.recipe import load, resolve
+from fivefold.spread.buckets import buckets
 from fivefold.spread.layout import Layout, parse
 from fivefold.spread.parts import held, size_of, stages_of
-from fivefold.spread.units import buckets, keepings, kept_elements, scattered_once, summed_over_tp, syncs
+from fivefold.spread.units import keepings, kept_elements, scattered_once, summed_over_tp, syncs
 
 SIZES = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "model.seq_len=16"]
 MOE = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2", "model.dense_layers=1"]

@@ -1,4 +1,5 @@
-"""`fivefold draw RECIPE --layout L`: draws which rank holds what, and the pipeline's timeline."""
+"""`fivefold draw RECIPE --layout L`: draws which rank holds what, and timelines of a step. `fivefold draw RUN`: the
+measured timeline of a run."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.recipe import Recipe
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 EXAMPLES = [
     "fivefold draw quickstart --layout dp=2,tp=2,zero=3",
     "fivefold draw llama-7b --layout pp=4,schedule=zbv,virtual_stages=2,tp=2 --out pictures",
+    "fivefold draw llama-7b --layout dp=8,zero=3 --cluster h100:8 --out pictures",
+    "fivefold draw runs/quickstart-1",
 ]
+DRAWN = 3  # microbatches of a planned timeline
 VOCABULARY = 32000  # used for the picture when only the tokenizer's file knows the real size
 
 
@@ -30,12 +35,29 @@ def draw(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", show_default=False, help="Also write layout.svg and schedule.svg to DIR."
+            metavar="DIR",
+            show_default=False,
+            help="Also write layout.svg, schedule.svg and timeline.svg to DIR.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:N]",
+            show_default=False,
+            help="Also draw the planned timeline of computing and messages on these devices. See `fivefold plan`.",
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Draw a layout: what each rank computes and stores, and the timeline of the pipeline schedule."""
+    """Draw a layout: what each rank computes and stores, and timelines of a step.
+
+    For the folder of a run: computing and messages of its measured step (observe.trace_step), and the plan.
+    """
+    if (Path(recipe) / "recipe.toml").is_file():
+        if set_ or layout or cluster:
+            raise UserError(f"{recipe} is a run: leave --set, --layout and --cluster out")
+        return _show(*of_run(Path(recipe)), out, json)
     from fivefold.observe import layout_picture
     from fivefold.recipe import expected_vocab_size, load, resolve
     from fivefold.schedules.pipeline import to_svg, to_text
@@ -48,23 +70,83 @@ def draw(
     text, pictures = layout_picture.to_text(loaded, wanted), {}
     if timeline is not None:
         color = sys.stdout.isatty() and not json
-        columns = max(40, min(160, shutil.get_terminal_size().columns) - 24)
         words = f"{timeline.bubble:.1%} idle, if backward takes twice as long as forward"
         text += f"\nschedule {wanted.schedule}: {words}\n"
-        text += to_text(timeline, columns, color)
+        text += to_text(timeline, _columns(24), color)
+        pictures["schedule"] = to_svg(timeline, wanted.schedule)
+    if cluster is not None:
+        words, pictures["timeline"] = planned(loaded, cluster, title)
+        text += "\n" + words
+    pictures["layout"] = layout_picture.to_svg(loaded, wanted, title)
+    _show(text, pictures, out, json)
+
+
+def _columns(words: int) -> int:
+    """Columns of a terminal beside so many for words."""
+    return max(40, min(160, shutil.get_terminal_size().columns) - words)
+
+
+def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> None:
+    """Prints the text, writes the pictures to `out`, and prints their paths."""
+    paths = {}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        pictures["layout"] = out / "layout.svg"
-        pictures["layout"].write_text(layout_picture.to_svg(loaded, wanted, title), encoding="utf-8")
-        if timeline is not None:
-            pictures["schedule"] = out / "schedule.svg"
-            pictures["schedule"].write_text(to_svg(timeline, wanted.schedule), encoding="utf-8")
+        paths = {name: out / f"{name}.svg" for name in pictures}
+        for name, path in paths.items():
+            path.write_text(pictures[name], encoding="utf-8")
     if json:
-        print_json({"text": text, "pictures": {name: str(path) for name, path in pictures.items()}})
+        print_json({"text": text, "pictures": {name: str(path) for name, path in paths.items()}})
         return
     print(text, end="")
-    for path in pictures.values():
+    for path in paths.values():
         print(path)
+
+
+def of_run(run: Path) -> tuple[str, dict[str, str]]:
+    """(text, pictures) of the measured step of a run, beside the plan.
+
+    Raises:
+        UserError: no step was measured.
+    """
+    from fivefold.observe import step_timeline
+    from fivefold.schedules.overlap_draw import LEGEND, to_svg
+
+    found = step_timeline.read(run)
+    if not found:
+        raise UserError(
+            f"{run}: no step was measured. Train with --set observe.trace_step=N, such as 3 (on CPUs), which writes "
+            f"{run / 'traces'}"
+        )
+    title = f"{run.resolve().name}, step {found[0][1].step}: computing and messages"
+    return f"{LEGEND}\n\n{step_timeline.words(found, _columns(48))}", {"timeline": to_svg(found, title)}
+
+
+def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, str]:
+    """(text, picture) of the planned timeline on a cluster. Of many microbatches, the first ones are drawn.
+
+    Raises:
+        UserError: the layout has a pipeline, whose timeline is drawn without --cluster, or does not fit the cluster.
+    """
+    from fivefold.plan.clusters import parse
+    from fivefold.plan.predict import predict
+    from fivefold.plan.timeline import timeline
+    from fivefold.schedules.overlap_draw import LEGEND, summary, to_svg, to_text
+
+    plan = predict(recipe, parse(cluster))
+    if plan.service is not None:
+        raise UserError(
+            "--cluster: there is no such timeline with parameter servers; RUN/workers.jsonl has that of a run"
+        )
+    found = plan.setting
+    drawn, most = timeline(found, DRAWN), found.microbatches
+    if drawn is None:
+        raise UserError(
+            "--cluster: with pp > 1 the timeline is that of the pipeline; `fivefold plan --html FILE` draws it with "
+            "planned times, `fivefold draw` without --cluster with equal ones"
+        )
+    words = f"planned on {cluster}" + (f", {DRAWN} of {most} microbatches" if most > DRAWN else "")
+    text = f"{words}: {summary(drawn)}\n{to_text(drawn, _columns(48))}{LEGEND}\n"
+    return text, to_svg([(words, drawn)], f"{title}: computing and messages")
 
 
 def pipeline(recipe: Recipe, layout: Layout) -> Timeline | None:

@@ -11,6 +11,7 @@ belongs here:
 - counting: `counters` are told of each message (`trace/traffic.py` is one);
 - time-outs: a message that fails is a `CommunicationError` that names rank, axis, operation and the caller's line
   (with NCCL, its watchdog ends the process instead);
+- timelines: `watch.py` notes when messages begin and end, in a step that is measured;
 - algorithms: `sum_scatter` is an all-to-all with a local sum on CPUs, and the backend's reduce-scatter on GPUs.
 
 Legend: n ranks on the axis; d0 first dim of a tensor.
@@ -23,13 +24,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.failure import Place, caller, verdict
+from fivefold.comm.watch import UNIT, Work, watched
 from fivefold.errors import CommunicationError
 from fivefold.launch.ranks import Ranks
 from fivefold.spread.regions import Collective
@@ -56,8 +58,8 @@ class Axis:
     """n ranks that send messages to each other.
 
     name: one of `spread.layout.GROUP_NAMES`, or "machine". ranks: their numbers in the run, by index. index: this
-    rank's index. group: None if this rank is alone. timeout_s: seconds until a message fails. unit: the FSDP2 unit that
-    uses the axis, if any; errors name it.
+    rank's index. group: None if this rank is alone. timeout_s: seconds until a message fails. purpose: what the
+    messages are for, such as "FSDP2 unit blocks.3"; errors and timelines name it.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Axis:
     ):
         assert (group is None) == (len(ranks) == 1), f"a group for {len(ranks)} ranks of axis {name}"
         self.name, self.ranks, self.index, self.size = name, tuple(ranks), index, len(ranks)
-        self.device, self.group, self.timeout_s, self.unit = device, group, timeout_s, ""
+        self.device, self.group, self.timeout_s, self.purpose = device, group, timeout_s, ""
 
     @property
     def rank(self) -> int:
@@ -80,8 +82,12 @@ class Axis:
 
     def of_unit(self, unit: str) -> Axis:
         """Returns a copy of the axis for the messages of an FSDP2 unit."""
+        return self.for_purpose(f"{UNIT} {unit}")
+
+    def for_purpose(self, purpose: str) -> Axis:
+        """Returns a copy of the axis for these messages."""
         found = copy.copy(self)
-        found.unit = unit
+        found.purpose = purpose
         return found
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Started:
@@ -223,8 +229,8 @@ class Axis:
         numbers = [str(rank) for rank in self.ranks]
         if len(numbers) > 8:
             numbers = [*numbers[:4], "...", *numbers[-2:]]
-        unit = f", FSDP2 unit {self.unit}" * bool(self.unit)
-        what = f"rank {self.rank}: {operation} over axis {self.name} (ranks {', '.join(numbers)}){unit}"
+        purpose = f", {self.purpose}" * bool(self.purpose)
+        what = f"rank {self.rank}: {operation} over axis {self.name} (ranks {', '.join(numbers)}){purpose}"
         if (text := verdict(what, self.timeout_s, caller(), started, error)) is not None:
             raise CommunicationError(text) from error
 
@@ -239,6 +245,8 @@ class Axis:
         started = Started(self, operation, result, arguments, frame.f_code, frame.f_lasti)
         if counters:
             _count(self, operation, larger)
+        watch = watched.now
+        began = watch.clock() if watch else 0.0
         try:
             started.work = function(*arguments, group=self.group, async_op=True)
         except RuntimeError as error:
@@ -246,6 +254,8 @@ class Axis:
             raise
         finally:
             _handed_over()
+        if watch:
+            started.work = watch.follow(self, operation, started.work, began)
         return started
 
     def _run(
@@ -254,6 +264,8 @@ class Axis:
         """Calls `function`, which waits itself."""
         if counters:
             _count(self, operation, larger)
+        watch = watched.now
+        began = watch.clock() if watch else 0.0
         try:
             function(*arguments, group=self.group)
         except RuntimeError as error:
@@ -261,6 +273,8 @@ class Axis:
             raise
         finally:
             _handed_over()
+        if watch:
+            watch.waited(self, operation, began)
 
 
 def _operation(collective: Collective, x: Tensor, backward: bool) -> str:
@@ -289,12 +303,6 @@ def everyone(ranks: Ranks) -> Axis:
     """The axis of all ranks of a run."""
     group = dist.group.WORLD if ranks.world > 1 else None
     return Axis("all", range(ranks.world), ranks.rank, ranks.device, group, ranks.timeout_s)
-
-
-class Work(Protocol):
-    """What a message is waited for by. It raises the backend's error."""
-
-    def wait(self) -> Any: ...
 
 
 class Started:

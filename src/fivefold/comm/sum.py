@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fivefold.comm.axis import Axis, Started
 from fivefold.comm.execute import Executor, Scratch
+from fivefold.comm.watch import watched
 from fivefold.errors import CommunicationError
 from fivefold.schedules.collectives import Collective
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO, LIBRARY, Best, chosen
@@ -57,19 +58,25 @@ class Summation:
         if (run := self._executor(size, dtype)) is not None:
             run.reserve(size, dtype)
 
-    def start(self, x: Tensor, unit: str = "") -> Started:
-        """Starts the sum of every rank's x (contiguous), in place. unit: see `Axis`."""
-        run, axis = self._executor(x.numel(), x.dtype), self.axis.of_unit(unit) if unit else self.axis
+    def start(self, x: Tensor, purpose: str = "") -> Started:
+        """Starts the sum of every rank's x (contiguous), in place. purpose: see `Axis`."""
+        run, axis = (
+            self._executor(x.numel(), x.dtype),
+            self.axis.for_purpose(purpose) if purpose else self.axis,
+        )
         if run is None:
             return axis.start_all_reduce(x)
         run.reserve(x.numel(), x.dtype)
-        started = Started.here(axis, f"all_reduce by {run.collective.algorithm}", x)
+        operation, watch = f"all_reduce by {run.collective.algorithm}", watched.now
+        started, began = Started.here(axis, operation, x), watch.clock() if watch else 0.0
         if dist.get_backend(self.axis.group) == "fake":  # a trace, which sees what this thread does
             run(x)
         elif x.is_cuda:
             started.work = self._on_stream(run, x)
         else:
             started.work = self._on_thread(run, x)
+        if watch:
+            started.work = watch.follow(axis, operation, started.work, began)
         return started
 
     def _executor(self, size: int, dtype: torch.dtype) -> Executor | None:

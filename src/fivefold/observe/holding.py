@@ -8,12 +8,14 @@ from fivefold.models.card import card_of
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout, index_in
 from fivefold.spread.parts import Span, held, joined, size_of, stage_blocks, stages_of, token_spans
+from fivefold.spread.sites import in_site, site_layout
 
 
 @dataclass(frozen=True)
 class Holding:
     """The parts of model and batch that one rank computes and stores.
 
+    site: its number, None if there is one site. coordinates: on the axes of the site; `dp_replicate` on the run's.
     stages: its pipeline stages and the blocks of each. first, last: it has the beginning or the end of the model.
     tensor: its part of every cut matrix, (index, number of parts). shard: its part of sharded states. rows: sequences
     [start, stop) of the global batch. tokens: spans of each sequence. experts: their numbers, None without experts.
@@ -21,6 +23,7 @@ class Holding:
     """
 
     rank: int
+    site: int | None
     coordinates: dict[str, int]
     stages: dict[int, range]
     first: bool
@@ -35,23 +38,29 @@ class Holding:
 
 
 def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
-    """The holding of a rank, for a resolved recipe."""
-    model, T = recipe.model, recipe.model.seq_len
+    """The holding of a rank, for a resolved recipe. layout: of the whole run."""
+    model, T, whole = recipe.model, recipe.model.seq_len, layout
+    layout, number = site_layout(whole, recipe.sites.count), rank
+    site, rank = in_site(layout, number)
     blocks = stage_blocks(card_of(model), layout) if layout.pp > 1 else (range(model.layers),)
     mine = stages_of(layout, index_in(layout, "pp", rank))
     parts = held(card_of(model), layout, rank)
-    sequences, dp = recipe.train.global_batch_size, index_in(layout, "dp", rank)
+    sequences = recipe.train.global_batch_size
+    dp = site * layout.dp + index_in(layout, "dp", rank)
+    coordinates = layout.coordinates(rank)
+    coordinates["dp_replicate"] += site * layout.dp_replicate
     experts = model.experts
     ep = index_in(layout, "ep", rank)
     return Holding(
-        rank=rank,
-        coordinates=layout.coordinates(rank),
+        rank=number,
+        site=site if recipe.sites.count > 1 else None,
+        coordinates=coordinates,
         stages={stage: blocks[stage] for stage in mine},
         first=0 in mine,
         last=len(blocks) - 1 in mine,
         tensor=(index_in(layout, "tp", rank), layout.tp),
         shard=(index_in(layout, "shard", rank), layout.shards) if layout.zero else (0, 1),
-        rows=(sequences * dp // layout.dp, sequences * (dp + 1) // layout.dp),
+        rows=(sequences * dp // whole.dp, sequences * (dp + 1) // whole.dp),
         tokens=joined(token_spans(layout, T, index_in(layout, "cp", rank))) if layout.cp > 1 else ((0, T),),
         experts=range(experts * ep // layout.ep, experts * (ep + 1) // layout.ep) if experts else None,
         computes=sum(size_of(part.computes) for part in parts.values()),

@@ -54,8 +54,13 @@ def _rest(layout: Layout) -> list[str]:
 
 
 def _place(found: Holding, layout: Layout) -> str:
-    """The rank's indices on the axes that are used, such as `pp 1, tp 0`."""
-    return ", ".join(f"{axis} {index}" for axis, index in found.coordinates.items() if layout.sizes[axis] > 1)
+    """The rank's indices on the axes that are used, such as `pp 1, tp 0`, behind its site if there are several."""
+    axes = [f"{axis} {index}" for axis, index in found.coordinates.items() if layout.sizes[axis] > 1]
+    return ", ".join(_site(found) + axes)
+
+
+def _site(found: Holding) -> list[str]:
+    return [] if found.site is None else [f"site {found.site}"]
 
 
 def _part(part: tuple[int, int]) -> str:
@@ -134,7 +139,8 @@ def _panel(
 def _box(found: Holding, layout: Layout, recipe: Recipe, left: float, top: float) -> str:
     """The box of a rank: its name and place, its parts of the model and the batch, and numbers."""
     model, batch = left + 10, left + 10 + ICON + 14
-    place = ", ".join(f"{a} {i}" for a, i in found.coordinates.items() if a != "pp" and layout.sizes[a] > 1)
+    axes = [f"{a} {i}" for a, i in found.coordinates.items() if a != "pp" and layout.sizes[a] > 1]
+    place = ", ".join(_site(found) + axes)
     experts = f"experts {span_words((found.experts.start, found.experts.stop))}" if found.experts else ""
     keeps = "all" if found.keeps == found.computes else short_number(found.keeps)
     lines = [f"{short_number(found.computes)} weights, keeps {keeps}", f"tokens {_tokens(found)}", experts]

@@ -1,6 +1,6 @@
 """Data parallelism (DDP): every rank has the whole model and a share of the batch; gradients are summed.
 
-The sum runs in buckets (spread/units.py), slices of the flat gradient buffer (parallel/flat.py). In the last backward
+The sum runs in buckets (spread/buckets.py), slices of the flat gradient buffer (parallel/flat.py). In the last backward
 of a step each bucket starts once its gradients are there, so communication overlaps with the rest of backward (Li et
 al., arXiv 2006.15704). Earlier microbatches communicate nothing. `layout.compress` sums buckets with fewer bytes
 (comm/compress).
@@ -8,6 +8,7 @@ al., arXiv 2006.15704). Earlier microbatches communicate nothing. `layout.compre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -19,8 +20,8 @@ from fivefold.comm.compress.base import Messages
 from fivefold.optim.updater import Updater
 from fivefold.parallel.flat import Weights
 from fivefold.schedules.compression import Compressor
+from fivefold.spread.buckets import buckets
 from fivefold.spread.parts import Part
-from fivefold.spread.units import BUCKET_BYTES, buckets
 
 
 class DataParallel:
@@ -38,11 +39,12 @@ class DataParallel:
         reduce: torch.dtype = torch.float32,
         flat_master: Tensor | None = None,
         compressor: Compressor | None = None,
+        bucket_bytes: float = math.inf,
     ):
-        """flat_master: see `Weights`. compressor: see `GradientSum`."""
+        """flat_master: see `Weights`. compressor: see `GradientSum`. bucket_bytes: see `buckets`."""
         self.parts = {name: parts[name] for name in params}
         self.weights = Weights(params, compute_dtype, flat_master)
-        self.sum = GradientSum(self.weights, sums, reduce, compressor=compressor)
+        self.sum = GradientSum(self.weights, sums, reduce, bucket_bytes, compressor)
         self.masters, self.gradients = self.weights.master, self.weights.grads
         self.start_step, self.refresh, self.close = (
             self.weights.start_step,
@@ -108,7 +110,7 @@ class GradientSum:
         weights: Weights,
         sums: Summation,
         reduce: torch.dtype = torch.float32,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: float = math.inf,
         compressor: Compressor | None = None,
     ):
         self.weights, self.sums, self.axis, self.reduce = weights, sums, sums.axis, reduce
@@ -118,7 +120,12 @@ class GradientSum:
         self.compressed: list[CompressedSum] = []
         if compressor is not None and self.axis.size > 1:
             self.compressed = [
-                compressed_sum(compressor, shapes[indices.start : indices.stop], self.axis, number)
+                compressed_sum(
+                    compressor,
+                    shapes[indices.start : indices.stop],
+                    self.axis.for_purpose(f"bucket {number}"),
+                    number,
+                )
                 for number, indices in enumerate(some)
             ]
         else:
@@ -164,12 +171,12 @@ class GradientSum:
         number = len(self._started)
         bucket = self.buckets[number]
         part = self.weights.flat_grads[bucket.start : bucket.end]
-        messages = self.compressed[number].sum(part) if self.compressed else self._sum(part)
+        messages = self.compressed[number].sum(part) if self.compressed else self._sum(part, number)
         self._started.append((messages, next(messages)))
 
-    def _sum(self, part: Tensor) -> Messages:
-        """Sums a slice of the flat buffer in dtype `reduce`."""
-        sent = yield self.sums.start(part.to(self.reduce))
+    def _sum(self, part: Tensor, number: int) -> Messages:
+        """Sums a bucket, a slice of the flat buffer, in dtype `reduce`."""
+        sent = yield self.sums.start(part.to(self.reduce), f"bucket {number}")
         if sent.dtype != torch.float32:
             part.copy_(sent)
 

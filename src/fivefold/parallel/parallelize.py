@@ -144,7 +144,16 @@ def _add_replicas(
             params, flat = _materialize(stages, buffer.names, mesh.device, initial)
             compress = compressor(layout.compress)
             replicas.append(
-                DataParallel(params, table, compute_dtype, mesh.sums(buffer.group), reduce, flat, compress)
+                DataParallel(
+                    params,
+                    table,
+                    compute_dtype,
+                    mesh.sums(buffer.group),
+                    reduce,
+                    flat,
+                    compress,
+                    buffer.bucket_bytes,
+                )
             )
         found.replicas += replicas
         of_stage |= dict.fromkeys(keeping.stages, replicas)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from fivefold.comm import Started
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zeropp import Gathers, Scatters
@@ -30,22 +31,23 @@ class UnitMessages:
     scatters: Scatters | None = None
 
     def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype):
-        name = unit.module or "outside of blocks"
+        self.name = name = unit.module or "outside of blocks"
         self.axis, self.replicas = mesh.axis(unit.group).of_unit(name), mesh.axis("replicate").of_unit(name)
         self.mesh, self.table = mesh, unit
         self.sent, self.last, self.sums = sent, True, mesh.sums("replicate")
         self.seen: Callable[[Tensor], None] | None = None
         self.arrived: Tensor | None = None
+        self._summing: Started | None = None
 
     def attach(self, module: FSDPModule) -> None:
         """Makes FSDP2 send the messages of a unit through this object."""
         self.module = module
         shares, plus = private.shares(module), zeropp(self.mesh.layout.zeropp)
-        assert sorted(shares) == sorted(self.table.shares), f"{self.axis.unit}: FSDP2 sends {shares}"
+        assert sorted(shares) == sorted(self.table.shares), f"{self.name}: FSDP2 sends {shares}"
         if plus.two_gathers:
-            self.gathers = Gathers(plus, self.mesh, self.axis.unit, shares)
+            self.gathers = Gathers(plus, self.mesh, self.name, shares)
         if plus.gradients:
-            self.scatters = Scatters(plus, self.mesh, self.axis.unit, shares)
+            self.scatters = Scatters(plus, self.mesh, self.name, shares)
         module.set_custom_all_gather(_Gather(self))  # pyright: ignore[reportArgumentType]
         module.set_custom_reduce_scatter(_Scatter(self))  # pyright: ignore[reportArgumentType]
         if self.replicas.size > 1:
@@ -70,7 +72,17 @@ class UnitMessages:
             rows += self.arrived
             self.arrived = None
             private.forget_gradients(self.module)
-        self.sums.start(rows, self.replicas.unit)()
+        self.finish()
+        self._summing = self.sums.start(rows, self.replicas.purpose)
+        if rows.is_cuda:  # FSDP2 called this on a stream, which waits instead of the host
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the sum over replicas. On CPUs it overlaps with the rest of backward: gradients are views of the
+        rows, and nobody reads them before."""
+        if self._summing is not None:
+            self._summing()
+            self._summing = None
 
 
 class _Buffers:

@@ -168,7 +168,8 @@ class Sharded:
             for root in self.roots:
                 private.end_backward(root)
         for messages in self.messages:
-            assert messages.arrived is None, f"{messages.axis.unit}: no gradients in the last microbatch"
+            messages.finish()
+            assert messages.arrived is None, f"{messages.axis.purpose}: no gradients in the last microbatch"
         for name, same in self._params.items():
             found = [rows(p.grad) for p in same if isinstance(p.grad, DTensor)]
             self.gradients[name] = found[0] if found else torch.zeros_like(self.masters[name])

@@ -13,6 +13,7 @@ from fivefold.plan.devices import Cluster
 from fivefold.plan.shared_costs import Position, SharedCosts
 from fivefold.plan.software import Software
 from fivefold.plan.space import Choice, Space
+from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import ends_upwards, splits_backward
 
 RankSeconds = tuple[float, float, float]
@@ -62,7 +63,7 @@ class Bounds:
 
     def average(self, c: Choice, space: Space) -> float:
         """`shape` plus the exposed gradient and weight traffic of an average pipeline rank. Traffic is linear in a
-        rank's blocks and `unhidden` is convex, so this is a lower bound (Jensen)."""
+        rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen)."""
         p = c.layout.pp
         if self.cluster.machine or not self._blocks_everywhere(p, space):
             return self.shape(c)
@@ -169,8 +170,8 @@ class Bounds:
         reduced, gathered, updated = sums
         if self.software.overlap_data:
             blocks = max(1, self.model.layers // c.layout.pp)
-            reduced = time.unhidden(reduced, backward, blocks)
-            gathered = time.unhidden(gathered, forward, blocks)
+            reduced = exposed_in_pieces(reduced, 0.0, backward, blocks)
+            gathered = exposed_in_pieces(gathered, 0.0, forward, blocks)
         return reduced + gathered + updated
 
     def _sent(self, c: Choice, at: tuple[float, ...]) -> RankSeconds:

@@ -59,7 +59,8 @@ the weights, with the output layer counted."""
 class Software(Program):
     """A training program: its way of computing, communicating and storing.
 
-    overlap_data: gradient sums and weight gathers overlap with computation. overlap_pipeline: so do transfers between
+    overlap_data: gradient sums and weight gathers overlap with computation. overlap_scatter: so do ZeRO's scatters of
+    gradients. overlap_pipeline: so do transfers between
     stages. scatters_transfers: each tensor-parallel rank sends its slice of the replicated activation, and the
     receivers gather it. partition: how blocks are divided between stages. expert_load: load of the busiest expert rank
     relative to an even split; it is not known before the run. scatter: the collective that adds up shards of gradients.
@@ -70,6 +71,7 @@ class Software(Program):
 
     name: str = "fivefold"
     overlap_data: bool = True
+    overlap_scatter: bool = True
     overlap_pipeline: bool = True
     scatters_transfers: bool = False
     partition: Partition = "balanced"
@@ -95,10 +97,12 @@ FIVEFOLD_CPU = replace(
     attention="blocks",
     masks="numbers",
     scatter="all_to_all",
+    overlap_scatter=False,
     chunk_bytes=sizes.logits_bytes("cpu"),
     fp32_parts=False,
 )
-"""This program on CPUs. gloo has no reduce-scatter, so each rank sends every other one its part (parallel/zero.py)."""
+"""This program on CPUs. gloo has no reduce-scatter, so each rank sends every other one its part (parallel/zero.py).
+FSDP2 reads the result at once where there are no streams."""
 
 
 def of(cluster: Cluster) -> Software:

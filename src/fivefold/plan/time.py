@@ -16,13 +16,14 @@ from fivefold.plan.communication import exposed, group, held
 from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
-from fivefold.precision import DTYPES
+from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
+from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed, splits_backward
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import sharing_group
-from fivefold.spread.units import BUCKET_BYTES, Sync, scattered_once
+from fivefold.spread.units import Sync, bucket_bytes, scattered_once
 
 
 @dataclass
@@ -187,11 +188,11 @@ def accumulate(elements: float, s: Setting) -> Cost:
 def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
     """Cost of the messages of data parallelism that a block sends in every microbatch.
 
-    They overlap with the neighbouring block if the software overlaps.
+    Those that the software overlaps run beside the neighbouring block.
     """
     forward = scattered = into = out = 0.0
     busy = [0.0, 0.0]  # seconds of gathers and scatters in which the CPU itself copies
-    for sync, seconds, copied in _synced(own, s):
+    for sync, seconds, copied in synced(own, s):
         if sync.each:
             busy[sync.what != "gather"] += held(seconds, s.group(sync.group), s.cluster)
         if sync.each and sync.what == "gather":  # before forward and before backward
@@ -203,7 +204,8 @@ def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
     backward = forward + scattered
     if s.software.overlap_data:
         forward = exposed(forward, busy[0], cost.forward)
-        backward = exposed(backward, sum(busy), cost.input + cost.weight)
+        alone, copying = (0.0, sum(busy)) if s.software.overlap_scatter else (scattered, busy[0])
+        backward = alone + exposed(backward - alone, copying, cost.input + cost.weight)
     return Cost(forward + into, backward + into + out, 0.0, forward, backward)
 
 
@@ -214,7 +216,7 @@ PRICES = {
 }
 
 
-def _synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
+def synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
     """(message, its seconds, seconds of FSDP2's copies for it) of data parallelism for a rank's elements."""
     for _, keeps, expert in own.groups():
         whole = keeps * sharing_group(s.layout, expert)[1]
@@ -224,7 +226,7 @@ def _synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
             among = group(s.layout, s.cluster, sync.group)
             by = communication.summed_by(s.layout.all_reduce, among, s.cluster)
             if sync.what == "sum" and by != LIBRARY:
-                number = 1 if sync.rows else max(1, round(size / BUCKET_BYTES))
+                number = 1 if sync.rows else bucket_number(s, whole)
                 seconds = number * communication.sum_gradients(size / number, among, s.cluster, by)
             else:
                 price = (
@@ -232,6 +234,12 @@ def _synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
                 )
                 seconds = price(size, among, s.cluster)
             yield sync, seconds, _copied(sync, keeps, whole, s)
+
+
+def bucket_number(s: Setting, elements: float) -> int:
+    """About how many buckets these gradients of a flat buffer have."""
+    gradient = DTYPES[MASTER].bytes
+    return max(1, math.ceil(elements * gradient / bucket_bytes(s.layout)))
 
 
 def _copied(sync: Sync, keeps: float, whole: float, s: Setting) -> float:
@@ -333,11 +341,14 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
     backward, forward: seconds of one of its microbatches, with which they overlap.
     """
     blocks = max(1, s.model.layers // s.layout.pp)
-    reduced = gathered = 0.0
+    reduced = gathered = alone = 0.0
     copies = [0.0, 0.0]  # into scatters, out of gathers
     busy = [0.0, 0.0]  # seconds of sums and gathers in which the CPU itself copies
-    for sync, seconds, copied in _synced(own, s):
+    for sync, seconds, copied in synced(own, s):
         if sync.each:
+            continue
+        if sync.what == "scatter" and not s.software.overlap_scatter:
+            alone, copies[0] = alone + seconds, copies[0] + copied
             continue
         busy[sync.what == "gather"] += held(seconds, s.group(sync.group), s.cluster)
         if sync.what == "gather":
@@ -348,10 +359,18 @@ def data_parallel(s: Setting, own: Elements, backward: float, forward: float) ->
         reduced, *after = compressed_sums(s, own)
         copies[0], busy[0] = sum(after), held(reduced, s.group("batch"), s.cluster)
     if s.software.overlap_data:
-        most = 1 - 1 / blocks  # share of the computation that can hide a message
-        reduced = max(unhidden(reduced, backward, blocks), exposed(reduced, busy[0], backward * most))
-        gathered = max(unhidden(gathered, forward, blocks), exposed(gathered, busy[1], forward * most))
-    return reduced + copies[0], gathered + copies[1]
+        reduced = exposed_in_pieces(reduced, busy[0], backward, summed_pieces(s, own))
+        gathered = exposed_in_pieces(gathered, busy[1], forward, blocks)
+    return reduced + alone + copies[0], gathered + copies[1]
+
+
+def summed_pieces(s: Setting, own: Elements) -> int:
+    """Number of messages by which a rank sums gradients while backward computes: one per block, unless buckets are
+    larger. (Smaller ones are priced as one per block.)"""
+    blocks = max(1, s.model.layers // s.layout.pp)
+    if s.layout.zero:
+        return blocks
+    return min(blocks, sum(bucket_number(s, computes) for computes, _, _ in own.groups() if computes))
 
 
 def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
@@ -369,11 +388,6 @@ def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
     return first, later, encoding
 
 
-def unhidden(seconds: float, beside: float, blocks: int) -> float:
-    """Exposed seconds of messages sent block by block. Nothing overlaps with those of the last block."""
-    return max(seconds / blocks, seconds - beside * (1 - 1 / blocks))
-
-
 def optimizer(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update and refreshing the weights. They read and write all bytes of the states."""
     b = s.software.states[s.dtype]
@@ -384,7 +398,7 @@ def optimizer(s: Setting, own: Elements) -> float:
     return s.software.optimizer_passes * update + _seconds(volume.control(s), s)
 
 
-def _shared_sums(s: Setting, position: int) -> tuple[float, float]:
+def shared_sums(s: Setting, position: int) -> tuple[float, float]:
     """Seconds of the gradient sums that a pipeline position does besides its replicas': (over the tensor axis, of tied
     embeddings)."""
     messages = volume.shared(s, position)
@@ -410,7 +424,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         late = ends[position] + r + g + u - makespan
         if late > extra:
             extra, reduced, gathered, updated = late, r, g, u
-    tensor_sums, tied_sums = max((_shared_sums(s, position) for position in range(p)), key=sum)
+    tensor_sums, tied_sums = max((shared_sums(s, position) for position in range(p)), key=sum)
     worst = max(range(p), key=lambda position: busy[position])
     encoding = max(compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
     besides, apart = fixed(s), outer.seconds(s) / s.sites.every

@@ -111,7 +111,16 @@ IDLE = (
         lambda r: bool(_sums(r)) and r.layout.compress != NONE,
         "layout.compress says what is sent",
     ),
-    Idle("observe.trace_step", lambda r: r.layout.pp == 1, "only pipelines are measured (pp > 1)"),
+    Idle(
+        "observe.trace_step",
+        lambda r: r.servers.count > 0,
+        "RUN/workers.jsonl has what the workers do, and when",
+    ),
+    Idle(
+        "layout.bucket_mib",
+        lambda r: _summing(r) == 1 or r.layout.zero > 0 or r.servers.count > 0,
+        "only replicas sum gradients in buckets (zero = 0 with dp > 1 or cp > 1)",
+    ),
     Idle(
         "optim.decay_fraction",
         lambda r: r.optim.schedule != "wsd",

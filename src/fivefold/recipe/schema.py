@@ -17,6 +17,7 @@ from fivefold.precision import DTYPES, MASTER, TRAINED
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
+from fivefold.spread.buckets import BUCKET_BYTES
 from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
 from fivefold.spread.sites import ONE_SITE, Sites
 
@@ -160,6 +161,9 @@ class LayoutSection(Section):
     then across; `gradients:int8`), such as `weights,hier,gradients`. Needs zero = 3."""
     ranks_per_node: int | None = Field(default=None, ge=1)
     """Ranks that `zeropp` takes as a node. Unset: those of a machine."""
+    bucket_mib: float = Field(default=BUCKET_BYTES / 2**20, ge=0, allow_inf_nan=False)
+    """Minimum MiB of fp32 gradients per bucket. Replicas sum a bucket while backward computes the others (zero = 0).
+    0: one bucket, which is summed after backward."""
 
 
 class SyncSection(Section):
@@ -225,8 +229,9 @@ class ObserveSection(Section):
     """Track every tensor in the second step, on CPUs. The peak of rank 0's tensors goes into plan.json and the report.
     That step is slower. Without it, the report has the peak memory of the process."""
     trace_step: int = Field(default=0, ge=0)
-    """With pp > 1: the step whose pipeline is measured, action by action. RUN/traces gets a picture of the measured and
-    the planned timeline. 0: none."""
+    """The step whose timeline is measured: computing and messages of each rank, on CPUs; with pp > 1 also the pipeline,
+    action by action. RUN/traces gets the times, and the planned ones; `fivefold draw RUN` and the report draw them.
+    0: none."""
 
 
 class Sections(Section):

@@ -19,6 +19,7 @@ from fivefold.schedules.collectives import choose
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_per_rank
+from fivefold.spread.buckets import BUCKET_BYTES
 from fivefold.spread.zeropp import zeropp
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -53,6 +54,7 @@ class Layout:
     zeropp: str = NONE
     ranks_per_node: int | None = None
     expert_chunks: int = 1
+    bucket_mib: float = BUCKET_BYTES / 2**20
 
     @classmethod
     def from_recipe(cls, section: LayoutFields) -> Layout:
@@ -207,7 +209,7 @@ def summing_groups(layout: Layout) -> list[str]:
     return [name for name in dict.fromkeys(names) if groups(layout)[name][0] > 1]
 
 
-def parse(text: str) -> dict[str, int | bool | str]:
+def parse(text: str) -> dict[str, int | float | bool | str]:
     """Reads a layout such as `dp=2,tp=2,zero=1` into fields of `[layout]`; returns only the fields that are named.
 
     `dp=N` means N replicas (`dp_replicate`) with `zero=0`, and N ranks that share states (`dp_shard`) with
@@ -217,7 +219,7 @@ def parse(text: str) -> dict[str, int | bool | str]:
         UserError: listing every part that is not understood.
     """
     defaults = asdict(Layout())
-    found: dict[str, int | bool | str] = {}
+    found: dict[str, int | float | bool | str] = {}
     problems = []
     for part in _parts(text):
         key, equals, value = (p.strip() for p in part.partition("="))
@@ -253,7 +255,7 @@ def _parts(text: str) -> list[str]:
     return found
 
 
-def _value(text: str, default: int | bool | str | None) -> int | bool | str:
+def _value(text: str, default: int | float | bool | str | None) -> int | float | bool | str:
     """Reads one value in the type of its default (None stands for an optional integer)."""
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
@@ -261,6 +263,11 @@ def _value(text: str, default: int | bool | str | None) -> int | bool | str:
         return text.lower() == "true"
     if isinstance(default, str):
         return text
+    if isinstance(default, float):
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError("must be a number") from None
     if not text.isascii() or not text.isdigit():
         raise ValueError("must be a whole number")
     return int(text)
@@ -272,7 +279,10 @@ def to_text(layout: Layout) -> str:
     name = "dp_shard" if layout.zero else "dp_replicate"
     if name in parts and not ("dp_replicate" in parts and "dp_shard" in parts):
         parts = {"dp" if key == name else key: value for key, value in parts.items()}
-    text = ",".join(f"{key}={str(value).lower()}" for key, value in parts.items())
+    words = {
+        key: f"{value:g}" if isinstance(value, float) else str(value).lower() for key, value in parts.items()
+    }
+    text = ",".join(f"{key}={value}" for key, value in words.items())
     return text or "dp=1"
 
 
@@ -298,6 +308,10 @@ def describe(layout: Layout) -> str:
         words.append(f"gradients compressed by {layout.compress}")
     if layout.zeropp != NONE:
         words.append(f"ZeRO++ with {layout.zeropp}")
+    if layout.bucket_mib != BUCKET_BYTES / 2**20:
+        words.append(
+            f"buckets of {layout.bucket_mib:g} MiB" if layout.bucket_mib else "gradients in one message"
+        )
     return ", ".join(words)
 
 

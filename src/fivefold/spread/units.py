@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.compression.blocks import Blocks
+from fivefold.spread.buckets import buckets
 from fivefold.spread.layout import Layout, groups, index_in
 from fivefold.spread.parts import (
     Model,
@@ -26,9 +27,6 @@ from fivefold.spread.parts import (
     stage_parameters,
 )
 from fivefold.spread.zeropp import zeropp
-
-BUCKET_BYTES = 25 << 20
-"""Minimum bytes of fp32 gradients per all-reduce."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +66,13 @@ class FsdpUnit:
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Parameters that every rank of a group has whole, in the module's order. Their gradients share one flat buffer."""
+    """Parameters that every rank of a group has whole, in the module's order. Their gradients share one flat buffer,
+    which is cut into buckets of at least `bucket_bytes`."""
 
     group: str
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
+    bucket_bytes: float
 
     @property
     def size(self) -> int:
@@ -86,7 +86,7 @@ class FlatBuffer:
     @property
     def bucket_shapes(self) -> tuple[tuple[Shape, ...], ...]:
         """The shapes of the parameters of each bucket."""
-        return _bucket_shapes(self.shapes)
+        return _bucket_shapes(self.shapes, self.bucket_bytes)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,8 @@ def _buffers(model: Model, layout: Layout, names: set[str]) -> list[FlatBuffer]:
             n for n in model.parameters if n in names and (layout.ep > 1 and local[n].axis == "ep") == expert
         ]
         if mine:
-            found.append(FlatBuffer(sync.group, tuple(mine), tuple(local[name].shape for name in mine)))
+            shapes = tuple(local[name].shape for name in mine)
+            found.append(FlatBuffer(sync.group, tuple(mine), shapes, bucket_bytes(layout)))
     return found
 
 
@@ -227,26 +228,15 @@ def compressed_buckets(
                 yield from ((buffer.group, ranks, shapes) for shapes in buffer.bucket_shapes)
 
 
-def buckets(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[range]:
-    """Cuts a buffer into buckets of whole, consecutive parameters. All but the last have at least `bucket_bytes` of
-    fp32 gradients.
-
-    sizes: elements of each parameter in the order of the flat buffer. Returns their indices.
-    """
-    found, filled = [range(0)], 0
-    for index, size in enumerate(sizes):
-        if 4 * filled >= bucket_bytes:
-            found.append(range(index, index))
-            filled = 0
-        found[-1] = range(found[-1].start, index + 1)
-        filled += size
-    return found
+def bucket_bytes(layout: Layout) -> float:
+    """Minimum bytes of fp32 gradients per bucket; infinite if there is one bucket."""
+    return layout.bucket_mib * 2**20 or math.inf
 
 
 @lru_cache(maxsize=1024)
-def _bucket_shapes(shapes: tuple[Shape, ...]) -> tuple[tuple[Shape, ...], ...]:
+def _bucket_shapes(shapes: tuple[Shape, ...], bucket_bytes: float) -> tuple[tuple[Shape, ...], ...]:
     ordered = buffer_order(shapes)
-    some = buckets([math.prod(shape) for shape in ordered])
+    some = buckets([math.prod(shape) for shape in ordered], bucket_bytes)
     return tuple(tuple(ordered[bucket.start : bucket.stop]) for bucket in some)
 
 

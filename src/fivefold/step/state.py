@@ -26,6 +26,7 @@ from fivefold.recipe import OptimSection, Recipe, count_parameters
 from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, held, size_of, whole
+from fivefold.spread.units import bucket_bytes
 
 
 @dataclass
@@ -192,7 +193,8 @@ def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch
     spans = {name: whole(tuple(p.shape)) for name, p in params.items()}
     parts = {n: Part(tuple(p.shape), spans[n], spans[n], mesh.index("batch") == 0) for n, p in params.items()}
     compress = compressor(mesh.layout.compress)
-    replica = DataParallel(params, parts, dtype, mesh.sums("batch"), reduce, compressor=compress)
+    size = bucket_bytes(mesh.layout)
+    replica = DataParallel(params, parts, dtype, mesh.sums("batch"), reduce, None, compress, size)
     return Parallel([module], [replica])
 
 

@@ -18,11 +18,15 @@ from fivefold.host.machine import device_peak, peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.count import flops_per_token
+from fivefold.observe import step_timeline
 from fivefold.observe.console import Console
 from fivefold.observe.metrics import MetricsWriter
 from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.parallel.pipeline import Microbatch
 from fivefold.recipe import Recipe, count_parameters, tokens_per_step
+from fivefold.schedules.overlap import StepTimeline
+from fivefold.schedules.overlap_draw import summary
+from fivefold.step.recorder import Recorder
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import evaluate
 from fivefold.train.generate import Sampling, generate_text, open_run
@@ -71,15 +75,24 @@ class RunHooks:
         self.speed = Speed(self.job, self.ranks)
         self.tokens = self.speed.tokens
         self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
+        self.recorder: Recorder | None = None
 
     def begin_step(self) -> None:
         self.predicted.begin_step(self.state)
+        traced = self.state.step + 1 == self.job.recipe.observe.trace_step
+        if traced and self.state.mesh.device.type == "cpu":
+            self.recorder = Recorder(self.state)
 
     def inspect(self) -> dict[str, Tensor]:
+        if self.recorder is not None:
+            self.recorder.mark("update", "update")
         return {SQUARES: self.noise.take()} if self.noise else {}
 
     def end_step(self) -> dict[str, Any]:
         self.predicted.end_step()
+        if self.recorder is not None:
+            self._write_timeline(self.recorder.stop(self.state.step))
+            self.recorder = None
         return {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
 
     def record(self, line: dict[str, Any], skipped: int) -> None:
@@ -95,6 +108,14 @@ class RunHooks:
             self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
         if skipped:
             self.console.note(f"step {line['step']}: loss or gradient is not finite; the update is skipped")
+
+    def _write_timeline(self, timeline: StepTimeline) -> None:
+        path = step_timeline.write(self.job.out, timeline)
+        if self.ranks.first:
+            if planned := self.predicted.timeline(timeline.step):
+                step_timeline.write(self.job.out, planned, planned=True)
+            said = f"computing and messages of step {timeline.step}: {summary(timeline)}"
+            self.console.note(f"{said}. {path}; `fivefold draw {self.job.out}` draws them")
 
     def validate(self, step: int) -> None:
         job = self.job

@@ -23,8 +23,10 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.plan.clusters import of_gpu
 from fivefold.plan.devices import Cluster, of_table
 from fivefold.plan.measured import load
-from fivefold.plan.predict import predict
+from fivefold.plan.predict import Plan, predict
+from fivefold.plan.timeline import timeline
 from fivefold.plan.volume import AXES, leaving, sent
+from fivefold.schedules.overlap import StepTimeline
 from fivefold.spread.layout import Layout
 from fivefold.spread.sites import site_layout
 from fivefold.step.state import State
@@ -44,6 +46,7 @@ class Prediction:
         self.watching = ExitStack()
         self.counter: Collectives | None = None
         self.tracker: Tracker | None = None
+        self.plan: Plan | None = None
 
     def write(self) -> str:
         """Writes the prediction, which takes milliseconds: nothing is measured for it. Returns a line that summarises
@@ -62,11 +65,16 @@ class Prediction:
         if self.job.module is not None:
             raise UserError("the planner does not know a module of your own")
         recipe = self.job.recipe
-        found = predict(recipe, _cluster(self.ranks))
+        found = self.plan = predict(recipe, _cluster(self.ranks))
         first = recipe.sites.due(
             self.start + 1, recipe.train.steps or 0
         )  # what the counted step synchronises
         return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}
+
+    def timeline(self, step: int) -> StepTimeline | None:
+        """The planned timeline of a step; None without a prediction."""
+        planned = None if self.plan is None else timeline(self.plan.setting)
+        return None if planned is None else replace(planned, step=step)
 
     def begin_step(self, state: State) -> None:
         """Watches the first steps until `end_step`. It counts this rank's messages. In the second step, when the
