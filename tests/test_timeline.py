@@ -145,7 +145,7 @@ def test_replicas_of_shards_are_summed_while_backward_computes() -> None:
     for found in steps("dp_replicate=2,dp_shard=2,zero=1"):
         computed = [s for s in found.of(COMPUTE) if s.kind == "backward"]
         for number in range(1, 4):
-            (message,) = (s for s in found.of("replicate") if s.name == f"all_reduce, blocks.{number}")
+            (message,) = (s for s in found.of("replicate") if s.name.endswith(f", blocks.{number}"))
             (wait,) = (s for s in found.of(COMPUTE) if s.name == message.name)
             between = {s.name for s in computed if message.start < s.start and s.end <= wait.start}
             assert between >= {*(f"blocks.{i}" for i in range(number)), "embedding"}
