@@ -276,15 +276,15 @@ def test_the_planned_timeline_is_the_planned_step(device: str, microbatches: int
     if device == "gpu":
         cluster, sizes = (
             parse("h100"),
-            {"layers": 8, "dim": 4096, "heads": 32, "ffn_dim": 11008, "seq_len": 4096},
+            ModelSection(layers=8, dim=4096, heads=32, ffn_dim=11008, seq_len=4096),
         )
         cluster = replace(cluster, device=replace(cluster.device, spread=0.0))
     else:
         cluster, sizes = (
             of_table(table()),
-            {"layers": 6, "dim": 192, "heads": 6, "ffn_dim": 512, "seq_len": 256},
+            ModelSection(layers=6, dim=192, heads=6, ffn_dim=512, seq_len=256),
         )
-    model = resolve_model(ModelSection(**sizes), vocab_size=2048)
+    model = resolve_model(sizes, vocab_size=2048)
     for text in LAYOUTS + TOGETHER * (device == "gpu"):
         s = setting(model, layout_of(text), cluster, 2, microbatches, software=of(cluster))
         step, drawn = time.step(s), timeline(s)

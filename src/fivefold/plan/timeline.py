@@ -69,6 +69,7 @@ class _Step:
         unplaced = self._unplaced()
         self.slower = rates.slowest(self.s.layout.ranks, self.s.cluster.device.spread)
         self.slower *= self.s.cluster.oversubscription
+        first = self.done
         for number in range(self.shown):
             first = self.done
             self.compute("forward", "host", unplaced.forward)
