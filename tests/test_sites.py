@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fivefold.recipe.idle import notes
 from fivefold.spread.layout import Layout
 from fivefold.spread.sites import INT8_BLOCK, Sites, messages
 from fivefold.step.step import take_step
+from fivefold.trace.depth import depths, exact
 from fivefold.trace.traffic import Collectives
 from fivefold.train.share import batches_of
 
@@ -73,8 +75,11 @@ def trained(rank: int, world: int, recipe: Recipe, count: int) -> dict[str, Any]
     }
 
 
-def simulated(recipe: Recipe, sites: int, count: int) -> dict[str, Any]:
-    """The same in one process, written out: site after site in plain PyTorch, then an outer step by hand."""
+def simulated(
+    recipe: Recipe, sites: int, count: int, away: Callable[[int, int], bool] = lambda site, step: False
+) -> dict[str, Any]:
+    """The same in one process, written out: site after site in plain PyTorch, then an outer step by hand. away: True if
+    a site does not take this step, nor part in the outer step after it."""
     source, optim, sync = source_of(recipe), recipe.optim, recipe.sync
     modules = [build(recipe.model, device="cpu", seed=recipe.train.seed).train() for _ in range(sites)]
     inner = []
@@ -89,11 +94,14 @@ def simulated(recipe: Recipe, sites: int, count: int) -> dict[str, Any]:
         inner.append(card.build(groups, optim.lr, **{name: getattr(optim, name) for name in card.fields}))
     common = {name: p.detach().clone() for name, p in modules[0].named_parameters()}
     velocity: dict[str, Tensor] = {}
+    sent: dict[str, Tensor] = {}
     found: dict[str, Any] = {"loss": [], "norm": []}
     rows = recipe.train.global_batch_size // sites
     for step in range(count):
         losses, norms = [], []
         for site, module in enumerate(modules):
+            if away(site, step):
+                continue
             x, y = (torch.as_tensor(t) for t in source.batch(step, range(site * rows, (site + 1) * rows)))
             loss = module(x, y)
             inner[site].zero_grad()
@@ -110,25 +118,36 @@ def simulated(recipe: Recipe, sites: int, count: int) -> dict[str, Any]:
             norms.append(norm.item())
         found["loss"].append(sum(losses) / sites)
         found["norm"].append(sum(norms) / sites)
-        for fragment in recipe.sites.due(step + 1, 9):
-            due = [name for names in messages(common, sync.fragments)[fragment] for name in names]
-            with torch.no_grad():
-                outer_step(modules, common, velocity, due, sync.outer_lr, sync.outer_momentum)
+        parts = [[n for names in some for n in names] for some in messages(common, sync.fragments)]
+        ends = step + 1 == 9
+        with torch.no_grad():
+            for fragment in recipe.sites.due(step + 1, 9):
+                there = [module for site, module in enumerate(modules) if not away(site, step)]
+                sent |= outer_gradients(there, common, parts[fragment])
+            for fragment in recipe.sites.arriving(step + 1, 9):
+                own = 0.5 if sync.overlap and not ends else 0.0
+                due = {name: sent.pop(name) for name in parts[fragment]}
+                outer_step(modules, common, velocity, due, sync.outer_lr, sync.outer_momentum, own)
     found["own"] = [dict(module.named_parameters()) for module in modules]
     return found | {"common": common}
 
 
-def outer_step(modules, common, velocity, due: list[str], lr: float, momentum: float | None) -> None:
-    for name in due:
+def outer_gradients(modules, common, names: list[str]) -> dict[str, Tensor]:
+    own = [dict(module.named_parameters()) for module in modules]
+    return {name: sum(common[name] - w[name] for w in own) / len(own) for name in names}
+
+
+def outer_step(modules, common, velocity, sent: dict[str, Tensor], lr, momentum, share: float) -> None:
+    """share: of a site's own weights that it keeps."""
+    for name, gradient in sent.items():
         weight = common[name]
-        own = [dict(module.named_parameters())[name] for module in modules]
-        gradient = sum(weight - w for w in own) / len(own)
         if momentum is not None:
             velocity[name] = momentum * velocity.get(name, 0) + gradient
             gradient = gradient + momentum * velocity[name]
         weight -= lr * gradient
-        for w in own:
-            w.copy_(weight)
+        for module in modules:
+            w = dict(module.named_parameters())[name]
+            w.copy_(share * w + (1 - share) * weight)
 
 
 def assert_simulated(answers: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
@@ -147,6 +166,7 @@ def assert_simulated(answers: list[dict[str, Any]], wanted: dict[str, Any]) -> N
         ("dp=2", DILOCO),
         ("dp=2", ["sync.method=local", "sync.every=2"]),
         ("dp=2", [*DILOCO, "sync.fragments=3"]),  # streaming
+        ("dp=2", [*DILOCO, "sync.fragments=3", "sync.overlap=2"]),  # a sum is always under way
         ("dp_replicate=2,dp_shard=2,zero=2", DILOCO),  # a site shards its states
         ("dp=4", [*DILOCO, "sync.sites=2"]),  # a site has two replicas
         ("dp=2,pp=2", DILOCO),  # its ranks are not neighbours
@@ -190,6 +210,12 @@ def test_what_is_due_when() -> None:
     assert not one.aligned(11, 35)
     assert not four.aligned(10, 99)
     assert four.aligned(99, 99)
+    late = Sites(2, 10, overlap=4)
+    assert [(step, late.due(step, 22), late.arriving(step, 22)) for step in (10, 14, 20, 22)] == [
+        (10, (0,), ()), (14, (), (0,)), (20, (), ()), (22, (0,), (0,)),
+    ], "what starts at 20 would arrive after the end"  # fmt: skip
+    assert not late.aligned(14, 22)
+    assert [replace(four, overlap=tau).at_once for tau in (0, 2, 3, 9)] == [1, 1, 2, 4]
 
 
 def test_fragments_divide_the_parameters() -> None:
@@ -296,9 +322,10 @@ def counted(rank: int, world: int, recipe: Recipe, steps: int) -> list[dict]:
     for step in range(steps):
         with Collectives(state.mesh) as sent:
             take_step(state, recipe, share(state, recipe, source, step))
+            assert state.outer
+            state.outer.states()  # waits for sums under way
         assert not sent.other
         found.append({key: tuple(entry) for key, entry in sent.found.items()})
-    assert state.outer
     return [*found, {"kept": sum(t.nbytes for t in state.outer.kept())}]
 
 
@@ -306,7 +333,7 @@ def counted(rank: int, world: int, recipe: Recipe, steps: int) -> list[dict]:
     ("layout", "sync"),
     [
         ("dp=2", DILOCO),
-        ("dp=2", [*DILOCO, "sync.outer_dtype=int8", "sync.fragments=2"]),
+        ("dp=2", [*DILOCO, "sync.outer_dtype=int8", "sync.fragments=2", "sync.overlap=1"]),
         ("dp=4", [*DILOCO, "sync.outer_dtype=bf16", "sync.sites=2"]),
         ("dp_replicate=2,dp_shard=2,zero=3", [*DILOCO, "sync.outer_dtype=int8"]),
         ("dp=2,pp=2", ["sync.method=local", "sync.every=3"]),
@@ -327,6 +354,18 @@ def test_bytes_are_those_counted(room: Path, layout: str, sync: list[str]) -> No
             assert found == wanted, f"rank {rank}, step {step}"
         elements = sum(sum(volume.outer_elements(s, own, f)) for f in range(recipe.sites.fragments))
         assert steps[-1]["kept"] == elements * s.sites.kept
+
+
+def test_a_trace_has_the_outer_step(room: Path) -> None:
+    """`fivefold plan --exact`: its messages, and the states that the outer loop keeps."""
+    recipe = resolved(room, "dp=2", *DILOCO, "sync.fragments=2")
+    s, found = planned(recipe), exact(recipe, 1, kept=False).step
+    assert found.sent == dict(volume.counted(s, 0)) | volume.outer_counted(s, 0, recipe.sites.due(3, 9))
+    alone = exact(resolved(room, "dp=1"), kept=False).step
+    elements = sum(sum(volume.outer_elements(s, 0, f)) for f in range(2))
+    more = found.memory.highest["optimizer"] - alone.memory.highest["optimizer"]
+    assert more == elements * s.sites.kept
+    assert depths(load("llama-7b", []).model, Layout(), 0, 5) == (7, 12)
 
 
 def test_an_average_step_sends_its_share(room: Path) -> None:
@@ -398,6 +437,7 @@ def whole(room: Path, tmp_path_factory) -> tuple[Recipe, Path]:
         "sync.method=diloco",
         "sync.every=4",
         "sync.fragments=2",
+        "sync.overlap=1",
         "checkpoint.every=3",
         "checkpoint.keep_last=9",
     ]
@@ -513,6 +553,7 @@ def test_recipes(room: Path) -> None:
         (["sync.method=local", "sync.outer_momentum=0.5"], 'sync.method = "local" takes the mean weights'),
         (["sync.method=diloco", "sync.sites=3"], "must divide layout.dp_replicate = 2"),
         (["sync.method=diloco", "sync.fragments=5"], "sync.fragments = 5 must be at most sync.every = 50"),
+        (["sync.method=diloco", "sync.overlap=50"], "sync.overlap = 50 must be less than sync.every = 50"),
         (["sync.method=diloco", "observe.noise_scale=true"], "no step has the gradient of the whole batch"),
         (["sync.method=dilocco"], "did you mean 'diloco'"),
     ):  # fmt: skip

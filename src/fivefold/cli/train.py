@@ -37,6 +37,21 @@ def train(
         Path | None,
         typer.Option(metavar="DIR", show_default=False, help="Run folder. [default: a new one under runs/]"),
     ] = None,
+    site: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            show_default=False,
+            help="Train this site of the recipe's only. Each is started by itself, and may leave and return.",
+        ),
+    ] = None,
+    meet: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", show_default=False, help="With --site: where site 0 serves the others."
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -60,13 +75,14 @@ def train(
         loaded = load(recipe, ["train.microbatch_size=none", *(set_ or [])], layout)
     # Imported once the recipe is known to be good: torch takes more than a second
     from fivefold.launch import ranks
-    from fivefold.train.start import run_command
+    from fivefold.train.start import run_command, seat_of
 
+    seat = seat_of(loaded, site, meet)
     if not json:
-        run_command(loaded, nproc, out, resume, name=path.stem)
+        run_command(loaded, nproc, out, resume, name=path.stem, seat=seat)
         return
     with contextlib.redirect_stdout(sys.stderr):  # the forked ranks inherit it
-        folder = run_command(loaded, nproc, out, resume, name=path.stem)
+        folder = run_command(loaded, nproc, out, resume, name=path.stem, seat=seat)
     launched = ranks.found()
     if launched is None or launched[0] == 0:  # under torchrun and Slurm every rank gets here
         from fivefold.observe.metrics import read_metrics

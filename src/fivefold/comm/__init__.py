@@ -2,6 +2,6 @@
 
 from fivefold.comm.agree import all_or_none, told
 from fivefold.comm.axis import ALONE, Axis, Started, everyone
-from fivefold.comm.sum import Summation
+from fivefold.comm.sum import Beside, Summation
 
-__all__ = ["ALONE", "Axis", "Started", "Summation", "all_or_none", "everyone", "told"]
+__all__ = ["ALONE", "Axis", "Beside", "Started", "Summation", "all_or_none", "everyone", "told"]

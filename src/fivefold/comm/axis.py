@@ -215,7 +215,7 @@ class Axis:
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Gives every rank the x of the rank with this index, in place."""
         if self.group is not None:
-            self._run("broadcast", x, dist.broadcast, x, self.ranks[source])
+            self._run("broadcast", x, _broadcast, x, source)
         return x
 
     def barrier(self) -> None:
@@ -341,6 +341,10 @@ class Started:
                 raise
             self.work, self.kept = None, ()
         return self.result
+
+
+def _broadcast(x: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    dist.broadcast(x, group=group, group_src=source)
 
 
 def _send(x: Tensor, to: int, tag: int, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.comm.axis import Axis, Started
+from fivefold.comm.axis import Axis, Started, Work
 from fivefold.comm.execute import Executor, Scratch
 from fivefold.comm.watch import watched
 from fivefold.errors import CommunicationError
@@ -43,8 +43,7 @@ class Summation:
         self.scratch = Scratch(axis.device)
         self.by_size: dict[int, str] = {}  # the algorithm for messages of so many bytes
         self._executors: dict[Collective, Executor] = {}
-        self._queue: SimpleQueue[Job | None] | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._beside = Beside(axis)
 
     def notes(self) -> list[str]:
         """What "auto" has chosen, for people; nothing if it is the library."""
@@ -69,12 +68,7 @@ class Summation:
         run.reserve(x.numel(), x.dtype)
         operation, watch = f"all_reduce by {run.collective.algorithm}", watched.now
         started, began = Started.here(axis, operation, x), watch.clock() if watch else 0.0
-        if dist.get_backend(self.axis.group) == "fake":  # a trace, which sees what this thread does
-            run(x)
-        elif x.is_cuda:
-            started.work = self._on_stream(run, x)
-        else:
-            started.work = self._on_thread(run, x)
+        started.work = self._beside.start(partial(run, x), x)
         if watch:
             started.work = watch.follow(axis, operation, started.work, began)
         return started
@@ -90,7 +84,24 @@ class Summation:
             self._executors[schedule] = Executor(self.axis, schedule, self.scratch)
         return self._executors[schedule]
 
-    def _on_thread(self, run: Executor, x: Tensor) -> _OnThread:
+
+class Beside:
+    """Runs functions that send over an axis, one after the other, beside the computation. The axis has a process group
+    that nothing else uses."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self._queue: SimpleQueue[Job | None] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self, run: Callable[[], object], *read: Tensor) -> Work | None:
+        """Starts `run`, which uses the tensors `read`. None: it is done."""
+        if dist.get_backend(self.axis.group) == "fake":  # a trace, which sees what this thread does
+            run()
+            return None
+        return self._on_stream(run, read) if self.axis.device.type == "cuda" else self._on_thread(run)
+
+    def _on_thread(self, run: Callable[[], object]) -> _OnThread:
         if self._queue is None:
             self._queue = SimpleQueue()
             threading.Thread(
@@ -98,16 +109,17 @@ class Summation:
             ).start()
             weakref.finalize(self, self._queue.put, None)
         done = Future[None]()
-        self._queue.put((partial(run, x), done))
+        self._queue.put((run, done))
         return _OnThread(done)
 
-    def _on_stream(self, run: Executor, x: Tensor) -> _OnStream:
+    def _on_stream(self, run: Callable[[], object], read: Sequence[Tensor]) -> _OnStream:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(x.device)
+            self._stream = torch.cuda.Stream(self.axis.device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            run(x)
-        x.record_stream(self._stream)
+            run()
+        for x in read:
+            x.record_stream(self._stream)
         done = torch.cuda.Event()
         done.record(self._stream)
         return _OnStream(done)

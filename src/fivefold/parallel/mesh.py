@@ -33,16 +33,20 @@ class Mesh:
 
     layout: of the whole run. sites: their number; one site is the whole run. Two more axes leave the site: "sites",
     this rank's counterparts in all of them, and "run", all ranks. Attribute `layout` is the site's, and `rank` the
-    number in it.
+    number in it. site: this launch's, if each site is a launch of its own: its mesh then has no other site (`apart`).
     """
 
-    def __init__(self, layout: Layout, ranks: Ranks, sites: int = 1):
+    def __init__(self, layout: Layout, ranks: Ranks, sites: int = 1, site: int | None = None):
         """Raises UserError if ZeRO++ needs other nodes."""
-        assert layout.ranks == ranks.world, f"{layout.ranks} ranks in the layout, {ranks.world} in the run"
-        self.layout, self.device = on_nodes(site_layout(layout, sites), ranks.local_world), ranks.device
+        own = site_layout(layout, sites)
+        here = layout if site is None else own
+        assert here.ranks == ranks.world, f"{here.ranks} ranks in the layout, {ranks.world} in the launch"
+        self.layout, self.device = on_nodes(own, ranks.local_world), ranks.device
         self._ranks = ranks
         self._check_nodes()
-        site, self.rank = in_site(self.layout, ranks.rank)
+        index, self.rank = in_site(self.layout, ranks.rank)
+        self.sites, self.apart = sites, site is not None
+        self.site = site if site is not None else index if sites > 1 else 0
         first = ranks.rank - self.rank  # the site's
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
         self._axes: dict[str, Axis] = {}
@@ -58,10 +62,11 @@ class Mesh:
         for name in groups(self.layout):
             members = [first + own for own in group_of(self.layout, name, self.rank)]
             add(name, members, index_in(self.layout, name, self.rank))
-        peers = list(range(self.rank, ranks.world, self.layout.ranks)) if sites > 1 else [ranks.rank]
-        add("sites", peers, site if sites > 1 else 0)
+        together = sites > 1 and not self.apart
+        peers = list(range(self.rank, ranks.world, self.layout.ranks)) if together else [ranks.rank]
+        add("sites", peers, index if together else 0)
         self._axes["run"] = self._axes["all"]
-        if sites > 1:
+        if together:
             add("run", list(range(ranks.world)), ranks.rank)
 
     def _check_nodes(self) -> None:

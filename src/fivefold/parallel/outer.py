@@ -3,30 +3,42 @@
 Between outer steps a site trains by itself. In an outer step the sites sum their outer gradients, common weights less
 own weights, fragment by fragment; each runs the same outer optimizer on the mean, and continues from the new common
 weights. Every site computes the same bits, so nothing else is sent. Moments of the inner optimizer stay with the site.
+With `sync.overlap` the sites train on while a sum is under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fivefold.comm import Axis
+from fivefold.comm import Axis, Beside, Started
+from fivefold.comm.membership import Meeting, Membership
+from fivefold.errors import CommunicationError
 from fivefold.optim.outer import OuterOptimizer
 from fivefold.optim.updater import Updater
 from fivefold.parallel.replica import Replica
 from fivefold.precision import torch_dtype
-from fivefold.spread.sites import INT8_BLOCK, Sites, int8_share, messages
+from fivefold.spread.sites import INT8_BLOCK, OWN_SHARE, Sites, int8_share, messages
+
+ARRIVING = "arriving"
+"""In checkpoints, the name of a mean outer gradient that has not changed the weights yet."""
+
+
+Flats = Mapping[tuple[str, ...], Tensor]
+"""The outer gradient of each message, by the names of its parameters."""
 
 
 class Outer:
     """The outer loop on one rank.
 
     weights: the common weights by name, fp32: this rank's part, as in the masters. axis: this rank's counterparts in
-    all sites. fields: values of the outer optimizer's fields.
+    all sites; if sums overlap, with a process group that nothing else uses. fields: values of the outer optimizer's
+    fields. under_way: of each fragment whose sum has started, what waits for its mean outer gradients.
     """
 
     def __init__(
@@ -43,7 +55,10 @@ class Outer:
         self.weights = {name: w.detach().clone() for name, w in self.masters.items()}
         self.messages = messages(self.masters, sites.fragments)
         self.aligned = True  # all sites have the common weights
-        self.state_names = optimizer.card.state_names
+        self.state_names = (*optimizer.card.state_names, *[ARRIVING] * bool(sites.overlap))
+        self.under_way: dict[int, Callable[[], dict[str, Tensor]]] = {}
+        self._beside = Beside(axis)
+        self.membership: Membership | None = None  # of a site that is a launch of its own
         self.updaters: dict[int, Updater] = {}
         for number, fragment in enumerate(self.messages):
             if mine := {name: self.weights[name] for names in fragment for name in names}:
@@ -56,37 +71,167 @@ class Outer:
 
     @torch.no_grad()
     def step(self, step: int, last: int) -> None:
-        """Runs the outer steps that are due after inner step `step` of `last`."""
-        due, self.aligned = self.sites.due(step, last), self.sites.aligned(step, last)
-        for fragment in due:
-            self._synchronise(fragment)
-        if due:
+        """Starts the sums that are due after inner step `step` of `last`, and takes the outer steps of those that
+        arrive."""
+        self.aligned, ends = self.sites.aligned(step, last), step == last
+        if self.membership is not None:
+            if due := self.sites.due(step, last):
+                self._hold(self.membership.meet(step), due, self._flats(due))
+            return
+        arriving = [*sorted(self.under_way)] if ends else []  # of a run that was to be longer
+        for fragment in arriving:
+            self._apply(fragment, 0.0)
+        for fragment in self.sites.due(step, last):
+            self.under_way[fragment] = self._start(fragment)
+        for fragment in self.sites.arriving(step, last):
+            if fragment in self.under_way:
+                self._apply(fragment, OWN_SHARE if self.sites.overlap and not ends else 0.0)
+                arriving.append(fragment)
+        if arriving:
             self._refresh()
 
-    def _synchronise(self, fragment: int) -> None:
-        started = [(names, self._start(names)) for names in self.messages[fragment]]
-        gradients: dict[str, Tensor] = {}
-        for names, finish in started:
-            mean, start = finish().div_(self.sites.count), 0
-            for name in names:
-                size = self.weights[name].numel()
-                gradients[name] = mean[start : start + size].view_as(self.weights[name])
-                start += size
+    def _apply(self, fragment: int, own: float) -> None:
+        """Takes the outer step of a fragment whose sum has started. own: the share of its own weights that a site
+        keeps."""
+        gradients = self.under_way.pop(fragment)()
         if fragment in self.updaters:
             self.updaters[fragment].step(gradients, self.lr)
         for name in gradients:
             self.weights[name].grad = None
-            self.masters[name].copy_(self.weights[name])
+            common = self.weights[name]
+            if own:
+                common = torch.lerp(common, self.masters[name], own)
+            self.masters[name].copy_(common)
 
-    def _start(self, names: Sequence[str]) -> Callable[[], Tensor]:
+    def _start(self, fragment: int) -> Callable[[], dict[str, Tensor]]:
+        """Starts the sum of a fragment's outer gradients over the sites. Returns what waits for their means."""
+        flats = self._flats([fragment])
+        if not self.sites.overlap:
+            means = self._means(flats, self.axis, self.sites.count)
+            return lambda: means
+        found: dict[str, Tensor] = {}
+        started = Started.here(self.axis, "sum of outer gradients", torch.empty(0))
+        started.work = self._beside.start(
+            lambda: found.update(self._means(flats, self.axis, self.sites.count)), *flats.values()
+        )
+
+        def wait() -> dict[str, Tensor]:
+            started()
+            for mean in found.values():
+                if mean.is_cuda:  # made on another stream
+                    mean.record_stream(torch.cuda.current_stream())
+            return found
+
+        return wait
+
+    def _means(self, flats: Flats, axis: Axis, count: int) -> dict[str, Tensor]:
+        """The mean outer gradients of `count` sites, by name. Changes `flats`."""
+        sums = [(names, self._sum(flat, axis)) for names, flat in flats.items()]
+        found: dict[str, Tensor] = {}
+        for names, finish in sums:
+            mean, start = finish().div_(count).to(self.axis.device), 0
+            for name in names:
+                size = self.weights[name].numel()
+                found[name] = mean[start : start + size].view_as(self.weights[name])
+                start += size
+        return found
+
+    def _flats(self, fragments: Iterable[int]) -> Flats:
+        """The outer gradients of these fragments, a flat fp32 tensor for each message."""
+        return {
+            names: torch.cat([(self.weights[name] - self.masters[name]).reshape(-1) for name in names])
+            for fragment in fragments
+            for names in self.messages[fragment]
+        }
+
+    def _sum(self, flat: Tensor, axis: Axis) -> Callable[[], Tensor]:
         """Starts the sum of an outer gradient over the sites. Returns what waits for it: flat, fp32."""
-        flat = torch.cat([(self.weights[name] - self.masters[name]).reshape(-1) for name in names])
         if not flat.numel():  # ZeRO left this rank no rows, nor its counterparts
             return lambda: flat
         if self.sites.dtype == "int8":
-            return lambda: sum_int8(flat, self.axis)
-        started = self.axis.start_all_reduce(flat.to(torch_dtype(self.sites.dtype)))
+            return lambda: sum_int8(flat, axis)
+        started = axis.start_all_reduce(flat.to(torch_dtype(self.sites.dtype)))
         return lambda: started().float()
+
+    # Sites that are launches of their own: comm/membership.py
+
+    @torch.no_grad()
+    def join(self, membership: Membership, step: int, last: int) -> int:
+        """Joins the other sites, with what was built or resumed after inner step `step` of `last`. A site that comes
+        late gets the common weights and the outer optimizer's states, and takes part in the others' next outer step.
+        Returns the step after which it trains."""
+        self.membership = membership
+        meeting = membership.come(step, self._digest())
+        due = () if meeting.first else self.sites.due(meeting.step, last)
+        flats = {names: torch.zeros_like(flat) for names, flat in self._flats(due).items()}
+        self._hold(meeting, due, flats)
+        if membership.seat.site in meeting.new:
+            self.aligned = True
+        return meeting.step
+
+    def _hold(self, meeting: Meeting, due: Sequence[int], flats: Flats) -> None:
+        """Holds a meeting until an attempt counts, then takes the outer step."""
+        membership, means, state = self.membership, {}, {}
+        assert membership is not None
+        while True:
+            try:
+                axis, received = membership.axis(meeting), True
+                state = self._hand_over(meeting, axis)
+                copies = {names: flat.to(axis.device, copy=True) for names, flat in flats.items()}
+                means = self._means(copies, axis, len(meeting.giving))
+            except CommunicationError:
+                received = False
+            if membership.vote(meeting, received):
+                break
+            meeting = membership.again(meeting)
+        if membership.seat.site in meeting.new:
+            self._take(state)
+        for fragment in due:
+            names = [name for some in self.messages[fragment] for name in some]
+            self.under_way[fragment] = lambda names=names: {name: means[name] for name in names}
+            self._apply(fragment, 0.0)
+        self._refresh()
+
+    def _hand_over(self, meeting: Meeting, axis: Axis) -> dict[str, Tensor]:
+        """Gives newcomers the common state: the weights, and states of those fragments that have some. Returns it."""
+        if not meeting.new:
+            return {}
+        source = meeting.members.index(meeting.giving[0])
+        mine, gives = {**self.weights, **self.states()}, axis.index == source
+        has = torch.tensor([int(bool(updater.states())) for updater in self.updaters.values()])
+        names = [*self.weights]
+        for updater, some in zip(self.updaters.values(), axis.broadcast(has, source).tolist(), strict=True):
+            if some:
+                names += [f"{state}.{name}" for state in updater.card.state_names for name in updater.masters]
+        found = {}
+        for name in names:
+            like = self.weights[name if name in self.weights else name.partition(".")[2]]
+            own = mine[name] if gives else torch.empty_like(like)
+            found[name] = axis.broadcast(own.to(axis.device, copy=True), source) if own.numel() else own
+        return found
+
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what the others handed over."""
+        for updater in self.updaters.values():
+            updater.optimizer.state.clear()
+        self.load({name: tensor for name, tensor in state.items() if name not in self.weights})
+        for name, weight in self.weights.items():
+            weight.copy_(state[name])
+            self.masters[name].copy_(weight)
+
+    def _digest(self) -> str:
+        """A hash of the common weights and the outer optimizer's states."""
+        found = hashlib.sha256()
+        for tensor in (*self.weights.values(), *self.states().values()):
+            found.update(tensor.cpu().contiguous().numpy().data)
+        return found.hexdigest()
+
+    def prime(self) -> None:
+        """Creates the outer optimizer's states, as the first outer steps do."""
+        for updater in self.updaters.values():
+            updater.step({name: torch.zeros_like(weight) for name, weight in updater.masters.items()}, 0.0)
+            for weight in updater.masters.values():
+                weight.grad = None
 
     @contextmanager
     def common(self) -> Iterator[None]:
@@ -111,8 +256,22 @@ class Outer:
             replica.refresh()
 
     def states(self) -> dict[str, Tensor]:
-        """The outer optimizer's states, under their checkpoint names without a prefix; empty before its first step."""
-        return {name: t for updater in self.updaters.values() for name, t in updater.states().items()}
+        """The outer optimizer's states, and the means that are under way, under their checkpoint names without a
+        prefix; empty before its first step. Waits for the sums."""
+        found = {name: t for updater in self.updaters.values() for name, t in updater.states().items()}
+        return found | {
+            f"{ARRIVING}.{name}": t for wait in self.under_way.values() for name, t in wait().items()
+        }
+
+    def load(self, found: Mapping[str, Tensor]) -> None:
+        """Restores what `states` gave. A fragment may have no states yet, and usually nothing is under way."""
+        for number, updater in self.updaters.items():
+            names = [f"{state}.{name}" for state in updater.card.state_names for name in updater.masters]
+            if all(name in found for name in names):
+                updater.load(found, 0)
+            means = {n: found[f"{ARRIVING}.{n}"] for n in updater.masters if f"{ARRIVING}.{n}" in found}
+            if means:
+                self.under_way[number] = lambda means=means: means
 
     def kept(self) -> list[Tensor]:
         """Every tensor that the outer loop keeps between steps."""

@@ -80,9 +80,9 @@ class Memory:
     def total(self) -> float:
         return self.params + self.gradients + self.optimizer + self.activations + self.buffers
 
-    def with_outer(self, kept: float, sent: float) -> Memory:
-        """The same with the states of an outer loop, whose messages go out when no activation is left."""
-        more = max(0.0, sent - self.activations - self.buffers)
+    def with_outer(self, kept: float, sent: float, overlap: bool) -> Memory:
+        """The same with the states of an outer loop. Its messages go out when no activation is left, or overlap."""
+        more = sent if overlap else max(0.0, sent - self.activations - self.buffers)
         return replace(self, optimizer=self.optimizer + kept, buffers=self.buffers + more)
 
     def as_json(self) -> dict[str, int]:

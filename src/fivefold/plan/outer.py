@@ -13,19 +13,20 @@ def _elements(s: Setting, position: int) -> tuple[int, ...]:
     return tuple(sum(volume.outer_elements(s, rank, number)) for number in range(s.sites.fragments))
 
 
-def seconds(s: Setting) -> float:
-    """Seconds of all outer steps of `sites.every` inner steps. Nothing overlaps with them: each fragment's messages go
-    out together, and the slowest pipeline position decides."""
+def seconds(s: Setting, inner: float = 0.0) -> float:
+    """Seconds of all outer steps of `sites.every` inner steps. Each fragment's messages go out together, and overlap
+    with `sites.overlap` inner steps of `inner` seconds. The slowest pipeline position decides."""
     if s.sites.count == 1:
         return 0.0
-    return max(_at(s, position) for position in range(s.layout.pp))
+    return max(_at(s, position, inner * s.sites.overlap) for position in range(s.layout.pp))
 
 
-def _at(s: Setting, position: int) -> float:
+def _at(s: Setting, position: int, hidden: float) -> float:
     rank, group, total = s.layout.rank({"pp": position}), s.group("sites"), 0.0
     for number in range(s.sites.fragments):
-        for what, size in (one for message in volume.outer(s, rank, number) for one in message):
-            total += getattr(communication, what)(size, group, s.cluster)
+        messages = (one for message in volume.outer(s, rank, number) for one in message)
+        sent = sum(getattr(communication, what)(size, group, s.cluster) for what, size in messages)
+        total += max(0.0, sent - hidden)
     # common weights and momentum are read and written; masters are read for the difference, and written
     moved = sum(_elements(s, position)) * (2 * s.sites.kept + 4 * DTYPES[MASTER].bytes)
     update = rates.stream(moved, s.cluster.device, "optimizer", s.dtype)
@@ -33,5 +34,7 @@ def _at(s: Setting, position: int) -> float:
 
 
 def buffers(s: Setting, position: int) -> float:
-    """Bytes of the outer gradients of the largest fragment, all under way at once."""
-    return DTYPES[MASTER].bytes * max(_elements(s, position)) if s.sites.count > 1 else 0.0
+    """Bytes of the outer gradients that are under way at once: a fragment's, or with overlap those of several."""
+    if s.sites.count == 1:
+        return 0.0
+    return DTYPES[MASTER].bytes * sum(sorted(_elements(s, position))[-s.sites.at_once :])

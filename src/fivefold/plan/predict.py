@@ -220,7 +220,7 @@ def held(s: Setting) -> list[Memory]:
     ranks = memory.rank_elements(s.model, s.layout, s.software.partition)
     buffers = (outer.buffers(s, position) for position in range(s.layout.pp))
     pairs = zip(found, ranks, buffers, strict=True)
-    return [one.with_outer(s.sites.kept * own.keeps, more) for one, own, more in pairs]
+    return [one.with_outer(s.sites.kept * own.keeps, more, s.sites.overlap > 0) for one, own, more in pairs]
 
 
 def resolved(recipe: Recipe) -> Recipe:

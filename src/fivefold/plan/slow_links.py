@@ -46,7 +46,10 @@ class SlowLinks:
         text = f"{sites}, an outer step of {self.outer:.3g} s every {every}; summing in every step takes {ratio:.3g}x"
         if self.even is None:
             return text
-        return f"{text}, and less than {EVEN:g}x where links between sites have {8e-9 * self.even:.3g} Gbit/s or more"
+        speed = 8e-9 * self.even
+        return (
+            f"{text}. Sites win (over {EVEN:g}x) where links between them are slower than {speed:.3g} Gbit/s"
+        )
 
 
 def compare(apart: Setting, together: Setting) -> SlowLinks:

@@ -427,8 +427,10 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     tensor_sums, tied_sums = max((shared_sums(s, position) for position in range(p)), key=sum)
     worst = max(range(p), key=lambda position: busy[position])
     encoding = max(compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
-    besides, apart = fixed(s), outer.seconds(s) / s.sites.every
-    seconds = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides + apart
+    besides = fixed(s)
+    inner = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides
+    apart = outer.seconds(s, inner) / s.sites.every
+    seconds = inner + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
     exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})
     compute = busy[worst] - waits[worst] + updated + besides

@@ -99,7 +99,10 @@ IDLE = (
         lambda r: r.sync.method in OUTER and r.sites.count == 1,
         "one site has nobody to synchronise with",
     ),
-    *map(_outer, ("every", "sites", "fragments", "outer_dtype", "outer_lr", "outer_momentum")),
+    *map(
+        _outer,
+        ("every", "sites", "fragments", "overlap", "patience", "outer_dtype", "outer_lr", "outer_momentum"),
+    ),
     *map(_served, ("servers", "staleness", "order", "partition", "credits")),
     Idle(
         "layout.all_reduce",

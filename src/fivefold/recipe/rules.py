@@ -192,6 +192,12 @@ def _sites(recipe: Sections) -> Iterator[Contradiction]:
             f"{model.layers}: a fragment has at least one block, and a step synchronises one. Nearest valid: "
             f"sync.fragments = {most}",
         )
+    if sync.overlap >= sync.every:
+        yield (
+            {"sync.overlap", "sync.every"},
+            f"sync.overlap = {sync.overlap} must be less than sync.every = {sync.every}: a sum arrives before the next "
+            f"one of its fragment starts. Nearest valid: sync.overlap = {sync.every - 1}",
+        )
     if recipe.sites.count > 1:
         yield from _unsupported_apart(recipe)
 

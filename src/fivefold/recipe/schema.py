@@ -179,6 +179,12 @@ class SyncSection(Section):
     """Number of sites. Replicas within a site sum gradients in every step. Unset: each replica is a site."""
     fragments: int = Field(default=1, ge=1)
     """Parts of the model that synchronise in turn, each once in `every` steps (streaming DiLoCo, arXiv 2501.18512)."""
+    overlap: int = Field(default=0, ge=0)
+    """Inner steps that a site takes while the sum of an outer gradient is under way. It then takes the middle between
+    its own and the common weights (arXiv 2501.18512). 0: it waits."""
+    patience: float = Field(default=60.0, gt=0)
+    """Seconds that sites which are launches of their own (`fivefold train --site`) wait for each other in an outer
+    step. It must suffice for its messages."""
     outer_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Dtype in which outer gradients are sent. `int8` has a scale per 256 elements, and is summed in fp32."""
     outer_lr: float | None = Field(default=None, gt=0)
@@ -255,7 +261,7 @@ class Sections(Section):
             return ONE_SITE
         kept = DTYPES[MASTER].bytes + OUTER[sync.method].card.bytes
         count = sync.sites or self.layout.dp_replicate
-        return Sites(count, sync.every, sync.fragments, sync.outer_dtype, kept)
+        return Sites(count, sync.every, sync.fragments, sync.outer_dtype, kept, sync.overlap)
 
     @property
     def servers(self) -> Servers:

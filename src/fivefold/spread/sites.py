@@ -16,31 +16,56 @@ from fivefold.spread.parts import TIED
 
 INT8_BLOCK = 256
 """Elements that share a scale (one fp32) in an int8 message."""
+OWN_SHARE = 0.5
+"""What a site keeps of its own weights when a sum arrives that overlapped with inner steps (alpha of arXiv 2501.18512):
+the common weights do not know these steps yet."""
 
 
 @dataclass(frozen=True)
 class Sites:
     """How `count` sites synchronise: each of `fragments` parts of the model once in `every` inner steps, by outer
     gradients sent as `dtype` ("fp32", "bf16" or "int8"). kept: bytes per parameter of the common weights and the outer
-    optimizer's states."""
+    optimizer's states. overlap: inner steps that a site takes while a sum is under way."""
 
     count: int = 1
     every: int = 1
     fragments: int = 1
     dtype: str = "fp32"
     kept: float = 0.0
+    overlap: int = 0
 
     def due(self, step: int, last: int) -> tuple[int, ...]:
-        """The fragments that synchronise after inner step `step` (1, 2, ...) of a run of `last` steps: their turns are
-        spread evenly over `every` steps. The run ends with all of them, so that its model holds every step."""
+        """The fragments whose sums start after inner step `step` (1, 2, ...) of a run of `last` steps: their turns are
+        spread evenly over `every` steps. The run ends with all of them, so that its model holds every step; no sum
+        starts that would arrive later."""
         if step == last:
             return tuple(range(self.fragments))
+        if step + self.overlap >= last:
+            return ()
         turns = ((number + 1) * self.every // self.fragments for number in range(self.fragments))
         return tuple(number for number, turn in enumerate(turns) if (step - turn) % self.every == 0)
 
+    def arriving(self, step: int, last: int) -> tuple[int, ...]:
+        """The fragments whose sums arrive after this step, and change the weights."""
+        if step == last or not self.overlap:
+            return self.due(step, last)
+        return self.due(step - self.overlap, last) if step > self.overlap else ()
+
+    def traced(self, last: int) -> int:
+        """The step that stands for all where a single one is looked at: the first one that synchronises the last
+        fragment, and all before have."""
+        return min(self.every, last) if self.count > 1 else 1
+
+    @property
+    def at_once(self) -> int:
+        """The most fragments whose sums are under way at once."""
+        return min(self.fragments, self.overlap * self.fragments // self.every + 1)
+
     def aligned(self, step: int, last: int) -> bool:
         """True if all sites have the same weights after this step. 0: before the first."""
-        return step == 0 or len(self.due(step, last)) == self.fragments
+        if step in (0, last):
+            return True
+        return not self.overlap and len(self.due(step, last)) == self.fragments
 
 
 ONE_SITE = Sites()

@@ -106,11 +106,14 @@ class State:
         return [replica for replica in self.parallel.replicas if isinstance(replica, DataParallel)]
 
 
-def build_state(recipe: Recipe, ranks: Ranks, module: nn.Module | None = None) -> State:
-    """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0."""
+def build_state(
+    recipe: Recipe, ranks: Ranks, module: nn.Module | None = None, site: int | None = None
+) -> State:
+    """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0. site: as in
+    `Mesh`."""
     if module is None and ranks.device.type == "cpu":
         _fits(recipe, Layout.from_recipe(recipe.layout), ranks)
-    state = assemble(recipe, ranks, module)
+    state = assemble(recipe, ranks, module, site=site)
     if module is None:
         assert_owned_once(state.parallel.replicas, state.mesh, count_parameters(recipe.model))
     return state
@@ -121,9 +124,10 @@ def assemble(
     ranks: Ranks,
     module: nn.Module | None = None,
     memory: AbstractContextManager[object] | None = None,
+    site: int | None = None,
 ) -> State:
-    """Builds the state without the checks of `build_state`. memory: see `parallelize`."""
-    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, recipe.sites.count)
+    """Builds the state without the checks of `build_state`. memory: see `parallelize`. site: see `Mesh`."""
+    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, recipe.sites.count, site)
     dtype = torch_dtype(compute_mode(recipe, ranks.device, module is not None))
     reduce = torch_dtype(recipe.precision.reduce)
     if module is None:
@@ -145,6 +149,8 @@ def _outer(state: State, recipe: Recipe) -> Outer | None:
     assert sync.outer_lr, "a resolved recipe has the outer fields"
     assert None not in fields.values(), "a resolved recipe has the outer fields"
     axis = state.mesh.axis("sites")
+    if sites.overlap:  # the sums of a step must not wait for these
+        axis = state.mesh.new_axis(axis.name, axis.ranks, apart=True)
     return Outer(state.parallel.replicas, axis, sites, optimizer, sync.outer_lr, fields)
 
 

@@ -113,7 +113,9 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
 
     def seeds(microbatch: int, stage: int = 0) -> None:
         """stage: which of this rank's."""
-        seed_dropout(seed, state.step, microbatch, dropout_rank(mesh) + stage * mesh.size("run"))
+        seed_dropout(
+            seed, state.step, microbatch, dropout_rank(mesh) + stage * mesh.sites * mesh.layout.ranks
+        )
 
     for replica in parallel.replicas:
         replica.start_step()
@@ -162,7 +164,8 @@ def counted_once(mesh: Mesh) -> float:
 def dropout_rank(mesh: Mesh) -> int:
     """The seed number of this rank. Ranks of a tensor axis drop the same elements of activations that each has whole.
     With sp each has its own piece, and draws its own numbers."""
-    return mesh.axis("run").rank if mesh.layout.sp else mesh.axis("tp").ranks[0]
+    rank = mesh.axis("run").rank if mesh.layout.sp else mesh.axis("tp").ranks[0]
+    return rank + mesh.layout.ranks * mesh.site * mesh.apart
 
 
 def seed_dropout(seed: int, step: int, microbatch: int, rank: int) -> None:

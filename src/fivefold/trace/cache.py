@@ -29,15 +29,14 @@ class CachedFigures:
 
     def __init__(self, recipe: Recipe, rank: int, device: str = "cpu") -> None:
         world, sites = Layout.from_recipe(recipe.layout).ranks, recipe.sites
+        steps = recipe.train.steps or 1
         key = {
             "recipe": {name: getattr(recipe, name).model_dump(mode="json") for name in SECTIONS},
             "train": {name: getattr(recipe.train, name) for name in FIELDS},
             # "auto" depends on the processor
             "mode": compute_mode(recipe, torch.device("cpu")) if device == "cpu" else recipe.precision.mode,
             "rank": rank,
-            "outer": sites.due(1, recipe.train.steps or 0)
-            if sites.count > 1
-            else None,  # what the traced step sends
+            "outer": sites.due(sites.traced(steps), steps),  # what the traced step sends
             "device": device,
             "threads": threads_of(world),  # some kernels have workspace per thread
             "native": not native.why_not(),

@@ -107,7 +107,7 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
         return found
     count = microbatches_per_step(recipe)
     site = site_layout(layout, recipe.sites.count)
-    layers, counts = sizes(recipe.model, site, in_site(site, rank)[1], count)
+    layers, counts = sizes(recipe.model, site, in_site(site, rank)[1], count, recipe.sites.fragments)
     steps = {(L, m): trace(_with_layers(recipe, L), rank, m, device) for L in layers for m in counts}
     formula = flops_per_token(recipe.model) * tokens_per_step(recipe) / layout.ranks
     step = extrapolate(steps, recipe.model.layers, count)
@@ -149,32 +149,35 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
 def blocks_traced(recipe: Recipe, rank: int) -> int:
     """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
     layout = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
-    rank = in_site(layout, rank)[1]
-    layers, counts = sizes(recipe.model, layout, rank, microbatches_per_step(recipe))
+    rank, count = in_site(layout, rank)[1], microbatches_per_step(recipe)
+    layers, counts = sizes(recipe.model, layout, rank, count, recipe.sites.fragments)
     position = layout.coordinates(rank)["pp"]
     blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)
     return blocks * sum(counts)
 
 
 def sizes(
-    model: ModelSection, layout: Layout, rank: int, microbatches: int
+    model: ModelSection, layout: Layout, rank: int, microbatches: int, fragments: int = 1
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work."""
+    """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work.
+    fragments: of the outer step, if there are several sites."""
     position = layout.coordinates(rank)["pp"]
     if sum(map(sum, _stages(model, layout, position))) * microbatches <= AS_IT_IS:
         return (model.layers,), (microbatches,)
-    return depths(model, layout, position), fewer(microbatches, layout)
+    return depths(model, layout, position, fragments), fewer(microbatches, layout)
 
 
-def depths(model: ModelSection, layout: Layout, position: int) -> tuple[int, ...]:
+def depths(model: ModelSection, layout: Layout, position: int, fragments: int = 1) -> tuple[int, ...]:
     """Two small numbers of layers to extrapolate from, or the model's own if there are none. With them, every stage at
-    this pipeline position loses the same number of blocks."""
+    this pipeline position, and every fragment, loses the same number of blocks."""
     own = _stages(model, layout, position)
     everywhere = layout.pp * layout.stages_per_rank
     found: list[int] = []
     least = LEAST_SHARDED if layout.zero and layout.shards > 1 else LEAST_BLOCKS
     for less in range(min(map(sum, own)) - least, 0, -1):
         small = _deep(model, model.layers - less * everywhere)
+        if less * everywhere % fragments or small.layers < fragments:
+            continue
         if _stages(small, layout, position) == [(dense, other - less) for dense, other in own]:
             found.append(small.layers)
         if len(found) == 2:

@@ -73,7 +73,8 @@ class Traced:
 
 def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU) -> Traced:
     """Traces a step of a resolved recipe on a rank of its layout. It is the second step: the first one creates the
-    optimizer's states. device: another than the CPU only in the process of worker.py."""
+    optimizer's states. Of several sites it is one that ends with an outer step (`Sites.traced`). device: another than
+    the CPU only in the process of worker.py."""
     layout = Layout.from_recipe(recipe.layout)
     hollow = Hollowing(partial(_chosen, recipe.model, recipe.model.seq_len // layout.cp))
     with ExitStack() as stack:
@@ -86,6 +87,7 @@ def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = C
             _share_evenly(state)
             with hollow:
                 _prime(state)
+                state.step = recipe.sites.traced(recipe.train.steps or 1) - 1
                 batch = _batch(recipe, state.mesh, microbatches)
                 with Probe(state, hollow) as probe:
                     done = take_step(state, recipe, batch)
@@ -103,6 +105,8 @@ def _prime(state: State) -> None:
         replica.updater.step(gradients, 0.0)
         for master in replica.masters.values():
             master.grad = None
+    if state.outer is not None:
+        state.outer.prime()
 
 
 class Probe(Tracker):

@@ -13,7 +13,7 @@ from fivefold.trace.memory import CATEGORIES
 
 def beside(plan: Plan, exact: Exact) -> Iterator[str]:
     """Lines of text: memory by category, messages by axis, FLOPs, host syncs."""
-    yield f"exact figures of rank {exact.rank}, {exact.seconds:.1f} s: {_how(exact)}"
+    yield f"exact figures of rank {exact.rank}, {exact.seconds:.1f} s: {_how(exact)}{_outer(plan)}"
     yield from _memory(plan, exact)
     yield from _messages(plan, exact)
     yield (
@@ -31,6 +31,12 @@ def _how(exact: Exact) -> str:
         return f"the trainer's own step, traced as {where} computes it"
     models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
     return f"the trainer's own step as {where} computes it, extrapolated from {models}"
+
+
+def _outer(plan: Plan) -> str:
+    """What the traced step adds where there are several sites."""
+    every = plan.setting.sites.every
+    return f"; the last of {every} inner steps, with its outer step" if plan.setting.sites.count > 1 else ""
 
 
 def _memory(plan: Plan, exact: Exact) -> Iterator[str]:
@@ -53,4 +59,5 @@ def _messages(plan: Plan, exact: Exact) -> Iterator[str]:
         yield f"    {axis:10}{operation:16}{calls:9,}{size / GIB:12.4g}"
     if plan.sent:
         told = ", ".join(f"{axis} {size / GIB:.4g} GiB" for axis, size in plan.sent.items())
-        yield f"    predicted, as rings send them: {told}"
+        average = ", on average" * (plan.setting.sites.count > 1)
+        yield f"    predicted{average}, as rings send them: {told}"

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from fivefold.comm.membership import Seat
 from fivefold.data import DataSet
 from fivefold.recipe import Recipe
 
@@ -25,7 +26,7 @@ class Job:
     """The job of every rank.
 
     recipe: resolved. data: the recipe's data set, or None if the user brings `batches`. module: the user's own model,
-    in fp32 on the CPU, the same on every rank."""
+    in fp32 on the CPU, the same on every rank. seat: this launch's site, if each site is a launch of its own."""
 
     recipe: Recipe
     out: Path
@@ -35,3 +36,4 @@ class Job:
     val_batches: BatchSource | None = None
     resume: bool = False
     resume_command: str = ""
+    seat: Seat | None = None

@@ -24,6 +24,7 @@ from fivefold.recipe.idle import notes
 from fivefold.step.state import State, build_state, compute_mode, make_equal
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
+from fivefold.train.join import join
 from fivefold.train.loop import train_loop
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import resume
@@ -36,12 +37,13 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
     with ExitStack() as stack:
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
-        state = build_state(recipe, ranks, job.module)
+        state = build_state(recipe, ranks, job.module, job.seat.site if job.seat else None)
         for replica in state.parallel.replicas:
             stack.callback(replica.close)
         resumed = job.resume and resume(state, job)
         if ranks.world > 1 and job.module is not None and not resumed:
             make_equal(state)
+        membership = join(state, job) if job.seat else None
         predicted = Prediction(job, ranks, state.step)
         stack.enter_context(predicted.watching)
         console = stack.enter_context(
@@ -74,6 +76,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         state.mesh.axis(
             "run"
         ).barrier()  # the ranks leave together: a launcher stops the others when one is gone
+        if membership is not None:
+            membership.leave(complete)
         return None if complete else interrupt.signal or 15
 
 

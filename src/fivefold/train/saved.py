@@ -43,7 +43,7 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
     else:
         model, optimizer = _pieces_of_site(state, state.outer)
         whole["sites"] = {
-            "count": state.outer.sites.count,
+            "count": state.mesh.size("sites"),  # a site that is a launch of its own saves for itself
             "every": state.outer.sites.every,
             "fragments": state.outer.sites.fragments,
             "aligned": state.outer.aligned,
@@ -307,18 +307,18 @@ def _load(
 
 
 def _load_outer(outer: Outer, checkpoint: store.Reader, parts: dict[str, Part], source: Source) -> None:
-    """Sets the common weights, and the outer optimizer's states of the fragments that have had an outer step."""
+    """Sets the common weights, the states of the outer optimizer, and what was under way."""
     outer.aligned = source.weights == source.common
     for name, weight in outer.weights.items():
         weight.copy_(_read(checkpoint, source.common, name, parts[name]))
-    for updater in outer.updaters.values():
-        if all(_has(checkpoint, where, name) for name in updater.masters for where in source.outer.values()):
-            found = {
-                f"{state}.{name}": _read(checkpoint, where, name, parts[name])
-                for name in updater.masters
-                for state, where in source.outer.items()
-            }
-            updater.load(found, 0)
+    outer.load(
+        {
+            f"{state}.{name}": _read(checkpoint, where, name, parts[name])
+            for name in outer.weights
+            for state, where in source.outer.items()
+            if _has(checkpoint, where, name)
+        }
+    )
 
 
 def _has(checkpoint: store.Reader, where: tuple[str, str], name: str) -> bool:

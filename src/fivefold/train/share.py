@@ -45,9 +45,10 @@ def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | Non
         size = min(size, batches.sequences)
         if job.data.tokenizer is not None and objective_of(recipe) == "causal":
             token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=mesh.device)
-    together = mesh.layout.divided
-    share = share_of(batches, 0, size, recipe.train.microbatch_size or 1, mesh, equal=together)
-    return share, token_bytes
+    rows, equal = recipe.train.microbatch_size or 1, mesh.layout.divided
+    dp = mesh.axis("dp")  # a launch that is one site of several validates by itself
+    alone = (dp.index, dp.size) if mesh.apart else None
+    return share_of(batches, 0, size, rows, mesh, equal, alone), token_bytes
 
 
 def batches_of(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
@@ -72,8 +73,8 @@ def share_of(
     compute a model together, one that has nothing to do still has to take part. share: (index, number of shares) of the
     rows, if the mesh does not say it.
     """
-    site, dp = mesh.axis("sites"), mesh.axis("dp")
-    index, ranks = share or (site.index * dp.size + dp.index, site.size * dp.size)
+    dp = mesh.axis("dp")
+    index, ranks = share or (mesh.site * dp.size + dp.index, mesh.sites * dp.size)
     start, stop = size * index // ranks, size * (index + 1) // ranks
     parts = [range(row, min(row + microbatch, stop)) for row in range(start, stop, microbatch)]
     if equal:

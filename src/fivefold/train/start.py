@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import UserError
 from fivefold.host.machine import cores, ensure_matmul_rate
@@ -20,6 +21,7 @@ from fivefold.launch.local import start_ranks
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.spread.sites import site_layout
 from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.prediction import add_exact
@@ -38,6 +40,7 @@ def run_command(
     module: nn.Module | None = None,
     batches: BatchSource | None = None,
     val_batches: BatchSource | None = None,
+    seat: Seat | None = None,
 ) -> Path:
     """Trains a recipe and returns its run folder.
 
@@ -46,13 +49,18 @@ def run_command(
     fork: forks local ranks. This is quick, but only safe in a process that has used neither torch's threads nor a GPU,
     such as the command line's. Otherwise ranks are spawned, and their arguments are pickled.
     module, batches, val_batches: the user's own model and data instead of the recipe's.
+    seat: trains one site of the recipe's, which meets the others there.
 
     Raises:
         UserError: the layout, data, folder or checkpoint is not valid.
         SystemExit: a signal stopped the run (128 + its number), after saving.
     """
     launched = ranks_.found()
-    recipe = _fit_layout(recipe, nproc, launched[1] if launched else None)
+    if seat is None:
+        recipe = _fit_layout(recipe, nproc, launched[1] if launched else None)
+    else:
+        own = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
+        validate(own, (launched[1] if launched else nproc) or own.ranks)
     data = None
     if batches is None:
         data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
@@ -68,10 +76,11 @@ def run_command(
     command = (
         f"fivefold.resume({str(out)!r}, ...)"
         if own
-        else shlex.join(["fivefold", "train", str(out), "--resume"])
+        else shlex.join(["fivefold", "train", str(out), "--resume", *(seat.options if seat else ())])
     )
-    job = Job(recipe, out, data, module, batches, val_batches, resume, command)
-    world = Layout.from_recipe(recipe.layout).ranks + recipe.servers.count
+    job = Job(recipe, out, data, module, batches, val_batches, resume, command, seat)
+    layout = Layout.from_recipe(recipe.layout)
+    world = (site_layout(layout, recipe.sites.count) if seat else layout).ranks + recipe.servers.count
     keep_freed_memory()
     if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
         ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")), cores())
@@ -88,6 +97,34 @@ def run_command(
     if not launched or launched[0] == 0:
         add_exact(job)
     return out
+
+
+def seat_of(recipe: Recipe, site: int | None, address: str | None) -> Seat | None:
+    """The seat that `--site` and `--meet` name; None without them.
+
+    Raises:
+        UserError: the recipe has no such site, or one of the options is missing.
+    """
+    if site is None and address is None:
+        return None
+    if site is None or address is None:
+        raise UserError(
+            "--site N and --meet HOST:PORT go together: the number of the site, and where site 0 serves"
+        )
+    count = recipe.sites.count
+    if count == 1:
+        raise UserError(
+            "--site: the recipe has one site. Add --layout dp=2 and --set sync.method=diloco, for example"
+        )
+    if site >= count:
+        raise UserError(
+            f"--site {site}: the recipe has {count} sites, 0 to {count - 1}. Nearest valid: {count - 1}"
+        )
+    if recipe.sync.overlap:
+        raise UserError(
+            f"sync.overlap = {recipe.sync.overlap} is not supported with --site. Nearest valid: sync.overlap = 0"
+        )
+    return Seat.parse(site, address)
 
 
 def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Recipe:

@@ -1,0 +1,173 @@
+"""Sites that are launches of their own: one dies in the middle of an outer step, the other goes on, and it returns."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import tiny
+from ranks import PATIENCE, _servers
+from runs import assert_close_tensors, assert_same_tensors, lines
+from test_sites import resolved, simulated
+
+from fivefold.checkpoint import store
+from fivefold.comm import ALONE
+from fivefold.comm.membership import Meeting, Membership, Seat
+from fivefold.data import prepare
+from fivefold.errors import CommunicationError, UserError
+from fivefold.launch.ranks import Ranks
+from fivefold.recipe import Recipe, change
+from fivefold.train.job import Job
+from fivefold.train.start import seat_of
+
+FITS = {"model.dim": 8}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def launch(recipe: Recipe, out: Path, seat: Seat, resume: bool, dead: Path, dies: bool) -> None:
+    """Trains a site. dies: it ends without a word in its second outer step. Site 0 is patient until then, and after
+    step 10 waits until the other wants to join again, so that the test does not depend on who is faster."""
+    from fivefold.parallel.outer import Outer
+    from fivefold.train import loop
+    from fivefold.train.run import run_rank
+
+    torch.set_num_threads(1)
+    take_step, means = loop.take_step, Outer._means
+
+    def step(state, *arguments):
+        if seat.site == 0 and state.step == 10:
+            while not state.outer.membership._wishes():
+                time.sleep(0.02)
+        return take_step(state, *arguments)
+
+    def dying(self, flats, axis, count):
+        if self.membership.seat.site == 1 and dies and self.weights and len(calls) == 1:
+            dead.touch()
+            os._exit(9)
+        if seat.site == 0 and len(calls) == 1:
+            while not dead.exists():
+                time.sleep(0.02)
+        calls.append(count)
+        return means(self, flats, axis, count)
+
+    calls: list[int] = []
+    if not resume:
+        loop.take_step, Outer._means = step, dying
+    run_rank(
+        Job(recipe, out, prepare(recipe), resume=resume, seat=seat), Ranks(0, 1, 0, 1, torch.device("cpu"))
+    )
+
+
+def started(*arguments):
+    process = _servers.Process(target=launch, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def test_a_site_dies_and_returns(tmp_path: Path) -> None:
+    """It is lost while sums are under way: the other tries again alone. Started again, it resumes its moments of step
+    3, takes the common weights of step 12, and both end with the same. Equal to a simulation."""
+    sets = ["sync.method=diloco", "sync.every=3", "sync.patience=20", "train.steps=15", "checkpoint.every=3"]
+    more = ["checkpoint.keep_last=9", "optim.eps=1e-4", "observe.tensorboard=false", "train.val_every=15"]
+    recipe = resolved(tmp_path, "dp=2", *sets, *more)
+    seats, dead = [Seat(site, "127.0.0.1", free_port()) for site in (0, 0)], tmp_path / "dead"
+    seats = [seats[0], Seat(1, seats[0].host, seats[0].port)]
+    outs = [tmp_path / f"site{site}" for site in (0, 1)]
+    first, lost = (
+        started(recipe, out, seat, False, dead, seat.site == 1) for out, seat in zip(outs, seats, strict=True)
+    )
+    lost.join(60 * PATIENCE)
+    assert lost.exitcode == 9
+    again = started(recipe, outs[1], seats[1], True, dead, False)
+    for process in (first, again):
+        process.join(60 * PATIENCE)
+        assert process.exitcode == 0
+    ends = [store.load(store.folder_of(out, 15)) for out in outs]
+    assert_same_tensors(ends[0].model, ends[1].model)
+    names = [name for name in ends[0].optimizer if name.startswith("outer.")]
+    assert names
+    for name in names:
+        assert torch.equal(ends[0].optimizer[name], ends[1].optimizer[name]), name
+    assert len(lines(outs[0], "loss")) == 15
+    assert lines(outs[0], "val_loss")[-1] == lines(outs[1], "val_loss")[-1], "of all validation sequences"
+    wanted = simulated(recipe, 2, 15, away=lambda site, step: site == 1 and 3 <= step < 12)
+    assert_close_tensors(ends[0].model, wanted["common"])
+
+
+def member(port: int, site: int, sites: int = 2, patience_s: float = 20.0, **said: object) -> Membership:
+    return Membership(Seat(site, "127.0.0.1", port), sites, ALONE, patience_s, FITS | said)
+
+
+def beside(function, *arguments) -> tuple[threading.Thread, list]:
+    """Runs a function in a thread. The list gets its result or its error."""
+    found: list = []
+
+    def run() -> None:
+        try:
+            found.append(function(*arguments))
+        except (UserError, CommunicationError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_who_is_a_member() -> None:
+    """Two sites meet, one is lost and returns: it is new until an attempt counts. One with another recipe is refused,
+    one that comes too late is left out, and a member learns that site 0 has ended."""
+    port = free_port()
+    zero, one = member(port, 0), member(port, 1)
+    thread, came = beside(one.come, 0, "same")
+    assert zero.come(0, "same") == Meeting(0, True, 0, (0, 1), ())
+    thread.join(20)
+    assert came == [Meeting(0, True, 0, (0, 1), ())]
+
+    other = member(port, 1, **{"model.dim": 9})  # site 1 starts again, which site 0 does not wait for
+    thread, came = beside(other.come, 0, "same")
+    while not zero._wishes():
+        time.sleep(0.01)
+    assert zero.meet(3).members == (0,)
+    thread.join(20)
+    assert str(came[0]).endswith("it does not fit site 0: model.dim = 9, not 8")
+
+    thread, came = beside(member(port, 1).come, 0, "another")
+    while not zero._wishes():
+        time.sleep(0.01)
+    assert zero.meet(6) == Meeting(6, False, 0, (0, 1), (1,))
+    thread.join(20)
+    assert came == [Meeting(6, False, 0, (0, 1), (1,))]
+    assert came[0].giving == (0,)
+    zero.patience_s = 0.1
+    assert not zero.vote(Meeting(6, False, 0, (0, 1), (1,)), True), "site 1 does not vote"
+    assert zero.meet(6, 1) == Meeting(6, False, 1, (0,), ())
+    assert zero.vote(Meeting(6, False, 1, (0,), ()), True)
+    with pytest.raises(UserError, match="site 1 came too late to the outer step after inner step 6"):
+        one.meet(6, 1)
+
+
+def test_options() -> None:
+    recipe = change(tiny(Path(), "dp=2"), ["sync.method=diloco"])
+    assert seat_of(recipe, None, None) is None
+    assert seat_of(recipe, 1, "node0:29600") == Seat(1, "node0", 29600)
+    for sets, site, address, words in (
+        ([], 1, None, "go together"),
+        ([], 2, "node0:29600", "the recipe has 2 sites, 0 to 1. Nearest valid: 1"),
+        ([], 1, "node0", "--meet node0: it must be HOST:PORT"),
+        (["sync.overlap=2"], 1, "node0:29600", "Nearest valid: sync.overlap = 0"),
+        (["sync.method=all", "sync.overlap=0"], 0, "node0:29600", "the recipe has one site"),
+    ):
+        with pytest.raises(UserError, match=words):
+            seat_of(change(recipe, sets), site, address)
+    with pytest.raises(UserError, match="site 1 finds no site 0 at"):
+        member(free_port(), 1, patience_s=0.2)
