@@ -46,18 +46,22 @@ def launch(recipe: Recipe, out: Path, seat: Seat, resume: bool, dead: Path, dies
 
     def step(state, *arguments):
         if seat.site == 0 and state.step == 10:
+            dead.with_name("alone").touch()
             while not state.outer.membership._wishes():
                 time.sleep(0.02)
+            state.outer.membership.patience_s = recipe.sync.patience
         return take_step(state, *arguments)
 
     def dying(self, flats, axis, count):
-        if self.membership.seat.site == 1 and dies and self.weights and len(calls) == 1:
+        if flats:  # not the first meeting
+            calls.append(count)
+        if len(calls) == 2 and dies:
             dead.touch()
             os._exit(9)
-        if seat.site == 0 and len(calls) == 1:
-            while not dead.exists():
-                time.sleep(0.02)
-        calls.append(count)
+        while len(calls) == 2 and not dead.exists():
+            time.sleep(0.02)
+        if len(calls) == 2:
+            self.membership.patience_s = 0.2  # for its vote
         return means(self, flats, axis, count)
 
     calls: list[int] = []
@@ -88,6 +92,8 @@ def test_a_site_dies_and_returns(tmp_path: Path) -> None:
     )
     lost.join(60 * PATIENCE)
     assert lost.exitcode == 9
+    while first.is_alive() and not (tmp_path / "alone").exists():
+        time.sleep(0.02)
     again = started(recipe, outs[1], seats[1], True, dead, False)
     for process in (first, again):
         process.join(60 * PATIENCE)
