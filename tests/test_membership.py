@@ -162,8 +162,8 @@ def test_who_is_a_member() -> None:
         one.meet(6, 1)
 
 
-def test_options() -> None:
-    recipe = change(tiny(Path(), "dp=2"), ["sync.method=diloco"])
+def test_options(tmp_path: Path) -> None:
+    recipe = change(tiny(tmp_path, "dp=2"), ["sync.method=diloco"])
     assert seat_of(recipe, None, None) is None
     assert seat_of(recipe, 1, "node0:29600") == Seat(1, "node0", 29600)
     for sets, site, address, words in (

@@ -69,6 +69,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             console.note(state.forgotten)
         batches = stack.enter_context(reader(job, state.mesh, state.step))
         hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted)
+        if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
+            hooks.save(state.step)
         complete = train_loop(state, recipe, hooks)
         predicted.conclude(state.mesh)
         if ranks.first:
