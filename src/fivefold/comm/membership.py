@@ -269,7 +269,8 @@ class Membership:
         found = self._get(key, wait_s)
         if "refused" in found:
             raise UserError(f"site {self.seat.site} cannot join at {self.seat}: {found['refused']}")
-        return Meeting(**{name: tuple(x) if isinstance(x, list) else x for name, x in found.items()})
+        step, first, attempt = (found[name] for name in ("step", "first", "attempt"))
+        return Meeting(step, first, attempt, tuple(found["members"]), tuple(found["new"]))
 
     def _get(self, key: str, wait_s: float | None = None) -> dict[str, Any]:
         """What a key says. Waits until it says something."""

@@ -14,7 +14,7 @@ def gloo_group(
     """A process group of gloo that does not belong to the launch's world: `size` processes that share a store. address:
     of this host, where gloo listens. Without it: sites cannot be launches of their own."""
     inside = dist.PrefixStore(name, store)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     backend = dist.ProcessGroupGloo(inside, index, size, options)
@@ -22,5 +22,5 @@ def gloo_group(
     group, kind = dist.ProcessGroup(inside, index, size), dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)
-    group._set_group_name(name)
+    group._set_group_name(name)  # pyright: ignore[reportArgumentType]
     return group
