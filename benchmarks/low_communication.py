@@ -4,7 +4,8 @@ leave a rank, and the validation loss after the same tokens from the same initia
     python benchmarks/low_communication.py [--seeds 0 1 2] [--steps 1000] [--only diloco] [--out FILE.json]
 
 Bytes are counted over the whole run, also those of the figures that ranks agree on. Both sites run on this machine; how
-fast links between them would have to be is the planner's to say.
+fast links between them would have to be is the planner's to say. Runs of the same length that FILE.json has already are
+kept, so it can be filled piece by piece.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ MODEL = [
     "optim.lr=2e-3", "precision.mode=fp32",
 ]  # fmt: skip
 DILOCO = ["sync.method=diloco", "sync.every=50"]
+FEW = [*DILOCO, "sync.outer_momentum=0.6"]  # for a run of few outer steps
+STREAMING = ["sync.fragments=4", "sync.outer_dtype=int8", "sync.overlap=2"]
 METHODS = {
     "all": [],
-    "diloco": DILOCO,
-    "diloco, 4 fragments, int8": [*DILOCO, "sync.fragments=4", "sync.outer_dtype=int8"],
     "local": ["sync.method=local", "sync.every=50"],
+    "diloco": DILOCO,
+    "diloco, momentum 0.6": FEW,
+    "diloco, momentum 0.6, 4 fragments, int8, overlap 2": [*FEW, *STREAMING],
 }
 
 
@@ -50,8 +54,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if args.out and args.out.exists():
+        before = json.loads(args.out.read_text(encoding="utf-8"))
+        rows = before["runs"] if before["steps"] == args.steps else []
+    done = {(row["method"], row["seed"]) for row in rows}
     for seed in args.seeds:
         for method in args.only:
+            if (method, seed) in done:
+                continue
             sets = [*MODEL, f"train.steps={args.steps}", f"train.seed={seed}", *METHODS[method]]
             recipe = load("quickstart", sets, "dp=2")
             data = prepare_data(recipe, quiet=True)
