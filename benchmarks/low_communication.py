@@ -51,18 +51,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--set", nargs="*", default=[], help="fields of the recipe, for all runs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if args.out and args.out.exists():
         before = json.loads(args.out.read_text(encoding="utf-8"))
-        rows = before["runs"] if before["steps"] == args.steps else []
+        same = (before["steps"], before.get("set", [])) == (args.steps, args.set)
+        rows = before["runs"] if same else []
     done = {(row["method"], row["seed"]) for row in rows}
     for seed in args.seeds:
         for method in args.only:
             if (method, seed) in done:
                 continue
-            sets = [*MODEL, f"train.steps={args.steps}", f"train.seed={seed}", *METHODS[method]]
+            sets = [*MODEL, f"train.steps={args.steps}", f"train.seed={seed}", *METHODS[method], *args.set]
             recipe = load("quickstart", sets, "dp=2")
             data = prepare_data(recipe, quiet=True)
             recipe = resolve(recipe, vocab_size=data.vocab_size)
@@ -71,6 +73,7 @@ def main() -> None:
             if args.out:
                 found = {
                     "steps": args.steps,
+                    "set": args.set,
                     "tokens": args.steps * 16 * 128,
                     "parameters": count_parameters(recipe.model),
                     "summary": summary(rows),
