@@ -264,11 +264,12 @@ def planned(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned_bytes(plan: Any, local: int) -> float:
-    """Bytes that leave the first host in a step: the planner's messages, each by gloo's algorithm."""
+    """Bytes that leave the first host in a step: the planner's messages, each by its algorithm or by gloo's."""
     from fivefold.plan import volume
-    from fivefold.plan.communication import GLOO, on_hosts
-    from fivefold.schedules.collectives import build
+    from fivefold.plan.communication import GLOO, on_hosts, summed_by
+    from fivefold.schedules.collectives import ALGORITHMS, build, shape_of
     from fivefold.schedules.collectives.cost import simulate
+    from fivefold.spread.layout import index_in
 
     total, s = 0.0, plan.setting
     for rank in range(local):
@@ -278,7 +279,16 @@ def planned_bytes(plan: Any, local: int) -> float:
                 by = build(what, GLOO[what], members.ranks)
                 total += simulate(by, on_hosts(members, s.cluster), size).link_bytes / members.local
             elif members.nodes > 1 and what == "send":
-                total += size
+                by, share = summed_by(s.layout.all_reduce, members, s.cluster), 1.0
+                if (
+                    axis != "pp" and by in ALGORITHMS["all_reduce"]
+                ):  # some moves of a sum stay inside the host
+                    rounds = build("all_reduce", by, shape_of(members.ranks, members.local)).rounds
+                    index = index_in(s.layout, axis, rank)
+                    mine = [move for moves in rounds for move in moves if move.source == index]
+                    apart = [move for move in mine if move.target // members.local != index // members.local]
+                    share = sum(len(m.chunks) for m in apart) / sum(len(m.chunks) for m in mine)
+                total += share * size
     return total
 
 
