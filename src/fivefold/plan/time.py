@@ -420,7 +420,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
         r, g = data_parallel(s, ranks[position], backward, forward)
         u = optimizer(s, ranks[position])
-        waits[position] = m * sum(c.sent for c in mine)
+        waits[position] = m * (sum(c.sent for c in mine) - (_hidden(s, costs, position) if p > 1 else 0.0))
         late = ends[position] + r + g + u - makespan
         if late > extra:
             extra, reduced, gathered, updated = late, r, g, u

@@ -35,7 +35,7 @@ class Costs:
         if not self.messages:
             return 0.0
         there, back = self.messages[ahead][0], self.messages[behind][1]
-        forward, backward = (self.seconds(Action(s, kind, 0)) for s, kind in ((ahead, "F"), (behind, "B")))
+        forward, backward = self.seconds(Action(ahead, "F", 0)), self.seconds(Action(behind, "B", 0))
         return min(there, backward - back) + min(back, forward - there)
 
     def seconds(self, action: Action) -> float:
