@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from namespaces import Hosts, Unavailable
+from namespaces import Hosts, Unavailable  # pyright: ignore[reportMissingImports]
 
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.schedules.priority import ORDERS, Layer, Line, Simulation
@@ -237,7 +237,7 @@ def part(folder: Path, rounds: int, steps: int) -> None:
 
     def traced(*arguments: Any) -> Any:
         state, replica = keep(*arguments)
-        for block in state.module.blocks.values():
+        for block in state.module.get_submodule("blocks").children():
             block.register_forward_hook(lambda *call: sleeping(call[-1]))
         replica.exchange.trace = []
         traces.append(replica.exchange.trace)

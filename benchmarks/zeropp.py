@@ -27,10 +27,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from hosts import GOODPUT, left_host
+from hosts import left_host
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from namespaces import Hosts, Unavailable, bytes_per_second  # pyright: ignore[reportMissingImports]
+from namespaces import GOODPUT, Hosts, Unavailable, bytes_per_second  # pyright: ignore[reportMissingImports]
 
 BASE = "dp=4,zero=3"
 LAYOUTS = (

@@ -34,6 +34,7 @@ BURST_S = (
 )
 QUEUE_S = 0.05  # of the switch, for each host; it drops what goes beyond
 LEAST = 4096  # bytes of either: two packets
+GOODPUT = 1448 / 1514  # of TCP over Ethernet: the payload of a packet
 PORT = 29400  # torchrun's rendezvous
 KINDS = ("net", "mount", "uts", "pid")
 NEW = ("--net", "--mount", "--uts", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
