@@ -5,7 +5,8 @@
 Work: the quickstart's model and text on two ranks, as bytes, with shorter sequences and a smaller batch, so that a run
 takes less than a minute. All runs of a seed see the same batches. Validation losses are means over seeds.
 
-Encoding is timed apart from messages: one rank of two, whose messages are answered at once by what it sent itself.
+Bytes are those of a step, and of the whole run with the first steps, which are not compressed (`@N` behind a text sets
+`compress_after`). Encoding is timed apart from messages: one rank of two, whose messages are answered at once.
 `--out` may exist: its other rows are kept, so a long series can be measured in parts.
 """
 
@@ -21,13 +22,12 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 
-from fivefold.comm.axis import Axis, Started
-from fivefold.comm.compress import compressed_sum
+from fivefold.bench.encoding import SHAPES, encoding
 from fivefold.data import prepare
 from fivefold.host.machine import describe
 from fivefold.launch.local import start_ranks
@@ -38,15 +38,14 @@ from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.recipe.rules import expected_vocab_size
-from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
 
 SETS = ["model.seq_len=128", "data.tokenizer=bytes", "train.global_batch_size=8", "train.val_sequences=256",
         "train.sample_every=0", "train.sample_tokens=1", "observe.tensorboard=false"]  # fmt: skip
-TEXTS = ["none", "int8", "1bit", "topk:0.1", "topk:0.01", "randk:0.1", "randk:0.01", "powersgd:4"]
-BUCKET = [(1536, 512), (512, 1536), (1536, 1024), (2048, 2048), (512,)]  # 7.3M elements, 28 MiB
+TEXTS = ["none", "int8", "int4", "1bit", "topk:0.5", "topk:0.1", "topk:0.01", "randk:0.5", "randk:0.1",
+         "powersgd:32", "powersgd:16", "powersgd:4"]  # fmt: skip
 
 
 def main() -> None:
@@ -55,7 +54,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", default=TEXTS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {}
@@ -69,8 +68,8 @@ def main() -> None:
             "runs": runs,
             "steps": args.steps,
             "seconds": seconds,
-            **sent(text),
-            **encoding(text),
+            **sent(text, args.steps),
+            "encoding_ms_per_mb": encoding_ms(text),
         }
         print(text, [round(run["val_loss"], 4) for run in runs], file=sys.stderr)
         if args.out:
@@ -80,7 +79,9 @@ def main() -> None:
 
 
 def recipe_of(text: str, *sets: str) -> Recipe:
-    return load("quickstart", [*SETS, *sets], "dp=2" if text == "none" else f"dp=2,compress={text}")
+    compress, _, after = text.partition("@")
+    late = f",compress_after={after}" if after else ""
+    return load("quickstart", [*SETS, *sets], "dp=2" if text == "none" else f"dp=2,compress={compress}{late}")
 
 
 def series(text: str, seeds: int, steps: int, out: Path, ranks: Ranks) -> None:
@@ -119,71 +120,44 @@ def last_of(path: Path) -> dict[str, Any]:
     return {"val_loss": last["val_loss"], "errors": errors}
 
 
-def sent(text: str) -> dict[str, float]:
-    """Bytes that leave a rank of two per step, and their ratio to fp32's."""
+def sent(text: str, steps: int) -> dict[str, float]:
+    """Bytes that leave a rank of two per compressed step, and the ratios of fp32's to them, per step and per run."""
 
-    def leaving(text: str) -> int:
-        recipe = recipe_of(text)
-        vocabulary = expected_vocab_size(recipe)
-        assert vocabulary, "bytes have a vocabulary"
-        recipe = resolve(recipe, vocab_size=vocabulary)
+    def resolved(text: str) -> Recipe:
+        recipe = recipe_of(text, f"train.steps={steps}")
+        return resolve(recipe, vocab_size=expected_vocab_size(recipe) or 0)
+
+    def leaving(recipe: Recipe) -> int:
         layout = Layout.from_recipe(recipe.layout)
         return volume.sent(setting(recipe.model, layout, parse("h100"), 4, 1, "bf16", FIVEFOLD_CPU))["dp"]
 
-    return {"bytes": leaving(text), "ratio": leaving("none") / leaving(text)}
+    whole, mine = leaving(resolved("none")), resolved(text)
+    size, after = leaving(mine), min(steps, mine.layout.compress_after or 0)
+    in_run = after * whole + (steps - after) * size
+    return {"bytes": size, "after": after, "ratio": whole / size, "run_ratio": steps * whole / in_run}
 
 
-def encoding(text: str) -> dict[str, float]:
-    """Milliseconds of encoding and decoding a bucket, and the passes over its memory that take as long."""
-
-    class Answered(Axis):
-        """The first of two ranks; the other one sends the same."""
-
-        def __init__(self) -> None:
-            self.index, self.size, self.device = 0, 2, torch.device("cpu")
-
-        def start_all_reduce(self, x: torch.Tensor, op: str = "sum") -> Started:
-            return Started(self, "all_reduce", x)
-
-        def start_all_to_all(self, x: torch.Tensor) -> Started:
-            return Started(self, "all_to_all", x.clone())
-
-        def start_all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Started:
-            return Started(self, "all_gather", torch.cat([x, x]))
-
-    compress, size = compressor(text), sum(map(math.prod, BUCKET))
-    if compress is None:
-        return {"encoding_ms": 0.0, "passes": 0.0}
-    one = compressed_sum(compress, BUCKET, Answered(), 0)
-    gradient, other, times, copies = torch.randn(size), torch.empty(size), [], []
-    for _ in range(7):
-        given = gradient.clone()
-        began = time.perf_counter()
-        messages = one.sum(given)
-        result = next(messages)()
-        try:
-            while True:
-                result = messages.send(result)()
-        except StopIteration:
-            times.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        other.copy_(gradient)
-        copies.append((time.perf_counter() - began) / 2)  # it reads, and writes
-    return {"encoding_ms": 1e3 * median(times[1:]), "passes": median(times[1:]) / median(copies)}
+def encoding_ms(text: str) -> float:
+    """Milliseconds of encoding and decoding per MB of fp32 gradients."""
+    if text == "none":
+        return 0.0
+    return 1e3 * encoding(text.partition("@")[0], torch.device("cpu")) / (4e-6 * sum(map(math.prod, SHAPES)))
 
 
 def table(rows: dict[str, Any]) -> str:
     lines = [
-        "| `compress` | bytes per step | fp32 by | validation loss | spread of seeds | to `none` | encoding, ms |",
-        "|" + "---|" * 7,
+        "| `compress` | first whole steps | fp32 by, per step | per run | validation loss | spread | to `none` | "
+        "not sent | encoding, ms per MB |",
+        "|" + "---|" * 9,
     ]
     losses = {text: [run["val_loss"] for run in row["runs"]] for text, row in rows.items()}
     for text, row in rows.items():
         mean, spread = fmean(losses[text]), stdev(losses[text]) if len(losses[text]) > 1 else 0.0
         to = f"{100 * (mean / fmean(losses['none']) - 1):+.2f}%" if "none" in losses else ""
+        errors = [fmean(run["errors"].values()) for run in row["runs"] if run["errors"]] or [0.0]
         lines.append(
-            f"| `{text}` | {row['bytes']:,} | {row['ratio']:.1f} | {mean:.4f} | {spread:.4f} | {to} | "
-            f"{row['encoding_ms']:.0f} |"
+            f"| `{text.partition('@')[0]}` | {row['after']} | {row['ratio']:.1f} | {row['run_ratio']:.1f} | {mean:.4f} "
+            f"| {spread:.4f} | {to} | {100 * fmean(errors):.0f}% | {row['encoding_ms_per_mb']:.1f} |"
         )
     return "\n".join(lines)
 

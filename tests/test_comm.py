@@ -100,6 +100,29 @@ def test_messages_overlap() -> None:
     run_ranks(2, overlap)
 
 
+def posted(rank: int, world: int) -> list[str]:
+    """What an all-to-all that overlaps posts, in its order. Two of them are under way together."""
+    axis, found, batch = axis_of(rank, world), [], dist.batch_isend_irecv
+
+    def record(ops: list[dist.P2POp]) -> list[dist.Work]:
+        found.extend(op.op.__name__ for op in ops)
+        return batch(ops)
+
+    dist.batch_isend_irecv = record
+    try:
+        started = [axis.start_all_to_all(torch.full((world, 1 << 16), k + float(rank))) for k in (0, 10)]
+        arrived = [one()[:, 0].tolist() for one in reversed(started)]
+    finally:
+        dist.batch_isend_irecv = batch
+    assert arrived == [[10 + float(r) for r in range(world)], [float(r) for r in range(world)]]
+    return found
+
+
+def test_an_all_to_all_posts_receives_first() -> None:
+    """gloo asks for data once a receive is posted, and the request waits behind a send that is under way."""
+    assert run_ranks(3, posted) == [["irecv", "irecv", "isend", "isend"] * 2] * 3
+
+
 def counting(rank: int, world: int) -> list[tuple[str, str, int]]:
     axis, found = axis_of(rank, world), []
     axis_.counters.append(lambda axis, operation, size: found.append((axis.name, operation, size)))

@@ -12,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured import table
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
 from steps import Numbers, planned, recipe_of
 from test_trace import measured
 from torch import Tensor
 
+from fivefold.bench.encoding import encodings
 from fivefold.checkpoint import store
 from fivefold.comm import Axis
 from fivefold.comm.axis import counters
@@ -30,12 +32,13 @@ from fivefold.observe.report import page
 from fivefold.parallel.mesh import Mesh
 from fivefold.plan import volume
 from fivefold.plan.clusters import parse
+from fivefold.plan.devices import of_table
 from fivefold.plan.predict import held, predict
 from fivefold.plan.volume import SENT
-from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.recipe.idle import notes
 from fivefold.schedules.compression import TEXTS, compressor
-from fivefold.schedules.compression.blocks import Blocks
+from fivefold.schedules.compression.blocks import LARGEST, Blocks
 from fivefold.schedules.compression.lowrank import LowRank
 from fivefold.schedules.compression.sparse import Sparse, TopK
 from fivefold.spread.layout import Layout, describe, to_text
@@ -48,7 +51,7 @@ from fivefold.train.share import share_of
 V = 96
 
 SHAPES = [(7,), (40, 30), (3, 16, 20), (2, 3), (300,)]
-COMPRESS = ["int8", "1bit", "topk:0.01", "topk:0.2", "randk:0.05", "powersgd:2"]
+COMPRESS = ["int8", "int4", "1bit", "topk:0.01", "topk:0.2", "randk:0.05", "powersgd:2"]
 STEPS = 3
 CPU = torch.device("cpu")
 
@@ -168,8 +171,11 @@ class Simulation:
                     where = [ends[j] + int(random[index][j] * (ends[j + 1] - ends[j])) for j in range(count)]
                 assert len(set(where)) == count
                 for element in where:
-                    total[element] += residual[element]
-                    residual[element] = 0
+                    sent = residual[element].clone()
+                    if isinstance(sparse, TopK):
+                        sent = sent.bfloat16().float()
+                    total[element] += sent
+                    residual[element] -= sent
             sums.append(total)
         return sums
 
@@ -194,7 +200,7 @@ def rounded(block: Tensor, bits: int) -> Tensor:
     """What arrives of a block."""
     if bits == 1:
         return torch.where(block >= 0, 1.0, -1.0) * block.abs().sum().div(len(block))
-    scale = block.abs().max() * (1 / 127)
+    scale = block.abs().max() * (1 / LARGEST[bits])
     return (block / scale.clamp(min=1e-38)).round() * scale
 
 
@@ -284,7 +290,7 @@ dims = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 
 @settings(max_examples=40, deadline=None)
 @given(
-    text=st.sampled_from(["int8", "1bit", "topk:0.1", "randk:0.1", "powersgd:1", "powersgd:3"]),
+    text=st.sampled_from(["int8", "int4", "1bit", "topk:0.1", "randk:0.1", "powersgd:1", "powersgd:3"]),
     world=st.integers(2, 5),
     shapes=st.lists(dims, min_size=1, max_size=4),
     seed=st.integers(0, 2**16),
@@ -306,7 +312,7 @@ def test_sent_and_residuals_are_the_gradients(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("text", ["int8", "1bit", "topk:0.01", "randk:0.01", "powersgd:2"])
+@pytest.mark.parametrize("text", ["int8", "int4", "1bit", "topk:0.01", "randk:0.01", "powersgd:2"])
 def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks_and_forgotten(text: str, bad: float) -> None:
     """Even one element of one rank, in a parameter that random-k leaves out: the step's sum is not finite, and the next
     one is."""
@@ -324,7 +330,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks_and_forgotten(text: 
 
 def test_parameters_do_not_change_each_other() -> None:
     """Tensor-parallel ranks have different parameters beside one that they share: it gets the same bits on each."""
-    for text in ("int8", "1bit", "topk:0.1", "randk:0.1", "powersgd:2"):
+    for text in ("int8", "int4", "1bit", "topk:0.1", "randk:0.1", "powersgd:2"):
         found, gradients = [], list[Tensor]()
         for factor in (1.0, 100.0):  # of the others
             ones = together(text, 2, SHAPES)
@@ -337,6 +343,21 @@ def test_parameters_do_not_change_each_other() -> None:
                 step_of(ones, gradients)
             found.append(gradients[0].split([math.prod(shape) for shape in SHAPES])[1].clone())
         assert torch.equal(*found), text
+
+
+def test_top_k_beyond_one_stretch() -> None:
+    """Indices of 16 bits are those of a stretch: the largest of each arrive, wherever they are."""
+    ones, gradients = (
+        together("topk:0.0001", 2, [(70_000,), (3, 50_000)]),
+        [torch.zeros(220_000) for _ in range(2)],
+    )
+    places = [[5, 65_500, 69_999, 70_000, 135_535, 135_536, 219_999], [6, 65_536, 219_999]]
+    for g, where in zip(gradients, places, strict=True):
+        g[where] = 100
+    step_of(ones, gradients)
+    assert {i: gradients[0][i].item() for i in {*places[0], *places[1]}} == {
+        i: 100.0 * sum(i in where for where in places) for i in {*places[0], *places[1]}
+    }
 
 
 def test_random_k_reaches_every_element() -> None:
@@ -364,7 +385,7 @@ def test_power_iteration_finds_the_matrix() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int9", "compress: 'int9' is unknown; did you mean 'int8'? (valid: none, int8, 1bit, "),
+        ("int9", "compress: 'int9' is unknown; did you mean 'int8'? (valid: none, int8, int4, 1bit, "),
         ("topk", "compress: 'topk' must be written like 'topk:0.01'"),
         ("int8:4", "'int8:4' must be written like 'int8'"),
         ("topk:", "must be written like 'topk:0.01'"),
@@ -390,6 +411,22 @@ def test_every_text_is_read_back() -> None:
         assert compress.text == text
 
 
+def test_the_first_steps_are_whole(base: Recipe, tmp_path: Path) -> None:
+    """As without compression, and from then on not; a tenth of the run unless the recipe says otherwise."""
+    for name, layout in (("plain", "dp=2"), ("late", "dp=2,compress=randk:0.1,compress_after=2")):
+        train(base, layout, tmp_path / name, 4)
+    a, b = (lines(tmp_path / name, "loss") for name in ("plain", "late"))
+    assert a[:3] == b[:3]  # the third loss is that before the first compressed update
+    assert a[3] != b[3]
+    assert not any(lines(tmp_path / "late", "compression_errors")[0].values())
+    for text, after in (("topk:0.1", 30), ("powersgd:4", 30), ("int8", 0), ("int4", 0)):
+        found = resolve(load("quickstart", ["train.steps=300"], f"dp=2,compress={text}"), vocab_size=V)
+        assert found.layout.compress_after == after
+    assert notes(load("quickstart", [], "dp=2,compress_after=7")) == [
+        "layout.compress_after = 7 has no effect in this layout: no gradients are compressed"
+    ]
+
+
 def test_where_it_does_not_work_or_has_no_effect() -> None:
     with pytest.raises(
         UserError, match="compress=int8 sums whole gradients of replicas: it needs zero=0, not zero=1"
@@ -411,8 +448,9 @@ def test_ratios() -> None:
     shapes, fp32 = [(1024, 1024)], 4 * 1024 * 1024 * SENT["all_reduce"](2)
     for text, ratio in (
         ("int8", 3.93),
-        ("1bit", 31),
-        ("topk:0.01", 50),
+        ("int4", 7.75),
+        ("1bit", 21.3),
+        ("topk:0.01", 100),
         ("randk:0.01", 99),
         ("powersgd:4", 127),
     ):
@@ -444,9 +482,10 @@ def train(recipe: Recipe, layout: str, out: Path, steps: int, resume: bool = Fal
     assert run_ranks(ranks, train_rank, recipe, out, resume, timeout_s=60) == [None] * ranks
 
 
-@pytest.mark.parametrize("text", ["int8", "randk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("text", ["int8", "randk:0.1,compress_after=1", "powersgd:2,compress_after=3"])
 def test_resumes_with_the_same_bits(base: Recipe, tmp_path: Path, text: str) -> None:
-    """Residuals, Q and random-k's steps are in the checkpoint. Per-parameter errors are in the metrics and the page."""
+    """Residuals and Q are in the checkpoint, and the first whole sums are those of the run. Per-parameter errors are in
+    the metrics and the page."""
     layout = f"dp=2,compress={text}"
     train(base, layout, tmp_path / "whole", 4)
     train(base, layout, tmp_path / "parts", 2)
@@ -467,7 +506,6 @@ def test_resumes_with_the_same_bits(base: Recipe, tmp_path: Path, text: str) -> 
 def test_another_layout_starts_without_residuals(base: Recipe, tmp_path: Path, capfd) -> None:
     """And says so; weights and moments go on."""
     train(base, "dp=2,compress=int8", tmp_path, 1)
-    first = store.load(store.latest(tmp_path))
     recipe = change(base, ["train.steps=2"], "dp=2,tp=2,compress=int8")
     forgotten = run_ranks(4, resumed, recipe, tmp_path)
     assert all(
@@ -477,7 +515,6 @@ def test_another_layout_starts_without_residuals(base: Recipe, tmp_path: Path, c
     assert not any(left for _, left in forgotten)
     train(recipe, "dp=2,tp=2,compress=topk:0.1", tmp_path, 2, resume=True)
     assert store.load(store.latest(tmp_path)).meta["step"] == 2
-    assert first.meta["compression"]["steps"] == 1
     same = run_ranks(4, resumed, change(recipe, [], "dp=2,tp=2,compress=topk:0.1"), tmp_path)
     assert [text for text, _ in same] == [""] * 4
     assert all(left > 0 for _, left in same)
@@ -552,3 +589,24 @@ def test_prices() -> None:
         assert 0 < terms["encoding of gradients, part of their sums"] < terms["exposed gradient sums"]
         assert plans[text].step.seconds < plans["none"].step.seconds / 3
         assert plans[text].memory[0].gradients > plans["none"].memory[0].gradients
+
+
+def test_encoding_costs_what_was_measured() -> None:
+    """Between measured numbers linearly; a table of an older version has none, and memory traffic is counted."""
+    machine, points = table(2), {"topk": [[0.01, 2e-9], [0.11, 4e-9]], "int8": [[0.0, 1e-9]]}
+    shares = {n: replace(share, encodings=points) for n, share in machine.shares.items()}
+    cluster = of_table(replace(machine, shares=shares))
+    recipe = load("quickstart", [], "dp=2")
+    for text, each in (("topk:0.01", 2e-9), ("topk:0.06", 3e-9), ("int8", 1e-9)):
+        recipe = resolve(change(recipe, [f"layout.compress={text}"]), vocab_size=4096)
+        seconds = dict(predict(recipe, cluster).step.terms)["encoding of gradients, part of their sums"]
+        assert seconds == pytest.approx(each * count_parameters(recipe.model), rel=1e-6)
+    terms = dict(predict(recipe, of_table(machine)).step.terms)
+    assert terms["encoding of gradients, part of their sums"] > 0
+
+
+def test_encoding_is_measured() -> None:
+    found = encodings(CPU)
+    assert found.keys() == {text.partition(":")[0] for text in TEXTS[1:]}
+    assert [number for number, _ in found["topk"]] == [0.01, 0.1]
+    assert all(seconds > 0 for points in found.values() for _, seconds in points)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.bench import hardware, links, overhead
+from fivefold.bench.encoding import encodings
 from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.machine import device_peak, has_fast_bf16
 from fivefold.host.memory import keep_freed_memory
@@ -122,6 +123,7 @@ def _share(dtypes: list[str], device: torch.device) -> dict[str, Any]:
         "streams": {
             d: hardware.streams(d, device) | {"optimizer": hardware.optimizer(d, device)} for d in dtypes
         },
+        "encodings": encodings(device),
     }
 
 

@@ -28,7 +28,8 @@ class Share:
     products: by dtype and role ("forward": x W^T, "input": dy W, "weight": dy^T x), FLOP/s of "m x n x k" of forward's
     product (m, k) (k, n). attention: by dtype, FLOP/s in forward and backward of "tokens x head"; ring: the same of the
     parts that context parallelism puts together. streams: by dtype and kind of operation, bytes/s in forward and
-    backward. speed: what all that is multiplied by.
+    backward. encodings: by name of a compressor of gradients, [number behind the colon, seconds per element]. speed:
+    what all that is multiplied by.
     """
 
     ranks: int
@@ -37,6 +38,7 @@ class Share:
     attention: dict[str, dict[str, list[float]]]
     ring: dict[str, dict[str, list[float]]]
     streams: dict[str, dict[str, list[float]]]
+    encodings: dict[str, list[list[float]]] = field(default_factory=dict)
     speed: float = 1.0
 
     def product(self, m: float, n: float, k: float, dtype: str, role: str) -> float:
@@ -52,6 +54,12 @@ class Share:
     def stream(self, kind: str, dtype: str, backward: bool) -> float:
         """Bytes/s of an element-wise operation."""
         return self.speed * self.streams[dtype][kind][backward]
+
+    def encoding(self, compress: str) -> float | None:
+        """Seconds per element in which a compressor encodes and decodes; None in a table of an older version."""
+        name, _, number = compress.partition(":")
+        points = self.encodings.get(name)
+        return None if points is None else line_through(points, float(number or 0)) / self.speed
 
 
 @lru_cache(maxsize=100_000)

@@ -8,6 +8,8 @@ from statistics import NormalDist
 
 from fivefold.models.operations import Matmul
 from fivefold.plan.devices import Device
+from fivefold.precision import DTYPES, MASTER
+from fivefold.schedules.compression import Compressor
 
 # Tiles of a matmul's result that one processor computes at once, and the share of the best rate that each reaches.
 # Smaller tiles read their factors more often.
@@ -68,6 +70,14 @@ def stream(size: float, device: Device, like: str = "copy", dtype: str = "", bac
     if device.measured:
         return size / device.measured.stream(like, dtype, backward) if size else 0.0
     return size / (device.bandwidth * device.streaming)
+
+
+def encoding(elements: float, compress: Compressor, device: Device) -> float:
+    """Seconds to encode and decode the compressed sum of so many gradients. It is measured with the machine; elsewhere
+    it is memory traffic."""
+    if device.measured and (each := device.measured.encoding(compress.text)) is not None:
+        return elements * each
+    return stream(compress.passes * DTYPES[MASTER].bytes * elements, device, "copy", MASTER)
 
 
 @lru_cache

@@ -383,8 +383,7 @@ def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
         seconds = [_seconds([(what, axis, size * computes)], s) for what, axis, size in messages]
         first, later = first + sum(seconds[:1]), later + sum(seconds[1:])
         if compress is not None and messages:
-            moved = compress.passes * s.software.states[s.dtype].gradient * computes
-            encoding += rates.stream(moved, s.cluster.device, "copy", s.dtype)
+            encoding += s.cluster.oversubscription * rates.encoding(computes, compress, s.cluster.device)
     return first, later, encoding
 
 

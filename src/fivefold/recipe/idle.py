@@ -95,6 +95,11 @@ IDLE = (
         "layout.zeropp says what is sent",
     ),
     Idle(
+        "layout.compress_after",
+        lambda r: r.layout.compress == NONE,
+        "no gradients are compressed",
+    ),
+    Idle(
         "sync.method",
         lambda r: r.sync.method in OUTER and r.sites.count == 1,
         "one site has nobody to synchronise with",

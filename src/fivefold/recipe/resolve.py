@@ -10,6 +10,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
+from fivefold.schedules.compression import compressor
 
 
 def total_steps(recipe: Recipe) -> int:
@@ -57,7 +58,10 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
         "microbatch_size": _microbatch_size(recipe),
         "val_every": recipe.train.val_every or max(1, steps // 10),
     }
-    layout = {"microbatches": None}
+    layout: dict[str, int | None] = {"microbatches": None}
+    compress = compressor(recipe.layout.compress)
+    if compress is not None and recipe.layout.compress_after is None:
+        layout["compress_after"] = int(compress.whole * steps)
     own = OPTIMIZERS[recipe.optim.name].fields
     optim: dict[str, Any] = {name: v for name, v in own.items() if getattr(recipe.optim, name) is None}
     sync: dict[str, Any] = {}

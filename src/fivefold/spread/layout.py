@@ -50,6 +50,7 @@ class Layout:
     microbatches: int | None = None
     recompute: str = "none"
     compress: str = NONE
+    compress_after: int | None = None
     all_reduce: str = AUTO
     zeropp: str = NONE
     ranks_per_node: int | None = None
@@ -305,7 +306,8 @@ def describe(layout: Layout) -> str:
     if layout.all_reduce != AUTO:
         words.append(f"gradients summed by {layout.all_reduce}")
     if layout.compress != NONE:
-        words.append(f"gradients compressed by {layout.compress}")
+        after = f" after step {layout.compress_after}" if layout.compress_after else ""
+        words.append(f"gradients compressed by {layout.compress}{after}")
     if layout.zeropp != NONE:
         words.append(f"ZeRO++ with {layout.zeropp}")
     if layout.bucket_mib != BUCKET_BYTES / 2**20:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fivefold.comm.compress import CompressedSum
 from fivefold.errors import UserError
 from fivefold.host import memory_bytes
 from fivefold.host.machine import has_fast_bf16
@@ -91,16 +92,15 @@ class State:
         """For each parameter of this rank the share of its gradient that the last step's compressed sum left out."""
         return {name: error for replica in self._replicas() for name, error in replica.errors().items()}
 
-    @property
-    def compressed_steps(self) -> int:
-        """Number of compressed sums so far, from which random-k draws."""
-        return max((one.steps for replica in self._replicas() for one in replica.sum.compressed), default=0)
+    def go_to(self, step: int) -> None:
+        """Sets the step, by which compressed sums begin and random-k draws."""
+        self.step = step
+        for one in self.compressed():
+            one.steps = step
 
-    @compressed_steps.setter
-    def compressed_steps(self, steps: int) -> None:
-        for replica in self._replicas():
-            for one in replica.sum.compressed:
-                one.steps = steps
+    def compressed(self) -> list[CompressedSum]:
+        """The compressed gradient sums; none without compression."""
+        return [one for replica in self._replicas() for one in replica.sum.compressed]
 
     def _replicas(self) -> list[DataParallel]:
         return [replica for replica in self.parallel.replicas if isinstance(replica, DataParallel)]
@@ -135,6 +135,8 @@ def assemble(
     else:
         parallel = _replicated(module, mesh, dtype, reduce)
     state = with_optimizer(parallel, mesh, recipe.optim)
+    for one in state.compressed():
+        one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
     return state
 

@@ -83,6 +83,7 @@ def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = C
             stack.enter_context(standins.a_gpu())
             stack.enter_context(standins.Creating(hollow))
         state = assemble(recipe, ranks, memory=hollow)
+        state.go_to(layout.compress_after or 0)
         try:
             _share_evenly(state)
             with hollow:

@@ -66,9 +66,8 @@ class Prediction:
             raise UserError("the planner does not know a module of your own")
         recipe = self.job.recipe
         found = self.plan = predict(recipe, _cluster(self.ranks))
-        first = recipe.sites.due(
-            self.start + 1, recipe.train.steps or 0
-        )  # what the counted step synchronises
+        counted = max(self.start, recipe.layout.compress_after or 0) + 1
+        first = recipe.sites.due(counted, recipe.train.steps or 0)  # what the counted step synchronises
         return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}
 
     def timeline(self, step: int) -> StepTimeline | None:
@@ -77,8 +76,9 @@ class Prediction:
         return None if planned is None else replace(planned, step=step)
 
     def begin_step(self, state: State) -> None:
-        """Watches the first steps until `end_step`. It counts this rank's messages. In the second step, when the
-        optimizer has its states, it also tracks all tensors if `observe.memory` is on.
+        """Watches the first steps (with `layout.compress` the first compressed ones) until `end_step`. It counts this
+        rank's messages. In the second step, when the optimizer has its states, it also tracks all tensors if
+        `observe.memory` is on.
 
         It does not watch accelerators (it would change their compiled code), a user's own module (it may send over
         groups that the mesh does not know), or a step whose timeline is drawn.
@@ -86,7 +86,7 @@ class Prediction:
         observe = self.job.recipe.observe
         if state.mesh.device.type != "cpu" or self.job.module is not None:
             return
-        if state.step + 1 == observe.trace_step:
+        if state.step + 1 == observe.trace_step or state.step < (state.mesh.layout.compress_after or 0):
             return
         if self.counter is None:
             self.counter = Collectives(state.mesh)

@@ -102,7 +102,7 @@ def moments_of(state: State) -> tuple[str, ...]:
 
 
 def _compression(state: State) -> dict[str, Any]:
-    """Where residuals of compression fit: in the same layout. And the number of compressed sums."""
+    """Where residuals of compression fit: in the same layout."""
     layout = state.mesh.layout
     if layout.compress == NONE:
         return {}
@@ -113,10 +113,11 @@ def _compression(state: State) -> dict[str, Any]:
         "sp_regather": False,
         "expert_chunks": 1,
         "all_reduce": AUTO,
+        "compress_after": None,
     }
     same, sites = to_text(replace(layout, **idle)), state.mesh.size("sites")
     where = f"{same} in {sites} sites" if sites > 1 else same
-    return {"compression": {"layout": where, "steps": state.compressed_steps}}
+    return {"compression": {"layout": where}}
 
 
 def buffer_pieces(state: State) -> list[write.Piece]:
@@ -199,8 +200,6 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
         _load(state, checkpoint, parts, buffers, source)
         for name, tensor in unsent.items():
             tensor.copy_(checkpoint.read("optimizer", name))
-        if unsent:
-            state.compressed_steps = int(checkpoint.meta["compression"]["steps"])
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,8 @@ def _load(
     source: Source,
 ) -> None:
     masters, meta = state.masters(), checkpoint.meta
-    state.step, updates = int(meta["step"]), int(meta.get("updates", meta["step"]))
+    updates = int(meta.get("updates", meta["step"]))
+    state.go_to(int(meta["step"]))
     state.set_counts(updates, int(meta.get("skipped", 0)))
     gradient, trace = meta.get("noise", (0.0, 0.0))  # older checkpoints have none
     state.noise = float(gradient), float(trace)

@@ -25,19 +25,28 @@ Messages = Generator[Started, Tensor, None]
 
 class CompressedSum(ABC):
     """shapes: of the bucket's parameters. residual: this rank's, flat, fp32. residuals: its parts of each parameter;
-    empty for those that are sent whole. steps: sums so far."""
+    empty for those that are sent whole. steps: of the run, so far. after: the first steps, which send everything."""
 
     residual: Tensor
     residuals: list[Tensor]
+    after: int = 0
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], axis: Axis, number: int):
         self.shapes, self.sizes, self.axis, self.number = list(shapes), sizes(shapes), axis, number
         self.steps = 0
         self._before: list[Tensor] = []
 
-    @abstractmethod
     def sum(self, gradients: Tensor) -> Messages:
         """Replaces this rank's gradients (E) by the sum over all ranks."""
+        if self.steps < self.after:
+            yield self.axis.start_all_reduce(gradients)
+        else:
+            yield from self._sum(gradients)
+        self.steps += 1
+
+    @abstractmethod
+    def _sum(self, gradients: Tensor) -> Messages:
+        """The compressed sum."""
 
     def state(self) -> dict[str, Tensor]:
         """What stays from step to step, besides `steps`. Loading writes into these tensors."""

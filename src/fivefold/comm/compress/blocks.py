@@ -1,4 +1,4 @@
-"""Runs `schedules/compression/blocks.py`: int8 and 1-bit sums.
+"""Runs `schedules/compression/blocks.py`: int8, int4 and 1-bit sums.
 
 Legend: n ranks; C blocks of a chunk; B elements of a block; R bytes of an encoded chunk.
 """
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fivefold.comm.axis import Axis
 from fivefold.comm.compress.base import CompressedSum, Messages
-from fivefold.schedules.compression.blocks import Blocks
+from fivefold.kernels.quantize import Quantizer
+from fivefold.schedules.compression.blocks import LARGEST, Blocks
 
 
 class Sum(CompressedSum):
@@ -23,6 +24,9 @@ class Sum(CompressedSum):
         super().__init__(shapes, axis, number)
         self.blocks, self.C, n, B = blocks, blocks.chunk(shapes, axis.size), axis.size, blocks.block
         self.starts, padded = blocks.starts(shapes), n * self.C * B
+        self.quantizer = (
+            Quantizer(blocks.bits, B, [self.C * B], axis.device) if blocks.bits in LARGEST else None
+        )
         self.residual = torch.zeros(padded, device=axis.device)
         self.residuals = self._parts(self.residual)
         # elements of each block that exist, and those elements at the ends of parameters that do not
@@ -37,7 +41,7 @@ class Sum(CompressedSum):
         """The elements of each parameter."""
         return [flat[start : start + size] for start, size in zip(self.starts, self.sizes, strict=False)]
 
-    def sum(self, gradients: Tensor) -> Messages:
+    def _sum(self, gradients: Tensor) -> Messages:
         n, own, B = self.axis.size, self.axis.index, self.blocks.block
         others, row = [rank for rank in range(n) if rank != own], self.blocks.row(self.C)
         self._add(gradients.split(self.sizes))
@@ -63,7 +67,6 @@ class Sum(CompressedSum):
             self._place(self._decode(gathered[rank]).flatten(), rank * self.C * B, gradients)
         self._clear_missing()
         self._keep_if(self._scales(gathered).isfinite().all())
-        self.steps += 1
 
     def _place(self, chunk: Tensor, first: int, gradients: Tensor) -> None:
         """Copies the elements of a chunk, which begins at `first`, to those of the gradients (E)."""
@@ -88,23 +91,18 @@ class Sum(CompressedSum):
 
     def _encode(self, x: Tensor, counts: Tensor, out: Tensor) -> None:
         """Writes a chunk (C, B) into R bytes. counts (C): elements of each block that exist."""
-        encode = _encode_signs if self.blocks.bits == 1 else _encode_int8
-        encode(x, counts, self._elements(out), self._scales(out))
+        if self.quantizer:
+            self.quantizer.encode(x.view(1, -1), out[None])
+        else:
+            _encode_signs(x, counts, self._elements(out), self._scales(out))
 
     def _decode(self, encoded: Tensor) -> Tensor:
         """(R) -> (C, B), fp32."""
-        decode = _decode_signs if self.blocks.bits == 1 else _decode_int8
-        return decode(self._elements(encoded), self._scales(encoded))
-
-
-def _encode_int8(x: Tensor, counts: Tensor, elements: Tensor, scales: Tensor) -> None:
-    scales.copy_(x.abs().amax(-1)).mul_(1 / 127)
-    rounded = (x / scales.clamp(min=1e-38)[:, None]).round_()
-    elements.view(torch.int8).view(x.shape).copy_(rounded)
-
-
-def _decode_int8(elements: Tensor, scales: Tensor) -> Tensor:
-    return elements.view(torch.int8).view(len(scales), -1) * scales[:, None]
+        if self.quantizer is None:
+            return _decode_signs(self._elements(encoded), self._scales(encoded))
+        found = self.residual.new_empty(self.C, self.blocks.block)
+        self.quantizer.decode(encoded[None], found.view(1, -1))
+        return found
 
 
 def _encode_signs(x: Tensor, counts: Tensor, elements: Tensor, scales: Tensor) -> None:

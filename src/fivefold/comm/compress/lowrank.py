@@ -35,7 +35,7 @@ class Sum(CompressedSum):
     def state(self) -> dict[str, Tensor]:
         return super().state() | {"q": self.q}
 
-    def sum(self, gradients: Tensor) -> Messages:
+    def _sum(self, gradients: Tensor) -> Messages:
         every = gradients.split(self.sizes)
         plain = [g for g, matrix in zip(every, self.is_matrix, strict=True) if not matrix]
         wide = [g for g, matrix in zip(every, self.is_matrix, strict=True) if matrix]
@@ -54,7 +54,6 @@ class Sum(CompressedSum):
             yield from self._second(
                 M, wide, [_orthonormal(one.view(-1, r)) for one in p], rest.isfinite().all()
             )
-        self.steps += 1
 
     def _second(
         self, M: list[Tensor], gradients: list[Tensor], p: list[Tensor], rest_finite: Tensor

@@ -18,33 +18,41 @@ from fivefold.schedules.compression.sparse import Sparse, TopK
 class Sum(CompressedSum):
     def __init__(self, sparse: Sparse, shapes: Sequence[tuple[int, ...]], axis: Axis, number: int):
         super().__init__(shapes, axis, number)
-        self.top, self.counts = isinstance(sparse, TopK), sparse.counts(shapes)
+        self.top, self.stretches = isinstance(sparse, TopK), sparse.stretches(shapes)
+        self.counts = sparse.counts(shapes)
         self.residual = torch.zeros(sum(self.sizes), device=axis.device)
         self.residuals = list(self.residual.split(self.sizes))
 
-    def sum(self, gradients: Tensor) -> Messages:
+    def _sum(self, gradients: Tensor) -> Messages:
         self._add(gradients.split(self.sizes))
         if self.top:
             yield from self._sum_largest(gradients)
         else:
             yield from self._sum_random(gradients)
-        self.steps += 1
 
     def _sum_largest(self, gradients: Tensor) -> Messages:
-        found, start = [], 0
-        for residual, count in zip(self.residuals, self.counts, strict=True):
-            # NaN counts as the largest
-            found.append(residual.abs().topk(count, sorted=False).indices + start)
-            start += residual.numel()
-        where = torch.cat(found)
-        message = torch.cat([self.residual[where].view(torch.int32), where.int()])  # (2 K)
-        started = self.axis.start_all_gather(message)
-        self.residual.index_fill_(0, where, 0)
-        gathered = (yield started).view(self.axis.size, 2, -1)  # (n 2 K) -> (n, 2, K)
+        found = [
+            stretch.abs().topk(count, sorted=False).indices  # NaN counts as the largest
+            for stretch, count in zip(self.residual.split(self.stretches), self.counts, strict=True)
+        ]
+        local, firsts = torch.cat(found), self._firsts()
+        where = local + firsts
+        values = self.residual[where].bfloat16()
+        message = torch.cat([values.view(torch.int16), local.to(torch.int16)])  # (2 K)
+        started = self.axis.start_all_gather(message.view(torch.uint8))
+        self.residual.index_add_(0, where, values.float(), alpha=-1)
+        gathered = (yield started).view(torch.int16).view(self.axis.size, 2, -1)  # (4 n K) -> (n, 2, K)
         gradients.zero_()
-        for values, indices in gathered:  # by rank: everyone adds in the same order
-            gradients.index_add_(0, indices, values.view(torch.float32))
-        self._keep_if(gathered[:, 0].view(torch.float32).isfinite().all())
+        for values, local in gathered:  # by rank: everyone adds in the same order
+            indices = firsts + (local.long() & 0xFFFF)
+            gradients.index_add_(0, indices, values.view(torch.bfloat16).float())
+        self._keep_if(gathered[:, 0].view(torch.bfloat16).isfinite().all())
+
+    def _firsts(self) -> Tensor:
+        """For each element that is sent (K) the first one of its stretch."""
+        lengths = torch.tensor(self.stretches, device=self.residual.device)
+        counts = torch.tensor(self.counts, device=self.residual.device)
+        return (lengths.cumsum(0) - lengths).repeat_interleave(counts, output_size=sum(self.counts))
 
     def _sum_random(self, gradients: Tensor) -> Messages:
         where = self._drawn()
@@ -59,11 +67,11 @@ class Sum(CompressedSum):
         self._keep_if(total.isfinite().all())
 
     def _drawn(self) -> Tensor:
-        """The elements (K) of this step, the same on all ranks: one out of each of `count` equal stretches of a
-        parameter. So none is drawn twice, and each is drawn about equally often."""
+        """The elements (K) of this step, the same on all ranks: one out of each of `count` equal parts of a parameter.
+        So none is drawn twice, and each is drawn about equally often."""
         device, found, start = self.residual.device, [], 0
         random = uniform(sum(self.counts), self.steps, self.number, device).split(self.counts)
-        for size, count, drawn in zip(self.sizes, self.counts, random, strict=True):
+        for size, count, drawn in zip(self.stretches, self.counts, random, strict=True):
             ends = torch.arange(count + 1, device=device) * size // count
             found.append(start + ends[:-1] + (drawn * (ends[1:] - ends[:-1])).long())
             start += size

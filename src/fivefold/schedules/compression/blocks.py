@@ -1,5 +1,5 @@
-"""Few bits per element, with a scale per block: int8 (largest element), and 1 bit (mean magnitude: 1-bit SGD, Seide et
-al., Interspeech 2014; 1-bit Adam, arXiv 2102.02888).
+"""Few bits per element, with a scale per block: int8 and int4 (largest element), and 1 bit (mean magnitude: 1-bit SGD,
+Seide et al., Interspeech 2014; 1-bit Adam, arXiv 2102.02888).
 
 Each rank owns a chunk of the bucket. It gets the others' encoded gradients of its chunk (all-to-all), sums them in
 fp32, and sends the encoded sum to everyone (all-gather). Its own gradient of its chunk is never encoded.
@@ -23,6 +23,10 @@ class Blocks(Compressor):
 
     bits: int
     block: int
+
+    @property
+    def whole(self) -> float:
+        return 0.0 if self.bits in LARGEST else super().whole
 
     @property
     def passes(self) -> float:
@@ -63,5 +67,6 @@ class Blocks(Compressor):
 INT8, INT4 = Blocks("int8", bits=8, block=256), Blocks("int4", bits=4, block=256)
 COMPRESSORS: dict[str, Callable[[str], Compressor]] = {
     "int8": lambda text: INT8,
-    "1bit": lambda text: Blocks(text, bits=1, block=1024),
+    "int4": lambda text: INT4,
+    "1bit": lambda text: Blocks(text, bits=1, block=64),
 }

@@ -34,6 +34,11 @@ class Compressor(ABC):
     text: str
 
     @property
+    def whole(self) -> float:
+        """Share of a run's steps, the first ones, that are better summed whole: weights change most in them."""
+        return 0.1
+
+    @property
     @abstractmethod
     def passes(self) -> float: ...
 

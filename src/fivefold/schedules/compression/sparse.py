@@ -1,29 +1,35 @@
 """A share of each parameter's elements: the largest (top-k), or random ones (random-k); see arXiv 1901.09847.
 
-Top-k: each rank has its own elements, so values and indices travel (all-gather). Random-k: all ranks draw the same
-elements from the number of the step, so only values travel, and they can be summed on the way (all-reduce).
+Top-k: each rank has its own elements, so values and indices travel (all-gather). They are the largest of each stretch
+of 65,536 elements, so that an index has 16 bits. Random-k: all ranks draw the same elements from the number of the
+step, so only values travel, and they can be summed on the way (all-reduce).
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fivefold.schedules.compression.compressor import Compressor, Shape, Wire, sizes
 
-INDEX, VALUE = 4, 4  # bytes: int32, fp32
+STRETCH = 2**16
 
 
 @dataclass(frozen=True)
 class Sparse(Compressor):
-    """share: of each parameter's elements, at least one of them."""
+    """share: of each stretch's elements, at least one of them."""
 
     share: float
 
+    @abstractmethod
+    def stretches(self, shapes: Sequence[Shape]) -> list[int]:
+        """Elements of each stretch, one after the other. None reaches into another parameter."""
+
     def counts(self, shapes: Sequence[Shape]) -> list[int]:
-        """Elements that are sent of each parameter."""
-        return [math.ceil(self.share * size) for size in sizes(shapes)]
+        """Elements that are sent of each stretch."""
+        return [math.ceil(self.share * size) for size in self.stretches(shapes)]
 
     def kept(self, shapes: Sequence[Shape], ranks: int) -> int:
         return 4 * sum(sizes(shapes))
@@ -35,12 +41,16 @@ class TopK(Sparse):
     def passes(self) -> float:
         return 12.0
 
+    def stretches(self, shapes: Sequence[Shape]) -> list[int]:
+        return [min(STRETCH, size - start) for size in sizes(shapes) for start in range(0, size, STRETCH)]
+
     def messages(self, shapes: Sequence[Shape], ranks: int) -> tuple[Wire, ...]:
-        return (Wire("all_gather", ranks * (VALUE + INDEX) * sum(self.counts(shapes))),)
+        """A value (bf16) and an index (16 bits) per element."""
+        return (Wire("all_gather", ranks * (2 + 2) * sum(self.counts(shapes))),)
 
     def scratch(self, shapes: Sequence[Shape], ranks: int) -> int:
-        """Absolute values of a parameter, and indices (int64)."""
-        return 4 * max(sizes(shapes)) + 8 * sum(self.counts(shapes))
+        """Absolute values of a stretch; indices (int64) and values."""
+        return 4 * min(STRETCH, max(sizes(shapes))) + (8 + 8) * sum(self.counts(shapes))
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,12 @@ class RandomK(Sparse):
     def passes(self) -> float:
         return 7.0
 
+    def stretches(self, shapes: Sequence[Shape]) -> list[int]:
+        return sizes(shapes)
+
     def messages(self, shapes: Sequence[Shape], ranks: int) -> tuple[Wire, ...]:
-        return (Wire("all_reduce", VALUE * sum(self.counts(shapes))),)
+        """A value (fp32) per element."""
+        return (Wire("all_reduce", 4 * sum(self.counts(shapes))),)
 
     def scratch(self, shapes: Sequence[Shape], ranks: int) -> int:
         """Random numbers (fp64) and indices (int64)."""
