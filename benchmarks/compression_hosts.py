@@ -83,12 +83,13 @@ def measured(text: str, axis: Any) -> dict[str, float]:
     compress = compressor(text)
     gradients = torch.randn(sum(map(math.prod, SHAPES)), generator=torch.Generator().manual_seed(axis.rank))
     laps: list[tuple[float, float]] = []
-    one = None if compress is None else compressed_sum(compress, SHAPES, Meeting(axis), 0)
+    meeting: Any = Meeting(axis)
+    one = None if compress is None else compressed_sum(compress, SHAPES, meeting, 0)
     for _ in range(TIMES + 1):
         given = gradients.clone()
         axis.barrier()
         began, messages = time.perf_counter(), 0.0
-        running = plain(given, Meeting(axis)) if one is None else one.sum(given)
+        running: Any = plain(given, meeting) if one is None else one.sum(given)
         started = next(running)
         while started is not None:
             result = started()
