@@ -8,4 +8,4 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("FORCE_COLOR", None)
 if "FIVEFOLD_CACHE" not in os.environ:  # kept between runs: a second `make test` starts at once
-    os.environ["FIVEFOLD_CACHE"] = os.path.join(tempfile.gettempdir(), f"fivefold-test-cache-{os.getuid()}")
+    os.environ["FIVEFOLD_CACHE"] = os.path.join(tempfile.gettempdir(), f"fivefold-tests-{os.getuid()}")
