@@ -230,7 +230,7 @@ def test_a_short_run_learns_as_zero_3_does() -> None:
         f"dp=4,zero=3,ranks_per_node=4,zeropp={ALL}",
         f"dp=4,zero=3,ranks_per_node=1,zeropp={ALL}",
         f"dp=2,tp=2,zero=3,ranks_per_node=2,zeropp={ALL}",
-        f"dp_replicate=2,dp_shard=2,zero=3,ranks_per_node=1,zeropp={ALL}",
+        f"dp_replicate=2,dp_shard=2,zero=3,ranks_per_node=1,all_reduce=library,zeropp={ALL}",
         f"dp=2,pp=2,zero=3,ranks_per_node=1,zeropp={ALL}",
     ],
 )
