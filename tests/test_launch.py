@@ -254,7 +254,7 @@ def test_resuming_on_more_ranks_forgets_the_saved_microbatch(tmp_path, monkeypat
     (tmp_path / "recipe.toml").write_text(to_toml(recipe))
     asked = []
     monkeypatch.setattr(start, "run_command", lambda recipe, *_, **__: asked.append(recipe))
-    train(str(tmp_path), None, layout, None, None, True, False)
+    train(str(tmp_path), layout=layout, resume=True)
     assert asked[0].train.microbatch_size == rows
     assert asked[0].train.global_batch_size == 16
 

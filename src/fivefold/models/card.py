@@ -116,6 +116,10 @@ class Card(ABC):
         """Yields every broken rule that is specific to this architecture. The model may be unresolved."""
         yield from ()
 
+    def expert_features(self) -> tuple[str, int]:
+        """The field that sets the number of features of each expert, and their number; 0 without experts or unset."""
+        return "", 0
+
     @abstractmethod
     def table(self) -> dict[str, Shape]:
         """Names and shapes of the parameters, in the module's order. Names `embed...` belong to the model's beginning,

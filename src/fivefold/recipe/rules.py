@@ -286,10 +286,9 @@ def _tensor(recipe: Sections) -> Iterator[Contradiction]:
 def _features(recipe: Sections) -> Iterator[Contradiction]:
     """Tensor-parallel ranks have equally many features of every expert, in rows of whole 16 bytes (models/moe/card.py).
     Under sequence parallelism they have whole experts."""
-    model, tp = resolve_model(recipe.model, vocab_size=1), recipe.layout.tp
-    F = model.expert_ffn_dim or 0
-    if card_of(model).has_experts and not recipe.layout.sp and F % (8 * tp) and F % 8 == 0:
-        name = "expert_ffn_dim" if recipe.model.expert_ffn_dim else "ffn_dim"
+    F, tp = card_of(resolve_model(recipe.model, vocab_size=1)).expert_features()[1], recipe.layout.tp
+    if not recipe.layout.sp and F % (8 * tp) and F % 8 == 0:
+        name, _ = card_of(recipe.model).expert_features()
         fitting = max(n for n in range(1, tp + 1) if F % (8 * n) == 0)
         yield (
             {f"model.{name}", "layout.tp", "layout.sp"},

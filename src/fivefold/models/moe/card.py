@@ -52,6 +52,10 @@ class Card(llama.Card):
     def per_token(self) -> int:
         return self.model.experts_per_token or min(2, self.model.experts or EXPERTS)
 
+    def expert_features(self) -> tuple[str, int]:
+        name = "expert_ffn_dim" if self.model.expert_ffn_dim else "ffn_dim"
+        return name, getattr(self.model, name) or 0
+
     def rules(self) -> Iterator[Contradiction]:
         model, experts, per_token = self.model, self.model.experts or EXPERTS, self.per_token
         if per_token > experts:
@@ -71,8 +75,7 @@ class Card(llama.Card):
                 {"model.dense_layers", "model.layers"},
                 f"model.dense_layers = {model.dense_layers} must be less than model.layers = {model.layers}",
             )
-        for name in ("dim", "expert_ffn_dim" if model.expert_ffn_dim else "ffn_dim"):
-            size = getattr(model, name)
+        for name, size in (("dim", model.dim), self.expert_features()):
             if size and size % 8:
                 yield (
                     {f"model.{name}"},
