@@ -236,9 +236,10 @@ def test_which_algorithm_sums_a_bucket(tmp_path, monkeypatch) -> None:
     )
 
 
-def tabled(rank: int, world: int) -> dict[int, str]:
+def tabled(rank: int, world: int) -> tuple[int, dict[int, str]]:
     axis = Mesh(Layout(dp_replicate=world), ranks_of(rank, world)).axis("all")
-    return dict(agreed({1024: "ring", 4096: "gone"} if rank == 0 else {2048: "tree"}, axis))
+    local, best = agreed(2 + rank, {1024: "ring", 4096: "gone"} if rank == 0 else {2048: "tree"}, axis)
+    return local, dict(best)
 
 
 def by_table(rank: int, world: int) -> list[list[str]]:
@@ -259,9 +260,12 @@ def test_auto_goes_by_the_size_and_says_so() -> None:
     assert plain == [], "the library's"
 
 
-def across(rank: int, world: int) -> list[str]:
-    """On hosts of two ranks."""
-    summation = Mesh(Layout(dp_replicate=world), Ranks(rank, world, rank % 2, 2, CPU)).sums("batch")
+def across(rank: int, world: int, last: int = 2) -> list[str]:
+    """On hosts of two ranks. last: of the ranks behind the first host."""
+    on_host = 2 if rank < 2 else last
+    summation = Mesh(Layout(dp_replicate=world), Ranks(rank, world, rank % on_host, on_host, CPU)).sums(
+        "batch"
+    )
     x = torch.ones(100)
     summation.reserve(len(x), x.dtype)
     assert (summation.start(x)() == world).all()
@@ -273,6 +277,9 @@ def test_sums_across_hosts_are_hierarchical() -> None:
     assert run_ranks(4, across)[0] == [
         'layout.all_reduce = "auto" over axis batch: 0.000381 MiB by hierarchical'
     ]
+    assert run_ranks(4, across, 1)[3] == run_ranks(4, across)[0], (
+        "unequal hosts agree on what the first rank sees"
+    )
     assert run_ranks(2, across)[0] == []
     assert resolved("auto", 4, 1, {}, True) == resolved("auto", 3, 2, {}, True) == "library"
     assert resolved("auto", 4, 2, {}, False) == "library", "NCCL does it itself"
@@ -280,7 +287,7 @@ def test_sums_across_hosts_are_hierarchical() -> None:
 
 
 def test_all_ranks_go_by_the_table_of_the_first() -> None:
-    assert run_ranks(2, tabled) == [{1024: "ring"}] * 2
+    assert run_ranks(2, tabled) == [(2, {1024: "ring"})] * 2
 
 
 def test_impossible_numbers_are_refused_with_what_is_possible() -> None:

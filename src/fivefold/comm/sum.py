@@ -125,13 +125,15 @@ class Beside:
         return _OnStream(done)
 
 
-def agreed(best: Best, axis: Axis) -> Best:
-    """The first rank's table on all ranks of the axis. Those with another one would wait for other messages."""
+def agreed(local: int, best: Best, axis: Axis) -> tuple[int, Best]:
+    """The first rank's (ranks per node, table) on all ranks of the axis. Those with others, as on nodes of unequally
+    many ranks, would wait for other messages."""
     if dist.get_backend(axis.group) == "fake":  # a trace, with nobody to agree with
-        return best
+        return local, best
     rows = [(size, ALL_REDUCES.index(name)) for size, name in best.items() if name in ALL_REDUCES][:TABLE]
-    table = torch.tensor(rows + [(0, 0)] * (TABLE - len(rows)), device=axis.device)
-    return {size: ALL_REDUCES[name] for size, name in axis.broadcast(table, 0).tolist() if size}
+    table = torch.tensor([(local, 0), *rows] + [(0, 0)] * (TABLE - len(rows)), device=axis.device)
+    (local, _), *rows = axis.broadcast(table, 0).tolist()
+    return local, {size: ALL_REDUCES[name] for size, name in rows if size}
 
 
 def _work(queue: SimpleQueue[Job | None]) -> None:

@@ -134,8 +134,8 @@ def schedule_as_batch() -> None:
     gloo's thread polls a connection for as long as another thread holds its lock. If the holder has just been
     interrupted by a thread that woke up, this lasts for a time slice, 4 ms, in which a small message could be sent 20
     times."""
-    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

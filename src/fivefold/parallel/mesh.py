@@ -98,8 +98,10 @@ class Mesh:
         if shape not in self._sums:
             axis, how, best = self.axis(name), self.layout.all_reduce, {}
             local = on_node(self.layout, name, self._ranks.local_world)
-            if how == AUTO and local == axis.size > 1:
-                best = agreed(best_all_reduce(axis.size, self.device.type), axis)
+            if how != LIBRARY and axis.size > 1:
+                measured = how == AUTO and local == axis.size
+                best = best_all_reduce(axis.size, self.device.type) if measured else {}
+                local, best = agreed(local, best, axis)
             by = resolved(how, axis.size, local, best, self.device.type == "cpu")
             if axis.size > 1 and by != LIBRARY:  # a group that nothing else uses
                 axis = self.new_axis(name, axis.ranks, apart=True)

@@ -11,6 +11,7 @@ from fivefold.models.card import Contradiction
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.schema import LayoutSection, Sections
 from fivefold.recipe.words import toml_value
+from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, summing_groups
 from fivefold.spread.servers import SERVER
@@ -111,12 +112,12 @@ IDLE = (
     *map(_served, ("servers", "staleness", "order", "partition", "credits")),
     Idle(
         "layout.all_reduce",
-        lambda r: not _sums(r),
+        lambda r: not _sums(r) and r.layout.all_reduce != LIBRARY,  # the default of earlier versions
         "only replicas sum gradients by all-reduce (zero = 0 with dp > 1 or cp > 1, or dp_replicate > 1)",
     ),
     Idle(
         "layout.all_reduce",
-        lambda r: bool(_sums(r)) and r.layout.compress != NONE,
+        lambda r: bool(_sums(r)) and r.layout.compress != NONE and r.layout.all_reduce != LIBRARY,
         "layout.compress says what is sent",
     ),
     Idle(
