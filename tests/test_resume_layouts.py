@@ -318,3 +318,19 @@ def unexpected_error(rank: int, world: int) -> str:
     except (UserError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def machines(rank: int, world: int) -> list[int]:
+    """Of two machines, on which the first two of four ranks have made an axis more."""
+    mesh = Mesh(Layout(dp_replicate=world), ranks_of(rank, world))
+    if rank < 2:
+        mesh.new_axis("more", [0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checked, "machine_id", lambda: bytes([rank % 2]))
+        axis = checked.machine_axis(mesh)
+    mine = torch.tensor([rank])
+    return axis.all_gather(mine).tolist()
+
+
+def test_ranks_of_a_machine_meet_whatever_else_they_made() -> None:
+    assert run_ranks(4, machines) == [[0, 2], [1, 3], [0, 2], [1, 3]]

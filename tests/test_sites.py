@@ -23,15 +23,16 @@ from fivefold.errors import UserError
 from fivefold.models.build import build
 from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.outer import decode_int8, encode_int8, sum_int8
+from fivefold.parallel.outer import sum_int8
 from fivefold.plan import volume
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import Cluster
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.recipe.idle import notes
+from fivefold.schedules.compression.blocks import INT8
 from fivefold.spread.layout import Layout
-from fivefold.spread.sites import INT8_BLOCK, Sites, messages
+from fivefold.spread.sites import Sites, messages
 from fivefold.step.step import take_step
 from fivefold.trace.depth import depths, exact
 from fivefold.trace.traffic import Collectives
@@ -250,17 +251,6 @@ def test_streaming_leaves_fragments_that_are_not_due(room: Path) -> None:
     assert {name for name in one if torch.equal(one[name], other[name])} == first
 
 
-def test_int8_is_off_by_half_a_step_at_most() -> None:
-    x = torch.randn(3, 4 * INT8_BLOCK, generator=torch.Generator().manual_seed(0)) * torch.tensor(
-        [[1e-6], [1.0], [1e4]]
-    )
-    x[1, :INT8_BLOCK] = 0.0
-    steps = x.view(3, 4, INT8_BLOCK).abs().amax(-1, keepdim=True) / 127
-    error = (decode_int8(encode_int8(x)) - x).view(3, 4, INT8_BLOCK).abs()
-    assert (error <= 0.5001 * steps).all()
-    assert encode_int8(x).shape == (3, 4 * (INT8_BLOCK + 4))
-
-
 def summed(rank: int, world: int, size: int) -> tuple[Tensor, Tensor]:
     """(the int8 sum, this rank's summand)."""
     axis = Mesh(Layout(dp_replicate=world), ranks_of(rank, world), world).axis("sites")
@@ -381,7 +371,7 @@ def test_an_average_step_sends_its_share(room: Path) -> None:
     assert volume.sent(s) == {"sites": control + size // 8}
     assert volume.sent(replace(s, sites=replace(s.sites, fragments=4))) == volume.sent(s)
     int8 = volume.sent(replace(s, sites=replace(s.sites, dtype="int8")))
-    assert int8["sites"] == pytest.approx(size / 4 / 8 * (1 + 4 / INT8_BLOCK), rel=0.05)
+    assert int8["sites"] == pytest.approx(size / 4 / 8 * INT8.per_element, rel=0.05)
 
 
 def plan_of(*sets: str, cluster: Cluster | None = None) -> Plan:

@@ -24,7 +24,7 @@ from fivefold.spread.layout import (
     on_nodes,
     to_text,
 )
-from fivefold.spread.sites import in_site, site_layout
+from fivefold.spread.sites import counterparts, in_site, site_layout
 
 
 class Mesh:
@@ -63,7 +63,7 @@ class Mesh:
             members = [first + own for own in group_of(self.layout, name, self.rank)]
             add(name, members, index_in(self.layout, name, self.rank))
         together = sites > 1 and not self.apart
-        peers = list(range(self.rank, ranks.world, self.layout.ranks)) if together else [ranks.rank]
+        peers = counterparts(self.layout, sites)[self.rank] if together else [ranks.rank]
         add("sites", peers, index if together else 0)
         self._axes["run"] = self._axes["all"]
         if together:
@@ -82,11 +82,18 @@ class Mesh:
         return self._axes[name]
 
     def new_axis(self, name: str, members: Sequence[int], apart: bool = False) -> Axis:
-        """An axis between any ranks, this one included. All of them make it at the same time. apart: with a process
-        group of its own, even for all ranks."""
+        """An axis between any ranks, this one included. All of them make it at the same time, and have made the same
+        number of axes before. apart: with a process group of its own, even for all ranks."""
         axis = axis_between(name, members, self._ranks, apart)
         assert axis is not None, f"rank {self._ranks.rank} is not in {members}"
         return axis
+
+    def new_axes(self, name: str, every: Sequence[Sequence[int]], apart: bool = False) -> Axis:
+        """This rank's of the axes between these ranks, which are all of the run. All of them call it at the same time,
+        and may have made different numbers of axes before."""
+        axes = [axis_between(name, members, self._ranks, apart, everywhere=True) for members in every]
+        [own] = filter(None, axes)
+        return own
 
     def sums(self, name: str) -> Summation:
         """What sums gradients over an axis, by the layout's algorithm. All ranks of the axis call it at the same time.

@@ -19,11 +19,13 @@ from torch import Tensor
 from fivefold.comm import Axis, Beside, Started
 from fivefold.comm.membership import Meeting, Membership
 from fivefold.errors import CommunicationError
+from fivefold.kernels.quantize import Quantizer
 from fivefold.optim.outer import OuterOptimizer
 from fivefold.optim.updater import Updater
 from fivefold.parallel.replica import Replica
 from fivefold.precision import torch_dtype
-from fivefold.spread.sites import INT8_BLOCK, OWN_SHARE, Sites, int8_share, messages
+from fivefold.schedules.compression.blocks import INT8
+from fivefold.spread.sites import OWN_SHARE, Sites, messages
 
 ARRIVING = "arriving"
 """In checkpoints, the name of a mean outer gradient that has not changed the weights yet."""
@@ -281,26 +283,19 @@ class Outer:
 def sum_int8(x: Tensor, axis: Axis) -> Tensor:
     """The sum of every rank's x (flat, fp32), rounded to int8 twice: each rank's share on its way to the rank that
     sums it, and the sum on its way to all. All ranks get the same bits."""
-    share, n = int8_share(x.numel(), axis.size), axis.size
-    filled = torch.zeros(n * share, device=x.device)
-    filled[: x.numel()] = x
-    arrived = axis.all_to_all(encode_int8(filled.view(n, share)))
-    mine = decode_int8(arrived).sum(0, keepdim=True)  # (1, share), in the order of ranks
-    return decode_int8(axis.all_gather(encode_int8(mine))).view(-1)[: x.numel()]
+    n, share = axis.size, INT8.block * INT8.chunk([(x.numel(),)], axis.size)
+    code = Quantizer(INT8.bits, INT8.block, [share], x.device)
+    filled = torch.zeros(n, share, device=x.device)
+    filled.view(-1)[: x.numel()] = x
+    arrived = torch.empty_like(filled)
+    code.decode(axis.all_to_all(_encoded(code, filled)), arrived)
+    mine = arrived.sum(0, keepdim=True)  # (1, share), in the order of ranks
+    code.decode(axis.all_gather(_encoded(code, mine)).view(n, code.R), arrived)
+    return arrived.view(-1)[: x.numel()]
 
 
-def encode_int8(x: Tensor) -> Tensor:
-    """Rows of whole blocks (n, d) in bytes: the codes, then the blocks' scales (n, d + 4 d / INT8_BLOCK). Each block is
-    divided by its largest element / 127, so an element is off by half of that at most."""
-    blocks = x.view(x.shape[0], -1, INT8_BLOCK)  # (n, blocks, INT8_BLOCK)
-    scales = blocks.abs().amax(-1, keepdim=True) / 127
-    codes = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-    return torch.cat([codes.flatten(1), scales.squeeze(-1).contiguous().view(torch.int8)], 1)
-
-
-def decode_int8(sent: Tensor) -> Tensor:
-    """The inverse of `encode_int8`, up to rounding."""
-    blocks = sent.shape[1] // (INT8_BLOCK + 4)
-    codes, scales = sent.split([blocks * INT8_BLOCK, 4 * blocks], 1)
-    numbers = codes.reshape(len(sent), blocks, INT8_BLOCK).float()
-    return (numbers * scales.contiguous().view(torch.float32).unsqueeze(-1)).flatten(1)
+def _encoded(code: Quantizer, x: Tensor) -> Tensor:
+    """(r, S) -> (r, R)."""
+    sent = torch.empty(len(x), code.R, dtype=torch.uint8, device=x.device)
+    code.encode(x, sent)
+    return sent

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fivefold.precision import DTYPES
+from fivefold.schedules.compression.blocks import INT8
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import TIED
 
-INT8_BLOCK = 256
-"""Elements that share a scale (one fp32) in an int8 message."""
 OWN_SHARE = 0.5
 """What a site keeps of its own weights when a sum arrives that overlapped with inner steps (alpha of arXiv 2501.18512):
 the common weights do not know these steps yet."""
@@ -83,6 +82,11 @@ def in_site(site: Layout, rank: int) -> tuple[int, int]:
     return divmod(rank, site.ranks)
 
 
+def counterparts(site: Layout, count: int) -> list[list[int]]:
+    """For each rank of a site, the ranks of the run with its place in all `count` sites."""
+    return [list(range(rank, count * site.ranks, site.ranks)) for rank in range(site.ranks)]
+
+
 def messages(names: Iterable[str], fragments: int) -> list[list[tuple[str, ...]]]:
     """The outer messages of each fragment: the parameters of each, from those that a rank has.
 
@@ -113,15 +117,4 @@ def sent(elements: int, count: int, dtype: str) -> list[Sent]:
         return []
     if dtype != "int8":
         return [("all_reduce", elements * DTYPES[dtype].bytes)]
-    size = count * int8_bytes(int8_share(elements, count))
-    return [("all_to_all", size), ("all_gather", size)]
-
-
-def int8_share(elements: int, count: int) -> int:
-    """Elements of a site's share, filled up to whole blocks."""
-    return -(-elements // (count * INT8_BLOCK)) * INT8_BLOCK
-
-
-def int8_bytes(elements: int) -> int:
-    """Bytes of whole blocks: their codes, and a scale each."""
-    return elements + elements // INT8_BLOCK * 4
+    return [*INT8.messages([(elements,)], count)]

@@ -27,6 +27,7 @@ from fivefold.recipe import OptimSection, Recipe, count_parameters
 from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, held, size_of, whole
+from fivefold.spread.sites import counterparts
 from fivefold.spread.units import bucket_bytes
 
 
@@ -152,7 +153,8 @@ def _outer(state: State, recipe: Recipe) -> Outer | None:
     assert None not in fields.values(), "a resolved recipe has the outer fields"
     axis = state.mesh.axis("sites")
     if sites.overlap:  # the sums of a step must not wait for these
-        axis = state.mesh.new_axis(axis.name, axis.ranks, apart=True)
+        every = counterparts(state.mesh.layout, sites.count)
+        axis = state.mesh.new_axes(axis.name, every, apart=True)
     return Outer(state.parallel.replicas, axis, sites, optimizer, sync.outer_lr, fields)
 
 

@@ -60,9 +60,8 @@ def machine_axis(mesh: Mesh) -> Axis:
     """The axis of the ranks on this rank's machine. All ranks call it."""
     mine = torch.tensor([_number(machine_id())], device=mesh.device)
     every = mesh.axis("run").all_gather(mine).tolist()
-    return mesh.new_axis(
-        "machine", [rank for rank, other in enumerate(every) if other == every[mesh.index("run")]]
-    )
+    machines = [[rank for rank, other in enumerate(every) if other == one] for one in dict.fromkeys(every)]
+    return mesh.new_axes("machine", machines)
 
 
 def _number(content: bytes) -> int:
