@@ -159,9 +159,16 @@ def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shar
     return blocks, before, behind, kinds[TIED] if model.tie_embeddings else Elements()
 
 
+def outside_blocks(model: ModelSection, layout: Layout, mine: Sequence[int], stages: int) -> Elements:
+    """Elements outside of blocks on a rank with the stages `mine` of so many."""
+    _, before, behind, tied = elements(model, layout)
+    first, last = 0 in mine, stages - 1 in mine
+    return sum([before] * first + [behind] * last + [tied] * (last and not first), Elements())
+
+
 def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balanced") -> list[Elements]:
     """Elements per rank at each pipeline position."""
-    blocks, before, behind, tied = elements(model, layout)
+    blocks = elements(model, layout)[0]
     by_stage = stages(model, layout, how)
     found = []
     for position in range(layout.pp):
@@ -169,11 +176,7 @@ def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balance
         for stage in mine:
             for number in by_stage[stage]:
                 total += blocks[number]
-            if stage == 0:
-                total += before
-            if stage == len(by_stage) - 1:
-                total += behind + (Elements() if 0 in mine else tied)
-        found.append(total)
+        found.append(total + outside_blocks(model, layout, mine, len(by_stage)))
     return found
 
 

@@ -22,7 +22,7 @@ from fivefold.schedules.compression import NONE, compressor
 from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed, splits_backward
 from fivefold.spread.layout import Layout
-from fivefold.spread.parts import sharing_group
+from fivefold.spread.parts import sharing_group, stages_of
 from fivefold.spread.units import Sync, bucket_bytes, scattered_once
 
 
@@ -131,6 +131,9 @@ def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
     costs[0] += shared.begin
     costs[-1] += shared.end
     costs[-1] += accumulate(counted[2].computes + counted[3].computes, s)
+    for position in range(s.layout.pp if s.layout.zero > 1 else 0):
+        mine = stages_of(s.layout, position)
+        costs[0 if 0 in mine else mine[-1]] += _outside_blocks(s, mine, len(costs))
     if s.cluster.machine and s.cluster.machine.on_cpu:
         costs = [cost + _host_of_stage(s, stage, len(costs)) for stage, cost in enumerate(costs)]
     slower = rates.slowest(s.layout.ranks, s.cluster.device.spread)
@@ -139,6 +142,12 @@ def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
         wait = max(seconds for (a, b), seconds in transfers(s).items() if b == a + 1)
         costs = [cost + Cost(wait, wait, 0, wait, wait) for cost in costs]
     return costs
+
+
+def _outside_blocks(s: Setting, mine: Sequence[int], stages: int) -> Cost:
+    """Cost of the messages of data parallelism that a rank with the stages `mine` of so many sends in every microbatch
+    for parameters outside of blocks."""
+    return within_step(memory.outside_blocks(s.model, s.layout, mine, stages), Cost(), s)
 
 
 def _blocks(s: Setting, shared: Parts) -> list[Cost]:
@@ -188,7 +197,8 @@ def accumulate(elements: float, s: Setting) -> Cost:
 def within_step(own: Elements, cost: Cost, s: Setting) -> Cost:
     """Cost of the messages of data parallelism that a block sends in every microbatch.
 
-    Those that the software overlaps run beside the neighbouring block.
+    Those that the software overlaps run beside the neighbouring block, which costs as much. Beside those of the
+    parameters outside of blocks, which are needed first and summed last, there is nothing.
     """
     forward = scattered = into = out = 0.0
     busy = [0.0, 0.0]  # seconds of gathers and scatters in which the CPU itself copies
@@ -370,7 +380,7 @@ def summed_pieces(s: Setting, own: Elements) -> int:
     blocks = max(1, s.model.layers // s.layout.pp)
     if s.layout.zero:
         return blocks
-    return min(blocks, sum(bucket_number(s, computes) for computes, _, _ in own.groups() if computes))
+    return max(1, min(blocks, sum(bucket_number(s, computes) for computes, _, _ in own.groups() if computes)))
 
 
 def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
@@ -417,6 +427,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     for position in range(p):
         mine = [costs[stage] for stage, rank in enumerate(rank_of) if rank == position]
         backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
+        forward -= _outside_blocks(s, stages_of(s.layout, position), len(costs)).sent_forward
         r, g = data_parallel(s, ranks[position], backward, forward)
         u = optimizer(s, ranks[position])
         waits[position] = m * (sum(c.sent for c in mine) - (_hidden(s, costs, position) if p > 1 else 0.0))

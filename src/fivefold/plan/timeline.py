@@ -8,6 +8,7 @@ that is slower, the simulation hides a little more: it also computes longer besi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
@@ -57,6 +58,7 @@ class _Step:
         work = card_of(s.model).work(s.sizes, s.software)
         self.shared = time.parts(s, work)
         self.slower = 1.0  # than an average device
+        self.outside = _Part("", [], Cost(), **self._each(memory.outside_blocks(s.model, s.layout, (0,), 1)))
         begin = _Part("embedding", _priced(work.begin, s), self.shared.begin)
         end = _Part("head", _priced(work.end, s), self.shared.end)
         blocks = [self._block(number) for number in range(s.model.layers)]
@@ -73,6 +75,8 @@ class _Step:
         for number in range(self.shown):
             first = self.done
             self.compute("forward", "host", unplaced.forward)
+            self._alone(self.outside.gathers, "all_gather, outside of blocks", EACH if number else ONCE)
+            self.compute("forward", "copies", self.outside.into)
             for index, part in enumerate(self.parts):
                 self._forward(index, part)
             if number == 0:
@@ -80,8 +84,11 @@ class _Step:
                     [("all_gather, {} of {}", g.group, t) for g, t, _ in gathers], first, before=True
                 )
             first = self.done
+            self._alone(self.outside.gathers, "all_gather, outside of blocks")
+            self.compute("backward", "copies", self.outside.into + self.outside.out)
             for index, part in reversed(list(enumerate(self.parts))):
                 self._backward(index, part)
+            self._alone(self.outside.scatters, "reduce_scatter, outside of blocks")
             self.compute("backward", "host", unplaced.input + unplaced.weight)
         self.slower = 1.0
         self._sums([one for one in once if one[0].what != "gather"], first)
@@ -107,9 +114,6 @@ class _Step:
         s, mixed = self.s, card_of(self.s.model).is_mixed(number)
         whole = time.computed(s, mixed, self.shared)
         own = memory.elements(s.model, s.layout)[0][number]
-        each = [one for one in time.synced(own, s) if one[0].each]
-        gathers = [one for one in each if one[0].what == "gather"]
-        scatters = [one for one in each if one[0].what != "gather"]
         operations = list(zip(*self.shared.operations[mixed], strict=True))
         again = self.shared.block(mixed, s).sent_backward - sum(c.sent_backward for _, c in operations)
         return _Part(
@@ -117,11 +121,20 @@ class _Step:
             operations,
             whole + time.accumulate(own.computes, s),
             again,
-            tuple((sync.group, seconds) for sync, seconds, _ in gathers),
-            tuple((sync.group, seconds) for sync, seconds, _ in scatters),
-            sum(copied for _, _, copied in gathers),
-            sum(copied for _, _, copied in scatters),
+            **self._each(own),
         )
+
+    def _each(self, own: memory.Elements) -> dict[str, Any]:
+        """ZeRO's messages of every microbatch for these elements, as a part has them."""
+        each = [one for one in time.synced(own, self.s) if one[0].each]
+        gathers = [one for one in each if one[0].what == "gather"]
+        scatters = [one for one in each if one[0].what != "gather"]
+        return {
+            "gathers": tuple((sync.group, seconds) for sync, seconds, _ in gathers),
+            "scatters": tuple((sync.group, seconds) for sync, seconds, _ in scatters),
+            "into": sum(copied for _, _, copied in gathers),
+            "out": sum(copied for _, _, copied in scatters),
+        }
 
     def _unplaced(self) -> Cost:
         """Python between the parts, and sums of gradients outside of blocks: what a stage costs besides its parts."""
@@ -130,7 +143,8 @@ class _Step:
             found += part.cost
         whole = time.stage_costs(s, self.shared)[0]
         slow = rates.slowest(s.layout.ranks, s.cluster.device.spread)
-        into, out = sum(part.into for part in self.parts), sum(part.out for part in self.parts)
+        parts = [*self.parts, self.outside]
+        into, out = sum(part.into for part in parts), sum(part.out for part in parts)
         forward = (whole.forward - whole.sent_forward) / slow - found.forward + found.sent_forward - into
         backward = (whole.input - whole.sent_backward + whole.weight) / slow
         backward -= found.input + found.weight - found.sent_backward + into + out
@@ -209,6 +223,11 @@ class _Step:
                 needed = first + (last - first) * (turn + 1) / turns if one.hidden else self.done
                 name = f"turn {turn + 1}" if one.what == "ring" else name
                 self._add(one.axis, f"{name}, {during}", seconds / turns, ready, needed)
+
+    def _alone(self, sent: tuple[tuple[str, float], ...], name: str, queue: str = EACH) -> None:
+        """Adds messages of ZeRO with which nothing overlaps."""
+        for axis, seconds in sent:
+            self._add(axis, name, seconds, self.done, self.done, queue)
 
     def _beside(self, name: str, sent: tuple[tuple[str, float], ...], first: float | None) -> None:
         """Adds messages of ZeRO beside the part that began at `first`. None: behind it."""
