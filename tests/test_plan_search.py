@@ -93,11 +93,11 @@ def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tupl
 def choices(space: Space) -> Iterator[Choice]:
     """All that a search considers, none left out."""
     for shape in space.shapes:
-        for B, recompute, dtype in itertools.product(space.microbatches(shape), space.modes, space.dtypes):
+        for B, recompute, mode in itertools.product(space.microbatches(shape), space.modes, space.precisions):
             for schedule, virtual in space.schedules(shape.pp):
                 changed = replace(shape, recompute=recompute, schedule=schedule, virtual_stages=virtual)
                 for layout in space.sharings(changed):
-                    yield Choice(layout, B, space.batch // layout.dp // B, dtype)
+                    yield Choice(layout, B, space.batch // layout.dp // B, mode)
 
 
 _priced: dict[str, tuple[Space, Bounds, list[tuple[Choice, Plan]]]] = {}
@@ -126,11 +126,11 @@ every_case = pytest.mark.parametrize(
 @every_case
 def test_every_valid_layout_is_considered_once(case: str) -> None:
     space, _, all_of_them = priced(case)
-    found = [(c.layout, c.B, c.dtype) for c, _ in all_of_them]
+    found = [(c.layout, c.B, c.mode) for c, _ in all_of_them]
     wanted = {
-        (layout, B, dtype)
+        (layout, B, mode)
         for layout, B in every_valid(space.recipe, space.cluster.devices, space.modes)
-        for dtype in space.dtypes
+        for mode in space.precisions
     }
     assert set(found) == wanted
     assert len(found) == len(wanted) == space.size
@@ -273,10 +273,10 @@ def test_search_of_16384_devices() -> None:
 
 def test_precision_is_searched_where_the_recipe_leaves_it_open() -> None:
     recipe = small(["precision.mode=auto"])
-    assert space_of(recipe, parse("h100:2")).dtypes == ("bf16", "fp32")
-    assert space_of(small([]), parse("h100:2")).dtypes == ("bf16",)
+    assert space_of(recipe, parse("h100:2")).precisions == ("bf16", "fp32")
+    assert space_of(small([]), parse("h100:2")).precisions == ("bf16",)
     found = search(change(LLAMA, ["precision.mode=auto"], "dp=1"), parse("h100:8"), 1)
-    assert found.plans[0].setting.dtype == "bf16"
+    assert found.plans[0].setting.mode == "bf16"
     assert apply(recipe, found.plans[0]).precision.mode == "bf16"
 
 

@@ -187,7 +187,7 @@ def optimizer(dtype: str, device: torch.device) -> list[float]:
     def update() -> None:
         sum_of_squares(list(grads.values()))
         adamw.step(grads, 1e-3, scale, skip)
-        if DTYPES[dtype].masters:
+        if dtype != MASTER:
             for name, w in weights.items():
                 working[name].copy_(w)
 

@@ -154,13 +154,13 @@ def _predict(request: Request, rank: int | None, dry_run: bool = False) -> Plan:
 
 
 def _exact(recipe: Recipe, result: Plan, rank: int) -> Exact:
-    """Traces `rank` in the dtype that the prediction assumes: as the cluster's GPUs compute it, where this machine can
-    trace that, else as a CPU does."""
+    """Traces `rank` in the prediction's precision mode: as the cluster's GPUs compute it, where this machine can trace
+    that, else as a CPU does."""
     from fivefold.plan.predict import resolved
     from fivefold.trace import gpu
     from fivefold.trace.depth import exact
 
-    precision = recipe.precision.model_copy(update={"mode": result.setting.dtype})
+    precision = recipe.precision.model_copy(update={"mode": result.setting.mode})
     whole, machine = (
         resolved(recipe.model_copy(update={"precision": precision})),
         result.setting.cluster.machine,
@@ -232,7 +232,7 @@ def _table(name: str, found: Found) -> list[str]:
         s = plan.setting
         lines.append(
             f"  {plan.step.seconds:9.4g} {100 * plan.mfu:6.1f} {plan.tokens_per_s:11,.0f} "
-            f"{plan.peak_bytes / 2**30:6.3g}  {s.microbatches:4} x {s.sizes.B:<3} {s.dtype}  {to_text(plan.layout)}"
+            f"{plan.peak_bytes / 2**30:6.3g}  {s.microbatches:4} x {s.sizes.B:<3} {s.mode}  {to_text(plan.layout)}"
             + (f"  ({why})" if why else "")
         )
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.rejected.items())

@@ -139,7 +139,7 @@ def write_page(
     model = center.full.model
     words = (
         f"A {model.arch} model of {short_number(count_parameters(model))} parameters on {cluster}, in "
-        f"{drawn.plan.setting.dtype}: predicted memory, step time and throughput."
+        f"{drawn.plan.setting.mode}: predicted memory, step time and throughput."
     )
     data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
     text = plan_page.page(Path(name).stem, words, data, shown)

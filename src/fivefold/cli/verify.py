@@ -10,14 +10,14 @@ import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 from fivefold.errors import CheckFailed
-from fivefold.precision import TRAINED
+from fivefold.precision import TRAINABLE
 
 if TYPE_CHECKING:
     from fivefold.train.verify import Report
 
     Mode = str
 else:
-    Mode = Literal[TRAINED]
+    Mode = Literal[TRAINABLE]
 
 EXAMPLES = [
     "fivefold verify quickstart --layout dp=2",
@@ -34,7 +34,9 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 3,
     mode: Annotated[
         Mode,
-        typer.Option(help="fp32: equal up to rounding. bf16: as close to fp32 as one process in bf16."),
+        typer.Option(
+            help="fp32: equal up to rounding. Others: as close to fp32 as one process in that mode."
+        ),
     ] = "fp32",
     json: JsonOption = False,
 ) -> None:

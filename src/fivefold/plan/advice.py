@@ -43,7 +43,7 @@ def nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
         )
     return (
         f"no layout fits: the smallest of {space.size}, {to_text(near.layout)} with microbatches of {s.sizes.B} in "
-        f"{s.dtype}, needs {near.peak_bytes / GIB:.1f} GiB of {most / GIB:.1f} GiB per device. "
+        f"{s.mode}, needs {near.peak_bytes / GIB:.1f} GiB of {most / GIB:.1f} GiB per device. "
         + _enough_devices(space, bounds)
     )
 
@@ -51,7 +51,7 @@ def nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
 def _enough_devices(space: Space, bounds: Bounds) -> str:
     name, most = space.cluster.name, limit(space.cluster)
     states = min(
-        sum(memory.state_bytes(bounds.software.states[dtype], 3, 1.0, 1.0)) for dtype in space.dtypes
+        sum(memory.state_bytes(bounds.software.states[mode], 3, 1.0, 1.0)) for mode in space.precisions
     )
     least = math.ceil(states * count_parameters(space.recipe.model) / most)
     for devices in _numbers(max(least, space.cluster.devices + 1), space.cluster.per_node):
@@ -76,10 +76,10 @@ def _numbers(first: int, per_node: int) -> Iterator[int]:
 def _fitting(space: Space, bounds: Bounds, most: float) -> Layout | None:
     """A layout that fits with full recomputation and one sequence at a time, or None."""
     choices = [
-        Choice(replace(layout, recompute="full"), 1, space.batch // shape.dp_replicate, dtype)
+        Choice(replace(layout, recompute="full"), 1, space.batch // shape.dp_replicate, mode)
         for shape in space.shapes
         for layout in space.sharings(shape)
-        for dtype in space.dtypes
+        for mode in space.precisions
     ]
     for c in heapq.nsmallest(SMALLEST, choices, key=bounds.bytes.of):
         if max(m.total for m in held(bounds.setting(c))) <= most:

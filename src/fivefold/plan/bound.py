@@ -159,7 +159,7 @@ class Bounds:
         """Seconds that sums, gathers and the optimizer add under any sharing of states. The waits of ZeRO 2 and 3
         within microbatches are left out: they hide no more of the sums than they take."""
         x = c.layout
-        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.dp, at, c.dtype)
+        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.dp, at, c.mode)
         if key not in self._all:
             shape = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0)
             layouts = space.sharings(shape)
@@ -177,7 +177,7 @@ class Bounds:
     def _sent(self, c: Choice, at: tuple[float, ...]) -> RankSeconds:
         """Seconds of a rank. at: its blocks without and with experts, whether it has the first stage, the last."""
         x = c.layout
-        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, at, c.dtype)
+        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, at, c.mode)
         if key not in self._sums:
             own = self.shared.elements(x, *at)
             s = replace(self.setting(c), software=self.bare)

@@ -39,7 +39,7 @@ class LeastBytes:
         """Three pipeline positions: the first, the one with most blocks times live microbatches, the one with most
         blocks. With each the bytes that its live microbatches keep at least, and the bytes that one of them keeps."""
         x = c.layout
-        key = (*within_block(x), x.recompute, c.B, c.dtype, c.count)
+        key = (*within_block(x), x.recompute, c.B, c.mode, c.count)
         key += (x.pp, x.schedule, x.virtual_stages)
         if key not in self._kept:
             positions = self.shared.positions(x)
@@ -67,9 +67,9 @@ class LeastBytes:
         """Bytes of a position's states, and its buffers."""
         x = c.layout
         key = (x.tp, x.ep, x.sp, x.pp > 1, x.zero, x.dp_shard * x.cp, at.plain, at.mixed, at.first, at.last)
-        key += (c.dtype, c.count == 1)
+        key += (c.mode, c.count == 1)
         if key not in self._states:
-            shared, b = self.shared, self.shared.software.states[c.dtype]
+            shared, b = self.shared, self.shared.software.states[c.mode]
             own = shared.elements(x, at.plain, at.mixed, at.first, at.last)
             held = sum(memory.rank_states(b, x, own, c.count))
             besides = memory.buffers(shared.model, x, at.first, at.last, b, shared.software)
@@ -80,9 +80,9 @@ class LeastBytes:
         """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
         one, ((plain, mixed), blocks) = self.shared.microbatch(c).bytes, self._first_ranks(c, space)
         x = c.layout
-        key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.dtype, c.count == 1, plain, mixed)
+        key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.mode, c.count == 1, plain, mixed)
         if key not in self._states:
-            lean, b = space.leanest(x), self.shared.software.states[c.dtype]
+            lean, b = space.leanest(x), self.shared.software.states[c.mode]
             own = self.shared.elements(lean, plain, mixed, True, False)
             held = sum(memory.rank_states(b, lean, own, c.count))
             self._states[key] = held, NONE

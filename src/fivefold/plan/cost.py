@@ -13,7 +13,8 @@ from fivefold.models.section import ModelSection
 from fivefold.plan import communication, rates
 from fivefold.plan.communication import Group, exposed, group, held
 from fivefold.plan.devices import Cluster
-from fivefold.plan.software import Software
+from fivefold.plan.software import Software, States
+from fivefold.precision import PRECISIONS
 from fivefold.schedules.ring_attention import messages
 from fivefold.spread.layout import Layout
 from fivefold.spread.regions import ROWS
@@ -86,9 +87,24 @@ class Setting:
     cluster: Cluster
     software: Software
     sizes: Sizes
-    dtype: str
+    mode: str
     microbatches: int
     sites: Sites = ONE_SITE
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of activations."""
+        return PRECISIONS[self.mode].working
+
+    @property
+    def rate(self) -> str:
+        """The dtype of products, by which the device's peak is listed."""
+        return PRECISIONS[self.mode].rate
+
+    @property
+    def states(self) -> States:
+        """Bytes per parameter."""
+        return self.software.states[self.mode]
 
     def group(self, axis: str) -> Group:
         """The ranks of an axis, "sites" included."""
@@ -122,7 +138,7 @@ def operation(op: Operation, s: Setting) -> Cost:
     inputs = gap + (0.0 if within else rates.stream(op.backward, device, op.rate, dtype, True))
     weight = 0.0
     if op.matmul:
-        ahead, first, second = rates.products(op.matmul, device, dtype, e)
+        ahead, first, second = rates.products(op.matmul, device, s.rate, e)
         forward, inputs = forward + ahead, inputs + first
         if op.matmul.weight:
             weight += second + gap

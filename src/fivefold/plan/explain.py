@@ -28,7 +28,7 @@ def summary(plan: Plan) -> list[str]:
     ]
     lines = [
         f"layout        {describe(plan.layout)}{_servers(plan)}",
-        f"microbatches  {s.microbatches} of {s.sizes.B} sequence(s), {s.dtype} on {s.cluster.name}",
+        f"microbatches  {s.microbatches} of {s.sizes.B} sequence(s), {s.mode} on {s.cluster.name}",
         f"memory        {room} on {plan.place(worst)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"step          {step.seconds:.4g} s: " + ", ".join(f"{name} {100 * x:.1f}%" for name, x in shares),
         f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.ranks:,.0f} per device, "
@@ -61,7 +61,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         name = plan.place(position).removeprefix("the ranks of ").removeprefix("a ")
         yield f"  {name:<13}" + "".join(f"{getattr(held, name) / GIB:12.3f}" for name in names)
     device = plan.setting.cluster.device
-    b, ranks = plan.setting.software.states[plan.setting.dtype], _elements(plan)
+    b, ranks = plan.setting.states, _elements(plan)
     yield (
         f"  bytes per parameter: weights {b.working:g}, gradients {b.gradient:g}, masters {b.master:g}, moments "
         f"{b.moments:g}; ZeRO {plan.layout.zero}; elements of stage 0: {ranks[0].computes:,.0f} computed with, "

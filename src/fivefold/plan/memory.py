@@ -345,12 +345,12 @@ def predict(
     layout: Layout,
     sizes: Sizes,
     software: Software,
-    dtype: str,
+    mode: str,
     microbatches: int,
     extra: float = 0.0,
 ) -> list[Memory]:
     """Memory per rank at each pipeline position. extra: bytes of other buffers."""
-    b, card = software.states[dtype], card_of(model)
+    b, card = software.states[mode], card_of(model)
     work = card.work(sizes, software)
     one = microbatch(sizes, sums(sizes, work), layout.recompute, software)
     by_stage, mixed = stages(model, layout, software.partition), card.is_mixed

@@ -83,7 +83,7 @@ def roofline(plan: Plan, costs: Sequence[Cost]) -> Roofline:
         for op in ops
         if count
     ]
-    return Roofline(device.peak[s.dtype], device.bandwidth, _together([*points, *_sums(plan, mine)]))
+    return Roofline(device.peak[s.rate], device.bandwidth, _together([*points, *_sums(plan, mine)]))
 
 
 def shares(plan: Plan, found: Roofline) -> dict[str, float]:

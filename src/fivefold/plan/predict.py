@@ -19,7 +19,7 @@ from fivefold.plan.slow_links import SlowLinks, compare
 from fivefold.plan.software import FIVEFOLD, Software, of
 from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Parts, Step, step
-from fivefold.precision import DTYPES, chosen
+from fivefold.precision import DTYPES, PRECISIONS, chosen
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, on_nodes, to_text, validate
@@ -103,7 +103,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         s = self.setting
-        return self.model_flops_per_gpu / s.cluster.device.peak[s.dtype]
+        return self.model_flops_per_gpu / s.cluster.device.peak[s.rate]
 
     def as_json(self) -> dict[str, Any]:
         """The object that `fivefold plan --json` prints."""
@@ -113,7 +113,7 @@ class Plan:
             "cluster": f"{self.setting.cluster.name}:{self.ranks}",
             "microbatch_size": self.setting.sizes.B,
             "microbatches": self.setting.microbatches,
-            "precision": self.setting.dtype,
+            "precision": self.setting.mode,
             **(
                 {"expert_load": self.setting.software.expert_load}
                 if card_of(self.setting.model).has_experts
@@ -164,7 +164,7 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     assert B is not None
     count = microbatches_per_step(full)
     software = for_recipe(software or of(cluster), recipe)
-    together = setting(full.model, layout, cluster, B, count, dtype_of(recipe, cluster), software)
+    together = setting(full.model, layout, cluster, B, count, mode_of(recipe, cluster), software)
     if full.servers.count:
         served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
         return Plan(together, servers.held(served), servers.step(served), service=served)
@@ -185,7 +185,7 @@ def setting(
     cluster: Cluster,
     B: int,
     microbatches: int,
-    dtype: str = "bf16",
+    mode: str = "bf16",
     software: Software = FIVEFOLD,
 ) -> Setting:
     """Builds a setting. B: sequences per microbatch. The cluster is resized to the layout's ranks."""
@@ -196,7 +196,7 @@ def setting(
         layout.cp,
         layout.ep,
         layout.sp,
-        DTYPES[dtype].bytes,
+        DTYPES[PRECISIONS[mode].working].bytes,
         layout.cp_method,
         software.expert_load,
         layout.sp_regather,
@@ -204,7 +204,7 @@ def setting(
     )
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)
-    return Setting(model, layout, cluster, software, sizes, dtype, microbatches)
+    return Setting(model, layout, cluster, software, sizes, mode, microbatches)
 
 
 def price(s: Setting, shared: Parts | None = None) -> Plan:
@@ -214,7 +214,7 @@ def price(s: Setting, shared: Parts | None = None) -> Plan:
 
 def held(s: Setting) -> list[Memory]:
     """Memory per rank at each pipeline position."""
-    found = memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)
+    found = memory.predict(s.model, s.layout, s.sizes, s.software, s.mode, s.microbatches)
     if s.sites.count == 1:
         return found
     ranks = memory.rank_elements(s.model, s.layout, s.software.partition)
@@ -264,10 +264,15 @@ def with_load(software: Software, model: ModelSection, load: float | None) -> So
     return replace(software, expert_load=load)
 
 
-def dtype_of(recipe: Recipe, cluster: Cluster) -> str:
-    """The compute dtype. Clusters have a rate of bf16 if it is faster than fp32."""
+def mode_of(recipe: Recipe, cluster: Cluster) -> str:
+    """The precision mode. Clusters have a rate of bf16 if it is faster than fp32."""
     mode = chosen(recipe.precision.mode, "bf16" in cluster.device.peak)
-    if mode not in cluster.device.peak or not DTYPES[mode].priced:
-        known = ", ".join(name for name in cluster.device.peak if DTYPES[name].priced)
+    if not priced(mode, cluster):
+        known = ", ".join(name for name in PRECISIONS if priced(name, cluster))
         raise UserError(f"precision.mode = {mode}: the planner prices {known} on {cluster.device.name}")
     return mode
+
+
+def priced(mode: str, cluster: Cluster) -> bool:
+    """True if the device has the rates of a mode."""
+    return {PRECISIONS[mode].working, PRECISIONS[mode].rate} <= cluster.device.peak.keys()

@@ -20,7 +20,7 @@ from fivefold.plan.advice import nothing_fits, nothing_valid
 from fivefold.plan.bottlenecks import limits, reasons
 from fivefold.plan.bound import Bounds
 from fivefold.plan.devices import Cluster
-from fivefold.plan.predict import Plan, dtype_of, for_recipe, held, limit, price, resolved
+from fivefold.plan.predict import Plan, for_recipe, held, limit, mode_of, price, resolved
 from fivefold.plan.software import Software, of
 from fivefold.plan.space import Choice, Space
 from fivefold.plan.time import step
@@ -156,7 +156,8 @@ class Search:
 def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software | None = None) -> Found:
     """The `top` fastest layouts that fit.
 
-    The search ignores the recipe's own layout and microbatches. With `precision.mode = "auto"` it considers all dtypes.
+    The search ignores the recipe's own layout and microbatches. With `precision.mode = "auto"` it considers
+    all modes that this may stand for.
 
     Raises:
         UserError: the cluster has no number of devices, no layout is valid, or the device lacks the dtype.
@@ -199,7 +200,7 @@ def space_of(recipe: Recipe, cluster: Cluster) -> Space:
             f'a search compares layouts that train the same; with sync.method = "{recipe.sync.method}" the number of '
             "sites changes it. Plan one layout at a time, or search with --set sync.method=all"
         )
-    dtype_of(recipe, cluster)
+    mode_of(recipe, cluster)
     space = Space(resolved(recipe), cluster)
     if not space.size:
         raise UserError(nothing_valid(space))
@@ -207,8 +208,8 @@ def space_of(recipe: Recipe, cluster: Cluster) -> Space:
 
 
 def apply(recipe: Recipe, plan: Plan) -> Recipe:
-    """The recipe with the plan's layout, microbatch size and dtype."""
+    """The recipe with the plan's layout, microbatch size and precision mode."""
     s = plan.setting
     changed = with_layout(recipe, plan.layout, microbatch_size=s.sizes.B)
-    precision = changed.precision.model_copy(update={"mode": s.dtype})
+    precision = changed.precision.model_copy(update={"mode": s.mode})
     return changed.model_copy(update={"precision": precision})

@@ -100,7 +100,7 @@ def line(s: Service) -> Line:
     latency = communication.send(0.0, s.crosses, cluster)
     size = elements * s.pushed
     per_byte = (communication.send(size, s.crosses, cluster) - latency) / size * s.incast
-    states = s.worker.software.states[s.worker.dtype]
+    states = s.worker.states
     moved = update_traffic(states.gradient, DTYPES[MASTER].bytes, states.moments, s.pulled)
     moved += s.workers * s.pushed if s.servers.synchronous else s.pushed
     update = rates.stream(elements * moved, cluster.device, "optimizer", s.worker.dtype) / size
@@ -164,12 +164,12 @@ def step(s: Service) -> time.Step:
 def held(s: Service) -> list[Memory]:
     """Memory of a worker and of a server."""
     w, total = s.worker, sum(s.elements)
-    (one,) = memory.predict(w.model, w.layout, w.sizes, w.software, w.dtype, w.microbatches)
+    (one,) = memory.predict(w.model, w.layout, w.sizes, w.software, w.mode, w.microbatches)
     several = s.servers.count > 1
     packed = total * ((s.pushed if several or s.pushed != DTYPES[MASTER].bytes else 0) + several * s.pulled)
     worker = replace(one, optimizer=0.0, buffers=one.buffers + packed)
     rows = s.rows
-    fp32, moments = DTYPES[MASTER].bytes, w.software.states[w.dtype].moments
+    fp32, moments = DTYPES[MASTER].bytes, w.states.moments
     copies = (s.pulled != fp32) if s.servers.synchronous else s.workers
     buffers = rows * (s.workers * s.pushed + copies * s.pulled)
     return [worker, Memory(0.0, rows * fp32, rows * (fp32 + moments), 0.0, buffers)]

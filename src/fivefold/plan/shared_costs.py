@@ -73,12 +73,12 @@ class SharedCosts:
         self._hops: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
 
     def setting(self, c: Choice) -> Setting:
-        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.dtype, self.software)
+        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.mode, self.software)
 
     def parts(self, c: Choice) -> tuple[Parts, Sums]:
         """Seconds and bytes of a layout's operations."""
         x = c.layout
-        key = (*within_block(x), c.B, c.dtype)
+        key = (*within_block(x), c.B, c.mode)
         if key not in self._parts:
             s = self.setting(c)
             work = card_of(s.model).work(s.sizes, self.software)
@@ -89,7 +89,7 @@ class SharedCosts:
         """Costs as in `time.stage_costs`, without the communication of ZeRO."""
         x = c.layout
         late = time.saves_late(x)
-        key = (*within_block(x), x.recompute, late, c.B, c.dtype, c.count == 1)
+        key = (*within_block(x), x.recompute, late, c.B, c.mode, c.count == 1)
         if key not in self._microbatches:
             self._microbatches[key] = self._microbatch(c)
         return self._microbatches[key]
@@ -169,7 +169,7 @@ class SharedCosts:
     def hops(self, c: Choice) -> tuple[list[float], list[float]]:
         """Seconds that an activation takes to each position, and a gradient on the way back."""
         x = c.layout
-        key = (x.pp, x.tp, x.cp, x.sp, c.B, c.dtype)
+        key = (x.pp, x.tp, x.cp, x.sp, c.B, c.mode)
         if key not in self._hops:
             taken = time.transfers(self.setting(c)) if x.pp > 1 else {}
             there = accumulate((taken[a, a + 1] for a in range(x.pp - 1)), initial=0.0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from fivefold.kernels import sizes
 from fivefold.models.operations import Program
 from fivefold.optim import DEFAULT, OPTIMIZERS
-from fivefold.precision import DTYPES, MASTER
+from fivefold.precision import DTYPES, MASTER, PRECISIONS
 
 if TYPE_CHECKING:
     from fivefold.plan.devices import Cluster
@@ -38,11 +38,15 @@ class States:
         return self.master + self.moments
 
 
-def own_states(dtype: str) -> States:
-    """The states of this program with this compute dtype: fp32 masters, gradients and moments (parallel/flat.py). In
-    fp32 the masters are the working weights."""
-    mode = DTYPES[dtype]
-    return States(working=mode.bytes, master=DTYPES[MASTER].bytes if mode.masters else 0, cast=True)
+def own_states(name: str) -> States:
+    """The states of this program in a mode (parallel/flat.py). `predict.for_recipe` sets the optimizer's."""
+    mode = PRECISIONS[name]
+    return States(
+        working=DTYPES[mode.working].bytes,
+        master=DTYPES[mode.master].bytes if mode.copies else 0,
+        gradient=DTYPES[mode.gradient].bytes,
+        cast=True,
+    )
 
 
 PAPER = States(gradient=2, reduce=2)
@@ -82,11 +86,7 @@ class Software(Program):
     host_tensor: float = 0.0
     step: float = 5e-3
     optimizer_passes: float = 1.0
-    states: dict[str, States] = field(
-        default_factory=lambda: {
-            dtype.name: own_states(dtype.name) for dtype in DTYPES.values() if dtype.priced
-        }
-    )
+    states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
 
 FIVEFOLD = Software()

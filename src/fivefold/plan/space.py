@@ -1,7 +1,7 @@
 """All valid layouts of a recipe on a cluster.
 
-They are combinations of shapes, shardings of states, schedules, microbatches, recomputation and dtypes. The recipe's
-own rules decide what is valid.
+They are combinations of shapes, shardings of states, schedules, microbatches, recomputation and precision modes. The
+recipe's own rules decide what is valid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fivefold.models.operations import Sizes
 from fivefold.models.recomputation import MODES, region
 from fivefold.plan.devices import Cluster
 from fivefold.plan.software import of
-from fivefold.precision import TRAINED
+from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
@@ -28,12 +28,12 @@ SEQUENCES = ((False, False), (True, False), (True, True))
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with `count` microbatches of `B` sequences per rank. dtype: the compute dtype."""
+    """A layout with `count` microbatches of `B` sequences per rank. mode: of precision."""
 
     layout: Layout
     B: int
     count: int
-    dtype: str
+    mode: str
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, because bounds are cached by it
@@ -53,10 +53,12 @@ class Space:
         return self.recipe.train.global_batch_size
 
     @cached_property
-    def dtypes(self) -> tuple[str, ...]:
-        """The recipe's dtype. For `auto`, all dtypes that device and trainer support."""
+    def precisions(self) -> tuple[str, ...]:
+        """The recipe's precision mode. For `auto`, all that it may stand for and whose rates the device has."""
         mode, peaks = self.recipe.precision.mode, self.cluster.device.peak
-        return (mode,) if mode != "auto" else tuple(dtype for dtype in reversed(TRAINED) if dtype in peaks)
+        if mode != "auto":
+            return (mode,)
+        return tuple(name for name, mode in reversed(PRECISIONS.items()) if mode.auto and mode.rate in peaks)
 
     @cached_property
     def modes(self) -> list[str]:
@@ -127,7 +129,7 @@ class Space:
         return replace(shape, dp_replicate=1, dp_shard=shape.dp_replicate, zero=3)
 
     def kinds(self, shape: Layout) -> int:
-        """Number of layouts with this shape, for one microbatch, recomputation and dtype."""
+        """Number of layouts with this shape, for one microbatch, recomputation and precision."""
         sharings = _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
         return len(sharings) * len(self.schedules(shape.pp))
 
@@ -162,13 +164,13 @@ class Space:
             for B in self.microbatches(shape):
                 count = self.batch // shape.dp_replicate // B
                 for changed in modes:
-                    yield from (Choice(changed, B, count, dtype) for dtype in self.dtypes)
+                    yield from (Choice(changed, B, count, mode) for mode in self.precisions)
 
     @cached_property
     def size(self) -> int:
         """Number of valid layouts."""
         return sum(
-            self.kinds(shape) * len(self.microbatches(shape)) * len(self.modes) * len(self.dtypes)
+            self.kinds(shape) * len(self.microbatches(shape)) * len(self.modes) * len(self.precisions)
             for shape in self.shapes
         )
 

@@ -16,7 +16,7 @@ from fivefold.plan.communication import exposed, group, held
 from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.memory import Elements
-from fivefold.precision import DTYPES, MASTER
+from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
 from fivefold.schedules.overlap import exposed_in_pieces
@@ -184,13 +184,13 @@ def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
 def accumulate(elements: float, s: Setting) -> Cost:
     """Cost of adding a microbatch's gradient to the sum."""
     measured = s.cluster.device.measured
-    if s.microbatches == 1 and not DTYPES[s.dtype].masters and not measured:
+    if s.microbatches == 1 and not PRECISIONS[s.mode].copies and not measured:
         return Cost()
     if (
         measured and s.layout.zero and not scattered_once(s.layout.zero, s.layout.pp)
     ):  # only the rank's own rows are summed
         return Cost()
-    size = elements * (s.sizes.e + 2 * s.software.states[s.dtype].gradient)
+    size = elements * (s.sizes.e + 2 * s.states.gradient)
     return Cost(weight=rates.stream(size, s.cluster.device, "accumulate", s.dtype))
 
 
@@ -399,7 +399,7 @@ def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
 
 def optimizer(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update and refreshing the weights. They read and write all bytes of the states."""
-    b = s.software.states[s.dtype]
+    b = s.states
     kept = own.keeps if s.layout.zero else own.computes
     size = kept * update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     oversubscription = s.cluster.oversubscription

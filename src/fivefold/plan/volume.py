@@ -248,7 +248,7 @@ def _sum(traffic: Traffic, s: Setting, rank: int, sync: Sync, size: float) -> No
     if schedule is None:
         traffic.add("all_reduce", sync.group, size)
         return
-    b = s.software.states[s.dtype]
+    b = s.states
     each = b.gradient if sync.rows else b.reduce
     for step in messages_of(schedule, index_in(s.layout, sync.group, rank), round(size / each)).steps:
         for what, some in (("send", step.sends), ("receive", step.receives)):
@@ -264,7 +264,7 @@ def synced(
     see `FsdpUnit`; without them a quantised message is as if for one parameter."""
     if not whole:
         return
-    b, ranks = s.software.states[s.dtype], sharing_group(s.layout, expert)[1]
+    b, ranks = s.states, sharing_group(s.layout, expert)[1]
     for sync in syncs(s.layout, expert):
         if sync.rows:  # what arrived is as exact as the sum over microbatches
             yield sync, whole / ranks * b.gradient
@@ -307,7 +307,7 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     if not (s.layout.tp > 1 or (s.model.tie_embeddings and s.layout.pp > 1)):
         return []
     hashed: Any = s.model
-    b = s.software.states[s.dtype]
+    b = s.states
     # other programs sum whole gradients under ZeRO 1
     zero = s.layout.zero if b.cast or s.layout.zero > 1 else 0
     of_rank = replace(s.layout, zero=zero, recompute="none", microbatches=None, cp_method="ring")

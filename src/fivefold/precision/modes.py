@@ -1,4 +1,4 @@
-"""The one table of dtypes: recipes, the trainer, benchmarks and the planner read it. No torch."""
+"""The tables of dtypes and of precision modes. Recipes, the trainer, benchmarks and the planner read them. No torch."""
 
 from __future__ import annotations
 
@@ -13,44 +13,98 @@ if TYPE_CHECKING:
 class Dtype:
     """A format of numbers.
 
-    bytes: per element. torch: the name of torch's dtype that holds it. trains: `precision.mode` can name it, so models
-    compute in it, and `precision.reduce`, so gradients can be sent in it. priced: the planner knows which states a
-    program keeps that computes in it. multiplied: torch.matmul takes it, so its rate can be measured. stored: tensors
-    have it; otherwise it is a way to multiply.
+    bytes: per element. torch: the name of torch's dtype that holds it. bits: of the significand, with the one that is
+    not stored; a number is rounded by at most 2^-bits of its size. trains: `precision.reduce` can name it, so gradients
+    can be sent in it. multiplied: torch.matmul takes it, so its rate can be measured. stored: tensors have it;
+    otherwise it is a way to multiply.
     """
 
     name: str
     bytes: float
     torch: str
+    bits: int
     trains: bool = False
-    priced: bool = False
     multiplied: bool = True
     stored: bool = True
-
-    @property
-    def masters(self) -> bool:
-        """True if training in this dtype needs fp32 master weights beside the working weights (arXiv 1710.03740)."""
-        return self.bytes < DTYPES[MASTER].bytes
 
 
 DTYPES = {
     dtype.name: dtype
     for dtype in (
-        Dtype("fp32", 4.0, "float32", trains=True, priced=True),
-        Dtype("tf32", 4.0, "float32", stored=False),  # how a GPU may multiply fp32, with 10 bits of fraction
-        Dtype("bf16", 2.0, "bfloat16", trains=True, priced=True),
-        Dtype("fp16", 2.0, "float16", priced=True),
-        Dtype("fp8", 1.0, "float8_e4m3fn", multiplied=False),
+        Dtype("fp32", 4.0, "float32", 24, trains=True),
+        Dtype("tf32", 4.0, "float32", 11, stored=False),  # how a GPU may multiply fp32
+        Dtype("bf16", 2.0, "bfloat16", 8, trains=True),
+        Dtype("fp16", 2.0, "float16", 11),
+        Dtype("fp8", 1.0, "float8_e4m3fn", 4, multiplied=False),
     )
 }
 MASTER = "fp32"
-"""The dtype of master weights, sums of gradients and optimizer states."""
+"""The dtype of master weights, sums of gradients and optimizer states, where a mode does not say otherwise."""
 TRAINED = tuple(dtype.name for dtype in DTYPES.values() if dtype.trains)
-"""The dtypes that models train in."""
+"""The dtypes in which gradients can be sent, and whose rates are measured on a machine."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A row of the table of modes: which number has which dtype in training.
+
+    working: weights that compute, and activations. master: weights that the optimizer updates; if it is `working`, they
+    are the same tensors. gradient: sums over microbatches. state: the optimizer's states that its card has in fp32.
+    products: the way to multiply, a name in `DTYPES`; "": as `working`. auto: `precision.mode = "auto"` may choose it.
+    trains: False: the planner prices it for other programs, and this one does not train in it.
+
+    The tolerance of `fivefold verify` follows from the row. Roundings of `working` and `products` differ between
+    layouts, because sums are cut elsewhere, so they are not compared with a constant. One process trains in the mode,
+    and one in fp32. Their difference is the rounding error of the mode itself, for each tensor. A layout has an error
+    of the same size and another sign, so it may differ from fp32 a small factor as much (`verify.TIMES`). Errors of
+    single numbers may cancel by chance; they may always reach `roundoff`. The mode without any rounding below fp32
+    (`exact`) has constants instead.
+    """
+
+    name: str
+    working: str
+    master: str = MASTER
+    gradient: str = MASTER
+    state: str = MASTER
+    products: str = ""
+    auto: bool = False
+    trains: bool = True
+
+    @property
+    def rate(self) -> str:
+        """The dtype whose matmul rate the mode reaches."""
+        return self.products or self.working
+
+    @property
+    def roundoff(self) -> float:
+        """The largest relative error of a rounded product."""
+        return 2.0 ** -DTYPES[self.rate].bits
+
+    @property
+    def exact(self) -> bool:
+        """True if everything is in fp32."""
+        return {self.working, self.rate, self.master, self.gradient, self.state} == {MASTER}
+
+    @property
+    def copies(self) -> bool:
+        """True if working weights are copies of the masters (arXiv 1710.03740)."""
+        return self.working != self.master
+
+
+PRECISIONS = {
+    mode.name: mode
+    for mode in (
+        Mode("fp32", "fp32", auto=True),
+        Mode("bf16", "bf16", auto=True),
+        Mode("fp16", "fp16", trains=False),
+    )
+}
+TRAINABLE = tuple(name for name, mode in PRECISIONS.items() if mode.trains)
+"""The modes that `precision.mode` can name."""
 
 
 def chosen(mode: str, fast_bf16: bool) -> str:
-    """The dtype that `precision.mode` stands for. "auto" is bf16 on devices that compute it faster than fp32."""
+    """The mode that `precision.mode` stands for. "auto" is bf16 on devices that compute it faster than fp32."""
     return ("bf16" if fast_bf16 else MASTER) if mode == "auto" else mode
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from fivefold.models.section import ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.outer import OUTER
-from fivefold.precision import DTYPES, MASTER, TRAINED
+from fivefold.precision import DTYPES, MASTER, TRAINABLE, TRAINED
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
@@ -24,7 +24,7 @@ from fivefold.spread.sites import ONE_SITE, Sites
 if TYPE_CHECKING:  # a type checker reads no tables
     AllReduce = Dtype = Mode = Order = OptimizerName = SyncMethod = str
 else:
-    Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINED]
+    Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINABLE]
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
     SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -39,7 +39,7 @@ def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
     card, optim = OPTIMIZERS[recipe.optim.name], recipe.optim
     fields = {name: getattr(optim, name) for name in card.fields}
     pushed = torch_dtype(recipe.precision.reduce)
-    pulled = torch_dtype(compute_mode(recipe, ranks.device))
+    pulled = torch_dtype(compute_mode(recipe, ranks.device).working)
     shards = [
         Shard(
             message,
@@ -67,7 +67,7 @@ def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State
     own = recipe.model_copy(
         update={"layout": recipe.layout.model_copy(update={"dp_replicate": 1})}
     )  # the model of one rank
-    parallel = parallelize(own, mesh, torch_dtype(compute_mode(recipe, ranks.device)), torch.float32)
+    parallel = parallelize(own, mesh, torch_dtype(compute_mode(recipe, ranks.device).working), torch.float32)
     (module,), (replica,) = parallel.stages, parallel.replicas
     assert isinstance(replica, DataParallel)
     card = card_of(recipe.model)

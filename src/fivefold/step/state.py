@@ -22,7 +22,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
-from fivefold.precision import DTYPES, MASTER, chosen, torch_dtype
+from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, torch_dtype
 from fivefold.recipe import OptimSection, Recipe, count_parameters
 from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
@@ -129,7 +129,7 @@ def assemble(
 ) -> State:
     """Builds the state without the checks of `build_state`. memory: see `parallelize`. site: see `Mesh`."""
     mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, recipe.sites.count, site)
-    dtype = torch_dtype(compute_mode(recipe, ranks.device, module is not None))
+    dtype = torch_dtype(compute_mode(recipe, ranks.device, module is not None).working)
     reduce = torch_dtype(recipe.precision.reduce)
     if module is None:
         parallel = parallelize(recipe, mesh, dtype, reduce, memory)
@@ -208,10 +208,10 @@ def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch
     return Parallel([module], [replica])
 
 
-def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> str:
-    """ "fp32" or "bf16": the recipe's mode, or if that is auto, the one that is fast on the device. A user's own module
+def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> Mode:
+    """The recipe's mode, or if that is auto, the one that is fast on the device. A user's own module
     runs in bf16 only if the recipe says so, because its buffers may need fp32."""
-    return chosen(recipe.precision.mode, not own_module and has_fast_bf16(device.type))
+    return PRECISIONS[chosen(recipe.precision.mode, not own_module and has_fast_bf16(device.type))]
 
 
 def make_equal(state: State) -> None:

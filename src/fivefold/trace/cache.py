@@ -34,7 +34,9 @@ class CachedFigures:
             "recipe": {name: getattr(recipe, name).model_dump(mode="json") for name in SECTIONS},
             "train": {name: getattr(recipe.train, name) for name in FIELDS},
             # "auto" depends on the processor
-            "mode": compute_mode(recipe, torch.device("cpu")) if device == "cpu" else recipe.precision.mode,
+            "mode": compute_mode(recipe, torch.device("cpu")).name
+            if device == "cpu"
+            else recipe.precision.mode,
             "rank": rank,
             "outer": sites.due(sites.traced(steps), steps),  # what the traced step sends
             "device": device,

@@ -188,10 +188,10 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:
     """Peak FLOP/s of all devices of the run. Ranks on one machine's CPU share its cores."""
-    mode = compute_mode(recipe, ranks.device)
+    rate = compute_mode(recipe, ranks.device).rate
     if ranks.device.type == "cpu":
-        return device_peak("cpu", mode) * ranks.world / ranks.local_world
-    return device_peak(str(ranks.device), mode) * ranks.world
+        return device_peak("cpu", rate) * ranks.world / ranks.local_world
+    return device_peak(str(ranks.device), rate) * ranks.world
 
 
 def _whole_model(state: State, job: Job, step: int) -> nn.Module:

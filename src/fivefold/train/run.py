@@ -99,7 +99,7 @@ def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
     name = recipe.model.arch if job.module is None else type(job.module).__name__
     mode = compute_mode(recipe, ranks.device, job.module is not None)
     console.note(
-        f"{name}, {parameters:,} parameters, {mode}; {ranks.world} rank(s) on {where}; "
+        f"{name}, {parameters:,} parameters, {mode.name}; {ranks.world} rank(s) on {where}; "
         f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
     )
     for note in (*notes(recipe), *state.mesh.notes()):

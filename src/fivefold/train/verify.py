@@ -15,9 +15,9 @@ fp32: the tolerances are TOLERANCE. Adam divides an update by the size of the gr
 gradient is zero, such as a key bias in attention, moves by rounding noise alone. Therefore each element of a weight is
 weighted by the size of its gradients: the root of the second moment, if the optimizer has one.
 
-bf16: the reference is one process in fp32. A layout may differ from it TIMES_BF16 as much as one process in bf16 does,
-so bf16's own rounding is measured, not guessed. Weights are compared all together here: bf16 rounding flips the sign of
-some small gradients, and with it Adam's whole step of those elements; how many is chance.
+Other modes: the reference is one process in fp32. A layout may differ from it TIMES as much as one process in the mode
+does, so the mode's own rounding is measured, not guessed (`precision.Mode`). Weights are compared all together here:
+rounding flips the sign of some small gradients, and with it Adam's whole step of those elements; how many is chance.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.optim import OPTIMIZERS
-from fivefold.precision import MASTER, TRAINED
+from fivefold.precision import MASTER, PRECISIONS, TRAINABLE
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import allows, synchronous
@@ -57,8 +57,7 @@ from fivefold.train.share import batches_of, share_of
 from fivefold.train.start import prepare_data
 
 TOLERANCE = {"loss": 1e-6, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
-TIMES_BF16 = 3.0  # tensor and sequence parallelism round elsewhere: up to 1.7 in tensors of 32 elements
-FLOOR_BF16 = 2.0**-8  # for single numbers, whose roundings may cancel by chance: bf16's spacing
+TIMES = 3.0  # tensor and sequence parallelism round elsewhere: up to 1.7 in tensors of 32 elements
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Report:
 def verify(
     recipe: Recipe, layout: str | None = None, *, steps: int = 3, mode: str = MASTER, fork: bool = False
 ) -> Report | None:
-    """Compares a layout with one process, over `steps` steps of a recipe in `mode` ("fp32" or "bf16").
+    """Compares a layout with one process, over `steps` steps of a recipe in `mode`.
 
     layout: as `--layout` takes it; None: the recipe's. Its ranks are started here. Under torchrun or Slurm the launched
     ranks are used, and all but the first return None. fork: see `run_command`.
@@ -165,8 +164,8 @@ def verify(
 
 def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple[Recipe, list[str]]:
     """(the recipe as it is compared, notes on the fields that were changed for that)."""
-    if mode not in TRAINED:
-        raise UserError(f"mode '{mode}': must be {' or '.join(TRAINED)}")
+    if mode not in TRAINABLE:
+        raise UserError(f"mode '{mode}': must be {' or '.join(TRAINABLE)}")
     if steps < 1:
         raise UserError(f"steps {steps}: must be at least 1")
     changes, notes = [f"precision.mode={mode}"], []
@@ -182,7 +181,7 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
         )
     if mode == MASTER and recipe.precision.reduce != MASTER:
         changes.append(f"precision.reduce={MASTER}")
-        notes.append(f"gradients are summed in {MASTER} here; --mode bf16 compares bf16 sums")
+        notes.append(f"gradients are summed in {MASTER} here; --mode bf16 compares them")
     if recipe.train.steps and recipe.train.steps < steps:
         changes.append(f"train.steps={steps}")
     found = change(recipe, changes, layout)
@@ -242,7 +241,7 @@ def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
 
 def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: Path) -> Report:
     """Computes the reference in this process, unless it exists, and compares it with `folder`/layout, which the
-    layout's ranks wrote. In bf16 there are two references, one in fp32 and one in bf16."""
+    layout's ranks wrote. Below fp32 there are two references, one in fp32 and one in the mode."""
     layout, mode = Layout.from_recipe(recipe.layout), recipe.precision.mode
     for other in {MASTER, mode}:
         if not (folder / other).exists():
@@ -255,9 +254,11 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
     for (kind, where), rel in _differences(folder / "layout", folder / MASTER, second, bool(own)):
         allowed = TOLERANCE[kind]
         if kind in ("loss", "grad_norm") and own:
-            allowed = max(FLOOR_BF16, *(TIMES_BF16 * rel for (k, _), rel in own.items() if k == kind))
+            allowed = max(
+                PRECISIONS[mode].roundoff, *(TIMES * rel for (k, _), rel in own.items() if k == kind)
+            )
         elif own:
-            allowed = TIMES_BF16 * own[kind, where]
+            allowed = TIMES * own[kind, where]
         setattr(report, kind, getattr(report, kind).worse(Figure(rel, where, allowed)))
     return report
 
