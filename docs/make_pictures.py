@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fivefold.observe import layout_picture, worker_picture
+from fivefold.observe import layout_picture, number_formats, worker_picture
 from fivefold.plan.clusters import parse
 from fivefold.plan.frontier import as_rows, frontier
 from fivefold.plan.pages import svg as plan_svg
@@ -16,6 +16,7 @@ from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
 from fivefold.plan.timeline import timeline
+from fivefold.precision.histogram import from_json as histogram_of
 from fivefold.recipe import load, resolve
 from fivefold.schedules import collectives
 from fivefold.schedules.collectives import draw
@@ -66,6 +67,11 @@ def main() -> None:
         (PLAN_FOLDER / f"server_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in timelines().items():
         (PLAN_FOLDER / f"timeline_{name}.svg").write_text(picture, encoding="utf-8")
+    found = json.loads((RESULTS / "histogram.json").read_text())
+    picture = number_formats.histogram_svg(
+        histogram_of(found["kinds"]), f"quickstart, step {found['step']}: numbers by exponent"
+    )
+    (PLAN_FOLDER / "formats.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
 

@@ -126,6 +126,11 @@ IDLE = (
         "RUN/workers.jsonl has what the workers do, and when",
     ),
     Idle(
+        "observe.histogram_step",
+        lambda r: r.servers.count > 0,
+        "workers and servers do not count the numbers of a step",
+    ),
+    Idle(
         "layout.bucket_mib",
         lambda r: _summing(r) == 1 or r.layout.zero > 0 or r.servers.count > 0,
         "only replicas sum gradients in buckets (zero = 0 with dp > 1 or cp > 1)",

@@ -241,6 +241,9 @@ class ObserveSection(Section):
     """The step whose timeline is measured: computing and messages of each rank, on CPUs; with pp > 1 also the pipeline,
     action by action. RUN/traces gets the times, and the planned ones; `fivefold draw RUN` and the report draw them.
     0: none."""
+    histogram_step: int = Field(default=0, ge=0)
+    """The step whose weights, activations and gradients are counted by exponent, into RUN/traces. `fivefold formats
+    --run RUN` compares them with the range of each format. That step is slower. 0: none."""
 
 
 class Sections(Section):

@@ -18,7 +18,7 @@ from fivefold.host.machine import device_peak, peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.count import flops_per_token
-from fivefold.observe import step_timeline
+from fivefold.observe import number_formats, step_timeline
 from fivefold.observe.console import Console
 from fivefold.observe.metrics import MetricsWriter
 from fivefold.observe.pipeline_trace import write_pipeline_trace
@@ -26,6 +26,7 @@ from fivefold.parallel.pipeline import Microbatch
 from fivefold.recipe import Recipe, count_parameters, tokens_per_step
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
+from fivefold.step.histogram import Counter
 from fivefold.step.recorder import Recorder
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import evaluate
@@ -76,14 +77,20 @@ class RunHooks:
         self.tokens = self.speed.tokens
         self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
         self.recorder: Recorder | None = None
+        self.counter: Counter | None = None
 
     def begin_step(self) -> None:
         self.predicted.begin_step(self.state)
         traced = self.state.step + 1 == self.job.recipe.observe.trace_step
         if traced and self.state.mesh.device.type == "cpu":
             self.recorder = Recorder(self.state)
+        if self.state.step + 1 == self.job.recipe.observe.histogram_step:
+            self.counter = Counter(self.state)
 
     def inspect(self) -> dict[str, Tensor]:
+        if self.counter is not None:
+            self._write_histogram(self.counter)
+            self.counter = None
         if self.recorder is not None:
             self.recorder.mark("update", "update")
         return {SQUARES: self.noise.take()} if self.noise else {}
@@ -108,6 +115,15 @@ class RunHooks:
             self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
         if skipped:
             self.console.note(f"step {line['step']}: loss or gradient is not finite; the update is skipped")
+
+    def _write_histogram(self, counter: Counter) -> None:
+        counter.take_gradients()
+        found = counter.take()
+        if self.ranks.first:
+            path = number_formats.write(self.job.out, self.state.step + 1, found)
+            self.console.note(
+                f"numbers by exponent: {path}; `fivefold formats --run {self.job.out}` shows them"
+            )
 
     def _write_timeline(self, timeline: StepTimeline) -> None:
         path = step_timeline.write(self.job.out, timeline)

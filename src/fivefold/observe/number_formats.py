@@ -1,0 +1,249 @@
+"""Formats of numbers, and how the numbers of a run lie in their ranges: file in RUN/traces, text, picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from fivefold.errors import UserError
+from fivefold.files import write_atomically
+from fivefold.host.devices import SHEETS
+from fivefold.precision import TRAINED
+from fivefold.precision.formats import BLOCKS, FORMATS, Format
+from fivefold.precision.histogram import KINDS, Histogram, from_json
+
+RANGES = tuple(one for one in FORMATS.values() if one.bits <= 16)
+"""The formats whose ranges a histogram is compared with. Those of fp32 and wider hold every number of a run."""
+BARS = " ▁▂▃▄▅▆▇█"
+DECADES = 8  # powers of ten of a bar's height
+WIDTH, LEFT, TOP, HIGH, ROW = 760, 132, 40, 74, 18  # pixels
+STYLE = """
+.formats { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
+  --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --rule: #d8d3c8; --bar: #1d5b9c; --normal: #2c7a5b;
+  --subnormal: #b9d8cb; }
+@media (prefers-color-scheme: dark) { .formats { --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --rule: #45423b;
+  --bar: #7fb2ea; --normal: #79c9a3; --subnormal: #34584a; } }
+.formats .paper { fill: var(--paper); } .formats text { fill: var(--ink); font-variant-numeric: tabular-nums; }
+.formats .soft { fill: var(--soft); font-size: 10.5px; } .formats .title { font-size: 15px; font-weight: 600; }
+.formats .end { text-anchor: end; } .formats .middle { text-anchor: middle; }
+.formats .grid { stroke: var(--rule); fill: none; } .formats .bar { fill: var(--bar); }
+.formats .normal { fill: var(--normal); } .formats .subnormal { fill: var(--subnormal); }
+"""
+
+
+def generations(form: Format) -> list[str]:
+    """The generations of GPUs with a data sheet that states a rate for a format, from the oldest."""
+    found = {sheet.generation for sheet in SHEETS if sheet.rate(form.multiplied)}
+    return sorted(found, key=lambda name: (name[-6:], name))
+
+
+def table() -> list[dict[str, object]]:
+    """Every format as a row."""
+    return [
+        {
+            "format": one.name,
+            "bits": one.bits,
+            "sign": int(one.signed),
+            "exponent": one.exponent,
+            "fraction": one.fraction,
+            "largest": one.largest,
+            "smallest_normal": one.smallest_normal,
+            "smallest": one.smallest,
+            "epsilon": one.epsilon,
+            "computed_by": generations(one),
+            "trained": one.multiplied in TRAINED,
+        }
+        for one in FORMATS.values()
+    ]
+
+
+def to_text() -> str:
+    """The formats as a table for terminals."""
+    rows = [
+        ["format", "bits", "sign, exponent, fraction", "largest", "smallest normal", "smallest", "epsilon"]
+    ]
+    for one in FORMATS.values():
+        rows.append(
+            [
+                one.name, str(one.bits), f"{int(one.signed)} + {one.exponent} + {one.fraction}",
+                *map(_number, (one.largest, one.smallest_normal, one.smallest, one.epsilon)),
+            ]
+        )  # fmt: skip
+    scaled = [["in blocks", "size", "scale", "bits per number"]]
+    for block in BLOCKS:
+        scale = block.scale.name + (", fp32 per tensor" if block.tensor else "")
+        scaled.append([block.name, str(block.size), scale, f"{block.bits:g}"])
+    computed = [["format", "computed by GPUs of", "precision.mode"]]
+    for one in FORMATS.values():
+        mode = one.multiplied if one.multiplied in TRAINED else "shown, not trained"
+        computed.append([one.name, ", ".join(name.partition(" (")[0] for name in generations(one)), mode])
+    return "\n".join(map(_aligned, (rows, scaled, computed)))
+
+
+def write(run: Path, step: int, found: Histogram) -> Path:
+    """Writes RUN/traces/histogram-step-N.json."""
+    folder = run / "traces"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"histogram-step-{step:08d}.json"
+    write_atomically(path, json.dumps({"step": step, "kinds": found.as_json()}) + "\n")
+    return path
+
+
+def read(run: Path) -> tuple[int, Histogram]:
+    """(step, histogram) that a run wrote last.
+
+    Raises:
+        UserError: it wrote none.
+    """
+    paths = sorted((run / "traces").glob("histogram-step-*.json"))
+    if not paths:
+        raise UserError(
+            f"{run}: no step's numbers were counted. Train with --set observe.histogram_step=N, such as 3, which "
+            f"writes {run / 'traces'}"
+        )
+    found = json.loads(paths[-1].read_text(encoding="utf-8"))
+    return found["step"], from_json(found["kinds"])
+
+
+def histogram_text(found: Histogram, columns: int = 100) -> str:
+    """The histogram over the formats' ranges, and what each format makes of the numbers.
+
+    A bar's height is the logarithm of a share. `=` are a format's normal numbers, `-` its subnormal ones.
+    """
+    low, high = _ends(found)
+    each = max(1, -(-(high - low + 1) // columns))  # exponents per column
+    places = range(low, high + 1, each)
+    width = max(map(len, KINDS))
+    lines = [f"{'2^':>{width}}  {_axis(places)}"]
+    for kind in KINDS:
+        exponents = found.exponents(kind)
+        total = sum(exponents.values()) or 1
+        shares = [sum(exponents.get(p + i, 0) for i in range(each)) / total for p in places]
+        lines.append(f"{kind:>{width}}  {''.join(map(_bar, shares))}".rstrip())
+    for form in RANGES:
+        marks = "".join(
+            "="
+            if form.lowest <= p <= form.highest
+            else "-"
+            if form.lowest - form.fraction <= p < form.lowest
+            else " "
+            for p in places
+        )
+        lines.append(f"{form.name:>{width}}  {marks}".rstrip())
+    return "\n".join(lines) + "\n\n" + _aligned(_fates(found))
+
+
+def histogram_svg(found: Histogram, title: str) -> str:
+    """The same as a picture: a panel for each kind, and under them the formats' ranges on the same axis."""
+    low, high = _ends(found)
+    each = (WIDTH - LEFT - 24) / (high - low + 1)
+    bottom, parts = TOP, []
+    for kind in KINDS:
+        parts.append(_panel(found, kind, low, each, bottom))
+        bottom += HIGH + 16
+    for form in RANGES:
+        parts.append(_range(form, low, high, each, bottom))
+        bottom += ROW
+    for exponent in range(low - low % -10, high + 1, 10):
+        x = LEFT + (exponent - low) * each
+        parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>')
+        parts.append(f'<text class="soft middle" x="{x:.1f}" y="{bottom + 14}">2^{exponent}</text>')
+    height = bottom + 24
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="formats" role="img" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}">\n<title>{escape(title)}</title><style>{STYLE}</style>\n'
+        f'<rect class="paper" width="100%" height="100%"/>\n'
+        f'<text class="title" x="20" y="24">{escape(title)}</text>{"".join(parts)}</svg>\n'
+    )
+
+
+def _panel(found: Histogram, kind: str, low: int, each: float, top: int) -> str:
+    exponents = found.exponents(kind)
+    total = sum(exponents.values()) or 1
+    bars = "".join(
+        f'<rect class="bar" x="{LEFT + (e - low) * each:.1f}" y="{top + HIGH * (1 - _height(n / total)):.1f}" '
+        f'width="{max(0.3, each - 0.6):.1f}" height="{HIGH * _height(n / total):.1f}">'
+        f"<title>2^{e}: {n / total:.3g} of {kind}</title></rect>"
+        for e, n in exponents.items()
+        if e >= low
+    )
+    label = f'<text class="end" x="{LEFT - 10}" y="{top + HIGH - 4}">{kind}</text>'
+    scale = f'<text class="soft end" x="{LEFT - 10}" y="{top + 10}">log of the share</text>'
+    return f'{label}{scale}{bars}<path class="grid" d="M{LEFT} {top + HIGH}H{WIDTH - 24}"/>\n'
+
+
+def _range(form: Format, low: int, high: int, each: float, top: int) -> str:
+    def bar(kind: str, first: int, last: int) -> str:
+        first, last = max(first, low), min(last, high)
+        if first > last:
+            return ""
+        return (
+            f'<rect class="{kind}" x="{LEFT + (first - low) * each:.1f}" y="{top + 3}" '
+            f'width="{(last - first + 1) * each:.1f}" height="{ROW - 6}"><title>{form.name}: {kind}</title></rect>'
+        )
+
+    label = f'<text class="end" x="{LEFT - 10}" y="{top + 13}">{form.name}</text>'
+    subnormal = bar("subnormal", form.lowest - form.fraction, form.lowest - 1)
+    return f"{label}{subnormal}{bar('normal', form.lowest, form.highest)}\n"
+
+
+def _ends(found: Histogram) -> tuple[int, int]:
+    """The exponents drawn: those of fp16, and those of all kinds up to a share that has a bar."""
+    low, high = FORMATS["fp16"].lowest - FORMATS["fp16"].fraction, FORMATS["fp16"].highest
+    for kind in KINDS:
+        exponents = found.exponents(kind)
+        total = sum(exponents.values())
+        drawn = [e for e, n in exponents.items() if _height(n / total) > 0]
+        low, high = min([low, *drawn]), max([high, *drawn])
+    return low - 1, high + 1
+
+
+def _fates(found: Histogram) -> list[list[str]]:
+    """Shares that formats round to zero, make subnormal and cannot hold, without a scale and with the best one."""
+    rows = [["share of the numbers that become", *KINDS]]
+    for form in RANGES:
+        for what in ("zero", "subnormal", "large"):
+            shares = [getattr(found.fate(kind, form), what) for kind in KINDS]
+            if any(shares):
+                word = {"zero": "zero", "subnormal": "subnormal", "large": "too large"}[what]
+                rows.append([f"{form.name}: {word}", *map(_share, shares)])
+        scaled = [found.fate(kind, form, found.headroom(kind, form)).zero for kind in KINDS]
+        powers = [found.headroom(kind, form) for kind in KINDS]
+        cells = [f"{_share(one)} (x 2^{power})" for one, power in zip(scaled, powers, strict=True)]
+        rows.append([f"{form.name}: zero, with the best scale", *cells])
+    return rows
+
+
+def _height(share: float) -> float:
+    """A bar's height, 0 to 1."""
+    return max(0.0, 1 + math.log10(share) / DECADES) if share else 0.0
+
+
+def _bar(share: float) -> str:
+    return BARS[math.ceil(_height(share) * (len(BARS) - 1))]
+
+
+def _axis(places: Sequence[int]) -> str:
+    """The exponents as text, a number about every ten columns."""
+    line = ""
+    for column, exponent in enumerate(places):
+        if column % 10 == 0:
+            line = line.ljust(column) + str(exponent)
+    return line
+
+
+def _share(share: float) -> str:
+    return "0" if not share else f"{share:.1%}" if share >= 0.001 else f"{share:.1e}"
+
+
+def _number(x: float) -> str:
+    return f"{x:g}" if 1e-3 <= abs(x) < 1e6 else f"{x:.3g}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines) + "\n"
