@@ -1,8 +1,9 @@
 """The three matmuls of a linear layer: its output, the gradient of its input, the gradient of its weight. Every layer
 uses them, even one that communicates or defers its weight gradient.
 
-In fp32 on CPUs the first two use oneDNN, which PyTorch itself uses only in lower precision. They take 5 to 20% less
-time than with MKL on the processors tried (benchmarks/products.py). MKL is faster for the weight gradient.
+With `fp8` they multiply numbers of 8 bits (fp8.py). In fp32 on CPUs the first two use oneDNN, which PyTorch itself uses
+only in lower precision. They take 5 to 20% less time than with MKL on the processors tried (benchmarks/products.py).
+MKL is faster for the weight gradient.
 
 Legend: D input features, F output features.
 """
@@ -17,27 +18,37 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.private import onednn_linear
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Fp8 | None = None) -> Tensor:
     """x @ weight.T + bias. x (..., D), weight (F, D), bias (F) -> (..., F)."""
-    if not _onednn(x, weight):
+    if fp8 is None and not _onednn(x, weight):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return onednn_linear(x, weight, bias)
-    kept = _Kept.apply(x, weight, bias)
-    return _Linear.apply(kept, x.detach(), weight.detach(), None if bias is None else bias.detach())
+        return _forward(x, weight, bias, fp8)
+    kept = _Kept.apply(x, weight, bias, fp8)
+    return _Linear.apply(kept, x.detach(), weight.detach(), None if bias is None else bias.detach(), fp8)
 
 
-def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+def input_gradient(dy: Tensor, weight: Tensor, fp8: Fp8 | None = None) -> Tensor:
     """dy @ weight. dy (..., F), weight (F, D) -> (..., D)."""
-    return linear(dy, weight.t())
+    return linear(dy, weight.t()) if fp8 is None else fp8.input_gradient(dy, weight)
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(dy: Tensor, x: Tensor, fp8: Fp8 | None = None) -> Tensor:
     """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
+    if fp8 is not None:
+        return fp8.weight_gradient(dy, x)
     return dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) -> Tensor:
+    if fp8 is None:
+        return onednn_linear(x, weight, bias)
+    y = fp8.forward(x, weight)
+    return y if bias is None else y.add_(bias)
 
 
 def _onednn(x: Tensor, weight: Tensor) -> bool:
@@ -62,27 +73,32 @@ class _Kept(Function):
     last saved tensor, so it does not repeat this matmul, just as it would not repeat PyTorch's own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.fp8 = fp8
         return x.as_strided((*x.shape[:-1], weight.shape[0]), (0,) * x.dim())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (x, weight), dy = ctx.saved_tensors, grads[0]
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx = onednn_linear(dy, weight.t()) if needs_x else None
-        dweight = weight_gradient(dy, x) if needs_weight else None
-        return dx, dweight, dy.flatten(0, -2).sum(0) if needs_bias else None
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = None
+        if needs_x:
+            dx = onednn_linear(dy, weight.t()) if ctx.fp8 is None else ctx.fp8.input_gradient(dy, weight)
+        dweight = weight_gradient(dy, x, ctx.fp8) if needs_weight else None
+        return dx, dweight, dy.flatten(0, -2).sum(0) if needs_bias else None, None
 
 
 class _Linear(Function):
     """Replaces the placeholder by the output."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return onednn_linear(x, weight, bias)
+    def forward(
+        ctx: Any, kept: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None
+    ) -> Tensor:
+        return _forward(x, weight, bias, fp8)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        return grads[0], None, None, None
+        return grads[0], None, None, None, None

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fivefold.kernels import fp8
+from fivefold.kernels.fp8 import Fp8
+
 
 class Assignment(NamedTuple):
     """The assignment of tokens to rows. Slot s of token n has index s N + n, so first choices come before second ones.
@@ -73,11 +76,30 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, assignment: Assignment) -> Tens
     return _Combine.apply(rows_MD, weights_NK.to(rows_MD.dtype), assignment)
 
 
-def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor, how: Fp8 | None = None) -> Tensor:
     """Multiplies rows sorted by expert with their expert's weight: counts_E[0] rows with weight 0, and so on. (M,
     F)."""
     offsets = counts_E.cumsum(0).to(torch.int32)
+    if how is not None:
+        return _GroupedFp8.apply(rows_MD, weight_EFD, offsets, how)
     return F.grouped_mm(rows_MD, weight_EFD.transpose(1, 2), offs=offsets)
+
+
+class _GroupedFp8(Function):
+    """Rows (M, D), weights (E, F, D) -> (M, F)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, how: Fp8) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        ctx.how = how
+        return fp8.grouped_forward(how, rows, weight, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        (rows, weight, ends), dy = ctx.saved_tensors, grads[0].contiguous()
+        drows = fp8.grouped_input_gradient(ctx.how, dy, weight, ends)
+        return drows, fp8.grouped_weight_gradient(ctx.how, dy, rows, ends), None, None
 
 
 class _Dispatch(Function):

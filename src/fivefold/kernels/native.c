@@ -15,6 +15,7 @@
 typedef uint16_t bf16;
 typedef int64_t i64;
 #define BLOCK 1024 /* most elements that share a scale */
+#define STRIPE 512 /* columns that are rounded at once */
 
 static inline float load_fp32(const float *p) { return *p; }
 static inline void store_fp32(float *p, float v) { *p = v; }
@@ -148,6 +149,69 @@ void NAME(dequantize)(T *y, i64 step, const i64 *starts, const uint8_t *in, i64 
     } else {
 #pragma omp simd
       for (i64 i = 0; i < n; i++) STORE(to + i, (float)whole[i] * scale);
+    }
+  }
+}
+
+/* out = x (rows, D), rounded to a narrow format (fp8.py). A tile of R rows and C columns is scaled by a power of two so
+ * that its largest number is at most `largest`, and back: the numbers keep `fraction` bits, and are multiples of the
+ * tile's smallest number. highest, lowest: exponents of the format's normal numbers. */
+void NAME(round_tiles)(const T *x, T *out, i64 rows, i64 D, i64 R, i64 C, i64 fraction, i64 highest, i64 lowest,
+                       float largest) {
+  i64 W = C >= STRIPE ? C : STRIPE / C * C; /* columns at once */
+  i64 stripes = (D + W - 1) / W, bands = (rows + R - 1) / R;
+  float keep = ldexpf(1.0f, -(int)fraction), full = ldexpf(largest, -(int)highest);
+#pragma omp parallel for schedule(static)
+  for (i64 k = 0; k < bands * stripes; k++) {
+    i64 first = k / stripes * R, last = first + R < rows ? first + R : rows;
+    i64 left = k % stripes * W, right = left + W < D ? left + W : D;
+    float step[STRIPE] = {0};
+    for (i64 r = first; r < last; r++) {
+      const T *row = x + r * D;
+      if (C == 1) {
+#pragma omp simd
+        for (i64 j = left; j < right; j++) {
+          float v = fabsf(LOAD(row + j));
+          step[j - left] = v > step[j - left] ? v : step[j - left];
+        }
+      } else {
+        for (i64 j = left, g = 0; j < right; j += C, g++) {
+          i64 end = j + C < right ? j + C : right;
+          float most = step[g];
+#pragma omp simd reduction(max : most)
+          for (i64 i = j; i < end; i++) {
+            float v = fabsf(LOAD(row + i));
+            most = v > most ? v : most;
+          }
+          step[g] = most;
+        }
+      }
+    }
+    for (i64 g = 0; g * C < right - left; g++) { /* from the largest number to the distance of subnormal ones */
+      int e;
+      float m = 2.0f * frexpf(step[g], &e);
+      int power = (int)lowest - (int)fraction - (int)highest + (e - 1) + (m > full);
+      step[g] = step[g] > 0.0f && isfinite(step[g]) ? ldexpf(1.0f, power > -120 ? power : -120) : 1.0f;
+    }
+    for (i64 r = first; r < last; r++) {
+      const T *row = x + r * D;
+      T *to = out + r * D;
+      for (i64 j = left, g = 0; j < right; j += C, g++) {
+        i64 end = C == 1 ? right : j + C < right ? j + C : right;
+#pragma omp simd
+        for (i64 i = j; i < end; i++) {
+          float v = LOAD(row + i), size, distance, lowest_distance = C == 1 ? step[i - left] : step[g];
+          uint32_t u;
+          memcpy(&u, &v, 4);
+          u &= 0x7f800000u;
+          memcpy(&size, &u, 4); /* the power of two below |v| */
+          distance = size * keep;
+          distance = distance > lowest_distance ? distance : lowest_distance;
+          float shift = distance * 12582912.0f; /* 1.5 * 2^23: a sum with it is a multiple of the distance */
+          STORE(to + i, (v + shift) - shift);
+        }
+        if (C == 1) break;
+      }
     }
   }
 }

@@ -14,17 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from fivefold import kernels
+from fivefold.kernels.fp8 import Fp8
 from fivefold.models.section import ModelSection
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` (same parameters, same names) through the project's own kernel."""
+    """`torch.nn.Linear` (same parameters, same names) through the project's own kernel. fp8: it multiplies numbers of 8
+    bits."""
+
+    fp8: Fp8 | None = None
 
     def reset_parameters(self) -> None:
         """Does nothing: `init_weights` sets the values (on "meta", torch's own method imports its compiler: 1 s)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return kernels.linear(input, self.weight, self.bias)
+        return kernels.linear(input, self.weight, self.bias, self.fp8)
 
 
 class Embedding(nn.Embedding):

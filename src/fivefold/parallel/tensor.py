@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold import kernels
 from fivefold.comm import Started
+from fivefold.kernels.fp8 import Fp8
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.layers import (
@@ -148,11 +149,11 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, linear: Linear, axis: TensorAxis):
         super().__init__()
-        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.weight, self.bias, self.axis, self.fp8 = linear.weight, linear.bias, axis, linear.fp8
         self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.weight, self.bias, self.axis, self.deferred)
+        return _Column.apply(x, self.weight, self.bias, self.axis, self.deferred, self.fp8)
 
 
 class RowLinear(nn.Module):
@@ -161,11 +162,11 @@ class RowLinear(nn.Module):
 
     def __init__(self, linear: Linear, axis: TensorAxis):
         super().__init__()
-        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.weight, self.bias, self.axis, self.fp8 = linear.weight, linear.bias, axis, linear.fp8
         self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Row.apply(x, self.weight, self.bias, self.axis, self.deferred)
+        return _Row.apply(x, self.weight, self.bias, self.axis, self.deferred, self.fp8)
 
 
 class EnterRegion(nn.Module):
@@ -195,34 +196,58 @@ class _Column(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, deferred: Deferred | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: TensorAxis,
+        deferred: Deferred | None,
+        fp8: Fp8 | None,
     ) -> Tensor:
         whole = axis.start_whole(x)()
         ctx.save_for_backward(x if axis.regather else whole)
-        ctx.weight, ctx.axis, ctx.has_bias, ctx.deferred = weight, axis, bias is not None, deferred
-        return kernels.linear(whole, weight, bias)
+        ctx.weight, ctx.axis, ctx.has_bias, ctx.deferred, ctx.fp8 = (
+            weight,
+            axis,
+            bias is not None,
+            deferred,
+            fp8,
+        )
+        return kernels.linear(whole, weight, bias, fp8)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
         whole = axis.start_again(x)
-        dx = kernels.input_gradient(dy, weight)
+        dx = kernels.input_gradient(dy, weight, ctx.fp8)
         x = whole()
         dx = axis.start_sum(dx)  # overlaps with the gradients that need no communication
-        dweight = weight_gradient(ctx.deferred, weight, dy, x)
+        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.fp8)
         dbias = dy.sum((0, 1)) if ctx.has_bias else None
-        return dx(), dweight, dbias, None, None
+        return dx(), dweight, dbias, None, None, None
 
 
 class _Row(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, deferred: Deferred | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: TensorAxis,
+        deferred: Deferred | None,
+        fp8: Fp8 | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.has_bias, ctx.deferred = weight, axis, bias is not None, deferred
-        y = axis.start_sum(kernels.linear(x, weight))()
+        ctx.weight, ctx.axis, ctx.has_bias, ctx.deferred, ctx.fp8 = (
+            weight,
+            axis,
+            bias is not None,
+            deferred,
+            fp8,
+        )
+        y = axis.start_sum(kernels.linear(x, weight, None, fp8))()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -231,8 +256,8 @@ class _Row(Function):
         (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
         dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp, of this piece
         dy = axis.start_whole(dy)()
-        dx = kernels.input_gradient(dy, weight)
-        return dx, weight_gradient(ctx.deferred, weight, dy, x), dbias, None, None
+        dx = kernels.input_gradient(dy, weight, ctx.fp8)
+        return dx, weight_gradient(ctx.deferred, weight, dy, x, ctx.fp8), dbias, None, None, None
 
 
 class PiecePositions(nn.Module):
