@@ -38,7 +38,8 @@ class OptimizerCard:
     name: the value of `optim.name`. source: the paper. build: see `Build`. fields: its own fields of [optim] with their
     defaults; learning rate, weight decay and clipping are common to all. states: the tensors it keeps besides the
     masters. counts: True if torch keeps the number of steps with every tensor ("step", one fp32). second_moment: the
-    state that averages the squared gradient, if the update divides by its root.
+    state that averages the squared gradient, if the update divides by its root. elementwise: the update of an element
+    depends on nothing but that element's weight, gradient and states (and on scalars), so it can run in parts.
     """
 
     name: str
@@ -48,6 +49,7 @@ class OptimizerCard:
     states: Sequence[OptimizerState] = ()
     counts: bool = False
     second_moment: str | None = None
+    elementwise: bool = True
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -11,25 +11,39 @@ ROW, LARGE = 1024, 1 << 16
 """Elements of a row, and of the smallest tensor that is cut into rows."""
 
 
-def sum_of_squares(gradients: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
-    """Sum of squares over all elements of these gradients, on their device: a scalar in fp64.
+Norms = tuple[list[Tensor], list[Tensor]]
+"""Norms of rows, each a vector, and of smaller parts, each a scalar, of one or several gradients."""
+
+
+def norms(gradients: Sequence[Tensor]) -> Norms:
+    """The norms that `sum_of_squares` adds up.
 
     On CPUs PyTorch's norm adds up all squares of a tensor in fp32, one after the other: with 20 million elements 1e-3
     of the sum is lost. So large tensors are cut into rows, and the sums of rows are added in fp64.
     """
-    small, norms = [], []
+    small, rows = [], []
     for gradient in gradients:
         if gradient.device.type == "cpu" and gradient.numel() >= LARGE:
             flat, whole = gradient.reshape(-1), gradient.numel() // ROW * ROW
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
+            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
             gradient = flat[whole:]
         if gradient.numel():
             small.append(gradient)
+    return rows, list(torch._foreach_norm(small)) if small else []
+
+
+def sum_of_squares(
+    gradients: Sequence[Tensor], device: torch.device | str = "cpu", found: Sequence[Norms] = ()
+) -> Tensor:
+    """Sum of squares over all elements of these gradients, on their device: a scalar in fp64. found: the norms of
+    others, computed before; they come first."""
+    parts = [*found, norms(gradients)]
+    rows, small = [row for some, _ in parts for row in some], [one for _, some in parts for one in some]
     if small:
-        norms.append(torch.stack(torch._foreach_norm(small)))
-    if not norms:
+        rows.append(torch.stack(small))
+    if not rows:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.cat(norms).double().square().sum()
+    return torch.cat(rows).double().square().sum()
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor | None:

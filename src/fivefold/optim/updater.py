@@ -14,8 +14,11 @@ from fivefold.optim.card import OptimizerCard
 class Updater:
     """Runs a card's optimizer over `masters`, in place.
 
-    fields: values of the card's fields. Weight decay applies to matrices only: norms and biases have one dim.
+    fields: values of the card's fields. Weight decay applies to matrices only: norms and biases have one dim. streamed:
+    True if a step goes on beside the next forward, and writes the working weights itself (parallel/offload).
     """
+
+    streamed = False
 
     def __init__(
         self,
@@ -56,6 +59,9 @@ class Updater:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+
+    def settle(self) -> None:
+        """Waits until the last step is done. Here it is."""
 
     def states(self) -> dict[str, Tensor]:
         """The states under their checkpoint names, {"exp_avg.NAME": ..., "exp_avg_sq.NAME": ...}; empty before the

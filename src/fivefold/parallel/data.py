@@ -40,12 +40,15 @@ class DataParallel:
         flat_master: Tensor | None = None,
         compressor: Compressor | None = None,
         bucket_bytes: float = math.inf,
+        masters: dict[str, Tensor] | None = None,
     ):
-        """flat_master: see `Weights`. compressor: see `GradientSum`. bucket_bytes: see `buckets`."""
+        """flat_master, masters: see `Weights`. compressor: see `GradientSum`. bucket_bytes: see `buckets`."""
         self.parts = {name: parts[name] for name in params}
-        self.weights = Weights(params, compute_dtype, flat_master)
+        self.weights = Weights(params, compute_dtype, flat_master, masters)
         self.sum = GradientSum(self.weights, sums, reduce, bucket_bytes, compressor)
         self.masters, self.gradients = self.weights.master, self.weights.grads
+        separate = self.weights.flat_working is not self.weights.flat_master
+        self.working = self.weights.working if separate else None
         self.start_step, self.refresh, self.close = (
             self.weights.start_step,
             self.weights.refresh,
@@ -59,7 +62,8 @@ class DataParallel:
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         self.updater.step(self.gradients, lr, scale, skip)
-        self.refresh()
+        if not self.updater.streamed:
+            self.refresh()
 
     def kept(self) -> dict[str, list[Tensor]]:
         """The working weights, what compression keeps, and the scratch of sums; see `Replica.kept`."""

@@ -39,7 +39,8 @@ class Weights:
     """The flat state of `params` (by name, in the module's order), which must be on their device in fp32.
 
     flat_master: the buffer that `allocate` made for them and that they are views of. None: the parameters have memory
-    of their own, as in a user's module, and are copied. master, grads: {parameter name: fp32 view of the flat buffer,
+    of their own, as in a user's module, and are copied. masters: they lie elsewhere, in host memory or on disk, and do not
+    compute (parallel/offload). master, grads: {parameter name: fp32 view of the flat buffer,
     in the parameter's shape}. on_gradient: called with a parameter's index (in buffer order) after its gradient of this
     backward has been added. seen: called with the index and the gradient before it is added.
     """
@@ -49,6 +50,7 @@ class Weights:
         params: dict[str, nn.Parameter],
         compute_dtype: torch.dtype,
         flat_master: Tensor | None = None,
+        masters: dict[str, Tensor] | None = None,
     ):
         self.names, self.params = buffer_order(list(params)), buffer_order(list(params.values()))
         assert all(p.dtype == torch.float32 for p in self.params), "build the module in fp32"
@@ -56,17 +58,20 @@ class Weights:
         for p in self.params:
             self.offsets.append(self.offsets[-1] + p.numel())
         device = self.params[0].device
-        if flat_master is None:
-            flat_master = torch.cat([p.detach().reshape(-1) for p in self.params])
-        assert flat_master.shape == (self.offsets[-1],), "another set of parameters"
-        self.flat_master = flat_master
-        self.flat_grads = torch.zeros_like(self.flat_master)
-        self.flat_working = self.flat_master
-        if compute_dtype != torch.float32:
-            self.flat_working = torch.empty(self.offsets[-1], dtype=compute_dtype, device=device)
         by_name = dict(zip(self.names, self.params, strict=True))
-        self.master, self.grads = views(self.flat_master, by_name), views(self.flat_grads, by_name)
-        for p, working in zip(self.params, views(self.flat_working, by_name).values(), strict=True):
+        self.flat_grads = torch.zeros(self.offsets[-1], dtype=torch.float32, device=device)
+        if masters is None:
+            if flat_master is None:
+                flat_master = torch.cat([p.detach().reshape(-1) for p in self.params])
+            assert flat_master.shape == (self.offsets[-1],), "another set of parameters"
+            masters = views(flat_master, by_name)
+        self.flat_master, self.master, self.grads = flat_master, masters, views(self.flat_grads, by_name)
+        if flat_master is None or compute_dtype != torch.float32:
+            self.flat_working = torch.empty(self.offsets[-1], dtype=compute_dtype, device=device)
+        else:
+            self.flat_working = flat_master
+        self.working = views(self.flat_working, by_name)
+        for p, working in zip(self.params, self.working.values(), strict=True):
             p.data = working
         self.on_gradient: Callable[[int], None] = lambda index: None
         self.seen: Callable[[int, Tensor], None] | None = None
@@ -114,7 +119,10 @@ class Weights:
 
     def refresh(self) -> None:
         """Copies the masters into the working weights, after the optimizer's step."""
-        if self.flat_working is not self.flat_master:
+        if self.flat_master is None:
+            for name, working in self.working.items():
+                working.copy_(self.master[name])
+        elif self.flat_working is not self.flat_master:
             self.flat_working.copy_(self.flat_master)
 
 

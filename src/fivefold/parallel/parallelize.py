@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from fivefold.files import cache_folder
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.init import init_part
@@ -22,12 +24,16 @@ from fivefold.parallel import context, expert, recompute, tensor
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.flat import allocate
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.offload.disk import Disk
+from fivefold.parallel.offload.pages import Paged
+from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.stages import split, sum_tied
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
 from fivefold.spread.parts import Part, held
+from fivefold.spread.tiers import OFFLOADS, tiers
 from fivefold.spread.units import Keeping, keepings, syncs, tensor_sums
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
@@ -40,7 +46,7 @@ class Parallel:
 
     stages: the model, or this rank's pipeline stages. positions: (T), of this rank's tokens; None: all positions.
     reductions: gradient sums beyond those of the replicas, called after these finish. pipeline: runs the stages if pp >
-    1. balance: of the experts' load, if the model has experts.
+    1. balance: of the experts' load, if the model has experts. offloads: what replicas keep elsewhere, and the disk.
     """
 
     stages: list[nn.Module]
@@ -49,6 +55,22 @@ class Parallel:
     reductions: list[Callable[[], None]] = field(default_factory=list)
     pipeline: Pipeline | None = None
     balance: expert.Balance | None = None
+    offloads: dict[int, Offload] = field(default_factory=dict)
+    disk: Disk | None = None
+
+    def settle(self) -> None:
+        """Waits until updates that run beside the next step are done."""
+        for offload in self.offloads.values():
+            if offload.updater is not None:
+                offload.updater.settle()
+
+    def close(self) -> None:
+        """Takes the hooks off the modules, and frees what is elsewhere."""
+        self.settle()
+        for replica in self.replicas:
+            replica.close()
+        if self.disk is not None:
+            self.disk.close()
 
 
 def parallelize(
@@ -67,6 +89,8 @@ def parallelize(
     stages = list(numbered.values())
     table = held(card_of(model), layout, mesh.rank)
     found = Parallel(list(stages), [])
+    if OFFLOADS[layout.offload].streams:
+        found.disk = Disk(Path(layout.offload_dir).expanduser() if layout.offload_dir else cache_folder() / "offload")
     if card_of(model).has_experts:
         found.balance = expert.Balance(stages, mesh, model)
         for stage in stages:
@@ -139,22 +163,37 @@ def _add_replicas(
             zero.materialize(stages, mesh.device, initial)
             of_units = [unit for number in keeping.stages for unit in messages[number]]
             sent = syncs(layout)
-            replicas.append(zero.Sharded(stages, table, compute_dtype, of_units, sent, layout.pp > 1))
+            sharded = zero.Sharded(stages, table, compute_dtype, of_units, sent, layout.pp > 1)
+            replicas.append(sharded)
+            if found.disk is not None:
+                kept_here = {name: tuple(master.shape) for name, master in sharded.masters.items()}
+                tier = tiers(layout.offload, sharded=True)
+                found.offloads[id(sharded)] = Offload(found.disk, tier, kept_here, mesh.device)
         for buffer in keeping.buffers:
-            params, flat = _materialize(stages, buffer.names, mesh.device, initial)
-            compress = compressor(layout.compress)
-            replicas.append(
-                DataParallel(
-                    params,
-                    table,
-                    compute_dtype,
-                    mesh.sums(buffer.group),
-                    reduce,
-                    flat,
-                    compress,
-                    buffer.bucket_bytes,
+            offload = None
+            if found.disk is not None:
+                tier = tiers(layout.offload, own_masters=compute_dtype != torch.float32)
+                meta = {name: tuple(p.shape) for stage in stages for name, p in stage.named_parameters()}
+                shapes = {name: meta[name] for name in buffer.names}
+                offload = Offload(found.disk, tier, shapes, mesh.device)
+            params, flat, masters = _materialize(stages, buffer.names, mesh.device, initial, offload)
+            sums = mesh.sums(buffer.group)
+            if offload is not None and offload.tiers.gradients != "device":
+                assert masters is not None
+                reduced = layout.tp > 1 or layout.pp > 1
+                replica = Paged(params, table, compute_dtype, sums, reduce, masters, offload, reduced)
+            else:
+                compress = compressor(layout.compress)
+                size = buffer.bucket_bytes
+                replica = DataParallel(
+                    params, table, compute_dtype, sums, reduce, flat, compress, size, masters
                 )
-            )
+            replicas.append(replica)
+            if offload is not None:
+                found.offloads[id(replica)] = offload
+                offload.attach(list(stages))
+            if isinstance(replica, Paged):
+                replica.attach(list(stages))
         found.replicas += replicas
         of_stage |= dict.fromkeys(keeping.stages, replicas)
     return of_stage
@@ -172,21 +211,25 @@ def _materialize(
     names: Sequence[str],
     device: torch.device,
     initial: Callable[[str], Tensor],
-) -> tuple[dict[str, nn.Parameter], Tensor]:
+    offload: Offload | None,
+) -> tuple[dict[str, nn.Parameter], Tensor | None, dict[str, Tensor] | None]:
     """Replaces parameters on "meta" by ones with memory and initial weights. Stages that share a parameter compute with
     one tensor.
 
-    Returns the parameters, and the flat buffer that they are views of (parallel/flat.py).
+    Returns the parameters, and the flat buffer that they are views of (parallel/flat.py); or masters that lie elsewhere.
     """
     meta = {name: p for stage in stages for name, p in stage.named_parameters()}
     params = {name: meta[name] for name in names}
-    flat, views = allocate(params, device)
+    masters = offload.masters() if offload is not None else None
+    flat, views = allocate(params, device) if masters is None else (None, masters)
     for name, view in views.items():
         view.copy_(initial(name))
+        if offload is not None:
+            offload.drop()
     placed = {name: nn.Parameter(views[name]) for name in params}
     for stage in stages:
         for name, _ in list(stage.named_parameters()):
             if name in placed:
                 owner, _, leaf = name.rpartition(".")
                 setattr(stage.get_submodule(owner), leaf, placed[name])
-    return placed, flat
+    return placed, flat, masters

@@ -1,7 +1,7 @@
 """The trainer's interface to a set of parameters, independent of how their states are kept.
 
-Two classes implement it: `data.DataParallel` (ZeRO stage 0: everything on every rank) and `zero.Sharded` (stages 1 to
-3). A step is: start_step, backward of each microbatch with enable_sync before the last, finish, update.
+Three classes implement it: `data.DataParallel` (ZeRO stage 0: everything on every rank), `zero.Sharded` (stages 1 to
+3) and `offload.pages.Paged` (stage 0 with gradients, and perhaps weights, in another tier). A step is: start_step, backward of each microbatch with enable_sync before the last, finish, update.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fivefold.optim.clip import sum_of_squares
+from fivefold.optim.clip import Norms, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.offload.pages import Paged
 from fivefold.spread.parts import Part
 
 
@@ -78,9 +79,15 @@ class Replica(Kept, Protocol):
 def gradient_square(replicas: Iterable[Replica], mesh: Mesh) -> Tensor:
     """This rank's share of the squared norm of the gradient, a scalar in fp64: each element counts once, on the rank
     that owns it. Where nothing is divided, every rank has the whole gradient, and its whole norm."""
-    divided = mesh.layout.divided
-    mine = [r.gradients[n] for r in replicas for n in r.gradients if not divided or r.parts[n].owned]
-    return sum_of_squares(mine, mesh.device)
+    divided, mine, found = mesh.layout.divided, list[Tensor](), list[Norms]()
+    for replica in replicas:
+        names = [n for n in replica.gradients if not divided or replica.parts[n].owned]
+        known = replica.norms() if isinstance(replica, Paged) else None
+        if known is None:
+            mine += [replica.gradients[name] for name in names]
+        else:
+            found += [known[name] for name in names]
+    return sum_of_squares(mine, mesh.device, found)
 
 
 def assert_owned_once(replicas: Iterable[Replica], mesh: Mesh, total: int) -> None:

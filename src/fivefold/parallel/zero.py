@@ -178,6 +178,7 @@ class Sharded:
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         self.updater.step(self.gradients, lr, scale, skip)
+        self.updater.settle()  # the next forward gathers ahead
         self.refresh()
 
     def refresh(self) -> None:

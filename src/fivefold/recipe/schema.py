@@ -20,6 +20,7 @@ from fivefold.schedules.priority import ORDERS
 from fivefold.spread.buckets import BUCKET_BYTES
 from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
 from fivefold.spread.sites import ONE_SITE, Sites
+from fivefold.spread.tiers import NOT_OFFLOADED
 
 if TYPE_CHECKING:  # a type checker reads no tables
     AllReduce = Dtype = Mode = Order = OptimizerName = SyncMethod = str
@@ -146,6 +147,14 @@ class LayoutSection(Section):
     """Activation recomputation in backward. `selective`: attention's scores, softmax and dropout (arXiv 2205.05198).
     `full`: whole blocks, from their inputs (arXiv 1604.06174). `ops:attention+gate+norm`: the operations named, here
     all there are."""
+    offload: Literal["none", "activations", "states:host", "states:disk", "all:disk"] = NOT_OFFLOADED
+    """What leaves the memory of the device. `activations`: what forward saves for backward, to host memory.
+    `states:host`: gradients while backward runs, fp32 masters and optimizer states, to host memory, where the update
+    runs (ZeRO-Offload, arXiv 2101.06840). `states:disk`: masters and states, to files. `all:disk`: also gradients and
+    the weights of blocks (ZeRO-Infinity, arXiv 2104.07857)."""
+    offload_dir: str = ""
+    """Folder for `offload`, on a local disk. Its files have no names and vanish with the process. Unset: `offload` in
+    the cache folder."""
     compress: str = NONE
     """Sums gradients over replicas with fewer bytes, and adds what was left out to the next step's (error feedback,
     arXiv 1901.09847). `int8`, `int4`; `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth;

@@ -20,6 +20,7 @@ from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_per_rank
 from fivefold.spread.buckets import BUCKET_BYTES
+from fivefold.spread.tiers import NOT_OFFLOADED
 from fivefold.spread.zeropp import zeropp
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -49,6 +50,8 @@ class Layout:
     virtual_stages: int = 1
     microbatches: int | None = None
     recompute: str = "none"
+    offload: str = NOT_OFFLOADED
+    offload_dir: str = ""
     compress: str = NONE
     compress_after: int | None = None
     all_reduce: str = AUTO
@@ -303,6 +306,8 @@ def describe(layout: Layout) -> str:
         words.append(f"schedule {layout.schedule} with {layout.stages_per_rank} stage(s) per rank")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
+    if layout.offload != NOT_OFFLOADED:
+        words.append(f"offload {layout.offload}")
     if layout.all_reduce != AUTO:
         words.append(f"gradients summed by {layout.all_reduce}")
     if layout.compress != NONE:

@@ -19,6 +19,7 @@ from fivefold.optim.outer import OUTER
 from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
@@ -71,10 +72,12 @@ class State:
 
     def masters(self) -> dict[str, Tensor]:
         """This rank's part of the fp32 weights, by name."""
+        self.parallel.settle()
         return {name: w for replica in self.parallel.replicas for name, w in replica.masters.items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the masters, after a step's backward."""
+        self.parallel.settle()
         return {name: g for replica in self.parallel.replicas for name, g in replica.gradients.items()}
 
     def moments(self) -> dict[str, Tensor]:
@@ -166,7 +169,14 @@ def with_optimizer(parallel: Parallel, mesh: Mesh, optim: OptimSection) -> State
     fields = {name: getattr(optim, name) for name in card.fields}
     assert None not in fields.values(), "a resolved recipe has the optimizer's fields"
     for replica in parallel.replicas:
-        replica.updater = Updater(card, replica.masters, optim.lr, optim.weight_decay, fields)
+        offload = parallel.offloads.get(id(replica))
+        if offload is None:
+            replica.updater = Updater(card, replica.masters, optim.lr, optim.weight_decay, fields)
+        else:
+            working = replica.working if isinstance(replica, (DataParallel, Paged)) else None
+            replica.updater = offload.update_by(
+                card, replica.masters, replica.gradients, working, optim.lr, optim.weight_decay, fields
+            )
     return State(parallel, mesh, torch.zeros(2, dtype=torch.float64, device=mesh.device))
 
 

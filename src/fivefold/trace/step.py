@@ -94,8 +94,7 @@ def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = C
                     done = take_step(state, recipe, batch)
                     assert done.loss, "read as a loop does"
         finally:
-            for replica in state.parallel.replicas:
-                replica.close()
+            state.parallel.close()
     return probe.found()
 
 

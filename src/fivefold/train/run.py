@@ -38,8 +38,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
         state = build_state(recipe, ranks, job.module, job.seat.site if job.seat else None)
-        for replica in state.parallel.replicas:
-            stack.callback(replica.close)
+        stack.callback(state.parallel.close)
         resumed = job.resume and resume(state, job)
         if ranks.world > 1 and job.module is not None and not resumed:
             make_equal(state)

@@ -235,8 +235,7 @@ def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
         weights = owned_pieces(state, state.masters()) + buffer_pieces(state)
         write.save(side.folder / "end", weights, moments, found, axis=state.mesh.axis("run"))
     finally:
-        for replica in state.parallel.replicas:
-            replica.close()
+        state.parallel.close()
 
 
 def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: Path) -> Report:

@@ -1,0 +1,233 @@
+"""The disk as a tier of memory: unnamed files, direct asynchronous I/O, and counts of what it cost.
+
+Direct I/O (O_DIRECT) leaves nothing in the page cache, which would count as memory of a container. Each file can also
+be mapped: its tensors serve initial values, checkpoints and whoever else asks for them once in a while. The two agree,
+because the kernel writes changed pages back before a direct read, and drops them after a direct write.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.errors import UserError
+
+PAGE = 4096
+THREADS = 4
+"""Reads and writes under way at once."""
+SPAN = 2 << 20
+"""Bytes of one read or write of a tensor that is not aligned: they go through buffers of this size."""
+
+
+class Meter:
+    """What I/O has cost so far. busy: seconds in which any was under way. waited: seconds in which computing waited for
+    it. read, written: bytes."""
+
+    def __init__(self) -> None:
+        self.busy = self.waited = 0.0
+        self.read = self.written = 0
+        self._lock, self._under_way, self._began = threading.Lock(), 0, 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._under_way == 0:
+                self._began = time.perf_counter()
+            self._under_way += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if self._under_way == 0:
+                self.busy += time.perf_counter() - self._began
+
+    def count(self, read: int = 0, written: int = 0) -> None:
+        with self._lock:
+            self.read, self.written = self.read + read, self.written + written
+
+    def wait(self, ready: Callable[[], Any]) -> Any:
+        """Calls `ready`, which waits for I/O, and counts the time."""
+        began = time.perf_counter()
+        try:
+            return ready()
+        finally:
+            self.waited += time.perf_counter() - began
+
+    def figures(self) -> dict[str, float]:
+        return {"busy": self.busy, "waited": self.waited, "read": self.read, "written": self.written}
+
+
+class Disk:
+    """The files of one rank in `folder`, and the threads that read and write them.
+
+    The files have no names, so nothing is left behind, however the process ends. Their space is reserved when they are
+    made: a full disk is noticed before the first step.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.meter = folder, Meter()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
+        self._own = threading.local()
+        self.files: list[File] = []
+
+    def file(self, size: int, what: str) -> File:
+        """A new file of `size` bytes. what: names it in messages.
+
+        Raises:
+            UserError: the folder cannot be written, or has not enough space.
+        """
+        made = File(self, -(-size // PAGE) * PAGE, what)
+        self.files.append(made)
+        return made
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Runs `work` on one of the threads. It counts as I/O."""
+        return self._pool.submit(self._run, work, *arguments)
+
+    def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+        self.meter.begin()
+        try:
+            with torch.no_grad():
+                work(*arguments)
+        finally:
+            self.meter.end()
+
+    def staging(self) -> memoryview:
+        """An aligned buffer of this thread, of SPAN bytes."""
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = memoryview(aligned(SPAN))
+        return self._own.buffer
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for file in self.files:
+            file.close()
+        self.files.clear()
+
+
+class File:
+    """An unnamed file; see `Disk.file`."""
+
+    def __init__(self, disk: Disk, size: int, what: str):
+        self.disk, self.size, self.what = disk, size, what
+        try:
+            disk.folder.mkdir(parents=True, exist_ok=True)
+            self._file, self.direct = _unnamed(disk.folder)
+            if size:
+                os.posix_fallocate(self._file, 0, size)
+        except OSError as error:
+            raise UserError(_why(disk.folder, size, what, error)) from None
+        self._map = mmap.mmap(self._file, size) if size else None
+
+    def tensor(self, dtype: torch.dtype, count: int) -> Tensor:
+        """The first elements of the file, mapped: reading and writing them goes through the page cache."""
+        if self._map is None:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count)
+
+    def drop(self) -> None:
+        """Writes mapped pages that have changed, and gives back their memory."""
+        if self._map is not None:
+            self._map.flush()
+            self._map.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fills an aligned buffer from a multiple of PAGE on. Blocks."""
+        done, size = 0, len(into)
+        while done < size:
+            count = os.preadv(self._file, [into[done:]], offset + done)
+            if count <= 0:
+                raise OSError(errno.EIO, f"{self.what}: the file ends at byte {offset + done}")
+            done += count
+        self.disk.meter.count(read=size)
+        self._forget(offset, size)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes an aligned buffer at a multiple of PAGE. Blocks."""
+        done, size = 0, len(data)
+        while done < size:
+            done += os.pwritev(self._file, [data[done:]], offset + done)
+        self.disk.meter.count(written=size)
+        self._forget(offset, size)
+
+    def _forget(self, offset: int, size: int) -> None:
+        if not self.direct:  # a file system without direct I/O keeps what it has read and written in the page cache
+            os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def load(self, offset: int, into: Tensor) -> list[Future[None]]:
+        """Starts to fill a contiguous tensor from a byte of the file on, a multiple of PAGE."""
+        return self._parts(self._load, offset, into)
+
+    def store(self, offset: int, tensor: Tensor) -> list[Future[None]]:
+        """Starts to write a contiguous tensor; the caller keeps it until then."""
+        return self._parts(self._store, offset, tensor)
+
+    def _parts(self, work: Callable[..., None], offset: int, tensor: Tensor) -> list[Future[None]]:
+        flat = tensor.view(-1).view(torch.uint8)
+        return [
+            self.disk.submit(work, offset + start, flat[start : start + SPAN])
+            for start in range(0, flat.numel(), SPAN)
+        ]
+
+    def _load(self, offset: int, into: Tensor) -> None:
+        size, staging = into.numel(), self.disk.staging()
+        self.read(offset, staging[: -(-size // PAGE) * PAGE])
+        into.copy_(torch.frombuffer(staging, dtype=torch.uint8, count=size))
+
+    def _store(self, offset: int, tensor: Tensor) -> None:
+        size, staging = tensor.numel(), self.disk.staging()
+        torch.frombuffer(staging, dtype=torch.uint8, count=size).copy_(tensor)
+        self.write(offset, staging[: -(-size // PAGE) * PAGE])
+
+    def close(self) -> None:
+        os.close(self._file)  # the mapping lives until its last tensor is gone
+
+
+def aligned(size: int) -> mmap.mmap:
+    """Memory that begins at a page."""
+    return mmap.mmap(-1, size)
+
+
+def wait_for(futures: Sequence[Future[None]]) -> None:
+    """Waits for I/O, and raises its error."""
+    for future in futures:
+        future.result()
+
+
+def _unnamed(folder: Path) -> tuple[int, bool]:
+    """A file without a name, and whether its I/O is direct."""
+    for direct in (os.O_DIRECT, 0):
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | direct, 0o600), bool(direct)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not direct:
+                raise
+    raise AssertionError
+
+
+def _why(folder: Path, size: int, what: str, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        found = os.statvfs(folder)
+        free = found.f_bavail * found.f_frsize
+        return (
+            f"layout.offload_dir = {folder}: {what} need {size / 2**30:,.2f} GiB, and {free / 2**30:,.2f} GiB are free "
+            "there. Nothing was trained yet. Free some space, or set layout.offload_dir to another disk"
+        )
+    return (
+        f"layout.offload_dir = {folder}: cannot make a file there ({error.strerror}). Set it to a folder on a local disk "
+        "that can be written"
+    )

@@ -1,0 +1,365 @@
+"""Gradients that leave the device while backward runs, and weights of blocks that are there only while they compute.
+
+A unit (a block; what is outside of blocks) has its gradients in a buffer of the device while its backward runs. Once
+all have arrived they are summed over ranks and written to their tier. With further microbatches they are read again
+before the unit's next backward (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). With
+`all:disk` a block's weights are read ahead of its forward and again of its backward, and freed after each, so a window
+of blocks is on the device at any time (STRONGHOLD, SC 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.comm import Started, Summation
+from fivefold.optim.clip import Norms, norms
+from fivefold.optim.updater import Updater
+from fivefold.parallel.flat import add_gradient
+from fivefold.parallel.offload.disk import Disk, File, wait_for
+from fivefold.parallel.offload.states import Offload
+from fivefold.parallel.offload.update import GRADIENTS, WORKING, InPlace, OnDisk
+from fivefold.spread.parts import Part
+from fivefold.spread.tiers import AHEAD, Chunk
+from fivefold.spread.units import buffer_order
+
+Futures = list[Future[None]]
+
+
+class Store(Protocol):
+    """Elements of an arena in another tier."""
+
+    def load(self, start: int, into: Tensor) -> Futures: ...
+    def save(self, start: int, tensor: Tensor) -> Futures: ...
+
+
+class InFile:
+    def __init__(self, file: File):
+        self.file = file
+
+    def load(self, start: int, into: Tensor) -> Futures:
+        return self.file.load(start * into.itemsize, into)
+
+    def save(self, start: int, tensor: Tensor) -> Futures:
+        return self.file.store(start * tensor.itemsize, tensor)
+
+
+class InHost:
+    """flat: host memory. The copies run on the threads of I/O."""
+
+    def __init__(self, flat: Tensor, disk: Disk):
+        self.flat, self.disk = flat, disk
+
+    def load(self, start: int, into: Tensor) -> Futures:
+        return [self.disk.submit(into.copy_, self.flat[start : start + into.numel()])]
+
+    def save(self, start: int, tensor: Tensor) -> Futures:
+        return [self.disk.submit(self.flat[start : start + tensor.numel()].copy_, tensor)]
+
+
+class Unit:
+    """The parameters of a unit on the device. working: their flat weights; paged: only while they compute. gradients:
+    the flat fp32 sums, from the first gradient of a backward until they are written. coming, going: I/O under way."""
+
+    def __init__(self, name: str, start: int, stop: int, indices: list[int], working: Tensor, paged: bool):
+        self.name, self.start, self.size, self.indices = name, start, stop - start, indices
+        self.working, self.paged, self.here = working, paged, True
+        self.gradients: Tensor | None = None
+        self.waiting, self.stored = len(indices), False
+        self.coming: Futures = []
+        self.going: Futures = []
+        self.sum: Started | None = None
+
+    def bytes(self) -> int:
+        return self.size * self.working.itemsize
+
+
+class Paged:
+    """ZeRO stage 0 (see `replica.Replica`) with gradients in another tier, and perhaps working weights. One file or host
+    buffer holds each kind, in the order of the arena.
+
+    reduced: True if gradients change after they are stored (`Parallel.reductions`); their norms are then computed from
+    what is stored.
+    """
+
+    updater: Updater
+
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        parts: dict[str, Part],
+        compute_dtype: torch.dtype,
+        sums: Summation,
+        reduce: torch.dtype,
+        masters: dict[str, Tensor],
+        offload: Offload,
+        reduced: bool,
+    ):
+        self.offload, self.sums, self.reduce, self.reduced = offload, sums, reduce, reduced
+        self.names, self.params = list(params), list(params.values())
+        self.parts = {name: parts[name] for name in params}
+        arena, tiers, device = offload.arena, offload.tiers, offload.device
+        self.masters = masters
+        self.gradients = dict(buffer_order(list(offload.views(GRADIENTS, tiers.gradients).items())))
+        self._gradients = self._store(GRADIENTS)
+        self._working: Store | None = None
+        if tiers.working != "device":
+            offload.views(WORKING, tiers.working, compute_dtype)
+            self._working = self._store(WORKING)
+        self.units: dict[str, Unit] = {}
+        self._unit: list[Unit] = [None] * len(self.names)  # type: ignore[list-item]
+        self.working: dict[str, Tensor] = {}
+        for name, (start, stop) in arena.spans.items():
+            flat = torch.empty(stop - start, dtype=compute_dtype, device=device)
+            paged = self._working is not None and name != ""
+            indices = [self.names.index(each) for each in arena.names(name)]
+            unit = self.units[name] = Unit(name, start, stop, indices, flat, paged)
+            for index in indices:
+                p, at = self.params[index], arena.starts[self.names[index]] - start
+                p.data = flat[at : at + p.numel()].view(p.shape)
+                self._unit[index] = unit
+                if not paged:
+                    self.working[self.names[index]] = p.data
+        if self._working is not None:
+            offload.homes[WORKING] = _ByUnit(offload.homes[WORKING], self.working, compute_dtype)
+        self._order = [unit for unit in self.units.values() if unit.paged]
+        self._place = {unit.name: place for place, unit in enumerate(self._order)}
+        self._fresh, self._syncing = [True] * len(self.params), False
+        self._summing: list[Unit] = []
+        self._norms: dict[str, Norms] = {}
+        self._seen: Callable[[int, Tensor], None] | None = None
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._adder(i)) for i, p in enumerate(self.params)
+        ]
+        self.refresh()
+
+    def _store(self, kind: str) -> Store:
+        home = self.offload.homes[kind]
+        if isinstance(home, OnDisk):
+            return InFile(home.file)
+        assert isinstance(home, InPlace) and home.flat is not None
+        return InHost(home.flat, self.offload.disk)
+
+    # Weights
+
+    def attach(self, stages: list[nn.Module]) -> None:
+        """Reads the weights of each block before it computes, and frees them afterwards. After `Offload.attach`: a
+        block's weights are updated before they are read."""
+        for stage in stages:
+            for unit in self._order:
+                block = stage.get_submodule(unit.name)
+                block.register_forward_pre_hook(lambda *_, unit=unit: self._need(unit, 1))
+                block.register_forward_hook(lambda _m, _i, output, unit=unit: self._computed(unit, output))
+
+    def _need(self, unit: Unit, direction: int) -> None:
+        """Waits until the weights of a block are there, and starts to read those of the next ones."""
+        self._fetch(unit)
+        place = self._place[unit.name]
+        for further in range(1, AHEAD + 1):
+            if 0 <= place + direction * further < len(self._order):
+                self._fetch(self._order[place + direction * further], wait=False)
+        self._wait(unit)
+
+    def _fetch(self, unit: Unit, wait: bool = True) -> None:
+        assert self._working is not None
+        if unit.here:
+            return
+        updater = self.offload.updater
+        if updater is not None:
+            if wait:
+                updater.ready(unit.name)
+            elif not updater.is_ready(unit.name):
+                return
+        unit.working.untyped_storage().resize_(unit.bytes())
+        unit.coming += self._working.load(unit.start, unit.working)
+        unit.here = True
+
+    def _wait(self, unit: Unit) -> None:
+        if unit.coming:
+            coming, unit.coming = unit.coming, []
+            self.offload.disk.meter.wait(lambda: wait_for(coming))
+
+    def _computed(self, unit: Unit, output: object) -> None:
+        """Frees a block's weights after its forward, except the last block's, whose backward is next."""
+        last = unit is self._order[-1]
+        outputs = output if isinstance(output, tuple) else (output,)
+        tensors = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(lambda _, unit=unit: self._before_backward(unit))
+        if not (tensors and last):
+            self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
+        if unit.paged and unit.here:
+            self._wait(unit)
+            unit.working.untyped_storage().resize_(0)
+            unit.here = False
+
+    def _before_backward(self, unit: Unit) -> None:
+        self._need(unit, -1)
+        self._gather_sums(unit)
+        if place := self._place[unit.name]:
+            self._gather_sums(self._order[place - 1])
+
+    def refresh(self) -> None:
+        """Writes the working weights, after the masters have changed other than by an update."""
+        for unit in self.units.values():
+            if unit.paged:
+                self._wait(unit)
+                unit.working.untyped_storage().resize_(unit.bytes())
+            for index in unit.indices:
+                self.params[index].data.copy_(self.masters[self.names[index]])
+            if unit.paged:
+                assert self._working is not None
+                wait_for(self._working.save(unit.start, unit.working))
+                unit.here = True
+                self._free(unit)
+            self.offload.drop()
+
+    # Gradients
+
+    def start_step(self) -> None:
+        self._fresh, self._syncing = [True] * len(self.params), False
+        for unit in self.units.values():
+            unit.waiting, unit.stored = len(unit.indices), False
+
+    def enable_sync(self) -> None:
+        self._syncing = True
+
+    def _gather_sums(self, unit: Unit) -> None:
+        """Makes the buffer of a unit's gradients, and starts to read what earlier microbatches have added up."""
+        if unit.gradients is None:
+            for each in unit.going:
+                each.result()
+            unit.going = []
+            unit.gradients = torch.empty(unit.size, dtype=torch.float32, device=self.offload.device)
+            if unit.stored:
+                unit.coming += self._gradients.load(unit.start, unit.gradients)
+
+    def _adder(self, index: int) -> Callable[[Tensor], None]:
+        at, size = self.offload.arena.starts[self.names[index]], self.params[index].numel()
+
+        def add(p: Tensor) -> None:
+            if p.grad is None:
+                return
+            if self._seen is not None:
+                self._seen(index, p.grad)
+            unit = self._unit[index]
+            self._gather_sums(unit)
+            self._wait(unit)
+            assert unit.gradients is not None
+            start = at - unit.start
+            add_gradient(unit.gradients[start : start + size], p.grad, self._fresh[index])
+            self._fresh[index], p.grad = False, None
+            unit.waiting -= 1
+            if not unit.waiting:
+                self._complete(unit)
+
+        return add
+
+    def _complete(self, unit: Unit) -> None:
+        """All gradients of a unit have arrived in this microbatch."""
+        self._free(unit)
+        unit.waiting = len(unit.indices)
+        if not self._syncing:
+            self._write(unit)
+            return
+        if self.sums.axis.size > 1:
+            assert unit.gradients is not None
+            unit.sum = self.sums.start(unit.gradients.to(self.reduce), f"unit {unit.name or 'outside'}")
+            self._summing.append(unit)
+            while len(self._summing) > 1:  # one sum under way: constant memory
+                self._summed(self._summing.pop(0))
+        else:
+            self._write(unit)
+
+    def _summed(self, unit: Unit) -> None:
+        assert unit.sum is not None
+        assert unit.gradients is not None
+        found, unit.sum = unit.sum(), None
+        if found.dtype != torch.float32:
+            unit.gradients.copy_(found)
+        self._write(unit)
+
+    def _write(self, unit: Unit) -> None:
+        assert unit.gradients is not None
+        if self._syncing and not self.reduced:
+            for index in unit.indices:
+                name = self.names[index]
+                self._norms[name] = norms([self._slice(unit, index)])
+        unit.going += self._gradients.save(unit.start, unit.gradients)  # they hold the buffer until it is written
+        unit.gradients, unit.stored = None, True
+
+    def _slice(self, unit: Unit, index: int) -> Tensor:
+        assert unit.gradients is not None
+        start = self.offload.arena.starts[self.names[index]] - unit.start
+        return unit.gradients[start : start + self.params[index].numel()]
+
+    def collect(self) -> None:
+        for index, p in enumerate(self.params):
+            if p.grad is not None:
+                self._adder(index)(p)
+
+    def finish(self) -> None:
+        """Sums and writes the units that lack gradients, in the same order on all ranks, and waits for all of them."""
+        for unit in reversed(self.units.values()):
+            if any(self._fresh[index] for index in unit.indices) or unit.gradients is not None and unit.sum is None:
+                self._gather_sums(unit)
+                self._wait(unit)
+                for index in unit.indices:
+                    if self._fresh[index]:
+                        self._slice(unit, index).zero_()
+                self._complete(unit)
+        while self._summing:
+            self._summed(self._summing.pop(0))
+        going = [each for unit in self.units.values() for each in unit.going]
+        self.offload.disk.meter.wait(lambda: wait_for(going))
+        for unit in self.units.values():
+            unit.going = []
+        self._syncing = False
+
+    def norms(self) -> dict[str, Norms] | None:
+        """The norms of each gradient, computed before it left the device. None if the gradients have changed since they were written."""
+        return None if self.reduced else self._norms
+
+    def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        self.updater.step(self.gradients, lr, scale, skip)
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        """Weights and sums of gradients that are on the device now."""
+        units = self.units.values()
+        return {
+            "params": [unit.working for unit in units if unit.here],
+            "gradients": [unit.gradients for unit in units if unit.gradients is not None],
+            "buffers": self.sums.scratch.kept(),
+        }
+
+    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
+        self._seen = lambda index, gradient: seen(gradient) if self.names[index] in names else None
+
+    def close(self) -> None:
+        """Takes the hooks off the module, which gets its weights back."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _ByUnit:
+    """Working weights of which only blocks lie in another tier; the others are written on the device."""
+
+    moves = True
+
+    def __init__(self, away: OnDisk, resident: dict[str, Tensor], dtype: torch.dtype):
+        self.away, self.here, self.dtype = away, InPlace(resident, dtype), dtype
+
+    def fetch(self, chunk: Chunk, buffer: memoryview) -> None: ...
+
+    def store(self, chunk: Chunk, buffer: memoryview) -> None:
+        if chunk.unit:
+            self.away.store(chunk, buffer)
+
+    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+        return (self.away if chunk.unit else self.here).pieces(chunk, buffer)

@@ -1,0 +1,85 @@
+"""The states that one replica keeps in host memory or on disk: masters, moments, gradients (spread/tiers.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.optim.card import OptimizerCard
+from fivefold.parallel.offload.disk import Disk
+from fivefold.parallel.offload.update import GRADIENTS, MASTERS, WORKING, Copied, Home, InPlace, OnDisk, StreamedUpdater
+from fivefold.precision import torch_dtype
+from fivefold.spread.tiers import Tiers, arena, unit_of
+
+
+class Offload:
+    """Where one replica keeps what. shapes: of its parameters, in the order of the module."""
+
+    def __init__(self, disk: Disk, tiers: Tiers, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
+        self.disk, self.tiers, self.shapes, self.device = disk, tiers, dict(shapes), device
+        self.arena = arena({name: torch.Size(shape).numel() for name, shape in shapes.items()})
+        self.homes: dict[str, Home] = {}
+        self.updater: StreamedUpdater | None = None
+
+    def views(self, kind: str, tier: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Memory of a tier for one kind of tensor: its views by name, in the parameters' shapes."""
+        total = self.arena.total
+        if tier == "disk":
+            file = self.disk.file(total * dtype.itemsize, kind)
+            flat, self.homes[kind] = file.tensor(dtype, total), OnDisk(file, dtype)
+        else:
+            flat = torch.zeros(total, dtype=dtype, pin_memory=self.device.type == "cuda")
+        starts, sizes = self.arena.starts, self.arena.sizes
+        found = {n: flat[starts[n] : starts[n] + sizes[n]].view(shape) for n, shape in self.shapes.items()}
+        if tier != "disk":
+            self.homes[kind] = InPlace(found, dtype, flat)
+        return found
+
+    def masters(self) -> dict[str, Tensor] | None:
+        """Views of the masters, without values; None if they stay."""
+        return None if self.tiers.masters == "device" else self.views(MASTERS, self.tiers.masters)
+
+    def drop(self) -> None:
+        """Gives back the memory of files that were mapped."""
+        for file in self.disk.files:
+            file.drop()
+
+    def update_by(
+        self,
+        card: OptimizerCard,
+        masters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        working: Mapping[str, Tensor] | None,
+        lr: float,
+        weight_decay: float,
+        fields: Mapping[str, Any],
+    ) -> StreamedUpdater:
+        """The optimizer over this replica's masters. gradients, working: on the device, unless they have a home."""
+        away = InPlace if self.tiers.states == "disk" and self.device.type == "cpu" else Copied
+        self.homes.setdefault(MASTERS, away(masters))
+        self.homes.setdefault(GRADIENTS, away(gradients))
+        if working:  # else they are the masters, or lie elsewhere
+            dtype = next(iter(working.values())).dtype
+            self.homes.setdefault(WORKING, away(working, dtype))
+        states = {
+            state.name: self.views(state.name, self.tiers.states, torch_dtype(state.dtype)) for state in card.states
+        }
+        self.updater = StreamedUpdater(
+            card, masters, lr, weight_decay, fields, self.arena, self.homes, states, self.disk
+        )
+        return self.updater
+
+    def attach(self, stages: list[nn.Module]) -> None:
+        """Lets each unit's forward wait for its update: a stage for what is outside of its blocks, a block for
+        itself."""
+        for stage in stages:
+            units = {unit_of(name) for name, _ in stage.named_parameters()} & self.arena.spans.keys()
+            for unit in units:
+                stage.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: self._ready(unit))
+
+    def _ready(self, unit: str) -> None:
+        if self.updater is not None:
+            self.updater.ready(unit)

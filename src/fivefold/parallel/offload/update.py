@@ -1,0 +1,329 @@
+"""The streamed update: an optimizer whose states lie in host memory or on disk (see `StreamedUpdater`)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fivefold.optim.card import OptimizerCard
+from fivefold.optim.updater import Updater
+from fivefold.parallel.offload.disk import Disk, File, aligned
+from fivefold.spread.tiers import CHUNK, SLOTS, Arena, Chunk
+
+MASTERS, GRADIENTS, WORKING = "masters", "gradients", "working"
+
+
+class Home(Protocol):
+    """Where tensors of one kind lie, by the names of an arena's parameters.
+
+    moves: False if an update works on them in place. buffer: a slot's aligned memory, CHUNK elements.
+    """
+
+    moves: bool
+    dtype: torch.dtype
+
+    def fetch(self, chunk: Chunk, buffer: memoryview) -> None: ...
+    def store(self, chunk: Chunk, buffer: memoryview) -> None: ...
+    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+        """The chunk's pieces, flat, once they are fetched."""
+        ...
+
+
+class InPlace:
+    """Tensors in memory that the update may work on."""
+
+    moves = False
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32, flat: Tensor | None = None
+    ):
+        """flat: the memory of them all, in the order of the arena, if there is such."""
+        self.tensors, self.dtype, self.flat = tensors, dtype, flat
+
+    def fetch(self, chunk: Chunk, buffer: memoryview) -> None: ...
+    def store(self, chunk: Chunk, buffer: memoryview) -> None: ...
+    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+        return [self.tensors[p.name].view(-1)[p.start : p.stop] for p in chunk.pieces]
+
+
+class Copied(InPlace):
+    """Tensors of the device. The update, which runs in host memory, works on copies."""
+
+    moves = True
+
+    def fetch(self, chunk: Chunk, buffer: memoryview) -> None:
+        for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
+            here.copy_(there)
+
+    def store(self, chunk: Chunk, buffer: memoryview) -> None:
+        for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
+            there.copy_(here)
+
+    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+        return _pieces(chunk, buffer, self.dtype)
+
+
+class OnDisk:
+    """Tensors in a file, in the order of the arena."""
+
+    moves = True
+
+    def __init__(self, file: File, dtype: torch.dtype = torch.float32):
+        self.file, self.dtype = file, dtype
+
+    def fetch(self, chunk: Chunk, buffer: memoryview) -> None:
+        self.file.read(*self._bytes(chunk, buffer))
+
+    def store(self, chunk: Chunk, buffer: memoryview) -> None:
+        self.file.write(*self._bytes(chunk, buffer))
+
+    def _bytes(self, chunk: Chunk, buffer: memoryview) -> tuple[int, memoryview]:
+        return chunk.start * self.dtype.itemsize, buffer[: chunk.size * self.dtype.itemsize]
+
+    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+        return _pieces(chunk, buffer, self.dtype)
+
+
+def _pieces(chunk: Chunk, buffer: memoryview, dtype: torch.dtype) -> list[Tensor]:
+    flat = torch.frombuffer(buffer, dtype=dtype, count=chunk.size)
+    return [flat[p.at : p.at + p.stop - p.start] for p in chunk.pieces]
+
+
+class StreamedUpdater(Updater):
+    """Runs a card's optimizer chunk by chunk, on the CPU, while the next step's forward runs.
+
+    Chunks are read ahead, updated and written behind, in the order in which forward needs their weights. A unit's
+    forward waits for its own update only (`ready`). The results are those of `Updater` bit for bit: an elementwise
+    optimizer does not see where a chunk ends. homes: of "masters", "gradients", each state, and of "working" weights
+    where they are not the masters. Slots of constant size hold the chunks that are under way.
+    """
+
+    streamed = True
+
+    def __init__(
+        self,
+        card: OptimizerCard,
+        masters: Mapping[str, Tensor],
+        lr: float,
+        weight_decay: float,
+        fields: Mapping[str, Any],
+        arena: Arena,
+        homes: Mapping[str, Home],
+        states: Mapping[str, Mapping[str, Tensor]],
+        disk: Disk,
+    ):
+        """states: {state: {parameter: its tensor in the shape of the parameter}}, as views of their homes."""
+        super().__init__(card, masters, lr, weight_decay, fields)
+        assert card.elementwise, f"{card.name} needs whole tensors"
+        self.arena, self.homes, self.disk, self._views = arena, dict(homes), disk, states
+        self.scalars: dict[str, dict[str, Tensor]] = {}  # per parameter, once there are states
+        of = {id(weight): name for name, weight in masters.items()}
+        self._group = {
+            of[id(weight)]: group for group in self.optimizer.param_groups for weight in group["params"]
+        }
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self._chunks = list(arena.chunks())
+        self._slots: queue.Queue[dict[str, memoryview]] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._done = {unit: threading.Event() for unit in arena.spans}
+        self._made = False
+        for event in self._done.values():
+            event.set()
+
+    def step(
+        self,
+        gradients: Mapping[str, Tensor],
+        lr: float,
+        scale: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Starts the update, and returns. `ready` and `settle` wait for it."""
+        self.settle()
+        if skip is not None and skip.item():
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for event in self._done.values():
+            event.clear()
+        if not self._made:
+            self._make_slots()
+        for file in self.disk.files:
+            file.drop()
+        scale = None if scale is None else scale.to("cpu")
+        self._thread = threading.Thread(target=self._run, args=(scale,), name="offload-update", daemon=True)
+        self._thread.start()
+
+    def is_ready(self, unit: str) -> bool:
+        return self._done[unit].is_set()
+
+    def ready(self, unit: str) -> None:
+        """Waits until the weights of a unit are updated. Counts the time."""
+        if unit in self._done and not self._done[unit].is_set():
+            self.disk.meter.wait(self._done[unit].wait)
+        self._check()
+
+    def settle(self) -> None:
+        """Waits until the update is done."""
+        if self._thread is not None:
+            self.disk.meter.wait(self._thread.join)
+            self._thread = None
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _make_slots(self) -> None:
+        """Memory for SLOTS chunks of everything that moves."""
+        self._made = True
+        for _ in range(SLOTS):
+            self._slots.put(
+                {
+                    kind: memoryview(aligned(CHUNK * home.dtype.itemsize) if home.moves else b"")
+                    for kind, home in self.homes.items()
+                }
+            )
+
+    def _run(self, scale: Tensor | None) -> None:
+        try:
+            with torch.no_grad():
+                self._update(scale)
+        except BaseException as error:
+            self._error = error
+        finally:
+            for event in self._done.values():
+                event.set()
+
+    def _update(self, scale: Tensor | None) -> None:
+        first = not self.scalars
+        scalars: dict[str, dict[str, Tensor]] = {}
+        read = [k for k, h in self.homes.items() if h.moves and k != WORKING and not (first and k in self._views)]
+        write = [k for k, h in self.homes.items() if h.moves and k != GRADIENTS]
+        rest: Iterator[Chunk] = iter(self._chunks)
+        ahead: deque[tuple[Chunk, dict[str, memoryview], Future[None] | None]] = deque()
+        behind: dict[str, list[Future[None]]] = {unit: [] for unit in self.arena.spans}
+        left = {unit: 0 for unit in self.arena.spans}
+        for chunk in self._chunks:
+            left[chunk.unit] += 1
+
+        def more() -> None:
+            while len(ahead) < SLOTS // 2 and (not ahead or not self._slots.empty()):
+                chunk = next(rest, None)
+                if chunk is None:
+                    return
+                slot = self._slots.get()
+                ahead.append((chunk, slot, self._move(chunk, slot, read, "fetch")))
+
+        more()
+        while ahead:
+            chunk, slot, fetched = ahead.popleft()
+            if fetched is not None:
+                fetched.result()
+            self._update_chunk(chunk, slot, scale, scalars)
+            stored = self._move(chunk, slot, write, "store")
+            if stored is None:
+                self._slots.put(slot)
+            else:
+                behind[chunk.unit].append(stored)
+                stored.add_done_callback(lambda _, slot=slot: self._slots.put(slot))
+            left[chunk.unit] -= 1
+            if not left[chunk.unit]:
+                self._announce(chunk.unit, behind[chunk.unit])
+            more()
+        for futures in behind.values():
+            for future in futures:
+                future.result()
+        self.scalars = scalars
+
+    def _announce(self, unit: str, stored: Sequence[Future[None]]) -> None:
+        """Marks a unit as updated once its chunks are written."""
+        home = self.homes.get(WORKING, self.homes[MASTERS])
+        waiting = [future for future in stored if home.moves and not future.done()]
+        if not waiting:
+            self._done[unit].set()
+            return
+        count = [len(waiting)]
+        lock = threading.Lock()
+
+        def one(_: Future[None]) -> None:
+            with lock:
+                count[0] -= 1
+                if not count[0]:
+                    self._done[unit].set()
+
+        for future in waiting:
+            future.add_done_callback(one)
+
+    def _move(
+        self, chunk: Chunk, slot: dict[str, memoryview], kinds: Sequence[str], how: str
+    ) -> Future[None] | None:
+        if not kinds:
+            return None
+
+        def work() -> None:
+            for kind in kinds:
+                getattr(self.homes[kind], how)(chunk, slot[kind])
+
+        return self.disk.submit(work)
+
+    def _update_chunk(
+        self,
+        chunk: Chunk,
+        slot: dict[str, memoryview],
+        scale: Tensor | None,
+        scalars: dict[str, dict[str, Tensor]],
+    ) -> None:
+        found = {kind: home.pieces(chunk, slot[kind]) for kind, home in self.homes.items()}
+        if scale is not None:
+            torch._foreach_mul_(found[GRADIENTS], scale)
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        state = self.optimizer.state
+        state.clear()
+        for number, piece in enumerate(chunk.pieces):
+            weight = found[MASTERS][number]
+            weight.grad = found[GRADIENTS][number]
+            self._group[piece.name]["params"].append(weight)
+            if self.scalars:
+                kept = {key: value.clone() for key, value in self.scalars[piece.name].items()}
+                state[weight] = kept | {name: found[name][number] for name in self._views}
+        self.optimizer.step()
+        for number, piece in enumerate(chunk.pieces):
+            weight = found[MASTERS][number]
+            after, weight.grad = state[weight], None
+            scalars[piece.name] = {key: t for key, t in after.items() if key not in self._views}
+            for name in self._views:
+                if after[name] is not found[name][number]:
+                    found[name][number].copy_(after[name])
+            if WORKING in found:
+                found[WORKING][number].copy_(weight)
+        state.clear()
+
+    def states(self) -> dict[str, Tensor]:
+        self.settle()
+        if not self.scalars:
+            return {}
+        return {f"{state}.{name}": views[name] for state, views in self._views.items() for name in self.masters}
+
+    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+        self.settle()
+        for name in self.masters:
+            for state, views in self._views.items():
+                views[name].copy_(tensors[f"{state}.{name}"])
+            self.scalars[name] = {"step": torch.tensor(float(steps))} if self.card.counts else {}
+            for file in self.disk.files:
+                file.drop()
+
+    def kept(self) -> list[Tensor]:
+        """The states, and scalars such as step counts, in their tiers."""
+        scalars = [t for found in self.scalars.values() for t in found.values()]
+        return [*self.states().values(), *scalars]

@@ -1,0 +1,142 @@
+"""Where a rank keeps what: in the memory of its device, in host memory or on disk, as data. No torch.
+
+`layout.offload` names a row of `OFFLOADS`. parallel/offload keeps and streams by it, the planner prices by it. States
+are streamed through buffers of constant size (`CHUNK`, `SLOTS`; ZeRO-R's C_B, arXiv 1910.02054), unit by unit in the
+order of forward: an `Arena` is the order in which a rank's parameters lie in a file or a flat buffer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["device", "host", "disk"]
+
+CHUNK = 1 << 19
+"""Elements of a chunk: the states of so many parameters are read, updated and written together."""
+SLOTS = 6
+"""Chunks in memory at once: those read ahead, the one that is updated, those written behind."""
+ALIGNMENT = 2048
+"""Parameters begin at a multiple of so many elements: 4 KiB in the narrowest dtype, as direct I/O requires."""
+AHEAD = 1
+"""Units of working weights that are read before they are needed."""
+NOT_OFFLOADED = "none"
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The tier of each kind of tensor. working: weights that compute; of blocks only, as the embeddings and the end of
+    the model stay. gradients: fp32 sums. masters: fp32 weights, where others compute. states: the optimizer's."""
+
+    working: Tier = "device"
+    gradients: Tier = "device"
+    masters: Tier = "device"
+    states: Tier = "device"
+    activations: Tier = "device"
+
+    @property
+    def streams(self) -> bool:
+        """True if the optimizer's states are elsewhere, so that its update is streamed."""
+        return self.states != "device"
+
+    @property
+    def disk(self) -> bool:
+        return "disk" in (self.working, self.gradients, self.masters, self.states)
+
+
+OFFLOADS: dict[str, Tiers] = {
+    NOT_OFFLOADED: Tiers(),
+    "activations": Tiers(activations="host"),
+    "states:host": Tiers(gradients="host", masters="host", states="host"),
+    "states:disk": Tiers(masters="disk", states="disk"),
+    "all:disk": Tiers("disk", "disk", "disk", "disk"),
+}
+"""ZeRO-Offload (arXiv 2101.06840) is "states:host", ZeRO-Infinity (arXiv 2104.07857) "all:disk"."""
+
+
+def tiers(offload: str, sharded: bool = False, own_masters: bool = True) -> Tiers:
+    """The tiers of a rank's parameters. sharded: ZeRO divides them; FSDP2 then gathers weights from the masters and
+    scatters gradients to rows, so both stay. own_masters: False if the masters compute, as in fp32; they stay unless
+    gradients leave, too."""
+    found = OFFLOADS[offload]
+    if not found.streams:
+        return found
+    if sharded or not own_masters and found.gradients == "device":
+        return Tiers(states=found.states)
+    return found
+
+
+def unit_of(name: str) -> str:
+    """The unit of a parameter: its block, or "" for everything outside the blocks."""
+    found = re.match(r"blocks\.\d+", name)
+    return found.group() if found else ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start .. stop of a parameter, which begin at element `at` of a chunk."""
+
+    name: str
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements start .. start + size of an arena, all of one unit. They hold `pieces`, and padding between them."""
+
+    unit: str
+    start: int
+    size: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Where the parameters of a rank lie, one after the other, each at a multiple of ALIGNMENT elements.
+
+    starts: the first element of each; sizes: their elements. spans: (start, stop) of each unit, in the order in which
+    forward needs them: what is outside of the blocks, then the blocks.
+    """
+
+    starts: dict[str, int]
+    sizes: dict[str, int]
+    spans: dict[str, tuple[int, int]]
+    total: int
+
+    def names(self, unit: str) -> list[str]:
+        start, stop = self.spans[unit]
+        return [name for name, at in self.starts.items() if start <= at < stop]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The chunks of all units, in the order of forward."""
+        for unit, (first, last) in self.spans.items():
+            names = self.names(unit)
+            for start in range(first, last, CHUNK):
+                stop = min(start + CHUNK, last)
+                pieces = tuple(
+                    Piece(name, max(0, start - at), min(size, stop - at), max(0, at - start))
+                    for name in names
+                    for at, size in [(self.starts[name], self.sizes[name])]
+                    if at < stop and start < at + size
+                )
+                yield Chunk(unit, start, stop - start, pieces)
+
+
+def arena(sizes: Mapping[str, int]) -> Arena:
+    """The arena of parameters in the order of the module: {name: number of elements}. Units are contiguous."""
+    units: dict[str, list[str]] = {"": []}
+    for name in sizes:
+        units.setdefault(unit_of(name), []).append(name)
+    starts, spans, at = dict[str, int](), dict[str, tuple[int, int]](), 0
+    for unit, names in units.items():
+        first = at
+        for name in names:
+            starts[name] = at
+            at += -(-sizes[name] // ALIGNMENT) * ALIGNMENT
+        if names:
+            spans[unit] = (first, at)
+    return Arena(starts, dict(sizes), spans, at)
