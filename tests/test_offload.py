@@ -1,14 +1,18 @@
 """Offload: the same bits as in memory, whatever lies in host memory or on disk."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from layouts import tiny
 from ranks import run_ranks
-from runs import ranks_of
+from runs import assert_same_tensors, lines, ranks_of, train_rank
 
+from fivefold.checkpoint import store
 from fivefold.data import prepare
+from fivefold.errors import UserError
 from fivefold.recipe import change, resolve
 from fivefold.spread import tiers
 from fivefold.spread.layout import Layout
@@ -31,7 +35,11 @@ def trained(rank: int, world: int, recipe):
         share = share_of(batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh)
         done = take_step(state, recipe, share)
         figures += [done.loss, done.norm]
-    kept = {**state.masters(), **state.moments(), **{f"gradient of {n}": t for n, t in state.gradients().items()}}
+    kept = {
+        **state.masters(),
+        **state.moments(),
+        **{f"gradient of {n}": t for n, t in state.gradients().items()},
+    }
     found = {name: t.clone() for name, t in kept.items()}
     state.parallel.close()
     return figures, found
@@ -41,35 +49,98 @@ def compared(recipe, offload: str, folder: Path) -> None:
     world = Layout.from_recipe(recipe.layout).ranks
     away = change(recipe, [f"layout.offload={offload}", f"layout.offload_dir={folder / 'away'}"])
     for (one, kept), (other, same) in zip(
-        *(run_ranks(world, trained, r) if world > 1 else [trained(0, 1, r)] for r in (recipe, away)), strict=True
+        *(run_ranks(world, trained, r) if world > 1 else [trained(0, 1, r)] for r in (recipe, away)),
+        strict=True,
     ):
         assert one == other
         assert kept.keys() == same.keys()
         for name in kept:
-            if not (name.startswith("gradient") and offload in ("all:disk", "states:host")):  # there not clipped
+            if not (
+                name.startswith("gradient") and offload in ("all:disk", "states:host")
+            ):  # there not clipped
                 assert torch.equal(kept[name], same[name]), name
     assert not (folder / "away").exists() or not [*(folder / "away").iterdir()]
 
 
-CASES = [
+QUICK = [
     ("states:disk", "bf16", "dp=1", []),
-    ("all:disk", "bf16", "dp=1", []),
+    ("all:disk", "bf16", "dp=1", ["optim.grad_clip=0.1"]),
     ("all:disk", "fp32", "dp=1,recompute=full", []),
     ("states:host", "bf16", "dp=1", []),
     ("states:disk", "fp32", "dp=1", ["optim.name=momentum", "optim.lr=0.05", "optim.grad_clip=0.1"]),
-    ("states:disk", "bf16", "dp=2,zero=3", []),
     ("states:disk", "bf16", "dp=2,zero=1", ["optim.name=nesterov"]),
+    ("all:disk", "bf16", "dp=2,ep=2", []),
+    ("states:host", "bf16", "tp=2", []),
+    ("states:host", "bf16", "pp=2", []),
+]
+SLOW = [
+    ("states:disk", "bf16", "dp=2,zero=3", []),
     ("all:disk", "bf16", "dp=2", []),
     ("all:disk", "bf16", "tp=2", []),
-    ("states:host", "bf16", "tp=2", []),
+    ("all:disk", "bf16", "cp=2", []),
     ("states:disk", "bf16", "pp=2", []),
-    ("states:host", "bf16", "pp=2", []),
+    ("states:disk", "bf16", "tp=2,sp=true", []),
     ("states:host", "bf16", "dp=2,zero=2", []),
+    ("states:host", "bf16", "pp=2,schedule=zbv,virtual_stages=2", []),
     ("states:disk", "bf16", "dp=2,ep=2", []),
-    ("all:disk", "bf16", "dp=2,ep=2", []),
+    ("states:disk", "bf16", "dp=2,ep=2,zero=3", []),
 ]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("offload", "mode", "layout", "sets"), CASES)
 def test_equals_in_memory_bit_for_bit(tmp_path, offload, mode, layout, sets):
     compared(tiny(tmp_path, layout, *sets, mode=mode), offload, tmp_path)
+
+
+def test_a_run_resumes_exactly_whatever_its_tier(tmp_path):
+    """Saved in memory, resumed on disk, saved there, resumed in host memory: the bits of a run that never stopped."""
+    sets = ["train.steps=3", "optim.schedule=constant", "observe.tensorboard=false", "train.val_every=2"]
+    base = change(tiny(tmp_path, "dp=1", mode="bf16"), sets)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_rank(0, 1, base, whole)
+    for steps, offload in ((1, "none"), (2, "all:disk"), (3, "states:host")):
+        one = change(
+            base, [f"train.steps={steps}", f"layout.offload={offload}", f"layout.offload_dir={tmp_path}/x"]
+        )
+        train_rank(0, 1, one, parts, steps > 1)
+    assert lines(parts, "loss") == lines(whole, "loss")
+    assert lines(parts, "val_loss")[-1] == lines(whole, "val_loss")[-1]
+    left, right = (store.load(store.latest(run)) for run in (parts, whole))
+    assert_same_tensors(left.model, right.model)
+    assert_same_tensors(left.optimizer, right.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sets", "message"),
+    [
+        ("dp=2,zero=1", ["layout.offload=all:disk"], "Nearest valid: offload=states:disk"),
+        ("pp=2", ["layout.offload=all:disk"], "Nearest valid: offload=states:disk"),
+        ("dp=2,compress=int8", ["layout.offload=states:host"], "Nearest valid: offload=states:disk"),
+        (
+            "dp=2",
+            ["layout.offload=states:disk", "sync.method=local"],
+            'Nearest valid: layout.offload = "activations"',
+        ),
+    ],
+)
+def test_refuses_what_does_not_combine(tmp_path, layout, sets, message):
+    with pytest.raises(UserError, match=message):
+        tiny(tmp_path, layout, *sets)
+
+
+def test_says_where_it_cannot_write(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    recipe = change(
+        tiny(tmp_path, "dp=1"), ["layout.offload=states:disk", f"layout.offload_dir={tmp_path}/file"]
+    )
+    with pytest.raises(UserError, match=r"layout.offload_dir = .*/file: cannot make a file there"):
+        trained(0, 1, recipe)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    recipe = change(recipe, [f"layout.offload_dir={tmp_path}/away"])
+    with pytest.raises(UserError, match=r"layout.offload_dir = .*need .* GiB, and .* GiB are free"):
+        trained(0, 1, recipe)

@@ -23,6 +23,7 @@ def memory_bytes() -> int:
     """Bytes of memory that this process may use: the machine's, or its cgroup's limit if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [_number(folder / name) for folder in _cgroups() for name in ("memory.max", _V1_MEMORY)]
+    limits.append(_number(Path("/sys/fs/cgroup/memory") / _own_cgroup("memory") / "memory.limit_in_bytes"))
     return int(min(total, *(limit for limit in limits if limit), math.inf))
 
 
@@ -61,6 +62,16 @@ def _cgroups() -> list[Path]:
         return [root]
     folder = root / own[3:].lstrip("/")
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+
+
+def _own_cgroup(controller: str) -> str:
+    """The path of this process's cgroup (version 1) of a controller; "" if there is none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    rows = (line.split(":", 2) for line in lines)
+    return next((path.lstrip("/") for _, names, path in rows if controller in names.split(",")), "")
 
 
 def _cgroup_cpus() -> float:

@@ -39,8 +39,8 @@ class Weights:
     """The flat state of `params` (by name, in the module's order), which must be on their device in fp32.
 
     flat_master: the buffer that `allocate` made for them and that they are views of. None: the parameters have memory
-    of their own, as in a user's module, and are copied. masters: they lie elsewhere, in host memory or on disk, and do not
-    compute (parallel/offload). master, grads: {parameter name: fp32 view of the flat buffer,
+    of their own, as in a user's module, and are copied. masters: they lie elsewhere, in host memory or on disk, and
+    do not compute (parallel/offload). master, grads: {parameter name: fp32 view of the flat buffer,
     in the parameter's shape}. on_gradient: called with a parameter's index (in buffer order) after its gradient of this
     backward has been added. seen: called with the index and the gradient before it is added.
     """

@@ -64,6 +64,11 @@ class Parallel:
             if offload.updater is not None:
                 offload.updater.settle()
 
+    def drop(self) -> None:
+        """Gives back the memory of files that were mapped."""
+        for file in self.disk.files if self.disk is not None else ():
+            file.drop()
+
     def close(self) -> None:
         """Takes the hooks off the modules, and frees what is elsewhere."""
         self.settle()
@@ -90,7 +95,9 @@ def parallelize(
     table = held(card_of(model), layout, mesh.rank)
     found = Parallel(list(stages), [])
     if OFFLOADS[layout.offload].streams:
-        found.disk = Disk(Path(layout.offload_dir).expanduser() if layout.offload_dir else cache_folder() / "offload")
+        found.disk = Disk(
+            Path(layout.offload_dir).expanduser() if layout.offload_dir else cache_folder() / "offload"
+        )
     if card_of(model).has_experts:
         found.balance = expert.Balance(stages, mesh, model)
         for stage in stages:
@@ -216,7 +223,8 @@ def _materialize(
     """Replaces parameters on "meta" by ones with memory and initial weights. Stages that share a parameter compute with
     one tensor.
 
-    Returns the parameters, and the flat buffer that they are views of (parallel/flat.py); or masters that lie elsewhere.
+    Returns the parameters, and the flat buffer that they are views of (parallel/flat.py); or masters that lie
+    elsewhere.
     """
     meta = {name: p for stage in stages for name, p in stage.named_parameters()}
     params = {name: meta[name] for name in names}

@@ -1,7 +1,8 @@
 """The trainer's interface to a set of parameters, independent of how their states are kept.
 
 Three classes implement it: `data.DataParallel` (ZeRO stage 0: everything on every rank), `zero.Sharded` (stages 1 to
-3) and `offload.pages.Paged` (stage 0 with gradients, and perhaps weights, in another tier). A step is: start_step, backward of each microbatch with enable_sync before the last, finish, update.
+3) and `offload.pages.Paged` (stage 0 with gradients, and perhaps weights, in another tier). A step is: start_step,
+backward of each microbatch with enable_sync before the last, finish, update.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, summing_groups
 from fivefold.spread.servers import SERVER
+from fivefold.spread.tiers import OFFLOADS
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ IDLE = (
         "layout.recompute",
         lambda r: r.layout.recompute == "ops:norm" and r.layout.sp and not r.layout.sp_regather,
         "with sp a rank keeps what it gathered, not what norms give (sp_regather = true changes that)",
+    ),
+    Idle(
+        "layout.offload_dir",
+        lambda r: not OFFLOADS[r.layout.offload].disk,
+        "layout.offload leaves nothing on disk",
     ),
     Idle(
         "precision.reduce",

@@ -18,6 +18,7 @@ from fivefold.recipe.words import toml_value
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, problems
 from fivefold.spread.servers import SERVER
+from fivefold.spread.tiers import OFFLOADS
 
 R = TypeVar("R", bound=Sections)
 
@@ -34,6 +35,7 @@ def contradictions(recipe: Sections) -> Iterator[Contradiction]:
     yield from _batch(recipe)
     yield from _sites(recipe)
     yield from _servers(recipe)
+    yield from _offload(recipe)
     yield from layout_rules(recipe)
 
 
@@ -246,6 +248,25 @@ def _servers(recipe: Sections) -> Iterator[Contradiction]:
                 {"sync.method", f"observe.{name}"},
                 f"observe.{name} is not measured with {method}. Nearest valid: observe.{name} = false",
             )
+
+
+def _offload(recipe: Sections) -> Iterator[Contradiction]:
+    """A streamed update runs chunk by chunk, beside the next step's forward."""
+    layout, card = recipe.layout, OPTIMIZERS[recipe.optim.name]
+    if not OFFLOADS[layout.offload].streams:
+        return
+    if not card.elementwise:
+        yield (
+            {"layout.offload", "optim.name"},
+            f'layout.offload = "{layout.offload}" updates chunks of parameters, and the optimizer "{card.name}" needs '
+            'whole ones. Nearest valid: optim.name = "adamw", or layout.offload = "activations"',
+        )
+    if recipe.sites.count > 1:
+        yield (
+            {"layout.offload", "sync.method"},
+            f'layout.offload = "{layout.offload}" does not combine with sync.method = "{recipe.sync.method}", whose '
+            'outer steps change weights in memory. Nearest valid: layout.offload = "activations"',
+        )
 
 
 def layout_rules(recipe: Sections) -> Iterator[Contradiction]:

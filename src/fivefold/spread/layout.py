@@ -20,7 +20,7 @@ from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES, stages_per_rank
 from fivefold.spread.buckets import BUCKET_BYTES
-from fivefold.spread.tiers import NOT_OFFLOADED
+from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
 from fivefold.spread.zeropp import zeropp
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -363,6 +363,7 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             f"compress={layout.compress} sums whole gradients of replicas: it needs zero=0, not zero={layout.zero}",
         )
     yield from _zeropp_problems(layout)
+    yield from _offload_problems(layout)
     if layout.all_reduce not in ALL_REDUCES:
         near = did_you_mean(layout.all_reduce, ALL_REDUCES)
         yield (
@@ -378,6 +379,31 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             stages_per_rank(layout.schedule, layout.virtual_stages)
     except UserError as error:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
+
+
+def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
+    if layout.offload not in OFFLOADS:
+        near = did_you_mean(layout.offload, OFFLOADS)
+        yield {"offload"}, f"offload={layout.offload} is unknown{near} (valid: {', '.join(OFFLOADS)})"
+        return
+    away = OFFLOADS[layout.offload]
+    if away.working != "device" and (layout.zero or layout.pp > 1):
+        other = f"zero={layout.zero}" if layout.zero else f"pp={layout.pp}"
+        why = (
+            "gathers weights from rows in memory"
+            if layout.zero
+            else "has several microbatches in every block"
+        )
+        yield (
+            {"offload", "zero", "pp"},
+            f"offload={layout.offload} does not combine with {other}, which {why}. Nearest valid: offload=states:disk",
+        )
+    if away.gradients != "device" and layout.compress != NONE:
+        yield (
+            {"offload", "compress"},
+            f"offload={layout.offload} does not combine with compress={layout.compress}, whose residuals belong to "
+            "buckets in memory. Nearest valid: offload=states:disk",
+        )
 
 
 def _zeropp_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:

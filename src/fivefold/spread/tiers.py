@@ -63,7 +63,7 @@ def tiers(offload: str, sharded: bool = False, own_masters: bool = True) -> Tier
     found = OFFLOADS[offload]
     if not found.streams:
         return found
-    if sharded or not own_masters and found.gradients == "device":
+    if sharded or (not own_masters and found.gradients == "device"):
         return Tiers(states=found.states)
     return found
 

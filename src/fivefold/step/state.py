@@ -29,6 +29,7 @@ from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, held, size_of, whole
 from fivefold.spread.sites import counterparts
+from fivefold.spread.tiers import tiers
 from fivefold.spread.units import bucket_bytes
 
 
@@ -184,7 +185,10 @@ def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
     """Refuses a model whose states alone do not fit into the machine."""
     kept = sum(size_of(part.keeps) for part in held(card_of(recipe.model), layout, ranks.rank).values())
     fp32, optimizer = DTYPES[MASTER].bytes, OPTIMIZERS[recipe.optim.name]
-    per_parameter = fp32 + fp32 + optimizer.bytes  # master weight, gradient, states
+    own = chosen(recipe.precision.mode, has_fast_bf16("cpu")) != MASTER
+    away = tiers(layout.offload, layout.shards > 1, own)
+    states = {"masters": fp32, "gradients": fp32, "states": optimizer.bytes}
+    per_parameter = sum(size for kind, size in states.items() if getattr(away, kind) != "disk")
     needed = per_parameter * kept
     if needed * ranks.local_world > memory_bytes():
         raise UserError(

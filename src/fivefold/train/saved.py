@@ -5,8 +5,9 @@ It writes the pieces that it owns into a checkpoint, and reads the parts that it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import to_text
 from fivefold.spread.parts import Part, boxes, local_shape
+from fivefold.spread.tiers import NOT_OFFLOADED
 from fivefold.step.state import State
 from fivefold.train.checked import assert_same, check_files, machine_axis
 from fivefold.train.job import Job
 
 OUTER = "outer."  # prefix of the outer optimizer's states
+OFFLOADED_SHARD_BYTES = 64 << 20  # a shard is in memory while it is written
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
 
 
@@ -49,7 +52,9 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
             "aligned": state.outer.aligned,
         }
     optimizer += write.whole_pieces(state.unsent())
-    write.save(folder, [*model, *buffer_pieces(state)], optimizer, whole, axis=run)
+    shard = write.MAX_SHARD_BYTES if state.parallel.disk is None else OFFLOADED_SHARD_BYTES
+    pieces = [*model, *buffer_pieces(state)], optimizer
+    write.save(folder, *pieces, whole, axis=run, max_shard_bytes=shard)
     if run.index == 0:
         store.prune(out, keep_last)
     return folder
@@ -108,6 +113,8 @@ def _compression(state: State) -> dict[str, Any]:
         return {}
     idle = {
         "recompute": "none",
+        "offload": NOT_OFFLOADED,
+        "offload_dir": "",
         "microbatches": None,
         "cp_method": "ring",
         "sp_regather": False,
@@ -290,20 +297,37 @@ def _load(
     state.noise = float(gradient), float(trace)
     for name, weight in masters.items():
         weight.copy_(_read(checkpoint, source.weights, name, parts[name]))
+        state.parallel.drop()
     for name, buffer in buffers.items():
         buffer.copy_(checkpoint.read("model", name))
     for replica in state.parallel.replicas:
         replica.refresh()
     if source.moments:
         found = {
-            f"{moment}.{name}": _read(checkpoint, where, name, parts[name])
+            f"{moment}.{name}": partial(_read, checkpoint, where, name, parts[name])
             for name in masters
             for moment, where in source.moments.items()
         }
         for replica in state.parallel.replicas:
-            replica.updater.load(found, updates)
+            replica.updater.load(Lazily(found), updates)
     if state.outer is not None:
         _load_outer(state.outer, checkpoint, parts, source)
+
+
+class Lazily(Mapping[str, Tensor]):
+    """Tensors that are read when they are asked for: all moments at once may not fit into memory."""
+
+    def __init__(self, reads: Mapping[str, Callable[[], Tensor]]):
+        self.reads = reads
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.reads[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reads)
+
+    def __len__(self) -> int:
+        return len(self.reads)
 
 
 def _load_outer(outer: Outer, checkpoint: store.Reader, parts: dict[str, Part], source: Source) -> None:

@@ -165,7 +165,9 @@ class File:
         self._forget(offset, size)
 
     def _forget(self, offset: int, size: int) -> None:
-        if not self.direct:  # a file system without direct I/O keeps what it has read and written in the page cache
+        if (
+            not self.direct
+        ):  # a file system without direct I/O keeps what it has read and written in the page cache
             os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)
 
     def load(self, offset: int, into: Tensor) -> list[Future[None]]:
@@ -228,6 +230,6 @@ def _why(folder: Path, size: int, what: str, error: OSError) -> str:
             "there. Nothing was trained yet. Free some space, or set layout.offload_dir to another disk"
         )
     return (
-        f"layout.offload_dir = {folder}: cannot make a file there ({error.strerror}). Set it to a folder on a local disk "
-        "that can be written"
+        f"layout.offload_dir = {folder}: cannot make a file there ({error.strerror}). Set it to a folder on a local "
+        "disk that can be written"
     )

@@ -79,8 +79,8 @@ class Unit:
 
 
 class Paged:
-    """ZeRO stage 0 (see `replica.Replica`) with gradients in another tier, and perhaps working weights. One file or host
-    buffer holds each kind, in the order of the arena.
+    """ZeRO stage 0 (see `replica.Replica`) with gradients in another tier, and perhaps working weights. One file or
+    host buffer holds each kind, in the order of the arena.
 
     reduced: True if gradients change after they are stored (`Parallel.reductions`); their norms are then computed from
     what is stored.
@@ -141,7 +141,8 @@ class Paged:
         home = self.offload.homes[kind]
         if isinstance(home, OnDisk):
             return InFile(home.file)
-        assert isinstance(home, InPlace) and home.flat is not None
+        assert isinstance(home, InPlace)
+        assert home.flat is not None
         return InHost(home.flat, self.offload.disk)
 
     # Weights
@@ -291,7 +292,9 @@ class Paged:
             for index in unit.indices:
                 name = self.names[index]
                 self._norms[name] = norms([self._slice(unit, index)])
-        unit.going += self._gradients.save(unit.start, unit.gradients)  # they hold the buffer until it is written
+        unit.going += self._gradients.save(
+            unit.start, unit.gradients
+        )  # they hold the buffer until it is written
         unit.gradients, unit.stored = None, True
 
     def _slice(self, unit: Unit, index: int) -> Tensor:
@@ -307,7 +310,9 @@ class Paged:
     def finish(self) -> None:
         """Sums and writes the units that lack gradients, in the same order on all ranks, and waits for all of them."""
         for unit in reversed(self.units.values()):
-            if any(self._fresh[index] for index in unit.indices) or unit.gradients is not None and unit.sum is None:
+            if any(self._fresh[index] for index in unit.indices) or (
+                unit.gradients is not None and unit.sum is None
+            ):
                 self._gather_sums(unit)
                 self._wait(unit)
                 for index in unit.indices:
@@ -323,7 +328,7 @@ class Paged:
         self._syncing = False
 
     def norms(self) -> dict[str, Norms] | None:
-        """The norms of each gradient, computed before it left the device. None if the gradients have changed since they were written."""
+        """The norms of each gradient, computed before it left the device. None if gradients have changed since."""
         return None if self.reduced else self._norms
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:

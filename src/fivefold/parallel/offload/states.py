@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from fivefold.optim.card import OptimizerCard
 from fivefold.parallel.offload.disk import Disk
-from fivefold.parallel.offload.update import GRADIENTS, MASTERS, WORKING, Copied, Home, InPlace, OnDisk, StreamedUpdater
+from fivefold.parallel.offload.update import (
+    GRADIENTS,
+    MASTERS,
+    WORKING,
+    Copied,
+    Home,
+    InPlace,
+    OnDisk,
+    StreamedUpdater,
+)
 from fivefold.precision import torch_dtype
 from fivefold.spread.tiers import Tiers, arena, unit_of
 
@@ -65,7 +74,8 @@ class Offload:
             dtype = next(iter(working.values())).dtype
             self.homes.setdefault(WORKING, away(working, dtype))
         states = {
-            state.name: self.views(state.name, self.tiers.states, torch_dtype(state.dtype)) for state in card.states
+            state.name: self.views(state.name, self.tiers.states, torch_dtype(state.dtype))
+            for state in card.states
         }
         self.updater = StreamedUpdater(
             card, masters, lr, weight_decay, fields, self.arena, self.homes, states, self.disk

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fivefold.errors import UserError
 from fivefold.optim.card import OptimizerCard
 from fivefold.optim.updater import Updater
 from fivefold.parallel.offload.disk import Disk, File, aligned
@@ -179,6 +180,11 @@ class StreamedUpdater(Updater):
         self._check()
 
     def _check(self) -> None:
+        if isinstance(self._error, OSError):
+            raise UserError(
+                f"layout.offload_dir = {self.disk.folder}: {self._error.strerror}, so the update of this step is lost. "
+                "Resume from the last checkpoint"
+            ) from self._error
         if self._error is not None:
             raise self._error
 
@@ -206,12 +212,14 @@ class StreamedUpdater(Updater):
     def _update(self, scale: Tensor | None) -> None:
         first = not self.scalars
         scalars: dict[str, dict[str, Tensor]] = {}
-        read = [k for k, h in self.homes.items() if h.moves and k != WORKING and not (first and k in self._views)]
+        read = [
+            k for k, h in self.homes.items() if h.moves and k != WORKING and not (first and k in self._views)
+        ]
         write = [k for k, h in self.homes.items() if h.moves and k != GRADIENTS]
         rest: Iterator[Chunk] = iter(self._chunks)
         ahead: deque[tuple[Chunk, dict[str, memoryview], Future[None] | None]] = deque()
         behind: dict[str, list[Future[None]]] = {unit: [] for unit in self.arena.spans}
-        left = {unit: 0 for unit in self.arena.spans}
+        left = dict.fromkeys(self.arena.spans, 0)
         for chunk in self._chunks:
             left[chunk.unit] += 1
 
@@ -312,7 +320,9 @@ class StreamedUpdater(Updater):
         self.settle()
         if not self.scalars:
             return {}
-        return {f"{state}.{name}": views[name] for state, views in self._views.items() for name in self.masters}
+        return {
+            f"{state}.{name}": views[name] for state, views in self._views.items() for name in self.masters
+        }
 
     def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         self.settle()

@@ -1,0 +1,191 @@
+"""Training a model whose states exceed the allowed memory: losses, step time and I/O, beside the same in memory.
+
+    python benchmarks/offload.py [--layers 24] [--limit-mib 1300] [--steps 5] [--gbps 1] [--out FILE]
+
+Each run is a process of its own. The offloaded one is in a memory cgroup (version 1, which must be writable) with the
+limit, page cache included. `--gbps` throttles the disk by a blkio cgroup, reads and writes alike. The disk's bandwidth
+is measured inside the same limit: direct I/O on a file larger than the limit, with fsync, by as many threads as the
+engine has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MEMORY, BLKIO = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup/blkio")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--ffn", type=int, default=2816)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--microbatch", type=int, default=4)
+    parser.add_argument("--limit-mib", type=int, default=1300)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--gbps", type=float, default=0.0, help="throttles the disk; 0: as it is")
+    parser.add_argument("--offloads", nargs="*", default=["none", "all:disk"])
+    parser.add_argument("--dir", type=Path, default=Path.cwd() / ".offload")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker == "disk":
+        return print(json.dumps(bandwidth(args.dir, args.limit_mib << 20)))
+    if args.worker:
+        return print(json.dumps(work(args)))
+    found: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "limit_bytes": args.limit_mib << 20,
+        "gbps": args.gbps,
+    }
+    with limited(args.limit_mib << 20, args.gbps, args.dir) as enter:
+        found["disk"] = run(args, "disk", enter)
+    print(json.dumps(found["disk"]), flush=True)
+    for offload in args.offloads:
+        if offload == "none":
+            found[offload] = run(args, offload, "")
+        else:
+            with limited(args.limit_mib << 20, args.gbps, args.dir) as enter:
+                found[offload] = run(args, offload, enter) | usage()
+        print(offload, json.dumps(found[offload]), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@contextmanager
+def limited(limit: int, gbps: float, folder: Path) -> Iterator[str]:
+    """Makes the cgroups; yields the shell's words that enter them."""
+    own = Path("/proc/self/cgroup").read_text().splitlines()
+    here = next((line.split(":", 2)[2] for line in own if ":memory:" in line), "/").lstrip("/")
+    group = MEMORY / here / "fivefold-offload"
+    group.mkdir(exist_ok=True)
+    groups = [group]
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        if gbps:
+            groups.append(BLKIO / "fivefold-offload")
+            groups[1].mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            device = folder.stat().st_dev
+            for way in ("read", "write"):
+                text = f"{os.major(device)}:{os.minor(device)} {int(gbps * 1e9)}"
+                (groups[1] / f"blkio.throttle.{way}_bps_device").write_text(text)
+        limited.group = group  # type: ignore[attr-defined]
+        yield "".join(f"echo $$ > {one}/cgroup.procs && " for one in groups)
+    finally:
+        for one in groups:
+            for _ in range(50):
+                try:
+                    one.rmdir()
+                    break
+                except OSError:
+                    time.sleep(0.1)
+
+
+def usage() -> dict[str, int]:
+    """What the memory cgroup counted."""
+    group: Path = limited.group  # type: ignore[attr-defined]
+    names = {"cgroup_peak_bytes": "memory.max_usage_in_bytes", "cgroup_failcnt": "memory.failcnt"}
+    return {key: int((group / file).read_text()) for key, file in names.items()}
+
+
+def run(args: argparse.Namespace, worker: str, enter: str) -> dict[str, Any]:
+    command = [sys.executable, *sys.argv, "--worker", worker]
+    done = subprocess.run(
+        ["sh", "-c", enter + 'exec "$@"', "sh", *command], stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        return {"failed": done.returncode}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bandwidth(folder: Path, limit: int) -> dict[str, float]:
+    """Bytes per second of direct I/O on a file of 1.5 times the limit: writing (with fsync), reading, and both at
+    once."""
+    from fivefold.parallel.offload.disk import SPAN, Disk, wait_for
+
+    disk = Disk(folder)
+    size = int(1.5 * limit) // (2 * SPAN) * 2 * SPAN
+    file, spans = disk.file(size, "a test file"), range(0, size, SPAN)
+
+    def read(at: int) -> None:
+        file.read(at, disk.staging())
+
+    def write(at: int) -> None:
+        file.write(at, disk.staging())
+
+    def timed(*work: Any) -> float:
+        began = time.perf_counter()
+        wait_for([disk.submit(one, at) for one, at in work])
+        os.fsync(file._file)
+        return len(work) * SPAN / (time.perf_counter() - began)
+
+    found = {"write": timed(*((write, at) for at in spans))}
+    found["read"] = timed(*((read, at) for at in spans))
+    half = [*zip(spans[: len(spans) // 2], spans[len(spans) // 2 :], strict=True)]
+    found["both"] = timed(*(one for a, b in half for one in ((read, a), (write, b))))
+    disk.close()
+    return found
+
+
+def work(args: argparse.Namespace) -> dict[str, Any]:
+    import resource
+
+    import torch
+
+    from fivefold.host.cpu import resident_bytes
+    from fivefold.host.memory import keep_freed_memory
+    from fivefold.launch.ranks import Ranks
+    from fivefold.recipe import load, resolve
+    from fivefold.step.state import build_state
+    from fivefold.step.step import take_step
+
+    keep_freed_memory()
+    sets = [
+        f"model.layers={args.layers}", f"model.dim={args.dim}", f"model.heads={args.dim // 64}",
+        f"model.kv_heads={args.dim // 64}", f"model.ffn_dim={args.ffn}", f"model.seq_len={args.seq}",
+        f"train.global_batch_size={args.batch}", f"train.microbatch_size={args.microbatch}", "precision.mode=bf16",
+        "train.steps=100", "optim.warmup_steps=0", "train.sample_every=0", "layout.recompute=full",
+        f"layout.offload={args.worker}", f"layout.offload_dir={args.dir}",
+    ]  # fmt: skip
+    recipe = resolve(load("quickstart", sets, "dp=1"), vocab_size=8192)
+    before = resident_bytes()[0]
+    state = build_state(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")))
+    disk = state.parallel.disk
+    steps = []
+    for step in range(args.steps):
+        torch.manual_seed(step)
+        tokens = torch.randint(0, 8192, (args.batch, args.seq + 1))
+        share = [
+            (tokens[i : i + args.microbatch, :-1], tokens[i : i + args.microbatch, 1:])
+            for i in range(0, args.batch, args.microbatch)
+        ]
+        meter = disk.meter.figures() if disk else {}
+        began = time.perf_counter()
+        done = take_step(state, recipe, share)
+        line: dict[str, Any] = {"loss": done.loss, "norm": done.norm, "seconds": time.perf_counter() - began}
+        if disk:
+            line |= {key: value - meter[key] for key, value in disk.meter.figures().items()}
+        steps.append(line)
+        print(json.dumps(line), file=sys.stderr, flush=True)
+    parameters = sum(w.numel() for w in state.masters().values())
+    state.parallel.close()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"parameters": parameters, "steps": steps, "python_bytes": before, "peak_rss_bytes": peak}
+
+
+if __name__ == "__main__":
+    main()
