@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from hypothesis import strategies as st
 from fivefold.data import NOT_COUNTED, Batches, Prefetch, Tokens
 from fivefold.data.batches import permute
 from fivefold.data.tokens import Shard
+from fivefold.errors import UserError
+from fivefold.recipe.ramp import batch_size, sequences_before, steps_for
+from fivefold.recipe.schema import TrainSection
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 100))
@@ -111,6 +115,22 @@ def test_an_epoch_shows_every_sequence_once_and_targets_are_the_next_tokens(toke
     for epoch in starts:
         assert sorted(epoch.tolist()) == list(range(0, 990, 10))
     assert not (starts[0] == starts[1]).all()
+
+
+def test_a_batch_that_grows_walks_the_same_sequences(tokens: Tokens):
+    """Its place is a function of the sequences before it; tokens become as many steps as they need."""
+    train = TrainSection(batch_ramp="1:3+2:2", global_batch_size=4, steps=8)
+    assert [batch_size(train, i) for i in range(7)] == [1, 1, 1, 2, 2, 4, 4]
+    assert [sequences_before(train, i) for i in range(8)] == [0, 1, 2, 3, 5, 7, 11, 15]
+    assert [steps_for(train, n) for n in (1, 3, 4, 5, 7, 8, 11, 12)] == [1, 3, 4, 4, 5, 6, 6, 7]
+    growing = Batches(tokens, 8, 4, 0, begins=partial(sequences_before, train))
+    even = Batches(tokens, 8, 1, 0)
+    wanted = [even.batch(i)[0] for i in range(11)]
+    found = [growing.batch(i, range(batch_size(train, i)))[0] for i in range(6)]
+    assert np.array_equal(np.concatenate(found), np.concatenate(wanted))
+    for text in ("4", "4:0", "a:1"):
+        with pytest.raises(UserError, match=r"such as"):
+            batch_size(TrainSection(batch_ramp=text), 0)
 
 
 def test_validation_keeps_the_order(tokens: Tokens):

@@ -146,7 +146,8 @@ def test_long_attention_computes_probabilities_again(path, monkeypatch):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, monkeypatch):
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
+def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, z_loss, monkeypatch):
     monkeypatch.setitem(sizes.LOGITS_BYTES, "cpu", chunk_bytes)
     monkeypatch.setattr(sizes, "MIN_ROWS", 7)
     N, D, V = 33, 24, 50
@@ -155,11 +156,12 @@ def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, monkeypatch):
     bias = [torch.randn(V)] if with_bias else []
 
     def plain(x, weight, *bias):
-        return F.cross_entropy(x @ weight.t() + (bias[0] if bias else 0), targets)
+        logits = x @ weight.t() + (bias[0] if bias else 0)
+        return F.cross_entropy(logits, targets) + z_loss * logits.logsumexp(1)[targets >= 0].square().mean()
 
     low = [t.to(dtype).requires_grad_() for t in (torch.randn(N, D), torch.randn(V, D), *bias)]
     high = [t.detach().double().requires_grad_() for t in low]
-    got = kernels.linear_cross_entropy(low[0], low[1], targets, *low[2:])
+    got = kernels.linear_cross_entropy(low[0], low[1], targets, low[2] if bias else None, z_loss)
     wanted = plain(*high)
     assert got.dtype == torch.float32
     close(got, wanted, dtype)

@@ -1,14 +1,28 @@
 """Learning-rate schedules, clipping, optimizers."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import compared, tiny
+from ranks import run_ranks
+from runs import ranks_of
 
+from fivefold.models.card import card_of, resolve_model
+from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.optim.clip import clip_scale, sum_of_squares
+from fivefold.optim.eight_bit import decode, encode, table
+from fivefold.optim.muon import orthogonal
+from fivefold.optim.outliers import outlier
+from fivefold.optim.placing import places, state_bytes, ways
 from fivefold.optim.updater import Updater
+from fivefold.parallel.matrices import Gathered
+from fivefold.parallel.mesh import Mesh
+from fivefold.spread.layout import Layout, parse
+from fivefold.spread.parts import boxes, held, local_shape
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
 
@@ -82,24 +96,134 @@ def test_sgd_adds_the_decay_to_the_gradient(name):
     assert masters["norm"].eq(1).all()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_travel_and_weigh_what_the_card_says(name):
+TORCH = {
+    "adagrad": lambda w: torch.optim.Adagrad(w, lr=0.1),
+    "rmsprop": lambda w: torch.optim.RMSprop(w, lr=0.1, alpha=0.99),
+    "radam": lambda w: torch.optim.RAdam(w, lr=0.1),
+    "nadam": lambda w: torch.optim.NAdam(w, lr=0.1),
+    "muon": lambda w: torch.optim.Muon(w, lr=0.1, adjust_lr_fn="match_rms_adamw"),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_rules_are_those_of_torch(name):
+    """Where torch has an optimizer of this name, but no fused kernel of it."""
     generator = torch.Generator().manual_seed(0)
     masters = {
-        "matrix": torch.randn(3, 2, generator=generator),
+        f"blocks.{i}.w": torch.randn(shape, generator=generator) for i, shape in enumerate([(6, 4), (4, 9)])
+    }
+    theirs = [w.clone() for w in masters.values()]
+    card = OPTIMIZERS[name]
+    mine = Updater(card, masters, 0.1, 0.0, dict(card.fields), compute=torch.bfloat16)
+    oracle = TORCH[name](theirs)
+    for group in oracle.param_groups:
+        group["weight_decay"] = 0.0
+    for _ in range(9):  # RAdam adapts from the sixth step on
+        for w, other in zip(masters.values(), theirs, strict=True):
+            other.grad = torch.randn(w.shape, generator=generator)
+        mine.step({key: t.grad.clone() for key, t in zip(masters, theirs, strict=True)}, 0.1)
+        oracle.step()
+    for w, other in zip(masters.values(), theirs, strict=True):
+        torch.testing.assert_close(w, other, rtol=1e-5, atol=1e-6 if name != "muon" else 5e-3)
+
+
+def test_adafactor_is_that_of_torch():
+    """torch's rate is relative to the weights' size; ours is not."""
+    generator = torch.Generator().manual_seed(0)
+    masters = {"matrix": torch.randn(6, 4, generator=generator), "norm": torch.randn(5, generator=generator)}
+    for _ in range(4):
+        grads = {key: torch.randn(w.shape, generator=generator) for key, w in masters.items()}
+        if not (copies := locals().get("copies")):
+            copies = {key: w.clone() for key, w in masters.items()}
+            mine = updater("adafactor", masters)
+            mine.rules.decays = dict.fromkeys(masters, 0.0)
+            theirs = {key: torch.optim.Adafactor([w], lr=0.01, weight_decay=0.0) for key, w in copies.items()}
+        for key, w in copies.items():
+            w.grad, before = grads[key].clone(), w.clone()
+            theirs[key].step()
+            rate = 0.01 * before.square().mean().sqrt()
+            w.copy_(before + (w - before) * (0.01 / rate))
+        mine.step(grads, 0.01)
+    for key, w in masters.items():
+        torch.testing.assert_close(w, copies[key], rtol=1e-5, atol=1e-6)
+
+
+def test_lion_and_sage_by_hand():
+    """Lion moves by its sign. Where |w g| stays the same, the sensitivity varies by nothing, and SAGE hardly moves."""
+    masters = {"norm": torch.full((3,), 2.0)}
+    lion = updater("lion", masters)
+    for g, wanted in ((1.0, 1.9), (-0.01, 1.8), (-3.0, 1.9)):
+        lion.step({"norm": torch.full((3,), g)}, lr=0.1)
+        assert masters["norm"].tolist() == pytest.approx([wanted] * 3)
+    masters = {"norm": torch.tensor([2.0, 0.0])}
+    sage = updater("adamsage", masters)
+    sage.step({"norm": torch.ones(2)}, lr=0.1)
+    assert masters["norm"].tolist() == pytest.approx([2.0, -0.1]), "a weight of 0 moves as in Adam"
+    sage.step({"norm": torch.tensor([3.0, 1.0])}, lr=0.1)
+    mean, square = 0.9 * 0.1 + 0.1 * 3, 0.95 * 0.05 + 0.05 * 9
+    usual = (0.75 * 0.25 * 2 + 0.25 * 6) / (1 - 0.75**2)
+    step = abs(6 - usual) / usual * (mean / (1 - 0.9**2)) / (square / (1 - 0.95**2)) ** 0.5
+    assert masters["norm"][0].item() == pytest.approx(2 - 0.1 * step)
+
+
+def test_orthogonal_matrices():
+    """Muon's updates have singular values about 1; SOAP's bases are orthogonal."""
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.randn(2, 8, 5, generator=generator)
+    values = torch.linalg.svdvals(orthogonal(stack, 5, torch.float32))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    soap = updater("soap", {"blocks.0.w": torch.randn(6, 4, generator=generator)}, basis_every=1)
+    for _ in range(3):
+        soap.step({"blocks.0.w": torch.randn(6, 4, generator=generator)}, lr=0.1)
+    basis = soap.states()["left_basis.blocks.0.w"]
+    torch.testing.assert_close(basis @ basis.T, torch.eye(6), rtol=0, atol=1e-5)
+
+
+def test_moments_of_eight_bits():
+    """Codes round by at most an eighth of a value near the largest of its block; the smallest stay above 0."""
+    x = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
+    for signed in (True, False):
+        values = x if signed else x.square()
+        assert len(set(table(signed))) == 256
+        codes, scales = torch.zeros(3, 700, dtype=torch.uint8), torch.zeros(3, 3)
+        encode(values, codes, scales, signed)
+        found = decode(codes, scales, signed)
+        assert ((found - values).norm() / values.norm()).item() < 0.02
+        assert signed or found.min() > 0
+    assert torch.equal(decode(torch.zeros_like(codes), scales, False), torch.zeros(3, 700))
+
+
+def masters_of(generator):
+    return {
+        "embed.weight": torch.randn(3, 2, generator=generator),
+        "blocks.0.w": torch.randn(3, 2, generator=generator),
+        "blocks.0.experts": torch.randn(2, 3, 2, generator=generator),
         "norm": torch.ones(2),
         "none": torch.ones(0, 2),
     }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_travel_and_weigh_what_the_card_says(name):
+    generator = torch.Generator().manual_seed(0)
+    masters = masters_of(generator)
+    if name == "adafactor":
+        del masters["none"]
     grads = {key: torch.randn(w.shape, generator=generator) for key, w in masters.items()}
     first = updater(name, masters)
     assert first.states() == {}
     for _ in range(2):
         first.step(grads, lr=0.1)
     card, saved = OPTIMIZERS[name], {k: v.clone() for k, v in first.states().items()}
-    assert set(saved) == {f"{s.name}.{key}" for s in card.states for key in masters}
-    elements = sum(w.numel() for w in masters.values())
-    assert sum(t.nbytes for t in saved.values()) == card.bytes * elements
-    assert sum(t.nbytes for t in first.kept()) == card.bytes * elements + 4 * card.counts * len(masters)
+    shapes = {key: tuple(w.shape) for key, w in masters.items()}
+    assert set(saved) == {
+        f"{s.name}.{key}" for key, shape in shapes.items() for s, _ in card.states_of(key, shape)
+    }
+    weigh = sum(card.state_bytes(key, shape) for key, shape in shapes.items())
+    counts = sum(card.of(key, shape).counts for key, shape in shapes.items())
+    assert sum(t.nbytes for t in saved.values()) == weigh
+    assert sum(t.nbytes for t in first.kept()) == weigh + 4 * counts
     copies = {key: w.clone() for key, w in masters.items()}
     second = updater(name, copies)
     second.load(saved, steps=2)
@@ -121,7 +245,7 @@ def test_a_scale_is_applied_to_the_gradient():
 def test_a_skipped_step_changes_nothing(name, when):
     """Neither weights nor states nor counts, wherever it comes; a step that is not skipped keeps its bits."""
     generator = torch.Generator().manual_seed(0)
-    masters = {"matrix": torch.randn(3, 2, generator=generator), "norm": torch.ones(2)}
+    masters = {"blocks.0.w": torch.randn(3, 2, generator=generator), "norm": torch.ones(2)}
     copies = {key: w.clone() for key, w in masters.items()}
     changes = {"dampening": 0.25} if name == "momentum" else {}
     one, other = updater(name, masters, **changes), updater(name, copies, **changes)
@@ -150,15 +274,20 @@ def test_clipping():
     assert clip_scale(torch.tensor(4.0), 0.0) is None
 
 
-LAYOUTS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2", "dp=2,ep=2,zero=3"]
+LAYOUTS = [
+    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "pp=2", "cp=2", "dp=2,ep=2,zero=3",
+    "dp=2,tp=2,zero=1", "dp=4,ep=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3",
+]  # fmt: skip
 QUICK = {
     ("nesterov", "dp=2,zero=1"), ("momentum", "dp=2,zero=2"), ("nesterov", "dp=2,zero=3"), ("momentum", "tp=2"),
-    ("nesterov", "pp=2"), ("sgd", "dp=2,ep=2,zero=3"), ("sgd", "dp=2"),
+    ("nesterov", "pp=2"), ("sgd", "dp=2,ep=2,zero=3"), ("sgd", "dp=2"), ("adafactor", "tp=2"), ("lion", "cp=2"),
+    ("muon", "dp=2,tp=2,zero=1"), ("muon", "dp=4,ep=2,zero=2"),
 }  # fmt: skip
 CASES = [
     pytest.param(name, layout, marks=[] if (name, layout) in QUICK else pytest.mark.slow)
-    for name in OPTIMIZERS
+    for name, card in OPTIMIZERS.items()
     for layout in LAYOUTS
+    if not card.jumps
 ]
 
 
@@ -168,6 +297,110 @@ def test_equals_one_process(tmp_path, name, layout):
     sets = ["optim.dampening=0.25"] if name == "momentum" else []
     report = compared(tiny(tmp_path, layout, f"optim.name={name}", *sets, "optim.lr=0.05"))
     assert report.passed, report.figures
+
+
+def test_options_equal_one_process(tmp_path):
+    """z-loss, also with a divided vocabulary, rates of their own, a batch that grows, and a schedule with restarts."""
+    sets = ["train.z_loss=0.05", "optim.lr_embeddings=0.02", "optim.lr_vectors=0.1", "train.batch_ramp=4:1"]
+    sets += ["optim.schedule=restarts", "optim.restart_steps=2", "optim.skip_outliers=3.0"]
+    report = compared(tiny(tmp_path, "dp=2,tp=2", *sets))
+    assert report.passed, report.figures
+
+
+def test_outliers_are_skipped():
+    """Norms that jump are skipped until they are the usual ones; a norm that is not finite changes nothing."""
+    norms, skipped = torch.zeros(3, dtype=torch.float64), []
+    generator = torch.Generator().manual_seed(0)
+    values = (1 + 0.1 * torch.rand(60, generator=generator)).tolist()
+    for number in range(60):
+        value = 50.0 if number in (3, 40) or number >= 50 else values[number]
+        found, norms = outlier(norms, torch.tensor(value), 4.0)
+        skipped.append(bool(found))
+    assert [number for number, one in enumerate(skipped) if one][:1] == [40], "not the first 20"
+    assert not any(skipped[41:50])
+    assert skipped[50]
+    for _ in range(200):
+        found, norms = outlier(norms, torch.tensor(50.0), 4.0)
+    assert not found, "the norm stays high"
+    for value in (math.nan, math.inf, 0.0):
+        found, after = outlier(norms, torch.tensor(value), 4.0)
+        assert not found
+        assert torch.equal(after, norms)
+
+
+def test_restarts_by_hand():
+    """Cosines of 4 and 8 steps after a warm-up of 2; each ends at min_lr and the next starts near lr."""
+    values = curve("restarts", total=20, warmup=2, cycle=4, growth=2.0)
+    assert values[:2] == pytest.approx([0.5, 1.0])
+    assert values[2:6] == pytest.approx(
+        [0.1 + 0.9 * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4)]
+    )
+    assert values[6:14] == pytest.approx(
+        [0.1 + 0.9 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(1, 9)]
+    )
+    assert values[14] > 0.9
+
+
+PLACED = {
+    4: ["dp=4", "dp=4,zero=1", "dp=2,tp=2,zero=3", "tp=2,dp=2", "tp=4,sp=true", "dp=4,ep=2,zero=2", "dp=4,ep=4,zero=1",
+        "tp=2,dp=2,ep=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3", "pp=2,tp=2", "pp=2,dp=2,zero=1"],
+}  # fmt: skip
+
+
+def same_bits(rank, world, name, layouts):
+    """Updates of a rank's parts by parts of the same gradients, against those of whole parameters. Returns (layout,
+    largest difference of weights, of states, bytes of states, bytes by the card)."""
+    card, found = OPTIMIZERS[name], []
+    fields = card.fields | {"basis_every": 2} if name == "soap" else dict(card.fields)
+    for text in layouts:
+        layout = Layout(**parse(text))
+        sections = {"arch": "moe", "experts": 4, "experts_per_token": 2} if layout.ep > 1 else {}
+        model = resolve_model(
+            ModelSection(layers=2, dim=32, heads=4, kv_heads=4, ffn_dim=48, **sections), vocab_size=50
+        )
+        spec, mesh = card_of(model), Mesh(layout, ranks_of(rank, world))
+        generator = torch.Generator().manual_seed(0)
+        whole = {key: torch.randn(shape, generator=generator) for key, shape in spec.parameters.items()}
+        table, routes = held(spec, layout, rank), ways(card, spec, layout, rank)
+        mine = {key: cut(whole[key], part) for key, part in table.items()}
+        gathering = Gathered(routes, mesh) if routes else None
+        one = Updater(card, whole, 0.1, 0.1, fields)
+        other = Updater(card, mine, 0.1, 0.1, fields, gathering=gathering)
+        for _ in range(4):
+            grads = {key: torch.randn(shape, generator=generator) for key, shape in spec.parameters.items()}
+            other.step({key: cut(grads[key], part) for key, part in table.items()}, 0.1)
+            one.step(grads, 0.1)
+        weights = max(difference(mine[key], cut(whole[key], part)) for key, part in table.items())
+        has, wanted = other.states(), one.states()
+        parts = {f"{s.name}.{key}": part for s, key, part in places(card, table, routes)}
+        assert has.keys() == parts.keys()
+        states = max(
+            (difference(has[key], cut(wanted[key], part)) for key, part in parts.items()), default=0.0
+        )
+        kept = sum(t.nbytes for t in has.values())
+        found.append((text, weights, states, kept, state_bytes(card, spec, layout, rank)))
+    return found
+
+
+def cut(tensor, part):
+    out = torch.empty(local_shape(part.keeps), dtype=tensor.dtype)
+    for where, box in boxes(part.keeps):
+        out[where] = tensor[tuple(slice(a, b) for a, b in box)]
+    return out
+
+
+def difference(a, b):
+    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_gradients_give_the_same_bits(name):
+    """In every layout: weights, and states as the card places them, which weigh what the planner says."""
+    for rank, found in enumerate(run_ranks(4, same_bits, name, PLACED[4])):
+        for layout, weights, states, kept, planned in found:
+            assert weights == 0, f"rank {rank} of {layout}"
+            assert states == 0, f"rank {rank} of {layout}"
+            assert kept == planned, f"rank {rank} of {layout}"
 
 
 def test_the_norm_of_a_large_gradient_loses_nothing() -> None:

@@ -16,7 +16,7 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import memory, operations
+from fivefold.plan import memory, operations, volume
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import of_table
 from fivefold.plan.predict import held as at_peak
@@ -278,6 +278,20 @@ def test_other_optimizers_are_priced(name: str, layout: str) -> None:
     assert ours.stalls.checkpoint == (4 + card.bytes) * parameters
     assert plain.stalls.checkpoint - ours.stalls.checkpoint == saved * parameters
     assert ours.step.seconds < plain.step.seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("adafactor", "tp=2"), ("adamw8bit", "dp=2,zero=1"), ("muon", "dp=2,tp=2,zero=3"), ("soap", "pp=2")],
+)
+def test_states_of_other_shapes_are_counted(name: str, layout: str) -> None:
+    """Their bytes on the first rank, and the messages that bring matrices together, are those of a traced step."""
+    recipe = recipe_of("llama", "bf16", layout, f"optim.name={name}")
+    traced, s = exact(recipe), planned(recipe)
+    found = memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)[0]
+    kept = traced.step.memory.at_peak["optimizer"]
+    assert found.optimizer == pytest.approx(kept, rel=1e-4), "it leaves out the count of steps"
+    assert volume.counted(s) == traced.step.sent
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ the same layout with the same bits."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.console import Console
+from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.mesh import Mesh
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.spread.layout import Layout
@@ -153,6 +155,56 @@ def test_other_optimizers_resume_too(
     another = change(recipe, ["optim.name=sgd", "train.steps=5"], first)
     said = run_ranks(2, error_of, another, tmp_path / first)
     assert all(f"was trained with optim.name = {name}, and now it is sgd" in text for text in said)
+
+
+def test_options_resume_too(base: Recipe, tmp_path: Path) -> None:
+    """A batch that grows, and the statistics of the norm: the same bits."""
+    recipe = change(base, ["train.batch_ramp=2:1+4:2", "optim.skip_outliers=3.0", "train.z_loss=1e-3"])
+    train(recipe, "dp=2", tmp_path / "whole", 4)
+    train(recipe, "dp=2", tmp_path / "parts", 2)
+    train(recipe, "dp=2", tmp_path / "parts", 4, resume=True)
+    a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
+    assert_same_tensors(a.model, b.model)
+    assert a.meta["norms"] == b.meta["norms"]
+    assert a.meta["norms"][0] == 4
+    for key in ("loss", "grad_norm", "val_loss", "outlier"):
+        assert lines(tmp_path / "whole", key) == lines(tmp_path / "parts", key), key
+    assert lines(tmp_path / "parts", "tokens") == [16 * n for n in (2, 6, 10, 18)]
+    said = run_ranks(
+        2, error_of, change(recipe, ["train.batch_ramp=4:1", "train.steps=5"], "dp=2"), tmp_path / "parts"
+    )
+    assert all("was trained with train.batch_ramp" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("muon", "dp=2,tp=2,zero=3", "dp=2,zero=1"),
+        ("soap", "tp=2", "dp=2,zero=3"),
+        pytest.param("adafactor", "pp=2,dp=2,zero=1", "tp=2", marks=pytest.mark.slow),
+        pytest.param("adamw8bit", "dp=2,zero=2", "tp=2", marks=pytest.mark.slow),
+        pytest.param("soap", "dp=2,tp=2,zero=1", "pp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_states_of_whole_matrices_resume_too(
+    base: Recipe, tmp_path: Path, name: str, first: str, second: str
+) -> None:
+    """In the same layout with the same bits. In another one the next step equals that of one process to rounding."""
+    recipe = change(base, [f"optim.name={name}", *(["optim.eps=none"] if name == "adafactor" else [])])
+    train(recipe, first, tmp_path / "whole", 3)
+    train(recipe, first, tmp_path / "parts", 2)
+    for layout in (second, ONE):
+        shutil.copytree(tmp_path / "parts", tmp_path / layout)
+        train(recipe, layout, tmp_path / layout, 3, resume=True)
+    train(recipe, first, tmp_path / "parts", 3, resume=True)
+    found = {key: store.load(store.latest(tmp_path / key)) for key in ("whole", "parts", second, ONE)}
+    for kind in ("model", "optimizer"):
+        assert_same_tensors(getattr(found["parts"], kind), getattr(found["whole"], kind))
+    assert {name.partition(".")[0] for name in found[ONE].optimizer} == set(OPTIMIZERS[name].state_names)
+    assert found[second].optimizer.keys() == found[ONE].optimizer.keys()
+    assert_close_tensors(found[second].model, found[ONE].model)
+    if not OPTIMIZERS[name].jumps:
+        assert_close_tensors(found[second].optimizer, found[ONE].optimizer)
 
 
 def test_a_divided_run_samples_its_last_checkpoint(base: Recipe, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ def questions(
     if all(value is None for value in (tokens, deadline, price, noise_scale)):
         return None
     from fivefold.plan.questions import ask
-    from fivefold.recipe import tokens_per_step, total_steps
+    from fivefold.recipe import tokens_before, total_steps
 
-    return ask(tokens, deadline, price, noise_scale, float(tokens_per_step(recipe) * total_steps(recipe)))
+    return ask(tokens, deadline, price, noise_scale, float(tokens_before(recipe, total_steps(recipe))))
 
 
 def answers(

@@ -57,6 +57,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         count_parameters,
         expected_vocab_size,
         flops_per_token,
+        tokens_before,
         tokens_per_step,
         total_steps,
     )
@@ -72,7 +73,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         "active_parameters": None,
         "steps": steps,
         "tokens_per_step": step_tokens,
-        "total_tokens": steps * step_tokens,
+        "total_tokens": tokens_before(recipe, steps),
         "tokens_per_parameter": None,
         "flops_per_token": None,
         "total_flops": None,

@@ -1,7 +1,8 @@
 """Batch i of a run is a pure function of (seed, i), for any number of ranks.
 
 Sequence n of a set is tokens[n T : n T + T + 1]. A partial sequence at the end is dropped. The run walks through
-positions 0, 1, 2, ... Batch i holds positions i B to (i + 1) B - 1, and epoch e holds positions e N to (e + 1) N - 1.
+positions 0, 1, 2, ... Batch i holds positions i B to (i + 1) B - 1, or those after all smaller batches before it
+(`train.batch_ramp`). Epoch e holds positions e N to (e + 1) N - 1.
 Within an epoch the N sequences come in the order of a keyed permutation, which needs no index in memory.
 """
 
@@ -19,7 +20,7 @@ from fivefold.data.tokens import Tokens
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.objective import Objective, predicted
-from fivefold.recipe import Recipe, total_steps
+from fivefold.recipe import Recipe, sequences_before, total_steps
 
 ROUNDS = 6  # 4 are proven enough for random round functions; 2 more because a hash is not random
 
@@ -84,8 +85,8 @@ class Batches:
     """The batches of a set of tokens.
 
     objective: `causal` (the target is the next token) or `mlm` (the target is the hidden token; needs mask_id and
-    vocab_size). shuffle=False keeps the sequences in their own order, for validation. `sequences` is N, the number of
-    sequences in an epoch.
+    vocab_size). begins: the position at which batch i begins; None: all have the same size. shuffle=False keeps the
+    sequences in their own order, for validation. `sequences` is N, the number of sequences in an epoch.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class Batches:
         mask_id: int | None = None,
         vocab_size: int | None = None,
         shuffle: bool = True,
+        begins: Callable[[int], int] | None = None,
     ):
+        self.begins = begins or (lambda i: i * batch_size)
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
         self.objective, self.mask_id, self.vocab_size, self.shuffle = objective, mask_id, vocab_size, shuffle
         self.sequences = count_sequences(len(tokens), seq_len, objective)
@@ -113,7 +116,7 @@ class Batches:
         """
         rows = range(self.batch_size) if rows is None else rows
         assert 0 <= rows.start <= rows.stop <= self.batch_size
-        counters_R = i * self.batch_size + np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
+        counters_R = self.begins(i) + np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
         starts_R = self._sequence_numbers(counters_R) * self.seq_len
         if self.objective == "causal":
             block = self.tokens.rows(starts_R, self.seq_len + 1)  # (R, T + 1)
@@ -167,7 +170,7 @@ def steps_of(recipe: Recipe) -> int | None:
 def epochs(recipe: Recipe, train_tokens: int) -> float:
     """Passes of the run over its training set."""
     sequences = count_sequences(train_tokens, recipe.model.seq_len, objective_of(recipe))
-    return (steps_of(recipe) or 0) * recipe.train.global_batch_size / max(1, sequences)
+    return sequences_before(recipe.train, steps_of(recipe) or 0) / max(1, sequences)
 
 
 def require_enough(recipe: Recipe, train_tokens: int, val_tokens: int | None) -> None:
@@ -187,10 +190,11 @@ def require_enough(recipe: Recipe, train_tokens: int, val_tokens: int | None) ->
             + ", or more text"
         )
     steps = steps_of(recipe)
-    if limit and steps and steps * B > limit * sequences:
+    seen = sequences_before(recipe.train, steps or 0)
+    if limit and seen > limit * sequences:
         raise UserError(
             f"data.source: {recipe.data.source} is too small for this run: {steps:,} steps of {B} "
-            f"sequences are {steps * B / sequences:.2f} passes over its {sequences:,} sequences, but "
+            f"sequences are {seen / sequences:.2f} passes over its {sequences:,} sequences, but "
             f"data.max_epochs allows {limit}. Use train.steps <= {limit * sequences // B:,}"
         )
     if val_tokens is not None and count_sequences(val_tokens, T, objective_of(recipe)) < 1:

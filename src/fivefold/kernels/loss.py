@@ -19,19 +19,27 @@ from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 from fivefold.kernels.private import assert_on_device
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Mean over targets >= 0 of the cross-entropy of x @ weight.T + bias, in fp32.
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, z_loss: float = 0.0
+) -> Tensor:
+    """Mean over targets >= 0 of the cross-entropy of x @ weight.T + bias, in fp32, plus z_loss * log-sum-exp^2.
 
     x (N, D), weight (V, D), targets (N) int64 with -100 for "not counted", bias (V) or None. Returns a scalar; 0
     where no target counts.
     """
-    return _LinearCrossEntropy.apply(x, weight, targets.long(), bias, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(x, weight, targets.long(), bias, torch.is_grad_enabled(), z_loss)
 
 
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, gradients: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        gradients: bool,
+        z_loss: float,
     ) -> Tensor:
         assert targets.shape == x.shape[:1], "one target a row"
         N, V = x.shape[0], weight.shape[0]
@@ -39,13 +47,13 @@ class _LinearCrossEntropy(Function):
         assert_on_device((targets < V).all(), "a target beyond the vocabulary")
         scale = mean_scale(targets)
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
-        needs_x, needs_weight, _, needs_bias, _ = (needed and gradients for needed in ctx.needs_input_grad)
+        needs_x, needs_weight, _, needs_bias, *_ = (needed and gradients for needed in ctx.needs_input_grad)
         dx = torch.empty_like(x) if needs_x else None
         dweight = dbias = None
         for start in range(0, N, max(1, rows)):
             part = slice(start, start + rows)
             logits = linear(x[part], weight, bias)
-            dlogits = loss_and_gradient(logits, targets[part], losses[part], scale)
+            dlogits = loss_and_gradient(logits, targets[part], losses[part], scale, z_loss)
             if dx is not None:
                 dx[part] = input_gradient(dlogits, weight)
             if needs_weight:
@@ -68,7 +76,7 @@ class _LinearCrossEntropy(Function):
             if gradient is not None:
                 gradient.mul_(factor)
         dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
-        return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None
+        return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None, None
 
 
 def mean_scale(targets: Tensor) -> Tensor:
@@ -81,14 +89,33 @@ def rows_at_once(x: Tensor, V: int) -> int:
     return sizes.rows_at_once(x.shape[0], V, x.element_size(), sizes.logits_bytes(x.device.type))
 
 
-def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: Tensor) -> Tensor:
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, losses: Tensor, scale: Tensor, z_loss: float = 0.0
+) -> Tensor:
     """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V)."""
+    if z_loss:
+        index, counted = targets.clamp(min=0)[:, None], targets >= 0
+        at_target = logits.gather(1, index)[:, 0].float()
+        loss_and_gradient(logits, targets, losses, scale)
+        lse = (losses + at_target) * counted
+        losses.add_(z_loss * lse.square())
+        return add_z_gradient(logits, index, counted, lse, scale, z_loss)
     if native.usable(logits):
         native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, scale, *logits.shape)
         return logits
     for part in sizes.fp32_parts(*logits.shape):
         _plain_loss_and_gradient(logits[part], targets[part], losses[part], scale)
     return logits
+
+
+def add_z_gradient(
+    gradient: Tensor, index: Tensor, here: Tensor, lse: Tensor, scale: Tensor, z_loss: float
+) -> Tensor:
+    """scale * (softmax * (1 + 2 z_loss lse) - onehot), in place of scale * (softmax - onehot) (n, V). index: (n, 1)
+    columns of the targets that are `here` (n). lse: (n), 0 where no target counts."""
+    more = 2 * z_loss * lse
+    gradient.mul_((1 + more)[:, None])
+    return gradient.scatter_add_(1, index, (scale * more * here)[:, None].to(gradient.dtype))
 
 
 def _plain_loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, scale: Tensor) -> None:

@@ -21,7 +21,7 @@ def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor
         out = torch.empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
         native.call("vocabulary_statistics", logits.dtype, logits, targets, out, *logits.shape, first)
         return out
-    here, index = _local(targets, first, logits.shape[1])
+    here, index = local_targets(targets, first, logits.shape[1])
     out = logits.new_empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
     for part in sizes.fp32_parts(*logits.shape):
         whole = logits[part].float()
@@ -48,7 +48,7 @@ def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int
             "vocabulary_gradient", logits.dtype, logits, targets, lse.contiguous(), scale, *logits.shape, first
         )  # fmt: skip
         return logits
-    here, index = _local(targets, first, logits.shape[1])
+    here, index = local_targets(targets, first, logits.shape[1])
     for part in sizes.fp32_parts(*logits.shape):
         gradient = (logits[part].float() - lse[part, None]).exp_()
         gradient.scatter_add_(1, index[part, None], -here[part].float()[:, None])
@@ -57,7 +57,7 @@ def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int
     return logits
 
 
-def _local(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+def local_targets(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     """(True where a target is on this rank, its column or 0)."""
     here = (targets >= first) & (targets < first + columns)
     return here, (targets - first) * here

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101): PyTorch's fused kernel over the fp32 master weights."""
+"""AdamW (arXiv 1711.05101) and Adam (arXiv 1412.6980): PyTorch's fused kernels over the fp32 master weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,33 @@ def adamw(
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
+def adam(
+    groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
+    """Builds Adam. Weight decay is added to the gradient."""
+    import torch
+
+    return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+MOMENTS = (OptimizerState("exp_avg"), OptimizerState("exp_avg_sq"))
+ADAMW = OptimizerCard(
+    "adamw",
+    source="arXiv 1711.05101",
+    build=adamw,
+    fields={"betas": (0.9, 0.95), "eps": 1e-8},
+    states=MOMENTS,
+    counts=True,
+    second_moment="exp_avg_sq",
+)
 CARDS = (
+    ADAMW,
     OptimizerCard(
-        "adamw",
-        source="arXiv 1711.05101",
-        build=adamw,
+        "adam",
+        source="arXiv 1412.6980",
+        build=adam,
         fields={"betas": (0.9, 0.95), "eps": 1e-8},
-        states=(OptimizerState("exp_avg"), OptimizerState("exp_avg_sq")),
+        states=MOMENTS,
         counts=True,
         second_moment="exp_avg_sq",
     ),

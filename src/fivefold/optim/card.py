@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fivefold.precision import DTYPES, MASTER
+from fivefold.spread.matrices import Needs
+from fivefold.spread.parts import Ranges, Shape, whole
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 Build = Callable[..., "torch.optim.Optimizer"]
 """build(groups, lr, **fields). groups: as torch's optimizers take them ({"params": [...], "weight_decay": ...}).
@@ -17,48 +21,134 @@ fields: the card's fields, with a recipe's values. It must run one fused kernel 
 where the optimizer's `found_inf` is 1, and import torch itself."""
 
 
+@dataclass
+class Update:
+    """What a rule may read besides gradient and states.
+
+    step: the number of this update of the tensor, from 1: an fp64 scalar on its device. number: how many steps the
+    optimizer has begun, from 0, skipped ones included: the host knows it. fresh: True if the states were just made, all
+    zeros. lr: the learning rate. compute: the dtype in which the model computes. fields: the card's. weight: the
+    master, if the rule's card needs elements only.
+    """
+
+    step: Tensor
+    number: int
+    fresh: bool
+    lr: float
+    compute: torch.dtype
+    fields: Mapping[str, Any]
+    weight: Tensor | None = None
+
+
+Rule = Callable[["Tensor", dict[str, "Tensor"], Update], "Tensor"]
+"""rule(gradient, states, update): changes the states in place, and returns the direction, which the learning rate
+multiplies. It may change the gradient. It must wait for no value of the device."""
+
+CODES = "uint8"
+"""The dtype of quantised states, which no model computes in."""
+
+
+def like_parameter(shape: Shape) -> Shape | None:
+    return shape
+
+
+def every(name: str, shape: Shape) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class OptimizerState:
-    """A tensor per parameter, of the parameter's shape. name: the key in torch's optimizer, and in a checkpoint
-    (`NAME.PARAMETER`). dtype: of its elements."""
+    """A tensor per parameter. name: the key in the optimizer, and in a checkpoint (`NAME.PARAMETER`). dtype: of its
+    elements. shape: its shape, given the parameter's, with as many dims; None: such a parameter has none."""
 
     name: str
     dtype: str = MASTER
+    shape: Callable[[Shape], Shape | None] = like_parameter
 
     @property
     def bytes(self) -> float:
-        """Bytes per element."""
-        return DTYPES[self.dtype].bytes
+        """Bytes per element of the state."""
+        return 1.0 if self.dtype == CODES else DTYPES[self.dtype].bytes
 
 
 @dataclass(frozen=True)
 class OptimizerCard:
     """The description of an optimizer.
 
-    name: the value of `optim.name`. source: the paper. build: see `Build`. fields: its own fields of [optim] with their
-    defaults; learning rate, weight decay and clipping are common to all. states: the tensors it keeps besides the
-    masters. counts: True if torch keeps the number of steps with every tensor ("step", one fp32). second_moment: the
-    state that averages the squared gradient, if the update divides by its root. elementwise: the update of an element
-    depends on nothing but that element's weight, gradient and states (and on scalars), so it can run in parts.
+    name: the value of `optim.name`. source: the paper. fields: its own fields of [optim] with their defaults; learning
+    rate, weight decay and clipping are common to all. states: the tensors it keeps besides the masters. counts: True if
+    the number of steps is kept with every tensor ("step", one fp32). second_moment: the state that averages the squared
+    gradient, if the update divides by its root.
+
+    It is either fused (build: see `Build`) or a rule that runs tensor by tensor (rule: see `Rule`). Of a rule: needs:
+    what the update of an element depends on. coupled: weight decay is added to the gradient; else it is decoupled.
+    applies: the parameters that it updates; the others are left to the card `rest`, which is fused. reads: how often it
+    reads and writes its memory, where a fused kernel does once. flops: those of an update, given a parameter's shape.
+    jumps: why the rounding of a gradient may change an update by much; "": it does not.
     """
 
     name: str
     source: str
-    build: Build
+    build: Build | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     states: Sequence[OptimizerState] = ()
     counts: bool = False
     second_moment: str | None = None
-    elementwise: bool = True
+    rule: Rule | None = None
+    needs: Needs = "elements"
+    coupled: bool = False
+    applies: Callable[[str, Shape], bool] = every
+    rest: OptimizerCard | None = None
+    reads: float = 1.0
+    flops: Callable[[Shape], float] = lambda shape: 0.0
+    jumps: str = ""
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        return tuple(state.name for state in self.states)
+        """The names of all states that any parameter has."""
+        rest = self.rest.state_names if self.rest else ()
+        return tuple(dict.fromkeys((*(state.name for state in self.states), *rest)))
+
+    @property
+    def elementwise(self) -> bool:
+        """True if one kernel updates any part of any parameter, so that an update can run in chunks."""
+        return self.build is not None
+
+    @property
+    def uniform(self) -> bool:
+        """True if every state of every parameter has its shape."""
+        return self.rest is None and all(state.shape is like_parameter for state in self.states)
 
     @property
     def bytes(self) -> float:
-        """Bytes per parameter of all states."""
+        """Bytes per parameter of all states, if the card is uniform."""
+        assert self.uniform, f"{self.name}: see state_bytes"
         return sum(state.bytes for state in self.states)
+
+    def of(self, name: str, shape: Shape) -> OptimizerCard:
+        """The card that updates a parameter: this one, or `rest`."""
+        if self.rest is None or self.applies(name, shape):
+            return self
+        return self.rest
+
+    def states_of(self, name: str, shape: Shape) -> Iterator[tuple[OptimizerState, Shape]]:
+        """The states of a parameter of this whole shape, with their shapes."""
+        for state in self.of(name, shape).states:
+            if (found := state.shape(shape)) is not None:
+                yield state, found
+
+    def state_bytes(self, name: str, shape: Shape) -> float:
+        """Bytes of all states of a parameter."""
+        return sum(state.bytes * math.prod(found) for state, found in self.states_of(name, shape))
+
+
+def state_ranges(kept: Ranges, shape: Shape, state: Shape) -> Ranges:
+    """The part of a state that belongs to the part `kept` of a parameter. Where the parameter is whole, so is the
+    state; its other dims are divided alike."""
+    return tuple(
+        dim if dim != ((0, size),) else whole((own,))[0]
+        for dim, size, own in zip(kept, shape, state, strict=True)
+    )
 
 
 def update_traffic(gradient: float, master: float, states: float, working: float) -> float:

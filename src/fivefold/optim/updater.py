@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from fivefold.optim.card import OptimizerCard
+from fivefold.optim.rules import Gathering, Rules
 
 
 class Updater:
-    """Runs a card's optimizer over `masters`, in place.
+    """Runs a card's optimizer over `masters`, in place: one fused kernel, a rule, or a rule for some parameters and the
+    kernel of the card's `rest` for the others.
 
-    fields: values of the card's fields. Weight decay applies to matrices only: norms and biases have one dim. streamed:
-    True if a step goes on beside the next forward, and writes the working weights itself (parallel/offload).
+    fields: values of the card's fields. Weight decay applies to matrices only: norms and biases have one dim. rates:
+    factors of the learning rate by parameter; 1 where one is not listed. compute: the dtype in which the model
+    computes. gathering: of the parameters whose pieces have to come together. streamed: True if a
+    step goes on beside the next forward, and writes the working weights itself (parallel/offload).
     """
 
     streamed = False
@@ -27,14 +31,33 @@ class Updater:
         lr: float,
         weight_decay: float,
         fields: Mapping[str, Any],
+        rates: Mapping[str, float] | None = None,
+        compute: torch.dtype = torch.float32,
+        gathering: Gathering | None = None,
     ):
         assert fields.keys() == card.fields.keys(), f"{card.name} has {[*card.fields]}, not {[*fields]}"
-        self.card, self.masters = card, masters
-        groups = [
-            {"params": [w for w in masters.values() if w.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [w for w in masters.values() if w.dim() < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = card.build([group for group in groups if group["params"]], lr, **fields)
+        self.card, self.masters, self.rates = card, masters, dict(rates or {})
+        decays = {name: weight_decay if w.dim() >= 2 else 0.0 for name, w in masters.items()}
+        own = {name: w for name, w in masters.items() if card.of(name, tuple(w.shape)) is card}
+        self.rules: Rules | None = None
+        fused, kernel = masters, card
+        if card.rule is not None:
+            self.rules = Rules(card, own, decays, fields, compute, gathering)
+            fused = {name: w for name, w in masters.items() if name not in own}
+            kernel = card.rest
+        self.optimizer: torch.optim.Optimizer | None = None
+        if fused:
+            assert kernel is not None
+            assert kernel.build is not None
+            groups: dict[tuple[float, float], list[Tensor]] = {}
+            for name, weight in fused.items():
+                groups.setdefault((decays[name], self.rates.get(name, 1.0)), []).append(weight)
+            params = [
+                {"params": some, "weight_decay": decay, "rate": rate}
+                for (decay, rate), some in groups.items()
+            ]
+            self.optimizer = kernel.build(params, lr, **{name: fields[name] for name in kernel.fields})
+        self.fused, self.kernel = fused, kernel
 
     def step(
         self,
@@ -43,53 +66,96 @@ class Updater:
         scale: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        """Updates the masters with their gradients times `scale`, which changes the gradients, too.
+        """Updates the masters of these gradients with them times `scale`, which changes the gradients, too.
 
         skip: fp32 scalar; where it is 1, masters and states stay as they are. The fused kernels read it on the device,
         under the name that gradient scalers gave it. Only the first update is decided on the host: it also makes the
-        states, and a momentum that starts from its gradient must not start from a skipped one.
+        states, and a momentum that starts from its gradient must not start from a skipped one. On CPUs a rule is
+        decided on the host, too: nothing waits there.
         """
-        if skip is not None and self.card.states and not self.optimizer.state and skip.item():
+        if skip is not None and self.card.state_names and not self.begun and skip.item():
+            self._count()
             return
-        self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
         if scale is not None:
             torch._foreach_mul_(list(gradients.values()), scale)
-        for name, weight in self.masters.items():
-            weight.grad = gradients[name]
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+            for name, weight in self.fused.items():
+                weight.grad = gradients[name]
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group["rate"]
+            self.optimizer.step()
+        if self.rules is not None:
+            on_host = skip is not None and skip.device.type == "cpu" and not getattr(skip, "hollow", False)
+            if not (on_host and skip.item()):
+                own = {name: gradients[name] for name in self.rules.masters}
+                rates = {name: lr * self.rates.get(name, 1.0) for name in own}
+                self.rules.step(own, rates, None if on_host else skip)
+        self._count()
+
+    def _count(self) -> None:
+        if self.rules is not None:
+            self.rules.number += 1
+
+    @property
+    def begun(self) -> bool:
+        """True if the states are there."""
+        return bool(self.rules and self.rules.states) or bool(self.optimizer and self.optimizer.state)
 
     def settle(self) -> None:
         """Waits until the last step is done. Here it is."""
 
     def states(self) -> dict[str, Tensor]:
         """The states under their checkpoint names, {"exp_avg.NAME": ..., "exp_avg_sq.NAME": ...}; empty before the
-        first step."""
-        return {
-            f"{state}.{name}": self.optimizer.state[weight][state]
-            for name, weight in self.masters.items()
-            if weight in self.optimizer.state
-            for state in self.card.state_names
-        }
+        first step. Those of a gathered matrix are on its owner."""
+        found = {}
+        for name, weight in self.masters.items():
+            if self.rules is not None and name in self.rules.masters:
+                mine = self.rules.states.get(name, {})
+            else:
+                mine = self.optimizer.state.get(weight, {}) if self.optimizer else {}
+            found |= {f"{state}.{name}": mine[state] for state in self.card.state_names if state in mine}
+        return found
 
-    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Restores the states from tensors named as in `states`, and the number of steps.
+    def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
+        """Restores the states from tensors named as in `states`, the number of updates, and how many steps have begun
+        (None: as many).
 
         Raises:
             KeyError: a state is missing.
         """
-        for name, weight in self.masters.items():
-            found: dict[str, Any] = {
-                state: tensors[f"{state}.{name}"].to(weight.device, copy=True)
-                for state in self.card.state_names
-            }
-            if self.card.counts:
-                found["step"] = torch.tensor(float(steps), device=weight.device)
-            self.optimizer.state[weight] = found
+        for name, weight in self.fused.items():
+            assert self.optimizer is not None
+            assert self.kernel is not None
+            self.optimizer.state[weight] = self._found(self.kernel, name, weight, tensors, steps)
+        if self.rules is not None:
+            self.rules.number = steps if number is None else number
+            for name, weight in self.rules.masters.items():
+                gathering = self.rules.gathering
+                if gathering is None or name not in gathering.members or name in gathering.shapes:
+                    self.rules.states[name] = self._found(self.card, name, weight, tensors, steps)
+
+    @staticmethod
+    def _found(
+        card: OptimizerCard, name: str, weight: Tensor, tensors: Mapping[str, Tensor], steps: int
+    ) -> dict[str, Tensor]:
+        found = {
+            state.name: tensors[f"{state.name}.{name}"].to(weight.device, copy=True)
+            for state, _ in card.states_of(name, tuple(weight.shape))
+        }
+        if card.counts:
+            found["step"] = torch.tensor(float(steps), device=weight.device)
+        return found
+
+    def clear(self) -> None:
+        """Forgets the states."""
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+        if self.rules is not None:
+            self.rules.states.clear()
 
     def kept(self) -> list[Tensor]:
         """Every tensor that the optimizer keeps now, step counts included."""
-        return [
-            t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)
-        ]
+        fused = self.optimizer.state.values() if self.optimizer else ()
+        ruled = self.rules.states.values() if self.rules else ()
+        return [t for values in (*fused, *ruled) for t in values.values() if isinstance(t, Tensor)]

@@ -215,7 +215,7 @@ class Outer:
     def _take(self, state: Mapping[str, Tensor]) -> None:
         """Takes what the others handed over."""
         for updater in self.updaters.values():
-            updater.optimizer.state.clear()
+            updater.clear()
         self.load({name: tensor for name, tensor in state.items() if name not in self.weights})
         for name, weight in self.weights.items():
             weight.copy_(state[name])

@@ -108,7 +108,7 @@ class _ByPart(Updater):
     """The optimizers of a shard's parts, as one of the shard."""
 
     def __init__(self, parts: Sequence[Updater], masters: Mapping[str, Tensor]):
-        self.parts, self.card, self.masters = list(parts), parts[0].card, masters
+        self.parts, self.card, self.masters, self.rules = list(parts), parts[0].card, masters, None
 
     def states(self) -> dict[str, Tensor]:
         found: dict[str, list[Tensor]] = {}
@@ -117,7 +117,7 @@ class _ByPart(Updater):
                 found.setdefault(name, []).append(state)
         return {name: torch.cat(some) for name, some in found.items()}
 
-    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+    def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
         begun = dict.fromkeys(tensors, 0)
         for part in self.parts:
             mine = {}
@@ -125,7 +125,7 @@ class _ByPart(Updater):
                 for key in (f"{state}.{name}" for state in self.card.state_names):
                     mine[key] = tensors[key][begun[key] : begun[key] + len(weight)]
                     begun[key] += len(weight)
-            part.load(mine, steps)
+            part.load(mine, steps, number)
 
     def kept(self) -> list[Tensor]:
         return [tensor for part in self.parts for tensor in part.kept()]

@@ -18,9 +18,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.kernels.loss import add_chunk, mean_scale, rows_at_once
+from fivefold.kernels.loss import add_chunk, add_z_gradient, mean_scale, rows_at_once
 from fivefold.kernels.private import assert_on_device
-from fivefold.kernels.vocabulary import vocabulary_gradient, vocabulary_loss, vocabulary_statistics
+from fivefold.kernels.vocabulary import (
+    local_targets,
+    vocabulary_gradient,
+    vocabulary_loss,
+    vocabulary_statistics,
+)
 from fivefold.models.layers import Embedding, Output
 from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis
 from fivefold.spread.regions import LOSS_STATISTICS, STATISTICS
@@ -60,7 +65,8 @@ class VocabularyOutput(Output):
         if axis.sp:  # targets follow the order of the pieces, which saves copies of x
             axis = replace(axis, ordered=False)
             targets = torch.cat(targets.chunk(axis.size, dim=1))  # (tp B, t)
-        return _Loss.apply(x, weight_vD, targets, bias_v, axis, torch.is_grad_enabled())
+        z_loss = self.z_loss * self.training
+        return _Loss.apply(x, weight_vD, targets, bias_v, axis, torch.is_grad_enabled(), z_loss)
 
 
 class _Loss(Function):
@@ -77,6 +83,7 @@ class _Loss(Function):
         bias: Tensor | None,
         axis: TensorAxis,
         grad: bool,
+        z_loss: float,
     ) -> Tensor:
         whole = axis.start_whole(x)().contiguous()  # (B, T, D) or (tp B, t, D)
         x_ND, targets_N = whole.flatten(0, 1), targets.flatten()
@@ -90,7 +97,7 @@ class _Loss(Function):
         dweight = dbias = None
         for start in range(0, N, max(1, rows)):
             part = slice(start, start + rows)
-            dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], scale)
+            dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], scale, z_loss)
             if dx_ND is not None:
                 dx_ND[part] = kernels.input_gradient(dlogits, weight)
             if dx_ND is not None and start + rows >= N:  # the sum overlaps with the last weight gradient
@@ -120,7 +127,7 @@ class _Loss(Function):
         ctx.dx = None  # the loss keeps this context, and so the gradient, until the next loss
         ctx.gone = True
         dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
-        return dx, dweight, None, dbias, None, None
+        return dx, dweight, None, dbias, None, None, None
 
 
 def _chunk(
@@ -131,6 +138,7 @@ def _chunk(
     axis: TensorAxis,
     losses: Tensor,
     scale: Tensor,
+    z_loss: float,
 ) -> Tensor:
     """Fills losses (n) for a chunk of tokens, x (n, D); returns the gradient of its logits on this rank, (n, v)."""
     first, targets = axis.index * weight.shape[0], targets.contiguous()
@@ -139,4 +147,10 @@ def _chunk(
     everyone = axis.axis.run(STATISTICS, mine)  # (tp 3, n)
     lse, loss = vocabulary_loss(everyone.view(axis.size, LOSS_STATISTICS, -1))
     losses.copy_(loss)
-    return vocabulary_gradient(logits, targets, lse, first, scale)
+    gradient = vocabulary_gradient(logits, targets, lse, first, scale)
+    if not z_loss:
+        return gradient
+    lse = lse * (targets >= 0)
+    losses.add_(z_loss * lse.square())
+    here, index = local_targets(targets, first, logits.shape[1])
+    return add_z_gradient(gradient, index[:, None], here, lse, scale, z_loss)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes, Work
 from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS, placing
 from fivefold.plan import operations
 from fivefold.plan.operations import Sums
 from fivefold.plan.partition import schedule, stages
@@ -20,7 +21,7 @@ from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import compressor
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.spread.layout import Layout, groups
-from fivefold.spread.parts import TIED, sharing_group, stages_of
+from fivefold.spread.parts import TIED, held, sharing_group, size_of, stages_of
 from fivefold.spread.units import compressed_buckets, keepings, local_parameters, scattered_once, syncs
 from fivefold.spread.zeropp import zeropp
 
@@ -113,6 +114,17 @@ def state_bytes(
         b.gradient * (keeps if zero >= 2 else computes),
         b.optimizer * (keeps if zero >= 1 else computes),
     )
+
+
+@lru_cache(maxsize=4096)
+def more_states(optimizer: str, model: ModelSection, layout: Layout, position: int, moments: float) -> float:
+    """Bytes of the optimizer's states at a pipeline position beyond `moments` per parameter: those of its first rank.
+    Of matrices that are updated whole, it keeps the largest."""
+    card, spec, rank = OPTIMIZERS[optimizer], card_of(model), layout.rank({"pp": position})
+    if card.uniform:
+        return 0.0
+    kept = sum(size_of(part.keeps) for part in held(spec, layout, rank).values())
+    return placing.state_bytes(card, spec, layout, rank) - moments * kept
 
 
 def rank_states(
@@ -371,6 +383,8 @@ def predict(
         unsent, summing = compression(model, layout, mine, by_stage)
         activations, more = at_peak(one, besides[first, last], live[position], own_kept, last, summing)
         params, gradients, optimizer = rank_states(b, layout, own, microbatches)
+        hashed: Any = model
+        optimizer += more_states(software.optimizer, hashed, layout, position, b.moments)
         params += node_copies(model, layout, mine, by_stage, b)
         scratch = (
             sum_scratch(model, layout, mine, by_stage, b) if layout.all_reduce not in (LIBRARY, AUTO) else 0.0

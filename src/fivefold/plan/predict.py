@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -10,7 +11,7 @@ from fivefold.errors import UserError
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
-from fivefold.optim import OPTIMIZERS
+from fivefold.optim import OPTIMIZERS, OptimizerCard
 from fivefold.plan import memory, outer, servers, volume
 from fivefold.plan.cost import Setting
 from fivefold.plan.devices import Cluster
@@ -241,8 +242,15 @@ def resolved(recipe: Recipe) -> Recipe:
 def for_recipe(software: Software, recipe: Recipe) -> Software:
     """The software with a recipe's optimizer states and its dtype for sending gradients."""
     card, reduce = OPTIMIZERS[recipe.optim.name], DTYPES[recipe.precision.reduce].bytes
-    states = {name: replace(s, reduce=reduce, moments=card.bytes) for name, s in software.states.items()}
-    return replace(software, states=states)
+    moments = card.bytes if card.uniform else _least(card, recipe.model)
+    states = {name: replace(s, reduce=reduce, moments=moments) for name, s in software.states.items()}
+    return replace(software, states=states, optimizer=card.name)
+
+
+def _least(card: OptimizerCard, model: ModelSection) -> float:
+    """Bytes per parameter of the states of the parameter that has fewest."""
+    shapes = card_of(model).parameters.items()
+    return min(card.state_bytes(name, shape) / math.prod(shape) for name, shape in shapes if math.prod(shape))
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:

@@ -20,9 +20,9 @@ class States:
     """Bytes per parameter of each state. `memory.state_bytes` shards them by ZeRO stage.
 
     working: the weights that compute. master: the weights that the optimizer updates; 0 if they are the working ones.
-    moments: the optimizer's states, by its card. gradient: the sum over microbatches. reduce: bytes per element of a
-    gradient message. cast: under ZeRO, working weights exist only gathered, cast from the masters (FSDP2), and
-    whole gradients only while microbatches add up.
+    moments: the optimizer's states, by its card; what some parameters have more is in `memory.more_states`. gradient:
+    the sum over microbatches. reduce: bytes per element of a gradient message. cast: under ZeRO, working weights exist
+    only gathered, cast from the masters (FSDP2), and whole gradients only while microbatches add up.
     """
 
     working: float = DTYPES["bf16"].bytes
@@ -70,7 +70,7 @@ class Software(Program):
     relative to an even split; it is not known before the run. scatter: the collective that adds up shards of gradients.
     kernel: seconds between two kernels of the device. host: seconds the host takes to issue a block's forward
     (`host_tensor` more for each of its collectives), and as long again for its backward. step: fixed seconds per step.
-    optimizer_passes: how often an unfused optimizer reads and writes its memory.
+    optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
     """
 
     name: str = "fivefold"
@@ -86,6 +86,7 @@ class Software(Program):
     host_tensor: float = 0.0
     step: float = 5e-3
     optimizer_passes: float = 1.0
+    optimizer: str = DEFAULT
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.host.devices import GB
+from fivefold.models.card import card_of
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan import rates
 from fivefold.plan.cost import Setting
@@ -59,8 +60,9 @@ class Stalls:
 def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     """The stalls of a resolved recipe whose steps take `step` seconds."""
     nodes = max(1, s.cluster.nodes)
-    saved = DTYPES[MASTER].bytes + OPTIMIZERS[recipe.optim.name].bytes  # masters and the optimizer's states
-    size = round(saved * count_parameters(recipe.model))
+    card, shapes = OPTIMIZERS[recipe.optim.name], card_of(recipe.model).parameters
+    states = sum(card.state_bytes(name, shape) for name, shape in shapes.items())
+    size = round(DTYPES[MASTER].bytes * count_parameters(recipe.model) + states)
     tokens = recipe.train.global_batch_size * recipe.model.seq_len
     reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.disk
     return Stalls(

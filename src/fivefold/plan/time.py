@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fivefold.models.card import card_of
-from fivefold.models.operations import Operation, Work
+from fivefold.models.operations import Matmul, Operation, Work
 from fivefold.models.recomputation import region
-from fivefold.optim import update_traffic
+from fivefold.optim import OPTIMIZERS, update_traffic
 from fivefold.plan import communication, memory, outer, rates, volume
 from fivefold.plan.communication import exposed, group, held
 from fivefold.plan.cost import Cost, Setting, operation, part, together
@@ -404,7 +404,19 @@ def optimizer(s: Setting, own: Elements) -> float:
     size = kept * update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     oversubscription = s.cluster.oversubscription
     update = oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
-    return s.software.optimizer_passes * update + _seconds(volume.control(s), s)
+    passes = s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
+    return passes * update + _seconds(volume.control(s), s)
+
+
+def whole_matrices(s: Setting, position: int) -> float:
+    """Seconds of an update's matmuls on whole matrices, and of bringing their pieces together and back."""
+    messages, products = volume.matrices(s, s.layout.rank({"pp": position})), 0.0
+    for (*_, r, c), flops in volume.matrix_flops(s, position):
+        one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
+        products += (
+            flops / (2 * one.m * one.n * one.k) * rates.products(one, s.cluster.device, s.dtype, s.sizes.e)[0]
+        )
+    return s.cluster.oversubscription * products + _seconds(messages, s)
 
 
 def shared_sums(s: Setting, position: int) -> tuple[float, float]:
@@ -429,7 +441,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
         forward -= _outside_blocks(s, stages_of(s.layout, position), len(costs)).sent_forward
         r, g = data_parallel(s, ranks[position], backward, forward)
-        u = optimizer(s, ranks[position])
+        u = optimizer(s, ranks[position]) + whole_matrices(s, position)
         waits[position] = m * (sum(c.sent for c in mine) - (_hidden(s, costs, position) if p > 1 else 0.0))
         late = ends[position] + r + g + u - makespan
         if late > extra:

@@ -277,7 +277,7 @@ class _Step:
         tensor, tied = time.shared_sums(s, 0)
         self.send("tp", "sums of shared gradients", tensor)
         self.send("pp", "sum of the tied embedding", tied)
-        self.compute("update", "update", time.optimizer(s, self.own))
+        self.compute("update", "update", time.optimizer(s, self.own) + time.whole_matrices(s, 0))
         self.compute("other", "fixed", time.fixed(s))
         self.send("sites", "outer step, on average", outer.seconds(s) / s.sites.every)
 

@@ -21,17 +21,28 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
 from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS
+from fivefold.optim.placing import gatherings, ways
 from fivefold.plan import memory
 from fivefold.plan.communication import best_all_reduces, group, summed_by
 from fivefold.plan.cost import Setting
 from fivefold.plan.software import Partition
+from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules import ring_attention
 from fivefold.schedules.collectives.choose import LIBRARY, chosen
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import Compressor, compressor
 from fivefold.spread import sites
 from fivefold.spread.layout import Layout, first_names, groups, index_in, summing_groups
-from fivefold.spread.parts import TIED, sharing_group, stage_parameters, stages_of
+from fivefold.spread.parts import (
+    TIED,
+    Shape,
+    held,
+    local_shape,
+    sharing_group,
+    stage_parameters,
+    stages_of,
+)
 from fivefold.spread.units import (
     Sync,
     compressed_buckets,
@@ -175,7 +186,8 @@ def _traffic(s: Setting, rank: int) -> Traffic:
         _operations(traffic, s, rank, card.end_operations(s.sizes, s.software), 1, "none")
     _transfers(traffic, s, position, len(by_stage))
     _gradients(traffic, s, rank, mine)
-    for what, axis, size in [*shared(s, position, index_in(s.layout, "shard", rank)), *control(s)]:
+    sums = shared(s, position, index_in(s.layout, "shard", rank))
+    for what, axis, size in [*sums, *control(s), *matrices(s, rank)]:
         traffic.add(what, axis, size)
     return traffic
 
@@ -332,6 +344,29 @@ def _shared(
         tuple(kept_elements(card, layout, rank, some) for some in tensor_sums(card, layout, partial)),
         kept_elements(card, layout, rank, [TIED]) if one_end else 0,
     )
+
+
+def matrices(s: Setting, rank: int) -> list[Sent]:
+    """The messages that bring pieces of matrices together before an update, and those that send them back."""
+    card, fp32 = OPTIMIZERS[s.software.optimizer], DTYPES[MASTER].bytes
+    if card.needs == "elements":
+        return []
+    found = gatherings(card, card_of(s.model), s.layout, rank)
+    return [("all_to_all", one.group, one.size * fp32) for one in found] * 2
+
+
+def matrix_flops(s: Setting, position: int) -> list[tuple[Shape, float]]:
+    """(shape, FLOPs) of the matrices that the first rank of a pipeline position updates whole."""
+    card, spec, rank = OPTIMIZERS[s.software.optimizer], card_of(s.model), s.layout.rank({"pp": position})
+    if card.needs != "matrices":
+        return []
+    found = ways(card, spec, s.layout, rank)
+    shapes = {
+        name: local_shape(found[name].whole if name in found else part.keeps)
+        for name, part in held(spec, s.layout, rank).items()
+        if card.of(name, part.shape) is card and (name not in found or found[name].mine)
+    }
+    return [(shape, flops) for shape in shapes.values() if len(shape) > 1 and (flops := card.flops(shape))]
 
 
 def control(s: Setting) -> list[Sent]:

@@ -4,8 +4,15 @@ from fivefold.models.card import resolve_model
 from fivefold.models.count import active_parameters, count_parameters, flops_per_token
 from fivefold.models.section import ModelSection
 from fivefold.recipe.load import change, load, shipped, source
+from fivefold.recipe.ramp import batch_size, sequences_before
 from fivefold.recipe.recipe import Recipe
-from fivefold.recipe.resolve import microbatches_per_step, resolve, tokens_per_step, total_steps
+from fivefold.recipe.resolve import (
+    microbatches_per_step,
+    resolve,
+    tokens_before,
+    tokens_per_step,
+    total_steps,
+)
 from fivefold.recipe.rules import expected_vocab_size
 from fivefold.recipe.schema import (
     CheckpointSection,
@@ -30,6 +37,7 @@ __all__ = [
     "Recipe",
     "TrainSection",
     "active_parameters",
+    "batch_size",
     "change",
     "count_parameters",
     "expected_vocab_size",
@@ -39,9 +47,11 @@ __all__ = [
     "microbatches_per_step",
     "resolve",
     "resolve_model",
+    "sequences_before",
     "shipped",
     "source",
     "to_toml",
+    "tokens_before",
     "tokens_per_step",
     "total_steps",
 ]

@@ -147,6 +147,15 @@ IDLE = (
         'only schedule = "wsd" decays in a share of the run',
         "optim.schedule",
     ),
+    *(
+        Idle(
+            f"optim.{name}",
+            lambda r: r.optim.schedule != "restarts",
+            'only schedule = "restarts" has cycles',
+            "optim.schedule",
+        )
+        for name in ("restart_steps", "restart_growth")
+    ),
     Idle(
         "optim.min_lr",
         lambda r: r.optim.schedule == "constant" and r.optim.min_lr != r.optim.lr,

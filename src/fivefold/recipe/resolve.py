@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import resolve_model
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
+from fivefold.recipe.ramp import ramp, sequences_before, steps_for
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.compression import compressor
@@ -22,13 +24,18 @@ def total_steps(recipe: Recipe) -> int:
     if recipe.train.steps:
         return recipe.train.steps
     if recipe.train.tokens:
-        return -(-recipe.train.tokens // tokens_per_step(recipe))
+        return steps_for(recipe.train, -(-recipe.train.tokens // recipe.model.seq_len))
     raise UserError("recipe: set train.steps or train.tokens, the length of the run")
 
 
 def tokens_per_step(recipe: Recipe) -> int:
-    """Tokens in an optimizer step, over all ranks: B x T."""
+    """Tokens in an optimizer step with the full batch, over all ranks: B x T."""
     return recipe.train.global_batch_size * recipe.model.seq_len
+
+
+def tokens_before(recipe: Recipe, step: int) -> int:
+    """Tokens of all steps before this one (0, 1, ...), over all ranks."""
+    return sequences_before(recipe.train, step) * recipe.model.seq_len
 
 
 def microbatches_per_step(recipe: Recipe) -> int:
@@ -70,6 +77,8 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
         sync = {name: value for name, value in own.items() if getattr(recipe.sync, name) is None}
     if recipe.optim.min_lr is None and recipe.optim.schedule != "constant":
         optim["min_lr"] = float(f"{recipe.optim.lr / 10:.12g}")
+    if recipe.optim.schedule == "restarts" and recipe.optim.restart_steps is None:
+        optim["restart_steps"] = max(1, steps // 4)
     if recipe.optim.warmup_steps is None:
         optim["warmup_steps"] = min(max(1, round(0.02 * steps)), 2000)
     resolved = recipe.model_copy(
@@ -89,11 +98,12 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
 
 def _microbatch_size(recipe: Recipe) -> int:
     """The microbatch size: the recipe's, or the one that `layout.microbatches` implies. Without either, it is the
-    largest divisor of a rank's share up to 8. A pipeline gets at least two microbatches per rank, if possible."""
+    largest divisor of a rank's shares up to 8. A pipeline gets at least two microbatches per rank, if possible."""
     if recipe.train.microbatch_size:
         return recipe.train.microbatch_size
-    share = recipe.train.global_batch_size // (recipe.layout.dp_replicate * recipe.layout.dp_shard)
+    dp = recipe.layout.dp_replicate * recipe.layout.dp_shard
     if recipe.layout.microbatches:
-        return share // recipe.layout.microbatches
+        return recipe.train.global_batch_size // dp // recipe.layout.microbatches
+    share = math.gcd(recipe.train.global_batch_size, *(size for size, _ in ramp(recipe.train))) // dp
     most = min(share, 8) if recipe.layout.pp == 1 else max(1, min(8, share // (2 * recipe.layout.pp)))
     return max(size for size in range(1, most + 1) if share % size == 0)

@@ -13,6 +13,7 @@ from fivefold.models.section import ModelSection
 from fivefold.optim import FIELDS, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.idle import refused
+from fivefold.recipe.ramp import ramp, steps_for
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
 from fivefold.schedules.compression import NONE
@@ -101,9 +102,12 @@ def _length(recipe: Sections) -> Iterator[Contradiction]:
     train, optim = recipe.train, recipe.optim
     if train.steps and train.tokens:
         yield {"train.steps", "train.tokens"}, "train.steps and train.tokens are both set; set only one"
-    steps = train.steps or (
-        train.tokens and -(-train.tokens // (train.global_batch_size * recipe.model.seq_len))
-    )
+    try:
+        ramp(train)
+    except UserError as error:
+        yield {"train.batch_ramp"}, str(error)
+        return
+    steps = train.steps or (train.tokens and steps_for(train, -(-train.tokens // recipe.model.seq_len)))
     if steps and optim.warmup_steps and optim.warmup_steps > steps:
         yield (
             {"optim.warmup_steps", "train.steps", "train.tokens", "train.global_batch_size", "model.seq_len"},
@@ -165,6 +169,35 @@ def _batch(recipe: Sections) -> Iterator[Contradiction]:
         )
     elif micro and count and size != unit:
         yield keys, f"train.global_batch_size = {size} must be {unit} ({equation})"
+    each = dp * (micro or 1)
+    for size in _ramped(recipe):
+        if size % each:
+            yield (
+                keys | {"train.batch_ramp"},
+                f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences must be divisible by {each} '
+                f"({dp} data-parallel ranks{f' x microbatch_size {micro}' if micro else ''}). Nearest valid: "
+                f"{max(1, round(size / each)) * each}",
+            )
+    if recipe.train.batch_ramp and recipe.servers.count:
+        yield (
+            {"train.batch_ramp", "sync.method"},
+            f'train.batch_ramp is not supported with sync.method = "{SERVER}": workers count batches of one size. '
+            'Nearest valid: train.batch_ramp = ""',
+        )
+    if recipe.train.batch_ramp and recipe.observe.noise_scale:
+        yield (
+            {"train.batch_ramp", "observe.noise_scale"},
+            "observe.noise_scale averages over steps, whose batches must have one size; train.batch_ramp changes it. "
+            "Nearest valid: observe.noise_scale = false",
+        )
+
+
+def _ramped(recipe: Sections) -> list[int]:
+    """The sizes of batches before the full one."""
+    try:
+        return [size for size, _ in ramp(recipe.train)]
+    except UserError:  # `_length` says so
+        return []
 
 
 def _sites(recipe: Sections) -> Iterator[Contradiction]:
@@ -242,6 +275,12 @@ def _servers(recipe: Sections) -> Iterator[Contradiction]:
             f'{method} is not supported with model.arch = "{recipe.model.arch}": each worker would balance its experts '
             'by itself. Nearest valid: sync.method = "all"',
         )
+    if OPTIMIZERS[recipe.optim.name].needs != "elements":
+        yield (
+            {"sync.method", "optim.name"},
+            f'{method} is not supported with optim.name = "{recipe.optim.name}": servers keep rows, and its update '
+            'needs whole matrices. Nearest valid: optim.name = "adamw"',
+        )
     for name in ("noise_scale", "memory"):
         if getattr(recipe.observe, name):
             yield (
@@ -258,8 +297,8 @@ def _offload(recipe: Sections) -> Iterator[Contradiction]:
     if not card.elementwise:
         yield (
             {"layout.offload", "optim.name"},
-            f'layout.offload = "{layout.offload}" updates chunks of parameters, and the optimizer "{card.name}" needs '
-            'whole ones. Nearest valid: optim.name = "adamw", or layout.offload = "activations"',
+            f'layout.offload = "{layout.offload}" updates chunks of parameters, and the optimizer "{card.name}" is '
+            'no fused kernel. Nearest valid: optim.name = "adamw", or layout.offload = "activations"',
         )
     if recipe.sites.count > 1:
         yield (

@@ -64,9 +64,15 @@ class TrainSection(Section):
     """Number of tokens to train on, rounded up to whole steps."""
     global_batch_size: int = Field(default=16, ge=1)
     """Sequences per optimizer step, over all ranks."""
+    batch_ramp: str = ""
+    """Smaller batches of the first steps: `4:100+8:200` has 4 sequences in 100 steps, 8 in the next 200, and
+    `global_batch_size` in the others."""
     microbatch_size: int | None = Field(default=None, ge=1)
     """Sequences that one rank computes at once. Gradients accumulate over microbatches. Unset: a rank's whole
     share, at most 8."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Factor of the squared log-sum-exp of the logits, added to the training loss (z-loss, arXiv 2204.02311, where it
+    is 1e-4). It keeps logits from drifting. Validation leaves it out."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Seed of the initial weights, the order of the data and dropout."""
     val_every: int = Field(default=0, ge=0)
@@ -83,32 +89,61 @@ class TrainSection(Section):
 
 class OptimSection(Section):
     name: OptimizerName = DEFAULT
-    """Optimizer: AdamW (arXiv 1711.05101); stochastic gradient descent, plain (`sgd`), with `momentum` (Polyak, 1964),
-    or with Nesterov's momentum (`nesterov`: Sutskever et al., ICML 2013)."""
+    """Optimizer. Gradient descent: plain (`sgd`), with `momentum` (Polyak, 1964), with Nesterov's (`nesterov`:
+    Sutskever et al., ICML 2013). A rate per weight: `adagrad` (JMLR 2011), `rmsprop` (Hinton, 2012), `adam` (arXiv
+    1412.6980), `adamw` (arXiv 1711.05101), `radam` (arXiv 1908.03265), `nadam` (Dozat, 2016), `adamsage` (guided by
+    sensitivity, arXiv 2202.02664). Less memory: `adafactor` (arXiv 1804.04235), `adamw8bit` (arXiv 2110.02861), `lion`
+    (arXiv 2302.06675). Whole matrices: `soap` (arXiv 2409.11321), `muon` (arXiv 2502.16982)."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     min_lr: float | None = Field(default=None, ge=0)
     """Learning rate at the end of the schedule. Unset: a tenth of `lr`; `constant` has none."""
     warmup_steps: int | None = Field(default=None, ge=0)
     """Steps in which the learning rate grows linearly from 0. Unset: 2% of the run, between 1 and 2000."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    lr_embeddings: float | None = Field(default=None, gt=0)
+    """Peak learning rate of embeddings and of the output layer. Unset: `lr`."""
+    lr_vectors: float | None = Field(default=None, gt=0)
+    """Peak learning rate of norms and biases. Unset: `lr`."""
+    schedule: Literal["cosine", "linear", "wsd", "constant", "restarts"] = "cosine"
     """Learning rate after warm-up. `cosine` and `linear` decay to `min_lr`. `wsd` (warm-up, stable, decay: arXiv
-    2404.06395) stays at `lr` and decays linearly in the last `decay_fraction`. `constant` stays at `lr`."""
+    2404.06395) stays at `lr` and decays linearly in the last `decay_fraction`. `constant` stays at `lr`. `restarts`
+    decays by a cosine again and again (SGDR, arXiv 1608.03983)."""
+    restart_steps: int | None = Field(default=None, ge=1)
+    """Steps of the first cycle of `restarts`. Unset: a quarter of the run."""
+    restart_growth: float = Field(default=1.0, ge=1)
+    """Length of a cycle of `restarts` relative to the one before."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """Share of the run in which `wsd` decays."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay on matrices (not on norms and biases). It is decoupled in `adamw`, and added to the gradient in
-    `sgd`, `momentum` and `nesterov`."""
+    """Weight decay on matrices (not on norms and biases). It is added to the gradient in `sgd`, `momentum`, `nesterov`,
+    `adagrad`, `rmsprop`, `adam`, `radam` and `nadam`, and decoupled in all others."""
     betas: tuple[Beta, Beta] | None = None
-    """Decay rates of the first and second moment. `adamw` only. Unset: [0.9, 0.95]."""
+    """Decay rates of the first and second moment; in `lion` of the direction and of the momentum. Unset: [0.9, 0.95];
+    [0.9, 0.999] in `radam` and `nadam`, [0.9, 0.99] in `lion`."""
     eps: float | None = Field(default=None, gt=0)
-    """Added to the root of the second moment. `adamw` only. Unset: 1e-08."""
+    """Added to the root of the second moment. Unset: 1e-08; 1e-10 in `adagrad`."""
     momentum: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the last step's direction that the next one keeps. `momentum` and `nesterov` only. Unset: 0.9."""
+    """Share of the last step's direction that the next one keeps. `momentum`, `nesterov` and `muon` only. Unset: 0.9;
+    0.95 in `muon`."""
     dampening: float | None = Field(default=None, ge=0, lt=1)
     """Share of the gradient that is left out of the direction. `momentum` only. Unset: 0.0."""
+    smoothing: float | None = Field(default=None, gt=0, lt=1)
+    """Decay rate of the squared gradient. `rmsprop` only. Unset: 0.99."""
+    sensitivity_beta: float | None = Field(default=None, gt=0, lt=1)
+    """Decay rate of the sensitivity |weight x gradient|. `adamsage` only. Unset: 0.75."""
+    beta2_decay: float | None = Field(default=None, lt=0)
+    """The averages of squared gradients take in a share of t^beta2_decay in step t. `adafactor` only. Unset: -0.8."""
+    update_clip: float | None = Field(default=None, gt=0)
+    """Largest root mean square of a matrix's update. `adafactor` only. Unset: 1.0."""
+    basis_every: int | None = Field(default=None, ge=1)
+    """Steps between updates of the preconditioner's eigenbasis. `soap` only. Unset: 10."""
+    ns_steps: int | None = Field(default=None, ge=1)
+    """Newton-Schulz iterations by which a matrix is made orthogonal. `muon` only. Unset: 5."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient. 0: no clipping."""
+    skip_outliers: float = Field(default=0.0, ge=0)
+    """Skips the update if the logarithm of the gradient's norm is so many standard deviations above its running mean,
+    over about 50 steps. 0: never."""
 
 
 class LayoutSection(Section):

@@ -26,7 +26,7 @@ from fivefold.recipe import Recipe, count_parameters
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import parts
 from fivefold.spread.servers import messages, units
-from fivefold.step.state import State, compute_mode
+from fivefold.step.state import State, compute_mode, rate_of
 
 
 def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
@@ -49,7 +49,14 @@ def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
             pushed,
             pulled,
             servers.synchronous,
-            lambda masters: Updater(card, masters, optim.lr, optim.weight_decay, fields),
+            lambda masters: Updater(
+                card,
+                masters,
+                optim.lr,
+                optim.weight_decay,
+                fields,
+                {name: rate_of(optim, name, table[name].shape) for name in masters},
+            ),
         )
         for message in messages(card_of(recipe.model), servers)
         if message.server == ranks.rank

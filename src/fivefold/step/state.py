@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,13 @@ from fivefold.host import memory_bytes
 from fivefold.host.machine import has_fast_bf16
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
+from fivefold.models.layers import Output
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
+from fivefold.optim.placing import places, state_bytes, ways
 from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
+from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.outer import Outer
@@ -38,7 +42,8 @@ class State:
     """The training state. `step` counts optimizer steps.
 
     counts: (2) fp64, on the device, because the host learns of a step's result while a later one runs: the steps that
-    changed the weights, and the steps skipped in a row since then. outer: the outer loop, if there are several sites.
+    changed the weights, and the steps skipped in a row since then. norms: of the gradient, up to now
+    (optim/outliers.py). outer: the outer loop, if there are several sites.
     """
 
     parallel: Parallel
@@ -46,6 +51,7 @@ class State:
     counts: Tensor
     outer: Outer | None = None
     step: int = 0
+    norms: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     noise: tuple[float, float] = (
         0.0,
         0.0,
@@ -84,6 +90,16 @@ class State:
     def moments(self) -> dict[str, Tensor]:
         """This rank's optimizer states, named as in a checkpoint ("exp_avg.NAME"); empty before a step."""
         return {name: t for replica in self.parallel.replicas for name, t in replica.updater.states().items()}
+
+    def moment_parts(self) -> dict[tuple[str, str], Part]:
+        """This rank's part of each optimizer state, by (state, parameter)."""
+        found = {}
+        for replica in self.parallel.replicas:
+            rules = replica.updater.rules
+            routes = rules.gathering.routes if rules and isinstance(rules.gathering, Gathered) else {}
+            for state, name, part in places(replica.updater.card, replica.parts, routes):
+                found[state.name, name] = part
+        return found
 
     def unsent(self) -> dict[str, Tensor]:
         """What this rank keeps of compressed gradient sums, named as in a checkpoint; empty without compression."""
@@ -139,7 +155,7 @@ def assemble(
         parallel = parallelize(recipe, mesh, dtype, reduce, memory)
     else:
         parallel = _replicated(module, mesh, dtype, reduce)
-    state = with_optimizer(parallel, mesh, recipe.optim)
+    state = with_optimizer(parallel, mesh, recipe, dtype)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
@@ -162,37 +178,62 @@ def _outer(state: State, recipe: Recipe) -> Outer | None:
     return Outer(state.parallel.replicas, axis, sites, optimizer, sync.outer_lr, fields)
 
 
-def with_optimizer(parallel: Parallel, mesh: Mesh, optim: OptimSection) -> State:
-    """The state at step 0, ready to train."""
+def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, compute: torch.dtype) -> State:
+    """The state at step 0, ready to train. compute: the dtype in which the model computes."""
     for stage in parallel.stages:
         stage.train()
-    card = OPTIMIZERS[optim.name]
-    fields = {name: getattr(optim, name) for name in card.fields}
-    assert None not in fields.values(), "a resolved recipe has the optimizer's fields"
+        for module in stage.modules():
+            if isinstance(module, Output):
+                module.z_loss = recipe.train.z_loss
+    optim = recipe.optim
+    card, fields = OPTIMIZERS[optim.name], optimizer_fields(optim)
+    found = ways(card, card_of(recipe.model), mesh.layout, mesh.rank) if mesh.layout.divided else {}
     for replica in parallel.replicas:
+        mine = {name: way for name, way in found.items() if name in replica.masters}
+        gathering = Gathered(mine, mesh) if mine else None
+        rates = {name: rate_of(optim, name, part.shape) for name, part in replica.parts.items()}
         offload = parallel.offloads.get(id(replica))
         if offload is None:
-            replica.updater = Updater(card, replica.masters, optim.lr, optim.weight_decay, fields)
+            replica.updater = Updater(
+                card, replica.masters, optim.lr, optim.weight_decay, fields, rates, compute, gathering
+            )
         else:
             working = replica.working if isinstance(replica, (DataParallel, Paged)) else None
             replica.updater = offload.update_by(
-                card, replica.masters, replica.gradients, working, optim.lr, optim.weight_decay, fields
+                card, replica.masters, replica.gradients, working, optim.lr, optim.weight_decay, fields, rates
             )
-    return State(parallel, mesh, torch.zeros(2, dtype=torch.float64, device=mesh.device))
+    counts, norms = (torch.zeros(n, dtype=torch.float64, device=mesh.device) for n in (2, 3))
+    return State(parallel, mesh, counts, norms=norms)
+
+
+def rate_of(optim: OptimSection, name: str, shape: tuple[int, ...]) -> float:
+    """The learning rate of a parameter, relative to `optim.lr`."""
+    if len(shape) < 2:
+        return (optim.lr_vectors or optim.lr) / optim.lr
+    if not name.startswith("blocks."):
+        return (optim.lr_embeddings or optim.lr) / optim.lr
+    return 1.0
+
+
+def optimizer_fields(optim: OptimSection) -> dict[str, Any]:
+    """The values of the fields that the recipe's optimizer has."""
+    fields = {name: getattr(optim, name) for name in OPTIMIZERS[optim.name].fields}
+    assert None not in fields.values(), "a resolved recipe has the optimizer's fields"
+    return fields
 
 
 def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
     """Refuses a model whose states alone do not fit into the machine."""
-    kept = sum(size_of(part.keeps) for part in held(card_of(recipe.model), layout, ranks.rank).values())
-    fp32, optimizer = DTYPES[MASTER].bytes, OPTIMIZERS[recipe.optim.name]
+    card, fp32 = card_of(recipe.model), DTYPES[MASTER].bytes
+    kept = sum(size_of(part.keeps) for part in held(card, layout, ranks.rank).values())
     own = chosen(recipe.precision.mode, has_fast_bf16("cpu")) != MASTER
     away = tiers(layout.offload, layout.shards > 1, own)
-    states = {"masters": fp32, "gradients": fp32, "states": optimizer.bytes}
-    per_parameter = sum(size for kind, size in states.items() if getattr(away, kind) != "disk")
-    needed = per_parameter * kept
+    optimizer = state_bytes(OPTIMIZERS[recipe.optim.name], card, layout, ranks.rank)
+    states = {"masters": fp32 * kept, "gradients": fp32 * kept, "states": optimizer}
+    needed = sum(size for kind, size in states.items() if getattr(away, kind) != "disk")
     if needed * ranks.local_world > memory_bytes():
         raise UserError(
-            f"the model needs at least {needed / 2**30:,.1f} GiB per rank ({per_parameter:g} bytes per parameter) for "
+            f"the model needs at least {needed / 2**30:,.1f} GiB per rank ({needed / kept:g} bytes per parameter) for "
             f"{ranks.local_world} rank(s), and this machine has {memory_bytes() / 2**30:,.1f} GiB"
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fivefold.optim import learning_rate
 from fivefold.optim.clip import clip_scale
+from fivefold.optim.outliers import outlier
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel
 from fivefold.parallel.pipeline import Microbatch
@@ -93,8 +94,12 @@ def take_step(
     more = inspect() or {}
     loss, own_norm, stop = agree(state, share, stop_wanted())
     loss, norm, stop = mean_over_sites(state, loss, own_norm, stop)
-    skip = 1 - (loss.isfinite() & norm.isfinite()).float()
-    lr = update(state, recipe.optim, own_norm, skip, recipe.train.steps)
+    bad = 1 - (loss.isfinite() & norm.isfinite()).float()
+    skip = bad
+    if recipe.optim.skip_outliers:
+        found, state.norms = outlier(state.norms, norm, recipe.optim.skip_outliers)
+        more, skip = {**more, "outlier": found}, torch.maximum(bad, found.float())
+    lr = update(state, recipe.optim, own_norm, skip, recipe.train.steps, bad)
     state.step += 1
     if state.outer is not None:
         state.outer.step(state.step, recipe.train.steps)
@@ -174,11 +179,14 @@ def seed_dropout(seed: int, step: int, microbatch: int, rank: int) -> None:
     torch.manual_seed(mixed % 2**63)
 
 
-def update(state: State, optim: OptimSection, norm: Tensor, skip: Tensor, steps: int) -> float:
+def update(
+    state: State, optim: OptimSection, norm: Tensor, skip: Tensor, steps: int, bad: Tensor | None = None
+) -> float:
     """Clips the gradient, given its norm, and updates the weights. Returns the schedule's learning rate.
 
-    skip: 1 if loss or gradient are not finite, an fp32 scalar on the device. Then masters, moments and counts stay as
-    they are: such a gradient would destroy them. The host does not know it yet, so it queues the update all the same.
+    skip: 1 if loss or gradient are not finite, or the gradient is an outlier: an fp32 scalar on the device. Then
+    masters, moments and counts stay as they are: such a gradient would destroy them. The host does not know it yet, so
+    it queues the update all the same. bad: 1 if they are not finite, which must not last; None: `skip`.
     """
     lr = rate(optim, state.step, steps)
     scale = clip_scale(norm, optim.grad_clip)
@@ -187,7 +195,7 @@ def update(state: State, optim: OptimSection, norm: Tensor, skip: Tensor, steps:
     if state.parallel.balance is not None:
         state.parallel.balance.update(skip)
     updates, skipped = state.counts.unbind()
-    state.counts = torch.stack([updates + (1 - skip), (skipped + 1) * skip])
+    state.counts = torch.stack([updates + (1 - skip), (skipped + 1) * (skip if bad is None else bad)])
     return lr
 
 
@@ -198,6 +206,7 @@ def rate(optim: OptimSection, step: int, steps: int) -> float:
     return learning_rate(
         step, total=steps, warmup=optim.warmup_steps, lr=optim.lr, min_lr=lowest,
         schedule=optim.schedule, decay_fraction=optim.decay_fraction,
+        cycle=optim.restart_steps or 0, growth=optim.restart_growth,
     )  # fmt: skip
 
 

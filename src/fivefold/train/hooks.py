@@ -23,7 +23,7 @@ from fivefold.observe.console import Console
 from fivefold.observe.metrics import MetricsWriter
 from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.recipe import Recipe, count_parameters, tokens_per_step
+from fivefold.recipe import Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
 from fivefold.step.histogram import Counter
@@ -42,15 +42,17 @@ MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts to
 
 
 class Speed:
-    """Figures of a step that follow from its seconds. tokens: of each step."""
+    """Figures of a step that follow from its seconds."""
 
     def __init__(self, job: Job, ranks: Ranks):
-        self.tokens = tokens_per_step(job.recipe)
+        self.recipe = job.recipe
         self.flops = flops_per_token(job.recipe.model) if job.module is None else None
         self.peak = _peak_flops(job.recipe, ranks) if self.flops else None
 
     def figures(self, step: int, seconds: float) -> dict[str, Any]:
-        found: dict[str, Any] = {"tokens": step * self.tokens, "tokens_per_s": self.tokens / seconds}
+        seen = tokens_before(self.recipe, step)
+        own = seen - tokens_before(self.recipe, step - 1)
+        found: dict[str, Any] = {"tokens": seen, "tokens_per_s": own / seconds}
         if self.flops and self.peak:
             found["mfu"] = found["tokens_per_s"] * self.flops / self.peak
         return found
@@ -74,7 +76,6 @@ class RunHooks:
     def __post_init__(self) -> None:
         recipe = self.job.recipe
         self.speed = Speed(self.job, self.ranks)
-        self.tokens = self.speed.tokens
         self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
         self.recorder: Recorder | None = None
         self.counter: Counter | None = None
@@ -170,7 +171,7 @@ class RunHooks:
         return self.state.outer.common() if self.state.outer else nullcontext()
 
     def save(self, step: int) -> None:
-        meta = identity(self.job) | {"tokens": step * self.tokens}
+        meta = identity(self.job) | {"tokens": tokens_before(self.job.recipe, step)}
         save_state(self.state, self.job.out, meta, self.job.recipe.checkpoint.keep_last)
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from fivefold.plan.measured import load
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.timeline import timeline
 from fivefold.plan.volume import AXES, leaving, sent
+from fivefold.recipe.ramp import ramp
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.spread.layout import Layout
 from fivefold.spread.sites import site_layout
@@ -66,9 +67,15 @@ class Prediction:
             raise UserError("the planner does not know a module of your own")
         recipe = self.job.recipe
         found = self.plan = predict(recipe, _cluster(self.ranks))
-        counted = max(self.start, recipe.layout.compress_after or 0) + 1
+        counted = max(self.start, self.whole) + 1
         first = recipe.sites.due(counted, recipe.train.steps or 0)  # what the counted step synchronises
         return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}
+
+    @property
+    def whole(self) -> int:
+        """The steps before those that are like all others: sums are not compressed yet, or batches are smaller."""
+        recipe = self.job.recipe
+        return max(recipe.layout.compress_after or 0, sum(steps for _, steps in ramp(recipe.train)))
 
     def timeline(self, step: int) -> StepTimeline | None:
         """The planned timeline of a step; None without a prediction."""
@@ -86,7 +93,7 @@ class Prediction:
         observe = self.job.recipe.observe
         if state.mesh.device.type != "cpu" or self.job.module is not None:
             return
-        if state.step + 1 == observe.trace_step or state.step < (state.mesh.layout.compress_after or 0):
+        if state.step + 1 == observe.trace_step or state.step < self.whole:
             return
         if self.counter is None:
             self.counter = Collectives(state.mesh)
@@ -104,7 +111,8 @@ class Prediction:
         sent_bytes = self._most_sent(mesh)
         if not self.ranks.first:
             return
-        lines = [line for line in read_metrics(self.job.out / "metrics.jsonl") if line["step"] > self.start]
+        first = max(self.start, sum(steps for _, steps in ramp(self.job.recipe.train)))  # of full batches
+        lines = [line for line in read_metrics(self.job.out / "metrics.jsonl") if line["step"] > first]
         measured = {
             "step_s": prediction.step_seconds(lines),
             "memory_bytes": self._peak(mesh),

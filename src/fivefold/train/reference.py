@@ -86,8 +86,7 @@ def reference_state(recipe: Recipe, one: Ranks) -> State:
     model, mesh = recipe.model, Mesh(Layout(), one)
     module = build(model, device=one.device, seed=recipe.train.seed)
     assert isinstance(module, LanguageModel)
-    replica = Plain(
-        module, held(card_of(model), Layout(), 0), torch_dtype(compute_mode(recipe, one.device).working)
-    )
+    dtype = torch_dtype(compute_mode(recipe, one.device).working)
+    replica = Plain(module, held(card_of(model), Layout(), 0), dtype)
     balance = Balance([module], mesh, model) if card_of(model).has_experts else None
-    return with_optimizer(Parallel([module], [replica], balance=balance), mesh, recipe.optim)
+    return with_optimizer(Parallel([module], [replica], balance=balance), mesh, recipe, dtype)

@@ -39,10 +39,12 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
     """
     counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
     measured = {"noise": list(state.noise)} if any(state.noise) else {}
+    if bool(state.norms[0]):
+        measured["norms"] = state.norms.tolist()
     folder, run = store.folder_of(out, state.step), state.mesh.axis("run")
     whole = counts | measured | _compression(state) | meta
     if state.outer is None:
-        model, optimizer = owned_pieces(state, state.masters()), owned_pieces(state, state.moments())
+        model, optimizer = owned_pieces(state, state.masters()), moment_pieces(state)
     else:
         model, optimizer = _pieces_of_site(state, state.outer)
         whole["sites"] = {
@@ -65,7 +67,7 @@ def _pieces_of_site(state: State, outer: Outer) -> tuple[list[write.Piece], list
     common weights and the states of the outer optimizer. Every site writes its moments, and its weights if they
     differ."""
     site = state.mesh.index("sites")
-    optimizer = owned_pieces(state, state.moments(), before=_moments_at(site))
+    optimizer = moment_pieces(state, _moments_at(site))
     if not outer.aligned:
         optimizer += owned_pieces(state, state.masters(), before=_weights_at(site))
     if site:
@@ -85,25 +87,37 @@ def _weights_at(site: int) -> str:
 
 
 def owned_pieces(
-    state: State, tensors: dict[str, Tensor], moments: Iterable[str] | None = None, before: str = ""
+    state: State, tensors: dict[str, Tensor], moments: Iterable[str] = (), before: str = ""
 ) -> list[write.Piece]:
     """What this rank owns of tensors that have the shapes of its masters; their names are a parameter's, perhaps with
-    "exp_avg." or the like before it. moments: such names; None: the optimizer's. before: added to the names."""
+    "momentum_buffer." or the like before it. moments: such names. before: added to the names."""
     parts = {name: part for r in state.parallel.replicas for name, part in reversed(r.parts.items())}
-    prefixes = ("", *(f"{moment}." for moment in (moments_of(state) if moments is None else moments)))
+    prefixes = ("", *(f"{moment}." for moment in moments))
     return [
-        write.Piece(before + prefix + name, tensors[prefix + name][where], part.shape, box)
+        piece
         for name, part in parts.items()
-        if part.owned
         for prefix in prefixes
         if prefix + name in tensors
-        for where, box in boxes(part.keeps)
+        for piece in _pieces(before + prefix + name, tensors[prefix + name], part)
     ]
 
 
-def moments_of(state: State) -> tuple[str, ...]:
-    """Names of the optimizer's states, which are the same for all parameters."""
-    return next((replica.updater.card.state_names for replica in state.parallel.replicas), ())
+def moment_pieces(state: State, before: str = "") -> list[write.Piece]:
+    """What this rank owns of the optimizer's states; none before the first update. before: added to the names."""
+    tensors = state.moments()
+    return [
+        piece
+        for (moment, name), part in state.moment_parts().items()
+        if f"{moment}.{name}" in tensors
+        for piece in _pieces(f"{before}{moment}.{name}", tensors[f"{moment}.{name}"], part)
+    ]
+
+
+def _pieces(name: str, tensor: Tensor, part: Part) -> Iterator[write.Piece]:
+    """The pieces of a tensor, if this rank owns it."""
+    if part.owned:
+        for where, box in boxes(part.keeps):
+            yield write.Piece(name, tensor[where], part.shape, box)
 
 
 def _compression(state: State) -> dict[str, Any]:
@@ -171,6 +185,7 @@ def identity(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model.seq_len": recipe.model.seq_len,
         "train.global_batch_size": recipe.train.global_batch_size,
+        "train.batch_ramp": recipe.train.batch_ramp,
         "train.seed": recipe.train.seed,
         "optim.name": recipe.optim.name,
     }
@@ -195,6 +210,7 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
             _fits(state, checkpoint, parts, buffers)
             source = _source(state, checkpoint)
             needed = _files(checkpoint, {name: parts[name] for name in masters}, source)
+            needed |= _moment_files(state, checkpoint, source)
             needed.update(*(checkpoint.files_of("model", name) for name in buffers))
             unsent = _unsent(state, checkpoint)
             needed.update(*(checkpoint.files_of("optimizer", name) for name in unsent))
@@ -212,16 +228,17 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
 @dataclass(frozen=True)
 class Source:
     """Where a checkpoint has what this rank's site reads: (kind, what stands before the names of parameters) of its
-    weights, of each of its moments, of the common weights and of each state of the outer optimizer."""
+    weights, of the common weights and of each state of the outer optimizer. moments: what stands before the names of
+    its optimizer's states; None: there are none yet."""
 
     weights: tuple[str, str]
-    moments: dict[str, tuple[str, str]]
+    moments: str | None
     common: tuple[str, str]
     outer: dict[str, tuple[str, str]]
 
     @property
     def all(self) -> set[tuple[str, str]]:
-        return {self.weights, self.common, *self.moments.values(), *self.outer.values()}
+        return {self.weights, self.common, *self.outer.values()}
 
 
 def _source(state: State, checkpoint: store.Reader) -> Source:
@@ -235,7 +252,7 @@ def _source(state: State, checkpoint: store.Reader) -> Source:
     before = _moments_at(site % count)  # a site that joins takes the moments of another
     return Source(
         ("model", "") if aligned else ("optimizer", _weights_at(site)),
-        {name: ("optimizer", f"{before}{name}.") for name in moments_of(state) if updated},
+        before if updated else None,
         ("model", ""),
         {name: ("optimizer", f"{OUTER}{name}.") for name in (state.outer.state_names if state.outer else ())},
     )
@@ -293,6 +310,8 @@ def _load(
     updates = int(meta.get("updates", meta["step"]))
     state.go_to(int(meta["step"]))
     state.set_counts(updates, int(meta.get("skipped", 0)))
+    if "norms" in meta:
+        state.norms = torch.tensor(meta["norms"], dtype=torch.float64, device=state.mesh.device)
     gradient, trace = meta.get("noise", (0.0, 0.0))  # older checkpoints have none
     state.noise = float(gradient), float(trace)
     for name, weight in masters.items():
@@ -302,14 +321,15 @@ def _load(
         buffer.copy_(checkpoint.read("model", name))
     for replica in state.parallel.replicas:
         replica.refresh()
-    if source.moments:
+    if source.moments is not None:
         found = {
-            f"{moment}.{name}": partial(_read, checkpoint, where, name, parts[name])
-            for name in masters
-            for moment, where in source.moments.items()
+            f"{moment}.{name}": partial(
+                _read, checkpoint, ("optimizer", f"{source.moments}{moment}."), name, part
+            )
+            for (moment, name), part in state.moment_parts().items()
         }
         for replica in state.parallel.replicas:
-            replica.updater.load(Lazily(found), updates)
+            replica.updater.load(Lazily(found), updates, state.step)
     if state.outer is not None:
         _load_outer(state.outer, checkpoint, parts, source)
 
@@ -363,9 +383,22 @@ def _files(checkpoint: store.Reader, parts: dict[str, Part], source: Source) -> 
     }
 
 
+def _moment_files(state: State, checkpoint: store.Reader, source: Source) -> set[str]:
+    """The files that hold this rank's optimizer states."""
+    if source.moments is None:
+        return set()
+    return {
+        file
+        for (moment, name), part in state.moment_parts().items()
+        for _, box in boxes(part.keeps)
+        for file in checkpoint.files_of("optimizer", f"{source.moments}{moment}.{name}", box)
+    }
+
+
 def _read(checkpoint: store.Reader, where: tuple[str, str], name: str, part: Part) -> Tensor:
     """The part of a tensor that this rank stores."""
-    out = torch.empty(local_shape(part.keeps))
-    for place, box in boxes(part.keeps):
-        out[place] = checkpoint.read(where[0], where[1] + name, box)
+    found = [(place, checkpoint.read(where[0], where[1] + name, box)) for place, box in boxes(part.keeps)]
+    out = torch.empty(local_shape(part.keeps), dtype=found[0][1].dtype if found else None)
+    for place, piece in found:
+        out[place] = piece
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,23 +13,26 @@ from torch import Tensor
 
 from fivefold.data import NOT_COUNTED, Batches, DataSet, Prefetch
 from fivefold.data.batches import objective_of
+from fivefold.errors import UserError
 from fivefold.parallel.context import take
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.recipe import Recipe
+from fivefold.recipe import Recipe, batch_size, sequences_before
 from fivefold.train.job import BatchSource, Job
 
 
 @contextmanager
 def reader(job: Job, mesh: Mesh, start: int) -> Iterator[Callable[[], tuple[list[Microbatch], float]]]:
     """Reads this rank's share of each global batch ahead, in microbatches."""
-    recipe, batches = job.recipe, job.batches
+    recipe, batches, train = job.recipe, job.batches, job.recipe.train
     if batches is None:
         assert job.data is not None
-        batches = batches_of(recipe, job.data, job.data.train, recipe.train.global_batch_size, shuffle=True)
+        batches = batches_of(recipe, job.data, job.data.train, train.global_batch_size, shuffle=True)
+    elif train.batch_ramp:
+        raise UserError("train.batch_ramp needs the data of a recipe: your own batches have their size")
 
     def fetch(i: int) -> list[Microbatch]:
-        return share_of(batches, i, recipe.train.global_batch_size, recipe.train.microbatch_size or 1, mesh)
+        return share_of(batches, i, batch_size(train, i), train.microbatch_size or 1, mesh)
 
     with Prefetch(fetch, start, recipe.train.steps) as prefetch:
         yield prefetch.next
@@ -54,8 +58,11 @@ def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | Non
 def batches_of(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
     assert recipe.model.vocab_size is not None
     objective = objective_of(recipe)
-    seq_len, seed = recipe.model.seq_len, recipe.train.seed
-    return Batches(tokens, seq_len, size, seed, objective, data.mask_id, data.vocab_size, shuffle)
+    seq_len, train = recipe.model.seq_len, recipe.train
+    begins = partial(sequences_before, train) if shuffle else None
+    return Batches(
+        tokens, seq_len, size, train.seed, objective, data.mask_id, data.vocab_size, shuffle, begins
+    )
 
 
 def share_of(

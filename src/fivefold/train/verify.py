@@ -42,7 +42,7 @@ from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.optim import OPTIMIZERS
 from fivefold.precision import MASTER, PRECISIONS, TRAINABLE
-from fivefold.recipe import Recipe, change, resolve
+from fivefold.recipe import Recipe, batch_size, change, resolve
 from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.schema import LayoutSection
@@ -52,7 +52,7 @@ from fivefold.spread.zeropp import zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.reference import reference_state
-from fivefold.train.saved import buffer_pieces, owned_pieces
+from fivefold.train.saved import buffer_pieces, moment_pieces, owned_pieces
 from fivefold.train.share import batches_of, share_of
 from fivefold.train.start import prepare_data
 
@@ -182,6 +182,10 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
     if mode == MASTER and recipe.precision.reduce != MASTER:
         changes.append(f"precision.reduce={MASTER}")
         notes.append(f"gradients are summed in {MASTER} here; --mode bf16 compares them")
+    if (why := OPTIMIZERS[recipe.optim.name].jumps) and steps > 1:
+        notes.append(
+            f"{recipe.optim.name}: {why}, so weights may differ after the second step; compare one (--steps 1)"
+        )
     if recipe.train.steps and recipe.train.steps < steps:
         changes.append(f"train.steps={steps}")
     found = change(recipe, changes, layout)
@@ -227,11 +231,11 @@ def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
 
     try:
         for step in range(side.steps):
-            share = share_of(batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh)
+            share = share_of(batches, step, batch_size(train, step), train.microbatch_size or 1, state.mesh)
             done = take_step(state, recipe, share, inspect=write_first_gradient)
             found["loss"].append(done.loss)
             found["grad_norm"].append(done.norm)
-        moments = owned_pieces(state, state.moments())
+        moments = moment_pieces(state)
         weights = owned_pieces(state, state.masters()) + buffer_pieces(state)
         write.save(side.folder / "end", weights, moments, found, axis=state.mesh.axis("run"))
     finally:

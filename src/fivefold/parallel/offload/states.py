@@ -65,6 +65,7 @@ class Offload:
         lr: float,
         weight_decay: float,
         fields: Mapping[str, Any],
+        rates: Mapping[str, float] | None = None,
     ) -> StreamedUpdater:
         """The optimizer over this replica's masters. gradients, working: on the device, unless they have a home."""
         away = InPlace if self.tiers.states == "disk" and self.device.type == "cpu" else Copied
@@ -78,7 +79,7 @@ class Offload:
             for state in card.states
         }
         self.updater = StreamedUpdater(
-            card, masters, lr, weight_decay, fields, self.arena, self.homes, states, self.disk
+            card, masters, lr, weight_decay, fields, self.arena, self.homes, states, self.disk, rates
         )
         return self.updater
 

@@ -119,17 +119,20 @@ class StreamedUpdater(Updater):
         homes: Mapping[str, Home],
         states: Mapping[str, Mapping[str, Tensor]],
         disk: Disk,
+        rates: Mapping[str, float] | None = None,
     ):
         """states: {state: {parameter: its tensor in the shape of the parameter}}, as views of their homes."""
-        super().__init__(card, masters, lr, weight_decay, fields)
-        assert card.elementwise, f"{card.name} needs whole tensors"
+        super().__init__(card, masters, lr, weight_decay, fields, rates)
+        assert self.optimizer is not None
+        assert card.elementwise, f"{card.name} is no fused kernel"
+        self.fused_optimizer = self.optimizer
         self.arena, self.homes, self.disk, self._views = arena, dict(homes), disk, states
         self.scalars: dict[str, dict[str, Tensor]] = {}  # per parameter, once there are states
         of = {id(weight): name for name, weight in masters.items()}
         self._group = {
-            of[id(weight)]: group for group in self.optimizer.param_groups for weight in group["params"]
+            of[id(weight)]: group for group in self.fused_optimizer.param_groups for weight in group["params"]
         }
-        for group in self.optimizer.param_groups:
+        for group in self.fused_optimizer.param_groups:
             group["params"] = []
         self._chunks = list(arena.chunks())
         self._slots: queue.Queue[dict[str, memoryview]] = queue.Queue()
@@ -151,8 +154,8 @@ class StreamedUpdater(Updater):
         self.settle()
         if skip is not None and skip.item():
             return
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group in self.fused_optimizer.param_groups:
+            group["lr"] = lr * group["rate"]
         for event in self._done.values():
             event.clear()
         if not self._made:
@@ -293,9 +296,9 @@ class StreamedUpdater(Updater):
         found = {kind: home.pieces(chunk, slot[kind]) for kind, home in self.homes.items()}
         if scale is not None:
             torch._foreach_mul_(found[GRADIENTS], scale)
-        for group in self.optimizer.param_groups:
+        for group in self.fused_optimizer.param_groups:
             group["params"] = []
-        state = self.optimizer.state
+        state = self.fused_optimizer.state
         state.clear()
         for number, piece in enumerate(chunk.pieces):
             weight = found[MASTERS][number]
@@ -304,7 +307,7 @@ class StreamedUpdater(Updater):
             if self.scalars:
                 kept = {key: value.clone() for key, value in self.scalars[piece.name].items()}
                 state[weight] = kept | {name: found[name][number] for name in self._views}
-        self.optimizer.step()
+        self.fused_optimizer.step()
         for number, piece in enumerate(chunk.pieces):
             weight = found[MASTERS][number]
             after, weight.grad = state[weight], None
@@ -324,7 +327,7 @@ class StreamedUpdater(Updater):
             f"{state}.{name}": views[name] for state, views in self._views.items() for name in self.masters
         }
 
-    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+    def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
         self.settle()
         for name in self.masters:
             for state, views in self._views.items():

@@ -1,0 +1,61 @@
+"""Adafactor (arXiv 1804.04235): of a matrix's squared gradients only the averages of rows and columns are kept.
+
+An update whose root mean square is beyond `update_clip` is shortened. The learning rate is the recipe's, not relative
+to the size of the weights. Otherwise it is torch.optim.Adafactor, which waits for the device twice per parameter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fivefold.optim.card import OptimizerCard, OptimizerState, Update
+from fivefold.spread.parts import Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EPS = 2.0**-23
+
+
+def adafactor(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
+    weight = u.step ** u.fields["beta2_decay"]
+    dims = tuple(range(max(0, g.dim() - 2), g.dim()))
+    if "variance" in states:
+        variance = states["variance"].lerp_(g.square(), weight.float()).clone()
+    else:  # (..., r, 1) x (..., 1, c)
+        rows = states["rows"].lerp_(g.square().mean(-1, keepdim=True), weight.float())
+        columns = states["columns"].lerp_(g.square().mean(-2, keepdim=True), weight.float())
+        variance = (rows @ columns).div_(rows.mean(-2, keepdim=True).clamp(min=EPS))
+    direction = variance.clamp_(min=EPS * EPS).rsqrt_().mul_(g)
+    size = direction.square().mean(dims, keepdim=True).sqrt()
+    return direction.div_((size / u.fields["update_clip"]).clamp_(min=1.0))
+
+
+def _rows(shape: Shape) -> Shape | None:
+    return (*shape[:-1], 1) if len(shape) > 1 else None
+
+
+def _columns(shape: Shape) -> Shape | None:
+    return (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None
+
+
+def _variance(shape: Shape) -> Shape | None:
+    return shape if len(shape) < 2 else None
+
+
+CARDS = (
+    OptimizerCard(
+        "adafactor",
+        source="arXiv 1804.04235",
+        rule=adafactor,
+        fields={"beta2_decay": -0.8, "update_clip": 1.0},
+        states=(
+            OptimizerState("rows", shape=_rows),
+            OptimizerState("columns", shape=_columns),
+            OptimizerState("variance", shape=_variance),
+        ),
+        counts=True,
+        needs="matrices",
+        reads=4.0,
+    ),
+)

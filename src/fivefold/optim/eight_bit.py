@@ -1,0 +1,93 @@
+"""AdamW with moments of 8 bits (arXiv 2110.02861): 2.03 bytes per parameter instead of 8.
+
+Each row of a matrix is cut into blocks of 256 elements. A block has its largest value in fp32, and for each element a
+code of 8 bits. Codes follow the paper's dynamic map, which has values close together near zero. Blocks stay within
+rows, so ranks that keep rows keep whole blocks. Vectors have fp32 moments.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from fivefold.optim.adamw import ADAMW
+from fivefold.optim.card import CODES, OptimizerCard, OptimizerState, Update
+from fivefold.spread.parts import Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 256
+
+
+def adamw8bit(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
+    (b1, b2), t = u.fields["betas"], u.step
+    mean = decode(states["mean_codes"], states["mean_scales"], signed=True).lerp_(g, 1 - b1)
+    square = decode(states["square_codes"], states["square_scales"], signed=False)
+    square.mul_(b2).addcmul_(g, g, value=1 - b2)
+    encode(mean, states["mean_codes"], states["mean_scales"], signed=True)
+    encode(square, states["square_codes"], states["square_scales"], signed=False)
+    return mean.div_(1 - b1**t).div_(square.div_(1 - b2**t).sqrt_().add_(u.fields["eps"]))
+
+
+@lru_cache(maxsize=2)
+def table(signed: bool) -> tuple[float, ...]:
+    """The 256 values of a code, ascending, from -1 or 0 to 1: a power of ten times a linear fraction. The larger the
+    power, the more fractions."""
+    values, bits = [0.0, 1.0], 6 if signed else 7
+    for power in range(bits + 1):  # 1, 2, 4, ... 2^bits fractions, in the middle of equal parts of [0.1, 1]
+        parts = 2**power
+        middles = (0.1 + 0.9 * (i + 0.5) / parts for i in range(parts))
+        values += [10.0 ** (power - bits) * middle for middle in middles]
+    if signed:
+        return tuple(sorted(values + [-value for value in values[2:]]))
+    values.sort()
+    return (0.0, *values[2:])  # one too many: the smallest
+
+
+def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """fp32 values, of the codes' shape. scales: (..., blocks)."""
+    import torch
+
+    values = torch.take(torch.tensor(table(signed), device=codes.device), codes.long())
+    return values.mul_(scales.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]])
+
+
+def encode(x: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
+    """Writes the nearest codes of x, and the largest value of each block. Without signs nothing becomes 0: an update
+    divides by its root."""
+    import torch
+
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    scales.copy_(blocks.abs().amax(-1))
+    shares = (blocks / scales.clamp(min=1e-30).unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]].contiguous()
+    values = torch.tensor(table(signed), device=x.device)
+    nearest = torch.bucketize(shares, (values[1:] + values[:-1]) / 2)
+    codes.copy_(nearest if signed else nearest.clamp_(min=1))
+
+
+def _scales(shape: Shape) -> Shape:
+    return (*shape[:-1], -(-shape[-1] // BLOCK))
+
+
+CARDS = (
+    OptimizerCard(
+        "adamw8bit",
+        source="arXiv 2110.02861",
+        rule=adamw8bit,
+        fields=ADAMW.fields,
+        states=(
+            OptimizerState("mean_codes", CODES),
+            OptimizerState("mean_scales", shape=_scales),
+            OptimizerState("square_codes", CODES),
+            OptimizerState("square_scales", shape=_scales),
+        ),
+        counts=True,
+        second_moment="exp_avg_sq",
+        needs="rows",
+        applies=lambda name, shape: len(shape) > 1,
+        rest=ADAMW,
+        jumps="rounding may choose the next code",
+        reads=5.0,
+    ),
+)

@@ -1,0 +1,73 @@
+"""Muon (K. Jordan et al., 2024; at scale: arXiv 2502.16982): momentum whose matrices are made orthogonal.
+
+torch.optim.Muon computes the same, of single matrices that are whole. Here experts are stacks of matrices, and each
+matrix comes together on its owner. The rate is scaled so that an update has AdamW's usual size (arXiv 2502.16982), so
+learning rate and weight decay suit both. Embeddings, the output layer and vectors are left to AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fivefold.optim.adamw import ADAMW
+from fivefold.optim.card import OptimizerCard, OptimizerState, Update
+from fivefold.spread.parts import Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the Newton-Schulz iteration, steepest at zero (Jordan)."""
+EPS = 1e-7
+RMS = 0.2  # of AdamW's updates (arXiv 2502.16982)
+
+
+def is_hidden(name: str, shape: Shape) -> bool:
+    """True for the matrices inside the blocks."""
+    return name.startswith("blocks.") and len(shape) > 1
+
+
+def muon(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
+    m = u.fields["momentum"]
+    kept = states["momentum_buffer"].lerp_(g, 1 - m)
+    found = orthogonal(g.lerp(kept, m), u.fields["ns_steps"], u.compute)
+    return found.mul_(RMS * math.sqrt(max(g.shape[-2:])))
+
+
+def orthogonal(g: Tensor, steps: int, dtype: object) -> Tensor:
+    """About U V^T of the singular value decomposition U S V^T of each matrix, (..., r, c): singular values between 0.7
+    and 1.2. The iteration computes in `dtype`; the result is fp32."""
+    a, b, c = QUINTIC
+    tall = g.shape[-2] > g.shape[-1]
+    x = g.to(dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).float()
+
+
+def muon_flops(shape: Shape) -> float:
+    """Matmul FLOPs of an update: three products per iteration."""
+    (short, long), matrices = sorted(shape[-2:]), math.prod(shape[:-2])
+    return matrices * 5 * (4.0 * short * short * long + 2.0 * short**3)
+
+
+CARDS = (
+    OptimizerCard(
+        "muon",
+        source="Jordan et al. 2024; arXiv 2502.16982",
+        rule=muon,
+        fields={"momentum": 0.95, "ns_steps": 5, **ADAMW.fields},
+        states=(OptimizerState("momentum_buffer"),),
+        counts=False,
+        second_moment="exp_avg_sq",
+        needs="matrices",
+        applies=is_hidden,
+        rest=ADAMW,
+        reads=2.0,
+        flops=muon_flops,
+    ),
+)

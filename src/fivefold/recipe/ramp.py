@@ -1,0 +1,54 @@
+"""The global batch of each step. It may grow: `train.batch_ramp` lists the sizes before `train.global_batch_size`.
+
+Where a step begins in the data is a function of the recipe and the step, as its batch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.errors import UserError
+from fivefold.recipe.schema import TrainSection
+
+
+def ramp(train: TrainSection) -> list[tuple[int, int]]:
+    """[(sequences per step, number of steps)] before the full batch.
+
+    Raises:
+        UserError: the text of `train.batch_ramp` is none.
+    """
+    found = []
+    for part in filter(None, (train.batch_ramp or "").split("+")):
+        size, colon, steps = part.partition(":")
+        if not (colon and size.isdecimal() and steps.isdecimal() and int(size) and int(steps)):
+            raise UserError(
+                f'train.batch_ramp = "{train.batch_ramp}": must be sizes with their number of steps, such as '
+                '"4:100+8:200"'
+            )
+        found.append((int(size), int(steps)))
+    return found
+
+
+def _phases(train: TrainSection) -> Iterator[tuple[int, int, int]]:
+    """(first step, its place in the data in sequences, sequences per step) of each phase."""
+    step = place = 0
+    for size, steps in ramp(train):
+        yield step, place, size
+        step, place = step + steps, place + steps * size
+    yield step, place, train.global_batch_size
+
+
+def batch_size(train: TrainSection, step: int) -> int:
+    """Sequences of a step (0, 1, ...), over all ranks."""
+    return [size for first, _, size in _phases(train) if first <= step][-1]
+
+
+def sequences_before(train: TrainSection, step: int) -> int:
+    """Sequences of all steps before this one: its place in the data."""
+    return [place + (step - first) * size for first, place, size in _phases(train) if first <= step][-1]
+
+
+def steps_for(train: TrainSection, sequences: int) -> int:
+    """The number of steps that see so many sequences, or a few more."""
+    first, place, size = [phase for phase in _phases(train) if phase[1] < max(1, sequences)][-1]
+    return first - (place - sequences) // size
