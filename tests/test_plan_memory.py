@@ -288,7 +288,7 @@ def test_states_of_other_shapes_are_counted(name: str, layout: str) -> None:
     """Their bytes on the first rank, and the messages that bring matrices together, are those of a traced step."""
     recipe = recipe_of("llama", "bf16", layout, f"optim.name={name}")
     traced, s = exact(recipe), planned(recipe)
-    found = memory.predict(s.model, s.layout, s.sizes, s.software, s.dtype, s.microbatches)[0]
+    found = memory.predict(s.model, s.layout, s.sizes, s.software, s.mode, s.microbatches)[0]
     kept = traced.step.memory.at_peak["optimizer"]
     assert found.optimizer == pytest.approx(kept, rel=1e-4), "it leaves out the count of steps"
     assert volume.counted(s) == traced.step.sent

@@ -414,7 +414,7 @@ def whole_matrices(s: Setting, position: int) -> float:
     for (*_, r, c), flops in volume.matrix_flops(s, position):
         one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
         products += (
-            flops / (2 * one.m * one.n * one.k) * rates.products(one, s.cluster.device, s.dtype, s.sizes.e)[0]
+            flops / (2 * one.m * one.n * one.k) * rates.products(one, s.cluster.device, s.rate, s.sizes.e)[0]
         )
     return s.cluster.oversubscription * products + _seconds(messages, s)
 
