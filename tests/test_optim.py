@@ -166,6 +166,20 @@ def test_lion_and_sage_by_hand():
     assert masters["norm"][0].item() == pytest.approx(2 - 0.1 * step)
 
 
+def test_sophia_by_hand():
+    """Curvature 100 tokens x g^2; what is flat moves by the whole rate."""
+    masters = {"norm": torch.zeros(2)}
+    card = OPTIMIZERS["sophia"]
+    fields = card.fields | {"estimate_every": 2}
+    sophia = Updater(card, masters, 0.1, 0.0, fields, tokens=100)
+    for g in ([1.0, 1e-4], [1.0, 1e-4]):
+        sophia.step({"norm": torch.tensor(g)}, lr=0.1)
+    curvature = 0.05 * 100 * 0.01
+    moved = sum(min(1.0, (1 - 0.965**n) / curvature) for n in (1, 2))
+    assert masters["norm"].tolist() == pytest.approx([-0.1 * moved, -0.2])
+    assert sophia.states()["hessian.norm"].tolist() == pytest.approx([1.0, 1e-8]), "the first of two steps"
+
+
 def test_orthogonal_matrices():
     """Muon's updates have singular values about 1; SOAP's bases are orthogonal."""
     generator = torch.Generator().manual_seed(0)

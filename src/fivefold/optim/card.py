@@ -27,8 +27,8 @@ class Update:
 
     step: the number of this update of the tensor, from 1: an fp64 scalar on its device. number: how many steps the
     optimizer has begun, from 0, skipped ones included: the host knows it. fresh: True if the states were just made, all
-    zeros. lr: the learning rate. compute: the dtype in which the model computes. fields: the card's. weight: the
-    master, if the rule's card needs elements only.
+    zeros. lr: the learning rate. compute: the dtype in which the model computes. fields: the card's. tokens: of the
+    batch whose mean gradient it is. weight: the master, if the rule's card needs elements only.
     """
 
     step: Tensor
@@ -37,6 +37,7 @@ class Update:
     lr: float
     compute: torch.dtype
     fields: Mapping[str, Any]
+    tokens: int = 1
     weight: Tensor | None = None
 
 

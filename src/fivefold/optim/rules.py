@@ -50,10 +50,11 @@ class Rules:
         fields: Mapping[str, Any],
         compute: torch.dtype,
         gathering: Gathering | None = None,
+        tokens: int = 1,
     ):
         assert card.rule is not None
         self.card, self.masters, self.decays, self.compute = card, masters, decays, compute
-        self.fields, self.gathering = fields, gathering
+        self.fields, self.gathering, self.tokens = fields, gathering, tokens
         self.states: dict[str, dict[str, Tensor]] = {}
         self.number = 0
 
@@ -85,7 +86,7 @@ class Rules:
         weight = self.masters[name] if self.card.needs == "elements" else None
         if weight is not None and self.card.coupled and self.decays[name]:
             gradient = gradient.add(weight, alpha=self.decays[name])
-        update = Update(step, self.number, fresh, lr, self.compute, self.fields, weight)
+        update = Update(step, self.number, fresh, lr, self.compute, self.fields, self.tokens, weight)
         assert self.card.rule is not None
         direction = self.card.rule(gradient, states, update)
         for key, old in before.items():

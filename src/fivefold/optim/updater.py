@@ -18,7 +18,7 @@ class Updater:
 
     fields: values of the card's fields. Weight decay applies to matrices only: norms and biases have one dim. rates:
     factors of the learning rate by parameter; 1 where one is not listed. compute: the dtype in which the model
-    computes. gathering: of the parameters whose pieces have to come together. streamed: True if a
+    computes. gathering: of the parameters whose pieces have to come together. tokens: of a batch. streamed: True if a
     step goes on beside the next forward, and writes the working weights itself (parallel/offload).
     """
 
@@ -34,6 +34,7 @@ class Updater:
         rates: Mapping[str, float] | None = None,
         compute: torch.dtype = torch.float32,
         gathering: Gathering | None = None,
+        tokens: int = 1,
     ):
         assert fields.keys() == card.fields.keys(), f"{card.name} has {[*card.fields]}, not {[*fields]}"
         self.card, self.masters, self.rates = card, masters, dict(rates or {})
@@ -42,7 +43,7 @@ class Updater:
         self.rules: Rules | None = None
         fused, kernel = masters, card
         if card.rule is not None:
-            self.rules = Rules(card, own, decays, fields, compute, gathering)
+            self.rules = Rules(card, own, decays, fields, compute, gathering, tokens)
             fused = {name: w for name, w in masters.items() if name not in own}
             kernel = card.rest
         self.optimizer: torch.optim.Optimizer | None = None

@@ -93,7 +93,8 @@ class OptimSection(Section):
     Sutskever et al., ICML 2013). A rate per weight: `adagrad` (JMLR 2011), `rmsprop` (Hinton, 2012), `adam` (arXiv
     1412.6980), `adamw` (arXiv 1711.05101), `radam` (arXiv 1908.03265), `nadam` (Dozat, 2016), `adamsage` (guided by
     sensitivity, arXiv 2202.02664). Less memory: `adafactor` (arXiv 1804.04235), `adamw8bit` (arXiv 2110.02861), `lion`
-    (arXiv 2302.06675). Whole matrices: `soap` (arXiv 2409.11321), `muon` (arXiv 2502.16982)."""
+    (arXiv 2302.06675). Curvature: `sophia` (arXiv 2305.14342; from the step's own gradient). Whole matrices: `soap`
+    (arXiv 2409.11321), `muon` (arXiv 2502.16982)."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     min_lr: float | None = Field(default=None, ge=0)
@@ -119,9 +120,9 @@ class OptimSection(Section):
     `adagrad`, `rmsprop`, `adam`, `radam` and `nadam`, and decoupled in all others."""
     betas: tuple[Beta, Beta] | None = None
     """Decay rates of the first and second moment; in `lion` of the direction and of the momentum. Unset: [0.9, 0.95];
-    [0.9, 0.999] in `radam` and `nadam`, [0.9, 0.99] in `lion`."""
+    [0.9, 0.999] in `radam` and `nadam`, [0.9, 0.99] in `lion`, [0.965, 0.99] in `sophia`."""
     eps: float | None = Field(default=None, gt=0)
-    """Added to the root of the second moment. Unset: 1e-08; 1e-10 in `adagrad`."""
+    """Added to the root of the second moment. Unset: 1e-08; 1e-10 in `adagrad`, 1e-15 in `sophia`."""
     momentum: float | None = Field(default=None, gt=0, lt=1)
     """Share of the last step's direction that the next one keeps. `momentum`, `nesterov` and `muon` only. Unset: 0.9;
     0.95 in `muon`."""
@@ -135,6 +136,11 @@ class OptimSection(Section):
     """The averages of squared gradients take in a share of t^beta2_decay in step t. `adafactor` only. Unset: -0.8."""
     update_clip: float | None = Field(default=None, gt=0)
     """Largest root mean square of a matrix's update. `adafactor` only. Unset: 1.0."""
+    gamma: float | None = Field(default=None, gt=0)
+    """Factor of the curvature: the smaller, the more elements move by the whole learning rate. `sophia` only. Unset:
+    0.05."""
+    estimate_every: int | None = Field(default=None, ge=1)
+    """Steps between estimates of the curvature. `sophia` only. Unset: 10."""
     basis_every: int | None = Field(default=None, ge=1)
     """Steps between updates of the preconditioner's eigenbasis. `soap` only. Unset: 10."""
     ns_steps: int | None = Field(default=None, ge=1)

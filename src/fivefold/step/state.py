@@ -28,7 +28,7 @@ from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, torch_dtype
-from fivefold.recipe import OptimSection, Recipe, count_parameters
+from fivefold.recipe import OptimSection, Recipe, count_parameters, tokens_per_step
 from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, held, size_of, whole
@@ -195,7 +195,15 @@ def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, compute: torc
         offload = parallel.offloads.get(id(replica))
         if offload is None:
             replica.updater = Updater(
-                card, replica.masters, optim.lr, optim.weight_decay, fields, rates, compute, gathering
+                card,
+                replica.masters,
+                optim.lr,
+                optim.weight_decay,
+                fields,
+                rates,
+                compute,
+                gathering,
+                tokens_per_step(recipe),
             )
         else:
             working = replica.working if isinstance(replica, (DataParallel, Paged)) else None
