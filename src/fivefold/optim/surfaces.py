@@ -1,7 +1,7 @@
 """Surfaces of two variables on which optimizers differ, and the paths of the registry's optimizers over them.
 
-They are those of textbooks: round contours, a ravine, a saddle point, and a local optimum before a better one. The point
-is one matrix (1, 2) inside a block, so every optimizer updates it by its own rule.
+They are those of textbooks: round contours, a ravine, a saddle point, and a local optimum before a better one. The
+point is one matrix (1, 2) inside a block, so every optimizer updates it by its own rule.
 """
 
 from __future__ import annotations
