@@ -29,13 +29,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--ffn", type=int, default=2816)
-    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--ffn", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--microbatch", type=int, default=4)
-    parser.add_argument("--limit-mib", type=int, default=1300)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--limit-mib", type=int, default=750)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--gbps", type=float, default=0.0, help="throttles the disk; 0: as it is")
     parser.add_argument("--offloads", nargs="*", default=["none", "all:disk"])
     parser.add_argument("--dir", type=Path, default=Path.cwd() / ".offload")
@@ -161,14 +162,14 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         "train.steps=100", "optim.warmup_steps=0", "train.sample_every=0", "layout.recompute=full",
         f"layout.offload={args.worker}", f"layout.offload_dir={args.dir}",
     ]  # fmt: skip
-    recipe = resolve(load("quickstart", sets, "dp=1"), vocab_size=8192)
+    recipe = resolve(load("quickstart", sets, "dp=1"), vocab_size=args.vocab)
     before = resident_bytes()[0]
     state = build_state(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")))
     disk = state.parallel.disk
     steps = []
     for step in range(args.steps):
         torch.manual_seed(step)
-        tokens = torch.randint(0, 8192, (args.batch, args.seq + 1))
+        tokens = torch.randint(0, args.vocab, (args.batch, args.seq + 1))
         share = [
             (tokens[i : i + args.microbatch, :-1], tokens[i : i + args.microbatch, 1:])
             for i in range(0, args.batch, args.microbatch)

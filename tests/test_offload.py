@@ -13,6 +13,7 @@ from runs import assert_same_tensors, lines, ranks_of, train_rank
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
+from fivefold.parallel.offload import activations
 from fivefold.recipe import change, resolve
 from fivefold.spread import tiers
 from fivefold.spread.layout import Layout
@@ -25,6 +26,7 @@ STEPS = 3
 
 def trained(rank: int, world: int, recipe):
     """Losses and norms of some steps, and weights, moments and gradients after them."""
+    activations.SMALLEST = 64
     tiers.CHUNK = 2048  # several chunks per parameter; slots stay larger
     data = prepare(recipe)
     recipe, train = resolve(recipe, vocab_size=data.vocab_size), recipe.train
@@ -41,6 +43,9 @@ def trained(rank: int, world: int, recipe):
         **{f"gradient of {n}": t for n, t in state.gradients().items()},
     }
     found = {name: t.clone() for name, t in kept.items()}
+    if state.parallel.activations is not None:
+        assert state.parallel.activations.moved > 0
+        assert state.parallel.activations.held == 0, "every copy is given back"
     state.parallel.close()
     return figures, found
 
@@ -72,8 +77,16 @@ QUICK = [
     ("all:disk", "bf16", "dp=2,ep=2", []),
     ("states:host", "bf16", "tp=2", []),
     ("states:host", "bf16", "pp=2", []),
+    ("activations", "bf16", "dp=1", []),
+    ("activations", "bf16", "pp=2", []),
 ]
 SLOW = [
+    ("activations", "fp32", "dp=1,recompute=full", []),
+    ("activations", "bf16", "dp=1,recompute=ops:attention+gate+norm", []),
+    ("activations", "bf16", "tp=2,sp=true", []),
+    ("activations", "bf16", "dp=2,zero=3", []),
+    ("activations", "bf16", "cp=2", []),
+    ("activations", "bf16", "dp=2,ep=2", []),
     ("states:disk", "bf16", "dp=2,zero=3", []),
     ("all:disk", "bf16", "dp=2", []),
     ("all:disk", "bf16", "tp=2", []),

@@ -24,6 +24,7 @@ from fivefold.parallel import context, expert, recompute, tensor
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.flat import allocate
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.offload.activations import Activations
 from fivefold.parallel.offload.disk import Disk
 from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.offload.states import Offload
@@ -33,7 +34,7 @@ from fivefold.parallel.stages import split, sum_tied
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
 from fivefold.spread.parts import Part, held
-from fivefold.spread.tiers import OFFLOADS, tiers
+from fivefold.spread.tiers import OFFLOADS, Tiers, tiers
 from fivefold.spread.units import Keeping, keepings, syncs, tensor_sums
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
@@ -57,6 +58,11 @@ class Parallel:
     balance: expert.Balance | None = None
     offloads: dict[int, Offload] = field(default_factory=dict)
     disk: Disk | None = None
+    activations: Activations | None = None
+
+    def saving(self) -> AbstractContextManager[object]:
+        """The context of forward and backward, in which saved tensors may leave the device."""
+        return self.activations.saving() if self.activations is not None else nullcontext()
 
     def settle(self) -> None:
         """Waits until updates that run beside the next step are done."""
@@ -94,7 +100,7 @@ def parallelize(
     stages = list(numbered.values())
     table = held(card_of(model), layout, mesh.rank)
     found = Parallel(list(stages), [])
-    if OFFLOADS[layout.offload].streams:
+    if OFFLOADS[layout.offload] != Tiers():
         found.disk = Disk(
             Path(layout.offload_dir).expanduser() if layout.offload_dir else cache_folder() / "offload"
         )
@@ -136,6 +142,9 @@ def parallelize(
         for stage in stages:
             _make_buffers(stage, mesh.device)
         of_stage = _add_replicas(found, numbered, kept, of_units, mesh, table, recipe, compute_dtype, reduce)
+    if found.disk is not None and OFFLOADS[layout.offload].activations != "device":
+        weights = [p for stage in stages for p in stage.parameters()]
+        found.activations = Activations(found.disk, mesh.device, weights)
     if found.pipeline is not None:
         found.pipeline.replicas = of_stage
         if model.tie_embeddings:
@@ -172,13 +181,13 @@ def _add_replicas(
             sent = syncs(layout)
             sharded = zero.Sharded(stages, table, compute_dtype, of_units, sent, layout.pp > 1)
             replicas.append(sharded)
-            if found.disk is not None:
+            if found.disk is not None and OFFLOADS[layout.offload].streams:
                 kept_here = {name: tuple(master.shape) for name, master in sharded.masters.items()}
                 tier = tiers(layout.offload, sharded=True)
                 found.offloads[id(sharded)] = Offload(found.disk, tier, kept_here, mesh.device)
         for buffer in keeping.buffers:
             offload = None
-            if found.disk is not None:
+            if found.disk is not None and OFFLOADS[layout.offload].streams:
                 tier = tiers(layout.offload, own_masters=compute_dtype != torch.float32)
                 meta = {name: tuple(p.shape) for stage in stages for name, p in stage.named_parameters()}
                 shapes = {name: meta[name] for name in buffer.names}

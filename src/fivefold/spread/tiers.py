@@ -22,6 +22,10 @@ ALIGNMENT = 2048
 """Parameters begin at a multiple of so many elements: 4 KiB in the narrowest dtype, as direct I/O requires."""
 AHEAD = 1
 """Units of working weights that are read before they are needed."""
+READ_AHEAD = 4
+"""Saved activations that backward reads before it needs them."""
+SMALLEST = 1 << 16
+"""Bytes of the smallest activation that leaves the device."""
 NOT_OFFLOADED = "none"
 
 

@@ -126,10 +126,11 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
         replica.start_step()
     if parallel.balance is not None:
         parallel.balance.start_step(scale)
-    if parallel.pipeline is not None:
-        total = parallel.pipeline.forward_backward(microbatches, scale, seeds, parallel.positions)
-    else:
-        total = accumulate(state, microbatches, scale, seeds)
+    with parallel.saving():
+        if parallel.pipeline is not None:
+            total = parallel.pipeline.forward_backward(microbatches, scale, seeds, parallel.positions)
+        else:
+            total = accumulate(state, microbatches, scale, seeds)
     for replica in parallel.replicas:
         replica.finish()
     for reduction in parallel.reductions:

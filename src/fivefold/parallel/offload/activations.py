@@ -1,0 +1,142 @@
+"""Activations in host memory: what forward saves for backward leaves the device, and comes back in backward's order.
+
+Hooks of autograd see every saved tensor. Copies run beside computing (on a GPU in a stream of their own, from and to
+pinned memory). When backward asks for a tensor, those saved just before it are read ahead. A recomputed block saves
+its input only, so "full" recomputation with this keeps next to nothing on the device (ZeRO-R's Pa+cpu, arXiv
+1910.02054).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fivefold.parallel import private
+from fivefold.parallel.offload.disk import Disk
+from fivefold.spread.tiers import READ_AHEAD, SMALLEST
+
+
+class Saved:
+    """A saved tensor. before: the one that was saved before it. host: its copy, a buffer of the pool. here: the copy
+    that is read back. under_way: the copying, to or from the host."""
+
+    def __init__(self, owner: Activations, tensor: Tensor, before: Saved | None):
+        self.owner, self.shape, self.before = owner, tensor.shape, before and weakref.ref(before)
+        self.storage, self.version = StorageWeakRef(tensor.untyped_storage()), tensor._version
+        self.dtype, self.stride, self.offset = tensor.dtype, tensor.stride(), tensor.storage_offset()
+        self.host = owner.buffer(tensor.nbytes)
+        self.here: Tensor | None = None
+        self.under_way: Future[None] | None = None
+        weakref.finalize(self, owner.give_back, self.host)
+
+    def view(self) -> Tensor:
+        """The host's copy, in the tensor's shape and strides."""
+        return self.host.view(self.dtype).as_strided(self.shape, self.stride)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """True if it is a copy of this very tensor, as it is now."""
+        same = not self.storage.expired() and self.version == tensor._version
+        return same and (self.shape, self.dtype, self.stride) == (tensor.shape, tensor.dtype, tensor.stride())
+
+
+class Activations:
+    """Host memory for the activations of one rank. weights: tensors that stay. held, most: bytes in host memory, now
+    and at most. moved: bytes that have left the device so far."""
+
+    def __init__(self, disk: Disk, device: torch.device, weights: Iterable[Tensor]):
+        self.disk, self.device = disk, device
+        self._weights = {private.storage_of(weight) for weight in weights}
+        self._pool: dict[int, list[Tensor]] = {}
+        self._last: weakref.ref[Saved] | None = None
+        self._saved: weakref.WeakValueDictionary[tuple[int, int], Saved] = weakref.WeakValueDictionary()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.held = self.most = self.moved = 0
+
+    def saving(self) -> saved_tensors_hooks:
+        """The context of forward and backward."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def buffer(self, size: int) -> Tensor:
+        free = self._pool.setdefault(size, [])
+        self.held += size
+        self.most = max(self.most, self.held)
+        return (
+            free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        )
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._pool[buffer.numel()].append(buffer)
+        self.held -= buffer.numel()
+
+    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+        storage = private.storage_of(tensor)
+        dense = tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= tensor.nbytes
+        root = tensor._base if tensor._base is not None else tensor
+        weight = storage in self._weights or (root.is_leaf and root.requires_grad)  # FSDP2's gathered ones, too
+        small = tensor.nbytes < SMALLEST or not dense or not _compact(tensor)
+        if small or weight or tensor.device.type != self.device.type:
+            return tensor
+        key = storage, tensor.storage_offset()
+        found = self._saved.get(key)
+        if found is not None and found.is_of(tensor):
+            return found
+        saved = self._saved[key] = Saved(self, tensor, self._last and self._last())
+        self._last = weakref.ref(saved)
+        saved.under_way = self._copy(tensor.detach(), saved.view())
+        self.moved += tensor.nbytes
+        return saved
+
+    def _unpack(self, packed: Tensor | Saved) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self._fetch(packed)
+        assert packed.under_way is not None
+        assert packed.here is not None
+        self.disk.meter.wait(packed.under_way.result)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            packed.here.record_stream(torch.cuda.current_stream())
+        found, packed.here = packed.here, None
+        one = packed
+        for _ in range(READ_AHEAD):
+            one = one.before and one.before()
+            if one is None:
+                break
+            self._fetch(one)
+        return found
+
+    def _fetch(self, saved: Saved) -> None:
+        """Starts to read a tensor back."""
+        if saved.here is None:
+            assert saved.under_way is not None
+            saved.under_way.result()  # it has left
+            view = saved.view()
+            saved.here = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=self.device)
+            saved.under_way = self._copy(view, saved.here)
+
+    def _copy(self, source: Tensor, target: Tensor) -> Future[None]:
+        if self._stream is None:
+            return self.disk.submit(target.copy_, source)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+            (source if source.is_cuda else target).record_stream(self._stream)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _compact(tensor: Tensor) -> bool:
+    """True if the elements fill a stretch of memory, in any order: a copy with the same strides is as large."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
