@@ -157,3 +157,37 @@ def test_says_where_it_cannot_write(tmp_path, monkeypatch):
     recipe = change(recipe, [f"layout.offload_dir={tmp_path}/away"])
     with pytest.raises(UserError, match=r"layout.offload_dir = .*need .* GiB, and .* GiB are free"):
         trained(0, 1, recipe)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("offload", ["states:disk", "all:disk"])
+def test_reads_and_writes_what_the_table_says(tmp_path, offload, microbatches):
+    """`tiers.flows`, by which the planner prices I/O, is what crosses to the disk and back in a step."""
+    recipe = change(
+        tiny(tmp_path, "dp=1", mode="bf16"),
+        [
+            f"train.microbatch_size={8 // microbatches}",
+            f"layout.offload={offload}",
+            f"layout.offload_dir={tmp_path}",
+        ],
+    )
+    data = prepare(recipe)
+    state = build_state(resolve(recipe, vocab_size=data.vocab_size), ranks_of(0, 1))
+    disk, (away,) = state.parallel.disk, state.parallel.offloads.values()
+    tokens = torch.randint(0, 256, (8, 17)).split(8 // microbatches)
+    for _ in range(2):
+        before = disk.meter.figures()
+        take_step(state, recipe, [(rows[:, :-1], rows[:, 1:]) for rows in tokens])
+        state.parallel.settle()
+    after = disk.meter.figures()
+    outside, blocks = away.arena.spans[""][1], away.arena.total - away.arena.spans[""][1]
+    last = blocks // 4  # the last block's weights stay between its forward and its backward
+    wanted = {"read": 0.0, "written": 0.0}
+    for flow in tiers.flows(away.tiers, 2.0, 8.0, microbatches):
+        times = 1 if flow.phase == "update" else microbatches
+        size = blocks + outside * (flow.kind != "working")  # only blocks are paged
+        size -= last * (flow.kind == "working" and flow.phase == "backward")
+        if flow.link == "disk":
+            wanted["written" if flow.out else "read"] += times * flow.bytes * size
+    assert {key: after[key] - before[key] for key in wanted} == wanted
+    state.parallel.close()

@@ -189,6 +189,8 @@ def _search(request: Request, top: int) -> Found:
     if request.json:
         print_json(found.as_json() | answers)
         return found
+    if found.nothing:
+        print(f"without offload {found.nothing}\n")
     print("\n".join(_table(request.name, found)))
     budget.print_answers(answers)
     if request.explain:

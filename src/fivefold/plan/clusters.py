@@ -12,7 +12,7 @@ from typing import Any
 from fivefold.errors import UserError, did_you_mean
 from fivefold.host.devices import BY_NAME, GB, sheet_of
 from fivefold.plan import measured
-from fivefold.plan.devices import Cluster, Device, Link, Wiring, of_table
+from fivefold.plan.devices import Cluster, Device, Link, Storage, Wiring, of_table
 from fivefold.precision import DTYPES
 
 MOST_DEVICES = 1_000_000
@@ -177,6 +177,11 @@ _KEYS = {
     "nodes_per_leaf": _Key(most=MOST_DEVICES),
     "oversubscription": _Key(above=1 - 1e-9),
     "hosts_per_machine": _Key(most=MOST_DEVICES),
+    "host_gb_s": _Key(GB),
+    "host_memory_gb": _Key(GB),
+    "host_bandwidth_gb_s": _Key(GB),
+    "disk_read_gb_s": _Key(GB),
+    "disk_write_gb_s": _Key(GB),
 }
 _WHOLE = (
     "hosts_per_machine",
@@ -324,8 +329,19 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
         int(values.get("devices_per_node", cluster.per_node)),
         link["intra"],
         link["inter"],
+        disk=values.get("disk_write_gb_s", cluster.disk),
         wiring=_wiring(values, torus),
+        disk_read=values.get("disk_read_gb_s", cluster.disk_read),
+        host_link=_host_link(values, cluster),
+        host_memory=values.get("host_memory_gb", cluster.host_memory),
+        host_bandwidth=values.get("host_bandwidth_gb_s", cluster.host_bandwidth),
     )
+
+
+def _host_link(values: dict[str, float], cluster: Cluster) -> Storage:
+    """Both directions of PCIe at once."""
+    rate = values.get("host_gb_s")
+    return Storage(rate, rate, 2 * rate) if rate else cluster.host_link
 
 
 def _wiring(values: dict[str, float], torus: tuple[int, ...]) -> Wiring:

@@ -62,6 +62,26 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Storage:
+    """A link to another tier of memory. read, write: bytes/s alone; both: of reading and writing at once, together."""
+
+    read: float
+    write: float
+    both: float
+
+    def seconds(self, read: float, written: float) -> float:
+        """Seconds to read and write so many bytes at the same time."""
+        return max(read / self.read, written / self.write, (read + written) / self.both)
+
+    def shared(self, ranks: int) -> Storage:
+        return Storage(self.read / ranks, self.write / ranks, self.both / ranks)
+
+
+PCIE = Storage(25 * GB, 25 * GB, 50 * GB)
+"""What copies between a GPU and pinned memory reach on PCIe 4.0 x16, of 32 GB/s each way."""
+
+
+@dataclass(frozen=True)
 class Wiring:
     """What is between the devices of a node, and between nodes, besides `Cluster.intra` and `Cluster.inter`.
 
@@ -85,7 +105,9 @@ class Cluster:
 
     0 devices means as many as a layout has ranks. intra, inter: a device's links within a node and between nodes.
     machine: the table of a measured machine, which each node is like, or on which `hosts` nodes are (namespaces,
-    containers). disk: bytes/s that a node writes.
+    containers). disk: bytes/s that a node writes. disk_read: that it reads; 0: as many. disk_both: both at once; 0: as
+    many as it writes. host_link: between a device and host memory (PCIe). host_memory: bytes per node. host_bandwidth:
+    bytes/s of it, by which the update on CPUs is bounded.
     """
 
     name: str
@@ -98,6 +120,21 @@ class Cluster:
     disk: float = 2 * GB  # a local NVMe drive's, sustained
     wiring: Wiring = Wiring()
     hosts: int = 1
+    disk_read: float = 0.0
+    disk_both: float = 0.0
+    host_link: Storage = PCIE
+    host_memory: float = 1024 * GIB
+    host_bandwidth: float = 300 * GB
+
+    @property
+    def storage(self) -> Storage:
+        """The disk of a node."""
+        return Storage(self.disk_read or self.disk, self.disk, self.disk_both or self.disk)
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the devices are the cores of a measured machine: device and host memory are the same."""
+        return self.machine is not None and self.machine.on_cpu
 
     @property
     def connected(self) -> bool:

@@ -69,6 +69,7 @@ class Memory:
 
     params: weights that compute. gradients: the fp32 sums. optimizer: moments, and fp32 masters that do not compute.
     activations: tensors that forward, or its recomputation, keeps for backward. buffers: the rest.
+    host, disk: what is offloaded there; not in the total.
     """
 
     params: float
@@ -76,6 +77,8 @@ class Memory:
     optimizer: float
     activations: float
     buffers: float
+    host: float = 0.0
+    disk: float = 0.0
 
     @property
     def total(self) -> float:
@@ -88,7 +91,8 @@ class Memory:
 
     def as_json(self) -> dict[str, int]:
         names = ("params", "gradients", "optimizer", "activations", "buffers", "total")
-        return {name: round(getattr(self, name)) for name in names}
+        away = [name for name in ("host", "disk") if getattr(self, name)]
+        return {name: round(getattr(self, name)) for name in (*names, *away)}
 
 
 def state_bytes(

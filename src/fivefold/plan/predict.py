@@ -12,7 +12,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, OptimizerCard
-from fivefold.plan import memory, outer, servers, volume
+from fivefold.plan import memory, offload, outer, servers, volume
 from fivefold.plan.cost import Setting
 from fivefold.plan.devices import Cluster
 from fivefold.plan.memory import Memory
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.limit
+        return self.peak_bytes <= self.limit and offload.fits(self.setting, self.memory)
 
     @property
     def tokens(self) -> int:
@@ -216,6 +216,7 @@ def price(s: Setting, shared: Parts | None = None) -> Plan:
 def held(s: Setting) -> list[Memory]:
     """Memory per rank at each pipeline position."""
     found = memory.predict(s.model, s.layout, s.sizes, s.software, s.mode, s.microbatches)
+    found = offload.held(s, found)
     if s.sites.count == 1:
         return found
     ranks = memory.rank_elements(s.model, s.layout, s.software.partition)

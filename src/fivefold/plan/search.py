@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from fivefold.errors import UserError
@@ -27,11 +27,14 @@ from fivefold.plan.time import step
 from fivefold.recipe import Recipe
 from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import with_layout
+from fivefold.spread.layout import problems
+from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
 
 GLIMPSE = 32
 PRICED = 4  # the level of a full prediction, after four levels of bounds
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
+FEW = 4  # layouts per size of a microbatch that are tried with offload
 SMALLEST = 20  # if nothing fits, the layouts with the least bytes that are counted exactly
 
 
@@ -40,7 +43,8 @@ class Found:
     """The result of a search.
 
     plans: best first. rejected: number of rejected layouts by reason. reasons: why each plan is slower than the first.
-    bottlenecks: those of the first, one sentence each. nothing: what would be needed if no layout fits. within: the
+    bottlenecks: those of the first, one sentence each. nothing: what would be needed if no layout fits; plans are
+    then those that fit because they offload something. within: the
     fastest plan that takes at most the given bytes.
     """
 
@@ -169,12 +173,32 @@ def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software |
     slower = space.size - len(plans) - run.lost
     rejected = {reason: n for reason, n in (("do not fit", run.lost), ("slower", slower)) if n}
     if not plans:
-        return Found([], space.size, rejected, nothing=nothing_fits(space, bounds, run.smallest()))
+        away, why = offloaded(space, bounds, top), nothing_fits(space, bounds, run.smallest())
+        return Found(away, space.size, rejected, reasons(away) if away else [], nothing=why)
 
     def within(most: float) -> Plan | None:
         return next(Search(space, bounds, most).plans(), None)
 
     return Found(plans, space.size, rejected, reasons(plans), _bottlenecks(space, bounds, plans), "", within)
+
+
+def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
+    """The fastest layouts that fit if they offload something, where none fits without. They are among those with the
+    least bytes for each size of a microbatch."""
+    by_size: dict[int, list[tuple[float, Choice]]] = {}
+    for _, size, choice in bounds.starts(space):
+        by_size.setdefault(choice.B, []).append((size, choice))
+    found = []
+    for starts in by_size.values():
+        for _, c in heapq.nsmallest(FEW, starts, key=lambda start: start[0]):
+            schedules = space.schedules(c.layout.pp)[:FEW]
+            for layout in {c.layout, space.leanest(c.layout)}:
+                for (name, virtual), offload in product(schedules, OFFLOADS):
+                    one = replace(layout, schedule=name, virtual_stages=virtual, offload=offload)
+                    if offload != NOT_OFFLOADED and not any(True for _ in problems(one)):
+                        found.append(price(bounds.setting(replace(c, layout=one))))
+    fitting = [plan for plan in found if plan.fits]
+    return heapq.nsmallest(top, fitting, key=lambda plan: plan.step.seconds)
 
 
 def _bottlenecks(space: Space, bounds: Bounds, plans: list[Plan]) -> list[str]:

@@ -11,7 +11,7 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul, Operation, Work
 from fivefold.models.recomputation import region
 from fivefold.optim import OPTIMIZERS, update_traffic
-from fivefold.plan import communication, memory, outer, rates, volume
+from fivefold.plan import communication, memory, offload, outer, rates, volume
 from fivefold.plan.communication import exposed, group, held
 from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
@@ -23,6 +23,7 @@ from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed, splits_backward
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import sharing_group, stages_of
+from fivefold.spread.tiers import NOT_OFFLOADED
 from fivefold.spread.units import Sync, bucket_bytes, scattered_once
 
 
@@ -435,17 +436,18 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     rank_of = memory.schedule(s.layout.schedule, p, 2, s.layout.virtual_stages).rank_of if p > 1 else (0,)
     extra, waits = 0.0, [0.0] * p
     ranks = memory.rank_elements(s.model, s.layout, s.software.partition)
-    reduced = gathered = updated = 0.0
+    reduced = gathered = updated = moved = 0.0
     for position in range(p):
         mine = [costs[stage] for stage, rank in enumerate(rank_of) if rank == position]
         backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
         forward -= _outside_blocks(s, stages_of(s.layout, position), len(costs)).sent_forward
         r, g = data_parallel(s, ranks[position], backward, forward)
         u = optimizer(s, ranks[position]) + whole_matrices(s, position)
+        away = offload.exposed(s, offload.Computing(forward, backward, u), ranks[position])
         waits[position] = m * (sum(c.sent for c in mine) - (_hidden(s, costs, position) if p > 1 else 0.0))
-        late = ends[position] + r + g + u - makespan
+        late = ends[position] + r + g + u + away - makespan
         if late > extra:
-            extra, reduced, gathered, updated = late, r, g, u
+            extra, reduced, gathered, updated, moved = late, r, g, u, away
     tensor_sums, tied_sums = max((shared_sums(s, position) for position in range(p)), key=sum)
     worst = max(range(p), key=lambda position: busy[position])
     encoding = max(compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
@@ -455,7 +457,9 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     seconds = inner + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
     exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})
-    compute = busy[worst] - waits[worst] + updated + besides
+    if s.layout.offload != NOT_OFFLOADED:
+        exposed["offload"] = max(0.0, moved)
+    compute = busy[worst] - waits[worst] + updated + min(0.0, moved) + besides
     bubble = seconds - compute - sum(exposed.values())
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
@@ -469,6 +473,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         ("exposed weight gathers", gathered),
         *([("encoding of gradients, part of their sums", encoding)] if s.layout.compress != NONE else []),
         ("optimizer", updated),
+        *([("offload: exposed I/O, less what the update saves", moved)] if moved else []),
         ("gradient sums over the tensor axis", tensor_sums),
         ("sum of tied embeddings", tied_sums),
         ("fixed per step", besides),

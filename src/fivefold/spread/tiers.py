@@ -72,6 +72,58 @@ def tiers(offload: str, sharded: bool = False, own_masters: bool = True) -> Tier
     return found
 
 
+@dataclass(frozen=True)
+class Flow:
+    """Bytes per parameter that cross a link each time that a phase runs.
+
+    phase: the streamed "update", which runs beside the first microbatch's forward; "forward" and "backward" of every
+    microbatch. link: "host", between the device and host memory, or "disk". out: away from the device.
+    """
+
+    phase: Literal["update", "forward", "backward"]
+    kind: str
+    link: Literal["host", "disk"]
+    out: bool
+    bytes: float
+
+
+def flows(
+    away: Tiers, working: float, states: float, microbatches: int, gradient: float = 4.0, master: float = 4.0
+) -> tuple[Flow, ...]:
+    """What a streamed update and the paging of weights and gradients move. working, states, ...: bytes per parameter of
+    each kind; master: 0 if the masters compute and do not leave."""
+    if not away.streams:
+        return ()
+    found: list[Flow] = []
+
+    def moves(
+        phase: Literal["update", "forward", "backward"], kind: str, tier: Tier, size: float, way: str
+    ) -> None:
+        """way: of "in" and "out", from and to where the kind lies. The update runs in host memory, all else on the
+        device."""
+        outer = tier == "disk"
+        inner = (tier == "device") if phase == "update" else tier != "device"
+        for word in ("in", "out"):
+            if word in way.split() and size:
+                if outer:
+                    found.append(Flow(phase, kind, "disk", word == "out", size))
+                if inner:
+                    found.append(Flow(phase, kind, "host", (word == "out") != (phase == "update"), size))
+
+    moves("update", "gradients", away.gradients, gradient, "in")
+    moves("update", "masters", away.masters, master, "in out")
+    moves("update", "states", away.states, states, "in out")
+    if master:
+        moves("update", "working", away.working, working, "out")
+    if away.working != "device":
+        moves("forward", "working", away.working, working, "in")
+        moves("backward", "working", away.working, working, "in")
+    if away.gradients != "device":
+        moves("backward", "gradients", away.gradients, gradient, "out")
+        moves("backward", "gradients", away.gradients, gradient * (microbatches - 1) / microbatches, "in")
+    return tuple(found)
+
+
 def unit_of(name: str) -> str:
     """The unit of a parameter: its block, or "" for everything outside the blocks."""
     found = re.match(r"blocks\.\d+", name)

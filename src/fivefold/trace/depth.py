@@ -26,6 +26,7 @@ from fivefold.schedules.pipeline import FILLING, few
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.parts import stage_blocks, stages_of
 from fivefold.spread.sites import in_site, site_layout
+from fivefold.spread.tiers import NOT_OFFLOADED
 from fivefold.trace.cache import CachedFigures
 from fivefold.trace.memory import CATEGORIES, Peak
 from fivefold.trace.step import Traced, trace
@@ -136,6 +137,11 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
         raise UserError('steps with sync.method = "server" are not traced; leave out --exact')
+    if layout.offload != NOT_OFFLOADED:
+        raise UserError(
+            f'the trace knows one tier of memory, so layout.offload = "{layout.offload}" is not '
+            "traced; leave out --exact"
+        )
     validate(layout, layout.ranks)
     if not 0 <= rank < layout.ranks:
         nearest = min(max(rank, 0), layout.ranks - 1)

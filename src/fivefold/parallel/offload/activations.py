@@ -78,7 +78,9 @@ class Activations:
         storage = private.storage_of(tensor)
         dense = tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= tensor.nbytes
         root = tensor._base if tensor._base is not None else tensor
-        weight = storage in self._weights or (root.is_leaf and root.requires_grad)  # FSDP2's gathered ones, too
+        weight = storage in self._weights or (
+            root.is_leaf and root.requires_grad
+        )  # FSDP2's gathered ones, too
         small = tensor.nbytes < SMALLEST or not dense or not _compact(tensor)
         if small or weight or tensor.device.type != self.device.type:
             return tensor

@@ -1,0 +1,88 @@
+"""Plans of layouts that offload: memory by tier, exposed I/O, and the search when nothing fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from fivefold.plan import offload
+from fivefold.plan.clusters import parse
+from fivefold.plan.devices import Storage
+from fivefold.plan.predict import predict
+from fivefold.plan.search import search
+from fivefold.recipe import load
+from fivefold.spread.tiers import OFFLOADS, flows
+
+GIB = 2**30
+LARGE = [
+    "model.layers=40", "model.dim=5120", "model.heads=40", "model.kv_heads=40", "model.ffn_dim=13824",
+    "model.vocab_size=32000", "model.seq_len=2048", "model.tie_embeddings=false", "train.global_batch_size=32",
+    "train.microbatch_size=4", "layout.recompute=full", "precision.mode=bf16",
+]  # fmt: skip
+
+
+def plan_of(away: str, layout: str = "dp=1", cluster: str = "h100", sets: tuple[str, ...] = ()):
+    return predict(load("quickstart", [*LARGE, f"layout.offload={away}", *sets], layout), parse(cluster))
+
+
+def test_each_byte_is_in_one_tier():
+    """13B parameters: 18 bytes each, wherever they lie; ZeRO-Offload trains such a model on one GPU."""
+    none, host, disk = (plan_of(away).memory[0] for away in ("none", "states:host", "states:disk"))
+    parameters = none.optimizer / 12
+    assert host.host == pytest.approx(16 * parameters)
+    assert host.params == none.params
+    assert host.gradients < 0.1 * none.gradients
+    assert disk.disk == pytest.approx(12 * parameters)
+    assert (disk.params, disk.gradients, disk.optimizer) == (none.params, none.gradients, 0)
+    assert not plan_of("none").fits
+    assert plan_of("states:host").fits
+    assert plan_of("all:disk").memory[0].total < 0.1 * none.total
+    shared = plan_of("states:disk", "dp=8,zero=1").memory[0]
+    assert shared.disk == pytest.approx(8 * parameters / 8, rel=1e-3)
+
+
+def test_flows_of_zero_infinity():
+    """With one microbatch a parameter in bf16 reads 2 + 2 for forward and backward and 16 for its update, and writes 4
+    of gradients and 14 of update. Each further microbatch adds its weights, and gradients there and back."""
+
+    def bytes_of(m: int, out: bool) -> float:
+        found = [f for f in flows(OFFLOADS["all:disk"], 2, 8, m) if f.link == "disk" and f.out == out]
+        return sum(f.bytes * (1 if f.phase == "update" else m) for f in found)
+
+    assert [bytes_of(1, False), bytes_of(1, True)] == [20, 18]
+    assert [bytes_of(3, False), bytes_of(3, True)] == [20 + 2 * (4 + 4), 18 + 2 * 4]
+    assert flows(OFFLOADS["activations"], 2, 8, 1) == ()
+
+
+def test_a_faster_disk_hides_more():
+    slow, fast = (
+        predict(
+            load("quickstart", [*LARGE, "layout.offload=all:disk"], "dp=1"),
+            replace(parse("h100"), disk=rate, disk_read=rate, disk_both=rate),
+        ).step
+        for rate in (1e9, 1e13)
+    )
+    assert slow.exposed["offload"] > 50 * fast.exposed["offload"] > 0, (
+        "what is left is the host's update and PCIe"
+    )
+    assert slow.seconds > fast.seconds
+
+
+def test_a_phase_takes_as_long_as_its_computing_or_its_io():
+    plan = plan_of("all:disk", sets=("train.global_batch_size=4",))
+    cluster = replace(
+        plan.setting.cluster, host_link=Storage(1e15, 1e15, 1e15), disk=1e9, host_bandwidth=1e15
+    )
+    s = replace(plan.setting, cluster=cluster)
+    own = plan_of("none").memory[0].params / 2
+    elements = offload.Elements(own, own)
+    assert offload.seconds(s, offload.Computing(1, 2, 0.5), elements) == pytest.approx(38 * own / 1e9)
+    assert offload.seconds(s, offload.Computing(1e6, 2e6, 0), elements) == pytest.approx(3e6)
+
+
+def test_a_search_offloads_where_nothing_fits():
+    found = search(load("quickstart", LARGE, "dp=1"), parse("h100:1"))
+    assert found.plans
+    assert all(plan.fits and plan.layout.offload != "none" for plan in found.plans)
+    assert found.plans[0].layout.offload in ("states:host", "activations")
+    without = search(load("quickstart", LARGE, "dp=1"), parse("h100:16"))
+    assert {plan.layout.offload for plan in without.plans} == {"none"}
