@@ -11,15 +11,19 @@ from pathlib import Path
 from fivefold.observe import layout_picture, number_formats, worker_picture
 from fivefold.plan.clusters import parse
 from fivefold.plan.frontier import as_rows, frontier
+from fivefold.plan.offload import units_of
 from fivefold.plan.pages import svg as plan_svg
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
+from fivefold.plan.time import stage_costs
 from fivefold.plan.timeline import timeline
 from fivefold.precision.histogram import from_json as histogram_of
 from fivefold.recipe import load, resolve
 from fivefold.schedules import collectives
 from fivefold.schedules.collectives import draw
+from fivefold.schedules.offload import WAYS, busy
+from fivefold.schedules.offload import simulate as simulate_offload
 from fivefold.schedules.overlap import from_json
 from fivefold.schedules.overlap_draw import to_svg as timelines_svg
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_svg
@@ -67,6 +71,7 @@ def main() -> None:
         (PLAN_FOLDER / f"server_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in timelines().items():
         (PLAN_FOLDER / f"timeline_{name}.svg").write_text(picture, encoding="utf-8")
+    (PLAN_FOLDER / "offload.svg").write_text(offloads(), encoding="utf-8")
     found = json.loads((RESULTS / "histogram.json").read_text())
     picture = number_formats.histogram_svg(
         histogram_of(found["kinds"]), f"quickstart, step {found['step']}: numbers by exponent"
@@ -74,6 +79,20 @@ def main() -> None:
     (PLAN_FOLDER / "formats.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
+
+
+def offloads() -> str:
+    """The ways to update on the host, with a 13B model's blocks, by their planned seconds on an H100."""
+    sets = [
+        "model.layers=40", "model.dim=5120", "model.heads=40", "model.kv_heads=40", "model.ffn_dim=13824",
+        "model.vocab_size=32000", "model.seq_len=2048", "train.global_batch_size=8", "train.microbatch_size=8",
+        "layout.recompute=full", "layout.offload=states:host", "precision.mode=bf16",
+    ]  # fmt: skip
+    planned = predict(load("quickstart", sets, "dp=1"), parse("h100"))
+    units = units_of(planned.setting, stage_costs(planned.setting)[0], 8)
+    lines = {name: simulate_offload(units, way) for name, way in WAYS.items()}
+    drawn = [(f"{name}: device busy {busy(line):.0%}", line) for name, line in lines.items()]
+    return timelines_svg(drawn, "Updates on the host: 13B parameters in 8 units, one H100 with PCIe 4.0")
 
 
 def workers() -> dict[str, str]:

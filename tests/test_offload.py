@@ -54,7 +54,10 @@ def compared(recipe, offload: str, folder: Path) -> None:
     world = Layout.from_recipe(recipe.layout).ranks
     away = change(recipe, [f"layout.offload={offload}", f"layout.offload_dir={folder / 'away'}"])
     for (one, kept), (other, same) in zip(
-        *(run_ranks(world, trained, r) if world > 1 else [trained(0, 1, r)] for r in (recipe, away)),
+        *(
+            run_ranks(world, trained, r, timeout_s=60) if world > 1 else [trained(0, 1, r)]
+            for r in (recipe, away)
+        ),
         strict=True,
     ):
         assert one == other

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.plan.cost import Setting
+from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
 from fivefold.plan.memory import Elements, Memory, elements, microbatch, outside_blocks, rank_elements, sums
 from fivefold.plan.software import States
 from fivefold.precision import DTYPES, MASTER
+from fivefold.schedules.offload import Unit
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stages_of
 from fivefold.spread.tiers import (
@@ -123,6 +124,16 @@ def exposed(s: Setting, computing: Computing, own: Elements) -> float:
     if s.layout.offload == NOT_OFFLOADED:
         return 0.0
     return seconds(s, computing, own) - seconds(s, computing, None)
+
+
+def units_of(s: Setting, cost: Cost, count: int) -> list[Unit]:
+    """A model on one rank with one microbatch, in so many equal units, for `schedules.offload`. cost: of the whole."""
+    own = rank_elements(s.model, s.layout, s.software.partition)[0]
+    part, b = own.computes / count, s.states
+    out = s.cluster.host_link.seconds(0.0, part * b.gradient)
+    back = s.cluster.host_link.seconds(part * b.working, 0.0)
+    update = part * (2 * (b.moments + FP32) + FP32) / s.cluster.host_bandwidth
+    return [Unit(cost.forward / count, (cost.input + cost.weight) / count, out, update, back)] * count
 
 
 def seconds(s: Setting, computing: Computing, own: Elements | None) -> float:

@@ -12,6 +12,7 @@ from fivefold.models.rules import lacks, model_rules
 from fivefold.models.section import ModelSection
 from fivefold.optim import FIELDS, OPTIMIZERS
 from fivefold.optim.outer import OUTER
+from fivefold.precision import MASTER, PRECISIONS
 from fivefold.recipe.idle import refused
 from fivefold.recipe.ramp import ramp, steps_for
 from fivefold.recipe.schema import Sections
@@ -299,6 +300,13 @@ def _offload(recipe: Sections) -> Iterator[Contradiction]:
             {"layout.offload", "optim.name"},
             f'layout.offload = "{layout.offload}" updates chunks of parameters, and the optimizer "{card.name}" is '
             'no fused kernel. Nearest valid: optim.name = "adamw", or layout.offload = "activations"',
+        )
+    mode = PRECISIONS.get(recipe.precision.mode)
+    if mode is not None and {mode.master, mode.gradient, mode.state} != {MASTER}:
+        yield (
+            {"layout.offload", "precision.mode"},
+            f'layout.offload = "{layout.offload}" streams masters, gradients and states in fp32, unlike precision.mode '
+            f'= "{mode.name}". Nearest valid: precision.mode = "bf16", or layout.offload = "activations"',
         )
     if recipe.sites.count > 1:
         yield (

@@ -1,0 +1,152 @@
+"""Ways to order gradients that leave, updates on the host, and weights that come back, as timelines. No torch.
+
+A model is a row of units. Backward goes through them from the last to the first. Each unit's gradients go out over a
+link, the host updates its states, and its weights come back over the link's other direction. A `Way` says what waits
+for what:
+
+- `after`: the update begins when the whole gradient is out, since clipping needs its norm, and the next forward when
+  all weights are back (ZeRO-Offload, arXiv 2101.06840). The device waits twice.
+- `beside`: the update goes in the order of forward, and a unit's forward waits for its own weights (parallel/offload;
+  arXiv 2104.07857 reads ahead likewise). The values are the same.
+- `early`: a unit is updated as soon as its gradients are out, beside backward, so both waits are hidden (MemFerry's
+  aim). It needs an update without the norm of the whole gradient, so no recipe runs it.
+- `window`: as `early`, and only `width` units have weights on the device (STRONGHOLD, SC 2022). They are fetched for
+  forward, and again for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, Span, StepTimeline
+
+OUT, IN, HOST = "out", "in", "host"
+STEPS = 4  # simulated; the last but one is steady
+
+
+@dataclass(frozen=True)
+class Way:
+    """eager: updates do not wait for the norm. together: forward waits for all weights. width: units whose weights are
+    on the device; 0: all. runs: the trainer has it."""
+
+    name: str
+    eager: bool = False
+    together: bool = False
+    width: int = 0
+    runs: bool = False
+
+
+WAYS = {
+    way.name: way
+    for way in (
+        Way("after", together=True),
+        Way("beside", runs=True),
+        Way("early", eager=True),
+        Way("window", eager=True, width=3),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Seconds of a unit: its forward, its backward, its gradients' way out, its update on the host, its weights' way
+    in."""
+
+    forward: float
+    backward: float
+    out: float
+    update: float
+    back: float
+
+
+@dataclass
+class _Clock:
+    """What has been placed. free: when each resource is free."""
+
+    spans: list[Span] = field(default_factory=list)
+    free: dict[str, float] = field(default_factory=dict)
+
+    def run(self, lane: str, kind: str, name: str, seconds: float, ready: float = 0.0) -> float:
+        """Places work on a lane as early as possible. Returns its end."""
+        start = max(ready, self.free.get(lane, 0.0))
+        if lane == COMPUTE and start > self.free.get(lane, 0.0):
+            self.spans.append(Span(COMPUTE, WAIT, name, self.free.get(lane, 0.0), start))
+        self.spans.append(Span(lane, kind, name, start, start + seconds))
+        self.free[lane] = start + seconds
+        return start + seconds
+
+
+def simulate(units: Sequence[Unit], way: Way) -> StepTimeline:
+    """A step in the steady state, from the begin of its forward to the begin of the next one."""
+    clock, starts = _Clock(), list[float]()
+    back = [0.0] * len(units)  # when the weights of each unit are up to date, on the device or in host memory
+    for _ in range(STEPS):
+        begin = max(back) if way.together else 0.0
+        done = _forward(clock, units, way, [max(begin, ready) for ready in back], starts)
+        out = _backward(clock, units, way, done)
+        back = _update(clock, units, way, out)
+    return _cut(clock.spans, starts[-2], starts[-1])
+
+
+def _forward(
+    clock: _Clock, units: Sequence[Unit], way: Way, ready: list[float], starts: list[float]
+) -> list[float]:
+    """Returns when each unit's forward has ended."""
+    done = list[float]()
+    for number, unit in enumerate(units):
+        here = ready[number]
+        if way.width:
+            freed = done[number - way.width] if number >= way.width else 0.0
+            here = clock.run(IN, MESSAGE, f"weights {number}", unit.back, max(here, freed))
+        done.append(clock.run(COMPUTE, "forward", f"unit.{number}", unit.forward, here))
+        if number == 0:
+            starts.append(done[0] - unit.forward)
+    return done
+
+
+def _backward(clock: _Clock, units: Sequence[Unit], way: Way, done: list[float]) -> list[float]:
+    """Returns when each unit's gradients are out."""
+    out, ended, last = [0.0] * len(units), dict[int, float](), len(units) - 1
+    for number in range(last, -1, -1):
+        unit, here = units[number], 0.0
+        if way.width and number <= last - way.width:  # the last units are still there
+            here = clock.run(
+                IN, MESSAGE, f"weights {number}", unit.back, ended.get(number + way.width, done[last])
+            )
+        ended[number] = clock.run(COMPUTE, "backward", f"unit.{number}", unit.backward, here)
+        out[number] = clock.run(OUT, MESSAGE, f"gradients {number}", unit.out, ended[number])
+    return out
+
+
+def _update(clock: _Clock, units: Sequence[Unit], way: Way, out: list[float]) -> list[float]:
+    """Returns when each unit's new weights are back."""
+    back, order = [0.0] * len(units), range(len(units))
+    for number in reversed(order) if way.eager else order:
+        ready = out[number] if way.eager else max(out)
+        updated = clock.run(HOST, "update", f"update {number}", units[number].update, ready)
+        fetched = way.width  # the window fetches them when it needs them
+        back[number] = (
+            updated if fetched else clock.run(IN, MESSAGE, f"weights {number}", units[number].back, updated)
+        )
+    return back
+
+
+def _cut(spans: Sequence[Span], start: float, end: float) -> StepTimeline:
+    """What happens from start to end, with times since then."""
+    inside = [
+        span._replace(start=max(span.start, start) - start, end=min(span.end, end) - start)
+        for span in spans
+        if span.end > start and span.start < end
+    ]
+    return StepTimeline(tuple(sorted(inside, key=lambda span: (span.lane != COMPUTE, span.start))))
+
+
+def busy(timeline: StepTimeline) -> float:
+    """Share of a step in which the device computes."""
+    computed = sum(span.seconds for span in timeline.of(COMPUTE) if span.kind != WAIT)
+    return computed / timeline.seconds if timeline.seconds else 1.0
+
+
+def with_width(way: Way, width: int) -> Way:
+    return replace(way, width=width)
