@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fivefold.observe import layout_picture, number_formats, worker_picture
+from fivefold.observe import layout_picture, number_formats, optimizer_paths, worker_picture
+from fivefold.optim import OPTIMIZERS
+from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.clusters import parse
 from fivefold.plan.frontier import as_rows, frontier
 from fivefold.plan.offload import units_of
@@ -57,6 +59,8 @@ COLORS = ("#1f5a9e", "#2c7a5a", "#b5651d", "#7b4fa3")
 
 
 def main() -> None:
+    paths = {name: {one: tuned(one, surface) for one in OPTIMIZERS} for name, surface in SURFACES.items()}
+    (PLAN_FOLDER / "optimizers.svg").write_text(optimizer_paths.to_svg(paths), encoding="utf-8")
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, (recipe, layout) in LAYOUTS.items():
         loaded = resolve(load(recipe, [], layout), vocab_size=4096)

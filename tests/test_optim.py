@@ -1,6 +1,7 @@
 """Learning-rate schedules, clipping, optimizers."""
 
 import math
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from runs import ranks_of
 
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.section import ModelSection
+from fivefold.observe.optimizer_paths import contours, to_svg, to_text
 from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.optim.clip import clip_scale, sum_of_squares
 from fivefold.optim.eight_bit import decode, encode, table
 from fivefold.optim.muon import orthogonal
 from fivefold.optim.outliers import outlier
 from fivefold.optim.placing import places, state_bytes, ways
+from fivefold.optim.surfaces import SURFACES, path, tuned
 from fivefold.optim.updater import Updater
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
@@ -353,6 +356,25 @@ def test_restarts_by_hand():
         [0.1 + 0.9 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(1, 9)]
     )
     assert values[14] > 0.9
+
+
+def test_paths_over_surfaces(tmp_path):
+    """Momentum needs fewer steps along the ravine; of all pictures the points are inside, and their files are XML."""
+    ravine = SURFACES["ravine"]
+    rates = (0.05, 0.1, 0.2)
+    found = {name: tuned(name, ravine, 40, rates) for name in ("sgd", "momentum", "muon")}
+    assert found["momentum"][1][-1][2] < found["sgd"][1][-1][2] / 2
+    assert path("sgd", ravine, 0.3)[-1][2] > ravine.height(*ravine.start), (
+        "above 2 / 10 it swings ever further"
+    )
+    for surface in SURFACES.values():
+        assert len(list(contours(surface))) > 200
+    root = ElementTree.fromstring(to_svg({"ravine": found}))
+    assert len(root.findall(".//{*}polyline")) == 3
+    text = to_text(ravine, found, 60, 16)
+    assert "b momentum" in text
+    assert text.count("a") > 10
+    assert path("sgd", SURFACES["local"], 0.05)[-1][0] < 0, "it stays in the valley where it begins"
 
 
 PLACED = {
