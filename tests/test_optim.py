@@ -19,12 +19,13 @@ from fivefold.optim.clip import clip_scale, sum_of_squares
 from fivefold.optim.eight_bit import decode, encode, table
 from fivefold.optim.muon import orthogonal
 from fivefold.optim.outliers import outlier
-from fivefold.optim.placing import places, state_bytes, ways
+from fivefold.optim.placing import gathered, places, planned_ways, state_bytes, ways
 from fivefold.optim.surfaces import SURFACES, path, tuned
 from fivefold.optim.updater import Updater
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
 from fivefold.spread.layout import Layout, parse
+from fivefold.spread.matrices import exchanges, sizes_sent
 from fivefold.spread.parts import boxes, held, local_shape
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
@@ -406,9 +407,13 @@ def same_bits(rank, world, name, layouts):
             grads = {key: torch.randn(shape, generator=generator) for key, shape in spec.parameters.items()}
             other.step({key: cut(grads[key], part) for key, part in table.items()}, 0.1)
             one.step(grads, 0.1)
+        outlined = planned_ways(card, spec, layout, rank)
+        assert {key: way.whole for key, way in outlined.items()} == gathered(routes)
+        sizes = [(e.group, max(sum(e.given), sum(e.taken))) for e in exchanges(routes, layout, rank)]
+        assert sizes_sent(outlined) == sizes
         weights = max(difference(mine[key], cut(whole[key], part)) for key, part in table.items())
         has, wanted = other.states(), one.states()
-        parts = {f"{s.name}.{key}": part for s, key, part in places(card, table, routes)}
+        parts = {f"{s.name}.{key}": part for s, key, part in places(card, table, gathered(routes))}
         assert has.keys() == parts.keys()
         states = max(
             (difference(has[key], cut(wanted[key], part)) for key, part in parts.items()), default=0.0

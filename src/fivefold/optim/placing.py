@@ -8,39 +8,51 @@ from dataclasses import replace
 
 from fivefold.optim.card import OptimizerCard, OptimizerState, state_ranges
 from fivefold.spread.layout import Layout
-from fivefold.spread.matrices import Exchange, Route, exchanges, routes
-from fivefold.spread.parts import Model, Part, held, size_of
+from fivefold.spread.matrices import Needs, Outline, Route, outlines, routes
+from fivefold.spread.parts import Model, Part, Ranges, held, size_of
 
 
 def ways(card: OptimizerCard, model: Model, layout: Layout, rank: int) -> dict[str, Route]:
     """How the pieces of matrices come together before an update, for the parameters whose update needs it."""
-    if card.needs == "elements" or (layout.tp == 1 and not layout.zero):
-        return {}
-    needs = {n: card.needs for n, shape in model.parameters.items() if card.of(n, shape).needs != "elements"}
-    return routes(model, layout, rank, needs)
+    return routes(model, layout, rank, _needs(card, model)) if _divides(card, layout) else {}
+
+
+def planned_ways(card: OptimizerCard, model: Model, layout: Layout, rank: int) -> dict[str, Outline]:
+    """The same for the planner, which asks for sizes only."""
+    return outlines(model, layout, rank, _needs(card, model)) if _divides(card, layout) else {}
+
+
+def _divides(card: OptimizerCard, layout: Layout) -> bool:
+    return card.needs != "elements" and (layout.tp > 1 or layout.zero > 0)
+
+
+def _needs(card: OptimizerCard, model: Model) -> dict[str, Needs]:
+    return {n: card.needs for n, shape in model.parameters.items() if card.of(n, shape).needs != "elements"}
 
 
 def places(
-    card: OptimizerCard, table: Mapping[str, Part], found: Mapping[str, Route]
+    card: OptimizerCard, table: Mapping[str, Part], gathered: Mapping[str, Ranges | None]
 ) -> Iterator[tuple[OptimizerState, str, Part]]:
-    """(state, parameter, the part of the state that this rank keeps). table: the rank's parts of the parameters. found:
-    their ways."""
+    """(state, parameter, the part of the state that this rank keeps). table: the rank's parts of the parameters.
+    gathered: what it updates of those that come together; None: another rank does."""
     for name, part in table.items():
-        way = found.get(name)
-        if way is not None and not way.mine:
+        kept = gathered.get(name, part.keeps)
+        if kept is None:
             continue  # its states are on its owner
-        kept, owned = (way.whole, part.owned) if way else (part.keeps, part.owned)
         for state, shape in card.states_of(name, part.shape):
             ranges = state_ranges(kept, part.shape, shape)
-            yield state, name, replace(part, shape=shape, computes=ranges, keeps=ranges, owned=owned)
+            yield state, name, replace(part, shape=shape, computes=ranges, keeps=ranges)
+
+
+def gathered(found: Mapping[str, Route]) -> dict[str, Ranges | None]:
+    """What a rank updates of each parameter with a way."""
+    return {name: way.whole if way.mine else None for name, way in found.items()}
 
 
 def state_bytes(card: OptimizerCard, model: Model, layout: Layout, rank: int) -> float:
     """Bytes of all states that a rank keeps."""
-    table, found = held(model, layout, rank), ways(card, model, layout, rank)
+    table = held(model, layout, rank)
+    if card.uniform:
+        return card.bytes * sum(size_of(part.keeps) for part in table.values())
+    found = {name: way.whole for name, way in planned_ways(card, model, layout, rank).items()}
     return sum(state.bytes * size_of(part.keeps) for state, _, part in places(card, table, found))
-
-
-def gatherings(card: OptimizerCard, model: Model, layout: Layout, rank: int) -> list[Exchange]:
-    """The messages that bring pieces of matrices together before an update; as many send them back."""
-    return exchanges(ways(card, model, layout, rank), layout, rank)

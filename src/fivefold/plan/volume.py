@@ -22,7 +22,7 @@ from fivefold.models.operations import Message, Operation
 from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.optim.placing import gatherings, ways
+from fivefold.optim.placing import planned_ways
 from fivefold.plan import memory
 from fivefold.plan.communication import best_all_reduces, group, summed_by
 from fivefold.plan.cost import Setting
@@ -34,6 +34,7 @@ from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import Compressor, compressor
 from fivefold.spread import sites
 from fivefold.spread.layout import Layout, first_names, groups, index_in, summing_groups
+from fivefold.spread.matrices import sizes_sent
 from fivefold.spread.parts import (
     TIED,
     Shape,
@@ -351,8 +352,8 @@ def matrices(s: Setting, rank: int) -> list[Sent]:
     card, fp32 = OPTIMIZERS[s.software.optimizer], DTYPES[MASTER].bytes
     if card.needs == "elements":
         return []
-    found = gatherings(card, card_of(s.model), s.layout, rank)
-    return [("all_to_all", one.group, one.size * fp32) for one in found] * 2
+    found = planned_ways(card, card_of(s.model), s.layout, rank)
+    return [("all_to_all", group, size * fp32) for group, size in sizes_sent(found)] * 2
 
 
 def matrix_flops(s: Setting, position: int) -> list[tuple[Shape, float]]:
@@ -360,13 +361,13 @@ def matrix_flops(s: Setting, position: int) -> list[tuple[Shape, float]]:
     card, spec, rank = OPTIMIZERS[s.software.optimizer], card_of(s.model), s.layout.rank({"pp": position})
     if card.needs != "matrices":
         return []
-    found = ways(card, spec, s.layout, rank)
-    shapes = {
-        name: local_shape(found[name].whole if name in found else part.keeps)
+    found = {name: way.whole for name, way in planned_ways(card, spec, s.layout, rank).items()}
+    shapes = [
+        local_shape(ranges)
         for name, part in held(spec, s.layout, rank).items()
-        if card.of(name, part.shape) is card and (name not in found or found[name].mine)
-    }
-    return [(shape, flops) for shape in shapes.values() if len(shape) > 1 and (flops := card.flops(shape))]
+        if card.of(name, part.shape) is card and (ranges := found.get(name, part.keeps)) is not None
+    ]
+    return [(shape, flops) for shape in shapes if len(shape) > 1 and (flops := card.flops(shape))]
 
 
 def control(s: Setting) -> list[Sent]:

@@ -11,6 +11,8 @@ matrices, and one back. Experts are a stack of matrices: dividing them by expert
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,6 +32,7 @@ from fivefold.spread.parts import (
     parts,
     sharing_group,
     size_of,
+    whole,
 )
 
 Needs = Literal["elements", "rows", "matrices"]
@@ -69,11 +72,6 @@ class Exchange:
     given: tuple[int, ...]
     taken: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        """Elements of the larger of input and output, as messages are counted."""
-        return max(sum(self.given), sum(self.taken))
-
 
 def routes(model: Model, layout: Layout, rank: int, needs: Mapping[str, Needs]) -> dict[str, Route]:
     """The ways of the parameters of a rank whose pieces have to come together. needs: of each parameter; one that is
@@ -88,9 +86,9 @@ def _routes(
 ) -> dict[str, Route]:
     table, wanted = held(model, layout, rank), dict(needs)
     axes = {
-        name: found
+        name: tuple(found)
         for name, part in table.items()
-        if (found := _axes(model, layout, name, part, wanted.get(name, "elements")))
+        if (found := _over(model, layout, name, part, wanted.get(name, "elements")))
     }
     tables: dict[int, dict[str, Part]] = {}
 
@@ -99,7 +97,7 @@ def _routes(
             tables[other] = parts(model, layout, other)
         return tables[other][name].keeps
 
-    owners = _owners({name: (size_of(table[name].computes), axes[name]) for name in axes}, layout)
+    owners = _owners(axes, _sizes(table), layout)
     found = {}
     for name, over in axes.items():
         hops, mine = [], True
@@ -121,40 +119,91 @@ def _together(layout: Layout, over: Sequence[str], rank: int, name: str, keeps: 
     return union([_together(layout, before, other, name, keeps) for other in group_of(layout, last, rank)])
 
 
-def _axes(model: Model, layout: Layout, name: str, part: Part, needs: Needs) -> tuple[str, ...]:
-    """The groups over which pieces come together, in their order."""
+def _over(model: Model, layout: Layout, name: str, part: Part, needs: Needs) -> dict[str, int]:
+    """{group over which pieces come together: the dim that it divides}, in their order."""
     if needs == "elements":
-        return ()
+        return {}
     dims = len(part.shape)
     first = dims - 1 if needs == "rows" else max(0, dims - 2)  # the dims before count matrices
-    cuts = cuts_in(model.cuts.get(name), layout.sp)
-    found = []
-    if layout.tp > 1 and any(cut.axis == "tp" and cut.dim >= first for cut in cuts):
-        found.append("tp")
-    group, ranks = sharing_group(layout, part.expert)
-    if layout.zero and ranks > 1 and kept_rows(local_shape(part.computes), 0, ranks)[0] >= first:
-        found.append(group)
-    return tuple(found)
-
-
-def _owners(matrices: Mapping[str, tuple[int, tuple[str, ...]]], layout: Layout) -> dict[str, dict[str, int]]:
-    """The owner of each matrix, as its index in each group: the largest first, each to the ranks that have least."""
-    load: dict[tuple[int, int, int], float] = {}
-    sizes = {group: groups(layout)[group][0] for group in ("tp", "shard", "eshard")}
     found = {}
-    for name, (size, over) in sorted(matrices.items(), key=lambda item: -item[1][0]):
-        choices = [
-            [(group, index) for index in range(sizes[group])] if group in over else [(group, -1)]
-            for group in sizes
-        ]
-        best = min(product(*choices), key=lambda chosen: load.get(_place(chosen), 0.0))
-        load[_place(best)] = load.get(_place(best), 0.0) + size
-        found[name] = {group: index for group, index in best if index >= 0}
+    for cut in cuts_in(model.cuts.get(name), layout.sp):
+        if layout.tp > 1 and cut.axis == "tp" and cut.dim >= first:
+            found["tp"] = cut.dim
+    group, ranks = sharing_group(layout, part.expert)
+    if layout.zero and ranks > 1:
+        dim, _ = kept_rows(local_shape(part.computes), 0, ranks)
+        if dim >= first:
+            found[group] = dim
     return found
 
 
-def _place(chosen: Sequence[tuple[str, int]]) -> tuple[int, int, int]:
-    return chosen[0][1], chosen[1][1], chosen[2][1]
+def _owners(
+    over: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], layout: Layout
+) -> dict[str, dict[str, int]]:
+    """The owner of each matrix, as its index in each group: the largest first, each to the ranks that have least of
+    those that come together over the same groups."""
+    heaps: dict[tuple[str, ...], list[tuple[int, tuple[int, ...]]]] = {}
+    found = {}
+    for name in sorted(over, key=lambda name: -sizes[name]):
+        some = over[name]
+        if some not in heaps:
+            heaps[some] = [
+                (0, index) for index in product(*(range(groups(layout)[group][0]) for group in some))
+            ]
+        load, index = heapq.heappop(heaps[some])
+        heapq.heappush(heaps[some], (load + sizes[name], index))
+        found[name] = dict(zip(some, index, strict=True))
+    return found
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the planner asks of a route. sent: (group, elements that the rank has, elements that it then owns) of each
+    hop that it takes part in. whole: the part that its owner updates; None: another rank is it."""
+
+    sent: tuple[tuple[str, int, int], ...]
+    whole: Ranges | None
+
+
+def outlines(model: Model, layout: Layout, rank: int, needs: Mapping[str, Needs]) -> dict[str, Outline]:
+    """The same as `routes`, without looking at what other ranks have."""
+    table = held(model, layout, rank)
+    over = {
+        name: found
+        for name, part in table.items()
+        if (found := _over(model, layout, name, part, needs.get(name, "elements")))
+    }
+    owners = _owners({n: tuple(found) for n, found in over.items()}, _sizes(table), layout)
+    made = {}
+    for name, part in table.items():
+        if name not in over:
+            continue
+        ranges, size, sent, mine = list(part.keeps), size_of(part.keeps), [], True
+        for group, dim in over[name].items():
+            tp = "tp" in over[name]
+            together = layout.tp * size if group == "tp" else size_of(part.computes) * (layout.tp if tp else 1)
+            ranges[dim] = whole(part.shape)[dim] if tp and dim == over[name]["tp"] else part.computes[dim]
+            mine = index_in(layout, group, rank) == owners[name][group]
+            sent.append((group, size, together if mine else 0))
+            size = together
+            if not mine:
+                break
+        made[name] = Outline(tuple(sent), tuple(ranges) if mine else None)
+    return made
+
+
+def _sizes(table: Mapping[str, Part]) -> dict[str, int]:
+    return {name: math.prod(part.shape) for name, part in table.items()}
+
+
+def sizes_sent(found: Mapping[str, Outline]) -> list[tuple[str, int]]:
+    """(group, elements of the larger of input and output) of each all-to-all of `exchanges`."""
+    totals: dict[str, list[int]] = {}
+    for one in found.values():
+        for group, given, taken in one.sent:
+            total = totals.setdefault(group, [0, 0])
+            total[0], total[1] = total[0] + given, total[1] + taken
+    return [(group, max(totals[group])) for group in ("tp", "shard", "eshard") if group in totals]
 
 
 def exchanges(found: Mapping[str, Route], layout: Layout, rank: int) -> list[Exchange]:

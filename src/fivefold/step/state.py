@@ -18,7 +18,7 @@ from fivefold.models.card import card_of
 from fivefold.models.layers import Output
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
-from fivefold.optim.placing import places, state_bytes, ways
+from fivefold.optim.placing import gathered, places, state_bytes, ways
 from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.matrices import Gathered
@@ -97,7 +97,7 @@ class State:
         for replica in self.parallel.replicas:
             rules = replica.updater.rules
             routes = rules.gathering.routes if rules and isinstance(rules.gathering, Gathered) else {}
-            for state, name, part in places(replica.updater.card, replica.parts, routes):
+            for state, name, part in places(replica.updater.card, replica.parts, gathered(routes)):
                 found[state.name, name] = part
         return found
 
@@ -154,7 +154,7 @@ def assemble(
     if module is None:
         parallel = parallelize(recipe, mesh, dtype, reduce, memory)
     else:
-        parallel = _replicated(module, mesh, dtype, reduce)
+        parallel = _replicated(module, mesh, dtype, reduce, recipe.optim.name)
     state = with_optimizer(parallel, mesh, recipe, dtype)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
@@ -246,7 +246,9 @@ def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
         )
 
 
-def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch.dtype) -> Parallel:
+def _replicated(
+    module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch.dtype, optimizer: str
+) -> Parallel:
     """Builds the replicas of a user's own module, whole on every rank.
 
     Raises:
@@ -259,6 +261,13 @@ def _replicated(module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch
         )
     if mesh.layout.divided:
         raise UserError("custom modules support plain data parallelism only. Use --layout dp=N")
+    card = OPTIMIZERS[optimizer]
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    if not any(card.of(name, shape) is card for name, shape in shapes.items()):
+        raise UserError(
+            f'optim.name = "{optimizer}" updates the matrices of "blocks.N...", and leaves all others to '
+            f"{card.rest.name if card.rest else 'none'}. This module has no such names. Rename them, or use adamw"
+        )
     module = module.float().to(mesh.device)
     if mesh.device.type == "cuda":
         module.compile()
