@@ -64,9 +64,9 @@ SURFACES = {
             "local",
             "local optimum",
             lambda x, y: 0.25 * x**4 - 0.2 * x**3 - x**2 + 0.6 * x + y**2,
-            (-2.6, 0.9),
-            ((-2.8, 3.0), (-1.6, 1.6)),
-            "The left valley is the lower one's neighbour. Only speed carries over the hill between them.",
+            (2.8, 0.9),
+            ((-2.8, 3.2), (-1.6, 1.6)),
+            "The nearer valley is not the lowest one. Only speed, or a large step, carries over the hill between them.",
         ),
     )
 }

@@ -181,7 +181,9 @@ def outlines(model: Model, layout: Layout, rank: int, needs: Mapping[str, Needs]
         ranges, size, sent, mine = list(part.keeps), size_of(part.keeps), [], True
         for group, dim in over[name].items():
             tp = "tp" in over[name]
-            together = layout.tp * size if group == "tp" else size_of(part.computes) * (layout.tp if tp else 1)
+            together = (
+                layout.tp * size if group == "tp" else size_of(part.computes) * (layout.tp if tp else 1)
+            )
             ranges[dim] = whole(part.shape)[dim] if tp and dim == over[name]["tp"] else part.computes[dim]
             mine = index_in(layout, group, rank) == owners[name][group]
             sent.append((group, size, together if mine else 0))
