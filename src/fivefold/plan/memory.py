@@ -16,11 +16,13 @@ from fivefold.plan import operations
 from fivefold.plan.operations import Sums
 from fivefold.plan.partition import schedule, stages
 from fivefold.plan.software import Partition, Software, States
+from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.collectives.choose import AUTO, LIBRARY, chosen
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import compressor
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.spread.layout import Layout, groups
+from fivefold.spread.matrices import sizes_sent
 from fivefold.spread.parts import TIED, held, sharing_group, size_of, stages_of
 from fivefold.spread.units import compressed_buckets, keepings, local_parameters, scattered_once, syncs
 from fivefold.spread.zeropp import zeropp
@@ -129,6 +131,13 @@ def more_states(optimizer: str, model: ModelSection, layout: Layout, position: i
         return 0.0
     kept = sum(size_of(part.keeps) for part in held(spec, layout, rank).values())
     return placing.state_bytes(card, spec, layout, rank) - moments * kept
+
+
+@lru_cache(maxsize=4096)
+def update_scratch(optimizer: str, model: ModelSection, layout: Layout, position: int) -> float:
+    """Bytes of an update that brings pieces together: what arrives, the matrices, and what goes back."""
+    found = placing.planned_ways(OPTIMIZERS[optimizer], card_of(model), layout, layout.rank({"pp": position}))
+    return 3 * DTYPES[MASTER].bytes * max((size for _, size in sizes_sent(found)), default=0)
 
 
 def rank_states(
@@ -335,12 +344,12 @@ def transfers(one: MicrobatchBytes, layout: Layout, microbatches: int) -> float:
 
 
 def at_peak(
-    one: MicrobatchBytes, besides: Buffers, live: float, own: float, last: bool, summing: float = 0.0
+    one: MicrobatchBytes, besides: Buffers, live: float, own: float, last: bool, after: float = 0.0
 ) -> tuple[float, float]:
     """(activations, buffers) at the moment of `Buffers` with the largest sum.
 
     live: bytes kept by all live microbatches. own: bytes kept by one of them. last: True if the rank has the last
-    stage. summing: bytes of compressed sums, which end behind backward.
+    stage. after: bytes of compressed sums, which end behind backward, or of an update of whole matrices.
     """
     loss = one.end if last else 0.0
     left = own - loss - max(one.plain, one.mixed)
@@ -349,7 +358,7 @@ def at_peak(
         (left, one.stream + besides.scatter),
         (left + one.again, one.inside + besides.next),
         (0.0, besides.rest),
-        (0.0, summing),
+        (0.0, after),
     ]
     if last:
         moments.append((live, one.loss + besides.loss))
@@ -385,9 +394,10 @@ def predict(
             besides[first, last] = buffers(model, layout, first, last, b, software)
         own_kept = sum(kept[i] for i in mine)
         unsent, summing = compression(model, layout, mine, by_stage)
-        activations, more = at_peak(one, besides[first, last], live[position], own_kept, last, summing)
-        params, gradients, optimizer = rank_states(b, layout, own, microbatches)
         hashed: Any = model
+        after = max(summing, update_scratch(software.optimizer, hashed, layout, position))
+        activations, more = at_peak(one, besides[first, last], live[position], own_kept, last, after)
+        params, gradients, optimizer = rank_states(b, layout, own, microbatches)
         optimizer += more_states(software.optimizer, hashed, layout, position, b.moments)
         params += node_copies(model, layout, mine, by_stage, b)
         scratch = (
