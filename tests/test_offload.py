@@ -9,11 +9,13 @@ import torch
 from layouts import tiny
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
+from steps import counted, planned
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.parallel.offload import activations
+from fivefold.plan import volume
 from fivefold.recipe import change, resolve
 from fivefold.spread import tiers
 from fivefold.spread.layout import Layout
@@ -82,6 +84,7 @@ QUICK = [
     ("states:host", "bf16", "pp=2", []),
     ("activations", "bf16", "dp=1", []),
     ("activations", "bf16", "pp=2", []),
+    ("activations", "bf16", "tp=2,recompute=full", []),
 ]
 SLOW = [
     ("activations", "fp32", "dp=1,recompute=full", []),
@@ -194,3 +197,14 @@ def test_reads_and_writes_what_the_table_says(tmp_path, offload, microbatches):
             wanted["written" if flow.out else "read"] += times * flow.bytes * size
     assert {key: after[key] - before[key] for key in wanted} == wanted
     state.parallel.close()
+
+
+def sent(rank: int, world: int, recipe):
+    activations.SMALLEST = 64
+    return counted(rank, world, recipe).sent
+
+
+def test_inputs_of_recomputed_blocks_leave_in_parts(tmp_path):
+    """Tensor-parallel ranks gather them before a block runs again: the messages that the planner counts."""
+    recipe = change(tiny(tmp_path, "tp=2,recompute=full", mode="bf16"), ["layout.offload=activations"])
+    assert run_ranks(2, sent, recipe, timeout_s=60) == [volume.counted(planned(recipe))] * 2

@@ -34,7 +34,7 @@ from fivefold.parallel.stages import split, sum_tied
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
 from fivefold.spread.parts import Part, held
-from fivefold.spread.tiers import OFFLOADS, Tiers, tiers
+from fivefold.spread.tiers import OFFLOADS, Tiers, partitions, tiers
 from fivefold.spread.units import Keeping, keepings, syncs, tensor_sums
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
@@ -63,6 +63,19 @@ class Parallel:
     def saving(self) -> AbstractContextManager[object]:
         """The context of forward and backward, in which saved tensors may leave the device."""
         return self.activations.saving() if self.activations is not None else nullcontext()
+
+    def saving_inputs(self) -> AbstractContextManager[object]:
+        """The context in which the inputs of recomputed blocks are saved."""
+        return self.activations.partitioned() if self.activations is not None else nullcontext()
+
+    def notes(self) -> list[str]:
+        """Where this rank's files are, for people; nothing without any."""
+        if self.disk is None or not self.disk.bytes:
+            return []
+        size, where = self.disk.bytes / 2**30, self.disk.folder
+        return [
+            f"offload: {size:.2f} GiB per rank in {where}, in files without names that vanish with the process"
+        ]
 
     def settle(self) -> None:
         """Waits until updates that run beside the next step are done."""
@@ -120,7 +133,7 @@ def parallelize(
         again = layout.recompute != "none" and model.dropout > 0
         found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
     for stage in stages:
-        recompute.apply(stage, layout.recompute, mesh.device.type == "cuda")
+        recompute.apply(stage, layout.recompute, mesh.device.type == "cuda", found.saving_inputs)
     if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
         for stage in stages:
             mixed = {
@@ -144,7 +157,9 @@ def parallelize(
         of_stage = _add_replicas(found, numbered, kept, of_units, mesh, table, recipe, compute_dtype, reduce)
     if found.disk is not None and OFFLOADS[layout.offload].activations != "device":
         weights = [p for stage in stages for p in stage.parameters()]
-        found.activations = Activations(found.disk, mesh.device, weights)
+        alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
+        axis = mesh.axis("tp") if alike else None
+        found.activations = Activations(found.disk, mesh.device, weights, axis)
     if found.pipeline is not None:
         found.pipeline.replicas = of_stage
         if model.tie_embeddings:

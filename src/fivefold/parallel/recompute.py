@@ -20,6 +20,7 @@ bit. Collectives inside a block (tensor, sequence, context, expert parallelism) 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -34,13 +35,18 @@ from fivefold.models.recomputation import chosen
 from fivefold.parallel import private
 
 
-def apply(stage: LanguageModel, mode: str, compiled: bool = False) -> None:
+def apply(
+    stage: LanguageModel,
+    mode: str,
+    compiled: bool = False,
+    saving: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
     """Makes the blocks of a stage recompute activations. mode: of `layout.recompute`. compiled: blocks are compiled
-    later."""
+    later. saving: the context in which whole blocks save their inputs."""
     names = chosen(mode)
     for block in stage.blocks.values():
         if mode == "full":
-            _set(block, "forward")
+            _set(block, "forward", saving)
         for module in block.modules():
             if mode == "selective" and isinstance(module, AttentionCore):
                 module.recompute = True
@@ -57,12 +63,16 @@ def _operation(sublayer: Sublayer) -> str:
     return "attention" if attends else "gate"
 
 
-def _set(module: nn.Module, method: str) -> None:
+def _set(
+    module: nn.Module, method: str, saving: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> None:
     """Replaces a method of one module, not of its class. Names of parameters and hooks do not change."""
-    setattr(module, method, _computed_again(getattr(module, method)))
+    setattr(module, method, _computed_again(getattr(module, method), saving))
 
 
-def _computed_again(function: Callable[..., Any]) -> Callable[..., Any]:
+def _computed_again(
+    function: Callable[..., Any], saving: Callable[[], AbstractContextManager[object]]
+) -> Callable[..., Any]:
     """Wraps a function so that it keeps its inputs only. Without gradients (validation, sampling) it is called
     unchanged."""
 
@@ -70,7 +80,8 @@ def _computed_again(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*inputs, **options)
-        return checkpoint(function, *inputs, use_reentrant=False, **options)
+        with saving():
+            return checkpoint(function, *inputs, use_reentrant=False, **options)
 
     return run
 

@@ -9,8 +9,11 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Saved
 from fivefold.plan import memory, operations, volume
 from fivefold.plan.cost import operation
+from fivefold.plan.offload import EXPOSED
 from fivefold.plan.predict import Plan
 from fivefold.spread.layout import describe
+
+AWAY = {"host": "in host memory", "disk": "on disk"}
 
 
 def summary(plan: Plan) -> list[str]:
@@ -22,7 +25,8 @@ def summary(plan: Plan) -> list[str]:
         (name, seconds / step.seconds)
         for name, seconds in (
             ("compute", step.compute),
-            ("exposed communication", sum(step.exposed.values())),
+            ("exposed communication", sum(step.exposed.values()) - step.exposed.get(EXPOSED, 0.0)),
+            *([("waits for offload", step.exposed[EXPOSED])] if EXPOSED in step.exposed else []),
             ("bubble", step.bubble),
         )
     ]
@@ -34,6 +38,9 @@ def summary(plan: Plan) -> list[str]:
         f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.ranks:,.0f} per device, "
         f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s per device, MFU {100 * plan.mfu:.1f}%",
     ]
+    away = [(tier, max(getattr(one, tier) for one in plan.memory)) for tier in ("host", "disk")]
+    if offloaded := [f"{size / GIB:.1f} GiB per rank {AWAY[tier]}" for tier, size in away if size]:
+        lines.insert(3, f"offloaded     {', '.join(offloaded)}")
     sent = ", ".join(f"{axis} {size / GIB:.3g} GiB" for axis, size in plan.sent.items())
     if plan.slow_links:
         lines.append(f"sites         {plan.slow_links.line(s.sites.count, s.sites.every)}")

@@ -31,6 +31,8 @@ from fivefold.spread.tiers import (
     tiers,
 )
 
+EXPOSED = "offload"
+"""The key of exposed I/O in `time.Step.exposed`."""
 FP32 = DTYPES[MASTER].bytes
 
 

@@ -458,7 +458,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
     exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})
     if s.layout.offload != NOT_OFFLOADED:
-        exposed["offload"] = max(0.0, moved)
+        exposed[offload.EXPOSED] = max(0.0, moved)
     compute = busy[worst] - waits[worst] + updated + min(0.0, moved) + besides
     bubble = seconds - compute - sum(exposed.values())
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]

@@ -44,6 +44,7 @@ from fivefold.spread.parts import (
     stage_parameters,
     stages_of,
 )
+from fivefold.spread.tiers import partitions
 from fivefold.spread.units import (
     Sync,
     compressed_buckets,
@@ -181,6 +182,8 @@ def _traffic(s: Setting, rank: int) -> Traffic:
             count,
             s.layout.recompute,
         )
+        if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
+            traffic.add("all_gather", "tp", s.sizes.n * s.model.dim * s.sizes.e, count * s.microbatches)
     if 0 in mine:
         _operations(traffic, s, rank, card.begin_operations(s.sizes, s.software), 1, "none")
     if len(by_stage) - 1 in mine:

@@ -124,6 +124,13 @@ def flows(
     return tuple(found)
 
 
+def partitions(offload: str, recompute: str, tp: int, sp: bool) -> bool:
+    """True if the inputs of recomputed blocks, which tensor-parallel ranks have all alike, leave in parts, a part of
+    each on each rank, and are gathered before the block runs again (ZeRO-R's Pa+cpu). With sp they are in parts
+    already."""
+    return OFFLOADS[offload].activations != "device" and recompute == "full" and tp > 1 and not sp
+
+
 def unit_of(name: str) -> str:
     """The unit of a parameter: its block, or "" for everything outside the blocks."""
     found = re.match(r"blocks\.\d+", name)

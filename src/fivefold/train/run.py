@@ -101,7 +101,7 @@ def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
         f"{name}, {parameters:,} parameters, {mode.name}; {ranks.world} rank(s) on {where}; "
         f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
     )
-    for note in (*notes(recipe), *state.mesh.notes()):
+    for note in (*notes(recipe), *state.mesh.notes(), *state.parallel.notes()):
         console.note(note)
     if ranks.device.type == "cpu" and native.why_not():
         console.note(f"fused CPU kernels are off, so training is slower: {native.why_not()}")

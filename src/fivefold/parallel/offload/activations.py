@@ -9,14 +9,17 @@ its input only, so "full" recomputation with this keeps next to nothing on the d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fivefold.comm import Axis
 from fivefold.parallel import private
 from fivefold.parallel.offload.disk import Disk
 from fivefold.spread.tiers import READ_AHEAD, SMALLEST
@@ -45,12 +48,23 @@ class Saved:
         return same and (self.shape, self.dtype, self.stride) == (tensor.shape, tensor.dtype, tensor.stride())
 
 
-class Activations:
-    """Host memory for the activations of one rank. weights: tensors that stay. held, most: bytes in host memory, now
-    and at most. moved: bytes that have left the device so far."""
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a tensor that all ranks of an axis have."""
 
-    def __init__(self, disk: Disk, device: torch.device, weights: Iterable[Tensor]):
-        self.disk, self.device = disk, device
+    saved: Saved
+    shape: torch.Size
+
+
+class Activations:
+    """Host memory for the activations of one rank.
+
+    weights: tensors that stay. axis: see `partitioned`. held, most: bytes in host memory, now and at most. moved: bytes
+    that have left the device so far.
+    """
+
+    def __init__(self, disk: Disk, device: torch.device, weights: Iterable[Tensor], axis: Axis | None = None):
+        self.disk, self.device, self.axis, self._alike = disk, device, axis, False
         self._weights = {private.storage_of(weight) for weight in weights}
         self._pool: dict[int, list[Tensor]] = {}
         self._last: weakref.ref[Saved] | None = None
@@ -61,6 +75,15 @@ class Activations:
     def saving(self) -> saved_tensors_hooks:
         """The context of forward and backward."""
         return saved_tensors_hooks(self._pack, self._unpack)
+
+    @contextmanager
+    def partitioned(self) -> Iterator[None]:
+        """What is saved inside and has the shape of activations, all ranks of `axis` have alike. Each keeps a part."""
+        self._alike = self.axis is not None
+        try:
+            yield
+        finally:
+            self._alike = False
 
     def buffer(self, size: int) -> Tensor:
         free = self._pool.setdefault(size, [])
@@ -74,7 +97,15 @@ class Activations:
         self._pool[buffer.numel()].append(buffer)
         self.held -= buffer.numel()
 
-    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | Saved | Part:
+        if self._alike and tensor.dim() == 3 and tensor.is_floating_point():
+            assert self.axis is not None
+            mine = tensor.detach().reshape(self.axis.size, -1)[self.axis.index]
+            saved = self._save(mine)
+            return Part(saved, tensor.shape) if isinstance(saved, Saved) else tensor
+        return self._save(tensor)
+
+    def _save(self, tensor: Tensor) -> Tensor | Saved:
         storage = private.storage_of(tensor)
         dense = tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= tensor.nbytes
         root = tensor._base if tensor._base is not None else tensor
@@ -94,7 +125,10 @@ class Activations:
         self.moved += tensor.nbytes
         return saved
 
-    def _unpack(self, packed: Tensor | Saved) -> Tensor:
+    def _unpack(self, packed: Tensor | Saved | Part) -> Tensor:
+        if isinstance(packed, Part):
+            assert self.axis is not None
+            return self.axis.all_gather(self._unpack(packed.saved)).view(packed.shape)
         if isinstance(packed, Tensor):
             return packed
         self._fetch(packed)
