@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fivefold.observe import layout_picture, number_formats, optimizer_paths, worker_picture
+from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.clusters import parse
@@ -31,6 +31,7 @@ from fivefold.schedules.overlap_draw import to_svg as timelines_svg
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_svg
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import token_spans
+from fivefold.trace.depth import timelines as timelines_of_memory
 
 FOLDER = Path(__file__).with_name("parallelism") / "pictures"
 PLAN_FOLDER = Path(__file__).with_name("pictures")
@@ -81,6 +82,7 @@ def main() -> None:
         histogram_of(found["kinds"]), f"quickstart, step {found['step']}: numbers by exponent"
     )
     (PLAN_FOLDER / "formats.svg").write_text(picture, encoding="utf-8")
+    (PLAN_FOLDER / "memory_step.svg").write_text(memory(), encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
 
@@ -97,6 +99,14 @@ def offloads() -> str:
     lines = {name: simulate_offload(units, way) for name, way in WAYS.items()}
     drawn = [(f"{name}: device busy {busy(line):.0%}", line) for name, line in lines.items()]
     return timelines_svg(drawn, "Updates on the host: 13B parameters in 8 units, one H100 with PCIe 4.0")
+
+
+def memory() -> str:
+    """Memory over a step of a small model on a rank of ZeRO 3, traced."""
+    recipe = resolve(load("quickstart", ["precision.mode=bf16"], "dp=2,zero=3"), vocab_size=4096)
+    return memory_picture.to_svg(
+        timelines_of_memory(recipe), "quickstart, dp=2,zero=3: tensors of rank 0, traced"
+    )
 
 
 def workers() -> dict[str, str]:

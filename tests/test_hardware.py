@@ -147,7 +147,7 @@ def test_bench_hardware_then_a_run_that_was_predicted(
         "data.tokenizer=bytes",
         "train.steps=5",
         "train.val_every=0",
-        "observe.memory=true",
+        "observe.memory_step=2",
     ]
     options = [part for text in sets for part in ("--set", text)]
     run = tmp_path / "run"

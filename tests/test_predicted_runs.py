@@ -8,6 +8,8 @@ from measured import table
 from ranks import run_ranks
 from runs import lines, train_rank
 
+from fivefold.cli.draw import of_run
+from fivefold.observe import memory_picture
 from fivefold.observe.prediction import rows
 from fivefold.recipe import Recipe, load
 from fivefold.train import prediction
@@ -17,7 +19,7 @@ TINY = [
     "model.layers=4", "model.dim=96", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=256", "model.seq_len=64",
     "data.tokenizer=bytes", "train.global_batch_size=8", "train.microbatch_size=1", "train.steps=4",
     "train.sample_every=2", "train.val_every=2", "optim.warmup_steps=0", "observe.tensorboard=false",
-    "observe.memory=true",
+    "observe.memory_step=2",
 ]  # fmt: skip
 
 
@@ -45,10 +47,25 @@ def test_memory_and_bytes_are_those_predicted(tmp_path: Path, layout: str, mode:
     del found["step time"]
     assert all(error == 0 for error in found.values()), found
     assert len(found) == (ranks > 1)
+    for rank in range(ranks):
+        (_, first), (_, later) = memory_picture.read(out, rank)
+        assert (first.step, later.step, later.unit) == (1, 2, "s")
+        kinds = [phase.kind for phase in later.phases]
+        assert kinds[0] == "forward"
+        assert kinds[-1] == "update"
+        assert kinds.count("backward") >= (8 if layout == "dp=1" else 4), "one for each microbatch"
+        assert later.peak > first.peak - first.at_peak["buffers"], "the optimizer has its states"
+        assert first.bytes["optimizer"][0] < later.bytes["optimizer"][0] == later.bytes["optimizer"][-1]
+        if rank == 0:
+            assert later.peak == json.loads((out / "plan.json").read_text())["measured"]["memory_bytes"]
+    assert 'class="held"' in (out / "report.html").read_text()
+    text, pictures = of_run(out)
+    assert "step 2, rank 0: peak" in text
+    assert list(pictures) == ["memory"]
 
 
 def test_bytes_are_counted_where_tensors_are_not_followed(tmp_path: Path) -> None:
-    wanted = ["precision.mode=fp32", "observe.memory=false"]
+    wanted = ["precision.mode=fp32", "observe.memory_step=0"]
     recipe, out = recipe_of(tmp_path, "tp=2,sp=true", *wanted), tmp_path / "run"
     assert run_ranks(2, on_a_known_machine, recipe, out, timeout_s=60) == [None] * 2
     plan = json.loads((out / "plan.json").read_text())
@@ -91,11 +108,13 @@ def test_exact_figures_that_fail_do_not_fail_the_run(
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_step_whose_timeline_is_drawn_is_not_watched(tmp_path: Path, step: int) -> None:
-    traced = ["precision.mode=fp32", f"observe.trace_step={step}"]
+    memory = 3 * (step > 1)  # the first step's memory is tracked, too
+    traced = ["precision.mode=fp32", f"observe.trace_step={step}", f"observe.memory_step={memory}"]
     recipe, out = recipe_of(tmp_path, "pp=2", *traced), tmp_path / "run"
     assert run_ranks(2, on_a_known_machine, recipe, out, timeout_s=60) == [None] * 2
-    found = {row.name: row.error for row in rows(json.loads((out / "plan.json").read_text()))}
-    assert abs(found.pop("tensors of rank 0")) < 0.05  # the formula's, of a tiny model
+    plan = json.loads((out / "plan.json").read_text())
+    assert (plan["measured"]["memory_bytes"] is None) == (memory == 0)
+    found = {row.name: row.error for row in rows(plan)}
     assert [found[name] for name in found if name.startswith("sent")] == [0]
 
 

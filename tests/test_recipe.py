@@ -523,3 +523,4 @@ def test_keys_of_older_versions_are_read_by_their_new_names(
     assert 'line 2: optim.lr = "much": must be a number' in wrong
     both = errors(write(tmp_path, old.replace("0.5", "0.5\nlr = 0.1")))
     assert "optim.learning_rate = 0.5: unknown key" in both
+    assert load(write(tmp_path, "[observe]\nmemory = true\n[train]\nsteps = 5\n")).observe.memory_step == 2

@@ -80,6 +80,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         "layout": to_text(layout),
         "ranks": layout.ranks,
         "notes": notes(recipe),
+        "recompute": None,
     }
     if result["vocab_size"] is None:
         result["notes"].append(
@@ -92,7 +93,23 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         result["tokens_per_parameter"] = result["total_tokens"] / result["parameters"]
         result["flops_per_token"] = flops_per_token(model)
         result["total_flops"] = result["flops_per_token"] * result["total_tokens"]
+        result["recompute"] = _recompute(recipe.model_copy(update={"model": model}))
     return result
+
+
+def _recompute(recipe: Recipe) -> dict[str, Any] | None:
+    """What a budget of recomputation comes to on this machine's CPUs; None if the recipe has none."""
+    from fivefold.models.recomputation import budget_of
+
+    asked = recipe.layout.recompute
+    if budget_of(asked) is None:
+        return None
+    from fivefold.plan.predict import budget, priced_here
+
+    found = budget(recipe, *priced_here())
+    assert found is not None
+    line = f"{found.line(asked)}, on CPUs; `fivefold plan` has GPUs"
+    return {"blocks": found.recompute, "predicted_peak_bytes": round(found.peak), "line": line}
 
 
 def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
@@ -120,6 +137,8 @@ def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
             ("compute", f"{short('flops_per_token')} FLOPs per token, {result['total_flops']:.3g} in total"),
             *rows,
         ]
+    if result["recompute"]:
+        rows.append(("memory", result["recompute"]["line"]))
     rows += [
         ("data" if i == 0 else "", fact.removeprefix("data: "))
         for i, fact in enumerate(result.get("data", []))

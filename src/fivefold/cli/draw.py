@@ -37,7 +37,7 @@ def draw(
         typer.Option(
             metavar="DIR",
             show_default=False,
-            help="Also write layout.svg, schedule.svg and timeline.svg to DIR.",
+            help="Also write layout.svg, schedule.svg, timeline.svg and memory.svg to DIR.",
         ),
     ] = None,
     cluster: Annotated[
@@ -52,7 +52,8 @@ def draw(
 ) -> None:
     """Draw a layout: what each rank computes and stores, and timelines of a step.
 
-    For the folder of a run: computing and messages of its measured step (observe.trace_step), and the plan.
+    For the folder of a run: computing and messages of its measured step (observe.trace_step), and the plan; memory over
+    a step (observe.memory_step).
     """
     if (Path(recipe) / "recipe.toml").is_file():
         if set_ or layout or cluster:
@@ -103,22 +104,30 @@ def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> 
 
 
 def of_run(run: Path) -> tuple[str, dict[str, str]]:
-    """(text, pictures) of the measured step of a run, beside the plan.
+    """(text, pictures) of the measured steps of a run: computing and messages beside the plan, and memory.
 
     Raises:
         UserError: no step was measured.
     """
-    from fivefold.observe import step_timeline
+    from fivefold.observe import memory_picture, step_timeline
     from fivefold.schedules.overlap_draw import LEGEND, to_svg
 
-    found = step_timeline.read(run)
-    if not found:
-        raise UserError(
-            f"{run}: no step was measured. Train with --set observe.trace_step=N, such as 3 (on CPUs), which writes "
-            f"{run / 'traces'}"
+    name, texts, pictures = run.resolve().name, [], {}
+    if found := step_timeline.read(run):
+        title = f"{name}, step {found[0][1].step}: computing and messages"
+        texts.append(f"{LEGEND}\n\n{step_timeline.words(found, _columns(48))}")
+        pictures["timeline"] = to_svg(found, title)
+    if held := memory_picture.read(run):
+        texts.append(memory_picture.to_text(held, _columns(16)))
+        pictures["memory"] = memory_picture.to_svg(
+            held, f"{name}: bytes of the tensors of rank 0 over a step"
         )
-    title = f"{run.resolve().name}, step {found[0][1].step}: computing and messages"
-    return f"{LEGEND}\n\n{step_timeline.words(found, _columns(48))}", {"timeline": to_svg(found, title)}
+    if not texts:
+        raise UserError(
+            f"{run}: no step was measured. Train with --set observe.trace_step=N, such as 3, or "
+            f"observe.memory_step=N (on CPUs), which write {run / 'traces'}"
+        )
+    return "\n".join(texts), pictures
 
 
 def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, str]:

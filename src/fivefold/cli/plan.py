@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fivefold.plan.search import Found
     from fivefold.plan.software import Software
     from fivefold.recipe import Recipe
+    from fivefold.schedules.memory_timeline import MemoryTimeline
     from fivefold.trace.depth import Exact
 
 EXAMPLES = [
@@ -38,6 +40,7 @@ EXAMPLES = [
     "fivefold plan mixtral-8x7b --cluster h100:64 --search --expert-load 1.3",
     "fivefold plan --calibrate runs/a runs/b",
     "fivefold plan llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3 --exact",
+    "fivefold plan llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
 ]
 
 
@@ -61,6 +64,7 @@ def plan(
     calibrate: plan_options.CalibrateOption = False,
     exact: plan_options.ExactOption = False,
     dry_run: plan_options.DryRunOption = False,
+    memory_timeline: plan_options.MemoryTimelineOption = None,
     rank: plan_options.RankOption = 0,
     expert_load: plan_options.ExpertLoadOption = None,
     json: JsonOption = False,
@@ -76,29 +80,32 @@ def plan(
     if more:
         raise UserError(f"plan takes one recipe and options; unexpected argument '{more[0]}'")
     exact = exact or dry_run  # its name in earlier versions
-    _agree(search, layout, exact, rank)
+    _agree(search, layout, exact, memory_timeline, rank)
     wanted = Wanted(pictures, html, json, expert_load)
     require_writable("--save", save)
     require_writable("--html", html)
+    require_writable("--memory-timeline", memory_timeline)
     ensure_measured(cluster)
     typed = (recipe, set_ or [], cluster)
     loaded, machine, software = _read(typed, "dp=1" if search else layout, search, params, expert_load)
     asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
-    request = Request(recipe, loaded, machine, software, asked, explain, save, json)
+    request = Request(recipe, loaded, machine, software, asked, explain, save, json, memory_timeline)
     if search:
         draw_search(_search(request, top), wanted, loaded, typed)
     else:
-        draw_plan(_predict(request, rank if exact else None, dry_run), wanted, loaded, typed)
+        draw_plan(_predict(request, rank, exact, dry_run), wanted, loaded, typed)
 
 
-def _agree(search: bool, layout: str | None, exact: bool, rank: int) -> None:
+def _agree(search: bool, layout: str | None, exact: bool, timeline: Path | None, rank: int) -> None:
     """Refuses options that exclude each other."""
     if search and layout is not None:
         raise UserError("--search chooses the layout; leave out --layout")
     if search and exact:
         raise UserError("--exact traces one layout; leave out --search and name the layout with --layout")
-    if rank and not exact:
-        raise UserError("--rank chooses the rank that --exact traces; add --exact")
+    if search and timeline:
+        raise UserError("--memory-timeline traces one layout; leave out --search and name it with --layout")
+    if rank and not exact and not timeline:
+        raise UserError("--rank chooses the rank that --exact traces; add --exact or --memory-timeline FILE")
 
 
 def _read(
@@ -129,45 +136,81 @@ class Request:
     explain: bool
     save: Path | None
     json: bool
+    timeline: Path | None = None
 
 
-def _predict(request: Request, rank: int | None, dry_run: bool = False) -> Plan:
-    """Predicts one layout and prints it. rank: the rank to trace, or None for the formula alone. dry_run: the trace
-    was asked for by its earlier name."""
+def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -> Plan:
+    """Predicts one layout and prints it. traces: `rank` is traced, too. dry_run: that was asked for by its earlier
+    name."""
     from fivefold.plan.predict import predict
 
     result = predict(request.recipe, request.machine, request.software)
     answers = budget.answers(request.asked, result, request.recipe, request.machine)
     if request.save is not None:
         _save(request.save, request.recipe, result)
-    traced = _exact(request.recipe, result, rank) if rank is not None else None
+    traced = _exact(request.recipe, result, rank) if traces else None
+    drawn = _timelines(request.timeline, request.recipe, result, rank) if request.timeline else []
     if request.json:
         besides = ({"terms": dict(result.step.terms)} if request.explain else {}) | answers
         names = ("exact", "dry_run") if dry_run else ("exact",)
         print_json(
-            result.as_json() | besides | ({name: traced.as_json() for name in names} if traced else {})
+            result.as_json()
+            | besides
+            | ({name: traced.as_json() for name in names} if traced else {})
+            | ({"memory_timeline": [t.as_json() | {"name": name} for name, t in drawn]} if drawn else {})
         )
     else:
         print("\n".join(_text(request.name, result, request.explain, traced)))
         budget.print_answers(answers)
+        if drawn:
+            from fivefold.observe.memory_picture import to_text
+
+            columns = max(40, min(160, shutil.get_terminal_size().columns) - 12)
+            print(f"\nmemory over a step, as traced; {request.timeline}\n{to_text(drawn, columns)}", end="")
     return result
 
 
-def _exact(recipe: Recipe, result: Plan, rank: int) -> Exact:
-    """Traces `rank` in the prediction's precision mode: as the cluster's GPUs compute it, where this machine can trace
-    that, else as a CPU does."""
+def _timelines(path: Path, recipe: Recipe, result: Plan, rank: int) -> list[tuple[str, MemoryTimeline]]:
+    """Memory over the first and a later step of `rank`; draws it into a file."""
+    from fivefold.observe.memory_picture import to_svg
+    from fivefold.trace import gpu
+    from fivefold.trace.depth import timelines
+
+    whole, on_cpu = _as_traced(recipe, result)
+    drawn = timelines(whole, rank) if on_cpu else gpu.timelines_on_gpu(whole, rank)
+    where = "a CPU" if on_cpu else "a GPU without torch.compile"
+    title = f"{_layout_text(result)}: bytes of the tensors of rank {rank}, traced as {where} computes them"
+    _write("--memory-timeline", path, to_svg(drawn, title))
+    return drawn
+
+
+def _layout_text(result: Plan) -> str:
+    from fivefold.spread.layout import to_text
+
+    return to_text(result.layout)
+
+
+def _as_traced(recipe: Recipe, result: Plan) -> tuple[Recipe, bool]:
+    """(the recipe in the prediction's precision mode, True if it is traced as a CPU computes it: on CPUs, and where
+    this machine cannot trace GPUs)."""
     from fivefold.plan.predict import resolved
     from fivefold.trace import gpu
-    from fivefold.trace.depth import exact
 
     precision = recipe.precision.model_copy(update={"mode": result.setting.mode})
     whole, machine = (
         resolved(recipe.model_copy(update={"precision": precision})),
         result.setting.cluster.machine,
     )
-    if (machine is not None and machine.on_cpu) or gpu.why_not():
-        return exact(whole, rank)
-    return gpu.exact_on_gpu(whole, rank)
+    return whole, bool((machine is not None and machine.on_cpu) or gpu.why_not())
+
+
+def _exact(recipe: Recipe, result: Plan, rank: int) -> Exact:
+    """The exact figures of `rank`."""
+    from fivefold.trace import gpu
+    from fivefold.trace.depth import exact
+
+    whole, on_cpu = _as_traced(recipe, result)
+    return exact(whole, rank) if on_cpu else gpu.exact_on_gpu(whole, rank)
 
 
 def _search(request: Request, top: int) -> Found:
@@ -253,7 +296,12 @@ def _save(path: Path, recipe: Recipe, result: Plan) -> None:
     from fivefold.recipe import to_toml
 
     text = to_toml(apply(recipe, result), comment=f"{result.layout.ranks} ranks, as planned by fivefold plan")
+    _write("--save", path, text)
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    """Writes the file of an option."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--save {path}: cannot be written: {error.strerror}") from None
+        raise UserError(f"{option} {path}: cannot be written: {error.strerror}") from None

@@ -44,7 +44,15 @@ ExactOption = Annotated[
     ),
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", hidden=True)]
-RankOption = Annotated[int, typer.Option("--rank", help="The rank that --exact traces.")]
+MemoryTimelineOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--memory-timeline",
+        metavar="FILE.svg",
+        help="Trace a step on one rank and draw its memory over time, by category, here and in FILE.",
+    ),
+]
+RankOption = Annotated[int, typer.Option("--rank", help="The rank that --exact and --memory-timeline trace.")]
 ExpertLoadOption = Annotated[
     float | None,
     typer.Option(

@@ -1,17 +1,22 @@
 """What backward recomputes in each mode, as one table. `parallel/recompute.py` executes it; the planner reads what is
 kept and repeated. No torch.
 
-A mode is "none", "selective", "full", or operations by their names: "ops:attention+gate+norm".
+A mode is "none", "selective", "full", or operations by their names: "ops:attention+gate+norm". Blocks may have several:
+"full*3/none*9" is that of the first three and of the nine behind them. "budget:6GiB" becomes such a text before a run
+(`plan/recompute_budget.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Literal, TypeVar
 
 from fivefold.errors import UserError
+from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation, Part, Program, Role
 
 
@@ -99,11 +104,15 @@ operations between matmuls. That is torchtitan's default. It keeps the results o
 MODES: dict[str, str | None] = {"none": "nothing", "selective": None, "full": "block"}
 """The region that each mode of `layout.recompute` repeats. None: the program says it (`Program.selective`)."""
 PREFIX = "ops:"
+BUDGET = "budget:"
+_BUDGET = re.compile(rf"{BUDGET}(\d+(?:\.\d+)?)(B|KiB|MiB|GiB|TiB)")
+_RUN = re.compile(r"(.+)\*([1-9]\d{0,5})")
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**10 * GIB}
 T = TypeVar("T")
 
 
 def chosen(mode: str) -> tuple[str, ...]:
-    """The operations that a mode names, in the table's order; none if the mode is one of `MODES`.
+    """The operations that the mode of a block names, in the table's order; none if it is one of `MODES`.
 
     Raises:
         UserError: the mode is neither.
@@ -114,10 +123,51 @@ def chosen(mode: str) -> tuple[str, ...]:
     if not mode.startswith(PREFIX) or not set(names) <= set(OPERATIONS) or len(names) > len(set(names)):
         modes = ", ".join(f'"{name}"' for name in MODES)
         raise UserError(
-            f'layout.recompute = "{mode}" is unknown: it must be {modes}, or "{PREFIX}" and some of '
-            f'{", ".join(OPERATIONS)}, joined by + (such as "{PREFIX}{"+".join(OPERATIONS)}")'
+            f'layout.recompute = "{mode}" is unknown: it must be {modes}, "{PREFIX}" and some of '
+            f'{", ".join(OPERATIONS)}, joined by + (such as "{PREFIX}{"+".join(OPERATIONS)}"), "{BUDGET}" and bytes '
+            f'(such as "{BUDGET}6GiB"), or modes of runs of blocks (such as "full*3/none*9")'
         )
     return tuple(name for name in OPERATIONS if name in names)
+
+
+def budget_of(recompute: str) -> int | None:
+    """The bytes that `layout.recompute` allows on a rank; None if it is no budget."""
+    found = _BUDGET.fullmatch(recompute)
+    return int(float(found[1]) * UNITS[found[2]]) if found else None
+
+
+def of_blocks(recompute: str, layers: int) -> tuple[str, ...]:
+    """The mode of each block. A budget that is not resolved yet has none.
+
+    Raises:
+        UserError: a mode is unknown, or the runs are not those of so many blocks.
+    """
+    runs = [_RUN.fullmatch(run) for run in recompute.split("/")]
+    if not all(runs):
+        chosen(recompute)
+        return (recompute,) * layers
+    found = [(run[1], int(run[2])) for run in runs if run]
+    for mode, _ in found:
+        chosen(mode)
+    if (count := sum(number for _, number in found)) != layers:
+        raise UserError(
+            f'layout.recompute = "{recompute}" has modes of {count} blocks, but the model has {layers}. Nearest valid: '
+            f'"{runs_of(_fitted(found, layers))}"'
+        )
+    return tuple(mode for mode, number in found for _ in range(number))
+
+
+def _fitted(runs: list[tuple[str, int]], layers: int) -> list[str]:
+    """The first modes of so many blocks; the last run is made longer or shorter."""
+    modes = [mode for mode, number in runs for _ in range(min(number, layers))]
+    return (modes + [runs[-1][0]] * layers)[:layers]
+
+
+def runs_of(modes: Sequence[str]) -> str:
+    """The inverse of `of_blocks`: one mode if all blocks have it."""
+    if len(set(modes)) == 1:
+        return modes[0]
+    return "/".join(f"{mode}*{len(list(equal))}" for mode, equal in groupby(modes))
 
 
 def region(mode: str, program: Program | None = None) -> Region:

@@ -91,6 +91,6 @@ def _tracked(plan: Mapping[str, Any]) -> str:
         return ""
     return (
         f"<p>Tensors of rank 0: {size(_tensors(plan))}, predicted but not measured. Peak memory elsewhere on this page "
-        "is that of the process, with Python and its libraries. <code>observe.memory = true</code> tracks every tensor "
-        "in the second step.</p>"
+        "is that of the process, with Python and its libraries. <code>observe.memory_step = 2</code> tracks every "
+        "tensor in the first and the second step.</p>"
     )

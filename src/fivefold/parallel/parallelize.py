@@ -20,6 +20,7 @@ from fivefold.files import cache_folder
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.init import init_part
+from fivefold.models.recomputation import of_blocks
 from fivefold.parallel import context, expert, recompute, tensor
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.flat import allocate
@@ -109,6 +110,7 @@ def parallelize(
     memory: a context entered where the module gets memory; all steps before work on "meta".
     """
     layout, model = mesh.layout, recipe.model
+    modes = of_blocks(layout.recompute, model.layers)
     numbered = split(model, layout, mesh.index("pp"))
     stages = list(numbered.values())
     table = held(card_of(model), layout, mesh.rank)
@@ -130,10 +132,10 @@ def parallelize(
         for stage in stages:
             context.apply(stage, mesh)
     if mesh.size("pp") > 1:
-        again = layout.recompute != "none" and model.dropout > 0
+        again = set(modes) != {"none"} and model.dropout > 0
         found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
     for stage in stages:
-        recompute.apply(stage, layout.recompute, mesh.device.type == "cuda", found.saving_inputs)
+        recompute.apply(stage, modes, mesh.device.type == "cuda", found.saving_inputs)
     if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
         for stage in stages:
             mixed = {

@@ -19,7 +19,7 @@ bit. Collectives inside a block (tensor, sequence, context, expert parallelism) 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -37,14 +37,15 @@ from fivefold.parallel import private
 
 def apply(
     stage: LanguageModel,
-    mode: str,
+    modes: Sequence[str],
     compiled: bool = False,
     saving: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Makes the blocks of a stage recompute activations. mode: of `layout.recompute`. compiled: blocks are compiled
-    later. saving: the context in which whole blocks save their inputs."""
-    names = chosen(mode)
-    for block in stage.blocks.values():
+    """Makes the blocks of a stage recompute activations. modes: of all blocks of the model. compiled: blocks are
+    compiled later. saving: the context in which whole blocks save their inputs."""
+    for number, block in stage.blocks.items():
+        mode = modes[int(number)]
+        names = chosen(mode)
         if mode == "full":
             _set(block, "forward", saving)
         for module in block.modules():

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Saved
+from fivefold.models.recomputation import of_blocks
 from fivefold.plan import memory, operations, volume
 from fivefold.plan.cost import operation
 from fivefold.plan.offload import EXPOSED
 from fivefold.plan.predict import Plan
+from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.spread.layout import describe
 
 AWAY = {"host": "in host memory", "disk": "on disk"}
@@ -62,7 +64,7 @@ def explain(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    names = ("params", "gradients", "optimizer", "activations", "buffers", "total")
+    names = (*CATEGORIES, "total")
     yield "memory, GiB    " + "".join(f"{name:>12}" for name in names)
     for position, held in enumerate(plan.memory):
         name = plan.place(position).removeprefix("the ranks of ").removeprefix("a ")
@@ -78,12 +80,13 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"  {device.memory / GIB:.1f} GiB per device; {plan.limit / GIB:.1f} GiB are left after "
         f"{device.reserve / GIB:.2g} GiB for the runtime, and allocator losses"
     )
-    yield f"  activations of a block, MiB, recompute {plan.layout.recompute}: " + ", ".join(
-        f"{saved.name} {saved.size / 2**20:.1f}"
-        for op in _block(plan)
-        for saved in op.saved
-        if _is_kept(plan, op, saved)
-    )
+    for mode in sorted(set(of_blocks(plan.layout.recompute, plan.setting.model.layers))):
+        yield f"  activations of a block, MiB, recompute {mode}: " + ", ".join(
+            f"{saved.name} {saved.size / 2**20:.1f}"
+            for op in _block(plan)
+            for saved in op.saved
+            if _is_kept(plan, op, saved, mode)
+        )
 
 
 def _elements(plan: Plan) -> list[memory.Elements]:
@@ -97,9 +100,9 @@ def _block(plan: Plan) -> list[Operation]:
     return card.block_operations(s.sizes, s.software, any(card.mixed))
 
 
-def _is_kept(plan: Plan, op: Operation, saved: Saved) -> bool:
+def _is_kept(plan: Plan, op: Operation, saved: Saved, mode: str) -> bool:
     alone = Operation(op.name, saved=(saved,))
-    return operations.kept([alone], plan.layout.recompute, plan.setting.software) > 0
+    return operations.kept([alone], mode, plan.setting.software) > 0
 
 
 def _operations(plan: Plan) -> Iterator[str]:

@@ -20,13 +20,14 @@ from fivefold.plan import grid
 from fivefold.plan.grid import Base, Slider, Values
 from fivefold.plan.pictures import drawn, pictures
 from fivefold.plan.predict import Plan
+from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import Timeline
 from fivefold.spread.layout import to_text
 
 HEAD = (
     "step", "tokens_per_s", "mfu", "limit", "flops", "bandwidth", "microbatches", "drawn", "makespan", "stages",
 )  # fmt: skip
-MEMORY = ("params", "gradients", "optimizer", "activations", "buffers")
+MEMORY = tuple(CATEGORIES)
 PLACE = ("devices", "tp", "pp", "zero")
 """The sliders that a layout depends on."""
 WORK = ("devices", "dim", "seq_len", "microbatch_size", "tp")

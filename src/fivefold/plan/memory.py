@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes, Work
+from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, placing
 from fivefold.plan import operations
@@ -20,6 +21,7 @@ from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.collectives.choose import AUTO, LIBRARY, chosen
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import compressor
+from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.spread.layout import Layout, groups
 from fivefold.spread.matrices import sizes_sent
@@ -84,7 +86,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.params + self.gradients + self.optimizer + self.activations + self.buffers
+        return sum(getattr(self, name) for name in CATEGORIES)
 
     def with_outer(self, kept: float, sent: float, overlap: bool) -> Memory:
         """The same with the states of an outer loop. Its messages go out when no activation is left, or overlap."""
@@ -92,9 +94,8 @@ class Memory:
         return replace(self, optimizer=self.optimizer + kept, buffers=self.buffers + more)
 
     def as_json(self) -> dict[str, int]:
-        names = ("params", "gradients", "optimizer", "activations", "buffers", "total")
         away = [name for name in ("host", "disk") if getattr(self, name)]
-        return {name: round(getattr(self, name)) for name in (*names, *away)}
+        return {name: round(getattr(self, name)) for name in (*CATEGORIES, "total", *away)}
 
 
 def state_bytes(
@@ -240,7 +241,7 @@ def microbatch(s: Sizes, found: Sums, recompute: str, software: Software) -> Mic
     return MicrobatchBytes(
         kept.get(False, 0.0),
         kept.get(True, 0.0),
-        operations.kept(found.begin, recompute, software),
+        operations.kept(found.begin, "none", software),  # not in a block
         operations.kept(found.end, "none", software),
         found.owed.get(False, 0.0),
         found.owed.get(True, 0.0),
@@ -343,23 +344,42 @@ def transfers(one: MicrobatchBytes, layout: Layout, microbatches: int) -> float:
     return size
 
 
+class Tail(NamedTuple):
+    """A block's backward: bytes that the blocks behind it kept, and it keeps; recomputed bytes; workspace."""
+
+    behind: float
+    kept: float
+    again: float
+    inside: float
+
+
 def at_peak(
-    one: MicrobatchBytes, besides: Buffers, live: float, own: float, last: bool, after: float = 0.0
+    one: MicrobatchBytes,
+    besides: Buffers,
+    live: float,
+    own: float,
+    last: bool,
+    after: float = 0.0,
+    tails: Sequence[Tail] = (),
 ) -> tuple[float, float]:
     """(activations, buffers) at the moment of `Buffers` with the largest sum.
 
     live: bytes kept by all live microbatches. own: bytes kept by one of them. last: True if the rank has the last
-    stage. after: bytes of compressed sums, which end behind backward, or of an update of whole matrices.
+    stage. after: bytes of compressed sums, which end behind backward, or of an update of whole matrices. tails: the
+    rank's blocks, the last one first, if they recompute different things; else only the last one counts, behind which
+    most is live.
     """
     loss = one.end if last else 0.0
-    left = own - loss - max(one.plain, one.mixed)
+    tails = tails or (Tail(0.0, max(one.plain, one.mixed), one.again, one.inside),)
+    left = own - loss - tails[0].kept
     moments = [
-        (live - loss + one.again, one.inside + besides.block),
         (left, one.stream + besides.scatter),
-        (left + one.again, one.inside + besides.next),
         (0.0, besides.rest),
         (0.0, after),
     ]
+    for behind, _, again, inside in tails:
+        moments.append((live - loss - behind + again, inside + besides.block))
+        moments.append((own - loss - max(behind, tails[0].kept) + again, inside + besides.next))
     if last:
         moments.append((live, one.loss + besides.loss))
     return max(moments, key=sum)
@@ -375,36 +395,93 @@ def predict(
     extra: float = 0.0,
 ) -> list[Memory]:
     """Memory per rank at each pipeline position. extra: bytes of other buffers."""
-    b, card = software.states[mode], card_of(model)
-    work = card.work(sizes, software)
-    one = microbatch(sizes, sums(sizes, work), layout.recompute, software)
-    by_stage, mixed = stages(model, layout, software.partition), card.is_mixed
-    kept = [sum(one.mixed if mixed(i) else one.plain for i in part) for part in by_stage]
-    owed = [sum(one.owed_mixed if mixed(i) else one.owed_plain for i in part) for part in by_stage]
-    kept[0] += one.begin
-    kept[-1] += one.end
-    schedule, times = live_schedule(layout, microbatches)
-    live = [times * size for size in peak_live(schedule, kept, owed)] if schedule else kept
-    always = transfers(one, layout, microbatches) + extra
-    found, besides = [], {}
-    for position, own in enumerate(rank_elements(model, layout, software.partition)):
+    predictor = Predictor(model, layout, sizes, software, mode, microbatches, extra)
+    return predictor.of(of_blocks(layout.recompute, model.layers))
+
+
+class Predictor:
+    """The memory of a layout, for any modes of recomputation of its blocks."""
+
+    def __init__(
+        self,
+        model: ModelSection,
+        layout: Layout,
+        sizes: Sizes,
+        software: Software,
+        mode: str,
+        microbatches: int,
+        extra: float = 0.0,
+    ):
+        card = card_of(model)
+        self.model, self.layout, self.sizes, self.software = model, layout, sizes, software
+        self.states, self.mixed = software.states[mode], card.is_mixed
+        self.sums = sums(sizes, card.work(sizes, software))
+        self._modes: dict[str, MicrobatchBytes] = {}
+        self.by_stage = stages(model, layout, software.partition)
+        self.schedule, self.times = live_schedule(layout, microbatches)
+        self.always = transfers(self.microbatch("none"), layout, microbatches) + extra
+        ranks, known = rank_elements(model, layout, software.partition), {}
+        self.held = [self._held(position, own, microbatches, known) for position, own in enumerate(ranks)]
+
+    def microbatch(self, mode: str) -> MicrobatchBytes:
+        """Bytes of a microbatch whose blocks all have this mode."""
+        if mode not in self._modes:
+            self._modes[mode] = microbatch(self.sizes, self.sums, mode, self.software)
+        return self._modes[mode]
+
+    def kept(self, mode: str, number: int) -> float:
+        """Bytes that a block keeps of a microbatch."""
+        one = self.microbatch(mode)
+        return one.mixed if self.mixed(number) else one.plain
+
+    def of(self, modes: Sequence[str]) -> list[Memory]:
+        """Memory per rank at each pipeline position. modes: of each block of the model."""
+        kept = [sum(self.kept(modes[i], i) for i in part) for part in self.by_stage]
+        one = self.microbatch(modes[-1])
+        owed = [
+            sum(one.owed_mixed if self.mixed(i) else one.owed_plain for i in part) for part in self.by_stage
+        ]
+        kept[0] += one.begin
+        kept[-1] += one.end
+        live = [self.times * size for size in peak_live(self.schedule, kept, owed)] if self.schedule else kept
+        found = []
+        for position, (states, besides, after, scratch) in enumerate(self.held):
+            mine = stages_of(self.layout, position)
+            last, own = len(self.by_stage) - 1 in mine, sum(kept[i] for i in mine)
+            tails = self._tails(modes, mine) if len(set(modes)) > 1 else ()
+            activations, more = at_peak(one, besides, live[position], own, last, after, tails)
+            found.append(replace(states, activations=activations, buffers=more + scratch + self.always))
+        return found
+
+    def _tails(self, modes: Sequence[str], mine: Sequence[int]) -> list[Tail]:
+        """The blocks of a rank's stages, the last one first."""
+        behind, found = 0.0, []
+        for number in reversed([i for stage in mine for i in self.by_stage[stage]]):
+            one, kept = self.microbatch(modes[number]), self.kept(modes[number], number)
+            found.append(Tail(behind, kept, one.again, one.inside))
+            behind += kept
+        return found
+
+    def _held(
+        self, position: int, own: Elements, microbatches: int, known: dict[tuple[bool, bool], Buffers]
+    ) -> tuple[Memory, Buffers, float, float]:
+        """(states, buffers, bytes behind backward, scratch of sums) of a rank, whatever it recomputes. known: the
+        buffers of other ranks."""
+        model, layout, b, by_stage = self.model, self.layout, self.states, self.by_stage
         mine = stages_of(layout, position)
-        first, last = 0 in mine, len(by_stage) - 1 in mine
-        if (first, last) not in besides:
-            besides[first, last] = buffers(model, layout, first, last, b, software)
-        own_kept = sum(kept[i] for i in mine)
+        ends = 0 in mine, len(by_stage) - 1 in mine
+        if ends not in known:
+            known[ends] = buffers(model, layout, *ends, b, self.software)
         unsent, summing = compression(model, layout, mine, by_stage)
         hashed: Any = model
-        after = max(summing, update_scratch(software.optimizer, hashed, layout, position))
-        activations, more = at_peak(one, besides[first, last], live[position], own_kept, last, after)
+        after = max(summing, update_scratch(self.software.optimizer, hashed, layout, position))
         params, gradients, optimizer = rank_states(b, layout, own, microbatches)
-        optimizer += more_states(software.optimizer, hashed, layout, position, b.moments)
+        optimizer += more_states(self.software.optimizer, hashed, layout, position, b.moments)
         params += node_copies(model, layout, mine, by_stage, b)
         scratch = (
             sum_scratch(model, layout, mine, by_stage, b) if layout.all_reduce not in (LIBRARY, AUTO) else 0.0
         )
-        found.append(Memory(params, gradients + unsent, optimizer, activations, more + scratch + always))
-    return found
+        return Memory(params, gradients + unsent, optimizer, 0.0, 0.0), known[ends], after, scratch
 
 
 def sum_scratch(

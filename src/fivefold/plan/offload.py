@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.models.card import card_of
+from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
@@ -186,9 +187,11 @@ def _io(found: Sequence[Flow], elements: float, cluster: Cluster, ranks: int) ->
 
 def _saved(s: Setting) -> float:
     """Bytes that a rank saves for the backward of one microbatch."""
-    work = card_of(s.model).work(s.sizes, s.software)
-    one = microbatch(s.sizes, sums(s.sizes, work), s.layout.recompute, s.software)
-    return math.ceil(s.model.layers / s.layout.pp) * max(one.plain, one.mixed) + one.begin + one.end
+    found = sums(s.sizes, card_of(s.model).work(s.sizes, s.software))
+    modes = of_blocks(s.layout.recompute, s.model.layers)
+    ones = {mode: microbatch(s.sizes, found, mode, s.software) for mode in modes}
+    blocks = sum(max(ones[mode].plain, ones[mode].mixed) for mode in modes) / s.model.layers
+    return math.ceil(s.model.layers / s.layout.pp) * blocks + ones[modes[0]].begin + ones[modes[-1]].end
 
 
 def _activations(s: Setting, computing: Computing) -> float:

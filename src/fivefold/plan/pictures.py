@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul, Operation
-from fivefold.models.recomputation import region
+from fivefold.models.recomputation import of_blocks, region
 from fivefold.plan import memory, rates, time
 from fivefold.plan.cost import Cost, Setting, operation
 from fivefold.plan.predict import Plan
@@ -136,11 +137,11 @@ def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], s
     s = plan.setting
     by_stage = memory.stages(s.model, s.layout, s.software.partition)
     card = card_of(s.model)
-    mixed = [card.is_mixed(number) for stage in mine for number in by_stage[stage]]
+    modes = of_blocks(s.layout.recompute, s.model.layers)
+    blocks = [(card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage]]
     yield card.begin_operations(s.sizes, s.software), "none", int(0 in mine)
-    for kind in (False, True):
-        if count := mixed.count(kind):
-            yield card.block_operations(s.sizes, s.software, kind), s.layout.recompute, count
+    for (kind, mode), count in Counter(sorted(blocks)).items():
+        yield card.block_operations(s.sizes, s.software, kind), mode, count
     yield card.end_operations(s.sizes, s.software), "none", int(len(by_stage) - 1 in mine)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -10,14 +11,19 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.operations import Sizes
+from fivefold.models.recomputation import budget_of, of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, OptimizerCard
 from fivefold.plan import memory, offload, outer, servers, volume
+from fivefold.plan.clusters import of_gpu, parse
 from fivefold.plan.cost import Setting
-from fivefold.plan.devices import Cluster
+from fivefold.plan.devices import Cluster, of_table
+from fivefold.plan.measured import load as load_table
 from fivefold.plan.memory import Memory
+from fivefold.plan.recompute_budget import Budget, with_budget
+from fivefold.plan.recompute_budget import resolve as resolve_budget
 from fivefold.plan.slow_links import SlowLinks, compare
-from fivefold.plan.software import FIVEFOLD, Software, of
+from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, of
 from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Parts, Step, step
 from fivefold.precision import DTYPES, PRECISIONS, chosen
@@ -26,6 +32,7 @@ from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, on_nodes, to_text, validate
 from fivefold.spread.sites import Sites, site_layout
 
+STAND_IN = "h100"
 FRAGMENTS = 0.04
 """Share of allocated memory that the allocator reserves on top (3 to 6% in the published runs of docs/planner.md)."""
 
@@ -121,6 +128,7 @@ class Plan:
                 else {}
             ),
             "fits": self.fits,
+            "recompute": of_blocks(self.layout.recompute, self.setting.model.layers),
             "ranks": self.ranks,
             "memory": {
                 "source": "formula",
@@ -170,9 +178,11 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
         served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
         return Plan(together, servers.held(served), servers.step(served), service=served)
     s = apart(together, full.sites) if full.sites.count > 1 else together
+    s = with_budget(s, partial(_besides, s))
+    together = replace(together, layout=replace(together.layout, recompute=s.layout.recompute))
     plan = price(s)
     wait = stalls(full, plan.setting, plan.step.seconds)
-    return replace(plan, stalls=wait, together=None if s is together else together)
+    return replace(plan, stalls=wait, together=together if full.sites.count > 1 else None)
 
 
 def apart(whole: Setting, sites: Sites) -> Setting:
@@ -215,7 +225,11 @@ def price(s: Setting, shared: Parts | None = None) -> Plan:
 
 def held(s: Setting) -> list[Memory]:
     """Memory per rank at each pipeline position."""
-    found = memory.predict(s.model, s.layout, s.sizes, s.software, s.mode, s.microbatches)
+    return _besides(s, memory.predict(s.model, s.layout, s.sizes, s.software, s.mode, s.microbatches))
+
+
+def _besides(s: Setting, found: list[Memory]) -> list[Memory]:
+    """Takes off what is offloaded, and adds the states of the outer loop of sites that train apart."""
     found = offload.held(s, found)
     if s.sites.count == 1:
         return found
@@ -223,6 +237,46 @@ def held(s: Setting) -> list[Memory]:
     buffers = (outer.buffers(s, position) for position in range(s.layout.pp))
     pairs = zip(found, ranks, buffers, strict=True)
     return [one.with_outer(s.sites.kept * own.keeps, more, s.sites.overlap > 0) for one, own, more in pairs]
+
+
+def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Budget | None:
+    """The resolved budget of `layout.recompute`, as `predict` takes it; None if the recipe has none. The cluster may
+    have any number of devices.
+
+    Raises:
+        UserError: it is too small.
+    """
+    bytes = budget_of(recipe.layout.recompute)
+    if bytes is None:
+        return None
+    full, layout = resolved(recipe), Layout.from_recipe(recipe.layout)
+    B = full.train.microbatch_size
+    assert B is not None
+    software = for_recipe(software or of(cluster), recipe)
+    count = microbatches_per_step(full)
+    s = setting(full.model, layout, cluster, B, count, mode_of(recipe, cluster), software)
+    s = apart(s, full.sites) if full.sites.count > 1 else s
+    return resolve_budget(s, bytes, partial(_besides, s))
+
+
+def priced_here(gpu: str = "", measured: bool = True) -> tuple[Cluster, Software]:
+    """This machine, to choose by: its GPUs, or its CPUs by their own table. If they are not known or not measured, the
+    prices are those of another device, whose operations compare alike."""
+    table = load_table() if measured and not gpu else None
+    with suppress(UserError):
+        if table is not None or gpu:
+            cluster = of_table(table) if table is not None else of_gpu(gpu)
+            return cluster, of(cluster)
+    return parse(STAND_IN), FIVEFOLD if gpu else FIVEFOLD_CPU
+
+
+def within(plan: Plan, most: int) -> Plan:
+    """The plan with blocks that recompute no more than it takes to stay within so many bytes."""
+    s = plan.setting
+    if s.layout.recompute == "none":
+        return plan
+    found = resolve_budget(s, most, partial(_besides, s), margin=0.0)
+    return price(replace(s, layout=replace(s.layout, recompute=found.recompute)))
 
 
 def resolved(recipe: Recipe) -> Recipe:

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 from fivefold.errors import UserError
@@ -21,16 +21,18 @@ from fivefold.plan.bottlenecks import limits, reasons
 from fivefold.plan.bound import Bounds
 from fivefold.plan.devices import Cluster
 from fivefold.plan.predict import Plan, for_recipe, held, limit, mode_of, price, resolved
+from fivefold.plan.predict import within as within_budget
 from fivefold.plan.software import Software, of
 from fivefold.plan.space import Choice, Space
 from fivefold.plan.time import step
 from fivefold.recipe import Recipe
 from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import with_layout
-from fivefold.spread.layout import problems
+from fivefold.spread.layout import Layout, problems
 from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
 
 GLIMPSE = 32
+LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step with it beside one without
 PRICED = 4  # the level of a full prediction, after four levels of bounds
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
@@ -169,7 +171,7 @@ def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software |
     space = space_of(recipe, cluster)
     bounds = Bounds(space.recipe.model, cluster, for_recipe(software or of(cluster), recipe))
     run = Search(space, bounds, limit(cluster))
-    plans = list(islice(run.plans(), top))
+    plans = _with_budgets(run, top)
     slower = space.size - len(plans) - run.lost
     rejected = {reason: n for reason, n in (("do not fit", run.lost), ("slower", slower)) if n}
     if not plans:
@@ -177,7 +179,8 @@ def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software |
         return Found(away, space.size, rejected, reasons(away) if away else [], nothing=why)
 
     def within(most: float) -> Plan | None:
-        return next(Search(space, bounds, most).plans(), None)
+        plan = next(Search(space, bounds, most).plans(), None)
+        return plan and within_budget(plan, int(most))
 
     return Found(plans, space.size, rejected, reasons(plans), _bottlenecks(space, bounds, plans), "", within)
 
@@ -199,6 +202,25 @@ def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
                         found.append(price(bounds.setting(replace(c, layout=one))))
     fitting = [plan for plan in found if plan.fits]
     return heapq.nsmallest(top, fitting, key=lambda plan: plan.step.seconds)
+
+
+def _with_budgets(run: Search, top: int) -> list[Plan]:
+    """The `top` fastest plans. Those that recompute in all blocks become ones that recompute in as few as it takes.
+    Plans that are so slow that this cannot make them the first are not looked at."""
+    found = list[Plan]()
+    for plan in run.plans():
+        found.append(plan)
+        late = plan.step.seconds > SLOWER * found[0].step.seconds
+        if len(found) >= top and (late or len(found) >= LOOKED):
+            break
+    kept = dict[Layout, Plan]()
+    for plan in found:
+        one = within_budget(plan, int(run.most))
+        key = replace(
+            one.layout, recompute=f"{one.layout.recompute} {one.setting.sizes.B} {one.setting.mode}"
+        )
+        kept.setdefault(key, one)
+    return sorted(kept.values(), key=lambda plan: plan.step.seconds)[:top]
 
 
 def _bottlenecks(space: Space, bounds: Bounds, plans: list[Plan]) -> list[str]:

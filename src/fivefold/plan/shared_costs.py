@@ -101,7 +101,7 @@ class SharedCosts:
         slower, counted = rates.slowest(x.ranks, s.cluster.device.spread), memory.elements(self.model, flat)
         costs = {False: Cost(), True: Cost()}
         for kind in sums.block:
-            costs[kind] = time.computed(s, kind, parts)
+            costs[kind] = time.computed(s, kind, parts, x.recompute)
             costs[kind] += self._summed(s, counted[0][self.mixed.index(kind)].computes)
         last = parts.end + self._summed(s, counted[2].computes + counted[3].computes)
         return MicrobatchCost(

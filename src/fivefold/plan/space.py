@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
-from fivefold.models.recomputation import MODES, region
+from fivefold.models.recomputation import MODES, PREFIX, region
 from fivefold.plan.devices import Cluster
 from fivefold.plan.software import of
 from fivefold.precision import PRECISIONS
@@ -67,7 +67,7 @@ class Space:
         ops = card_of(model).block_operations(Sizes(model, 1), of(self.cluster))
         roles = {saved.role for op in ops for saved in op.saved}
         found = [mode for mode in MODES if mode == "none" or roles - region(mode).keeps - {"copied"}]
-        return found + [own] * (own not in MODES)
+        return found + [own] * own.startswith(PREFIX)
 
     @cached_property
     def shapes(self) -> list[Layout]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul, Operation, Work
-from fivefold.models.recomputation import region
+from fivefold.models.recomputation import of_blocks, region
 from fivefold.optim import OPTIMIZERS, update_traffic
 from fivefold.plan import communication, memory, offload, outer, rates, volume
 from fivefold.plan.communication import exposed, group, held
@@ -56,9 +56,9 @@ class Parts:
     end: Cost
     blocks: dict[tuple[bool, str, bool], Cost] = field(default_factory=dict)
 
-    def block(self, mixed: bool, s: Setting) -> Cost:
-        """Cost of a block, with what this layout recomputes."""
-        key = mixed, s.layout.recompute, saves_late(s.layout)
+    def block(self, mixed: bool, s: Setting, mode: str) -> Cost:
+        """Cost of a block, with what this mode recomputes."""
+        key = mixed, mode, saves_late(s.layout)
         if key not in self.blocks:
             self.blocks[key] = together(*self.operations[mixed], s, *key[1:])
         return self.blocks[key]
@@ -72,17 +72,19 @@ def parts(s: Setting, work: Work) -> Parts:
 
 def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
     """Cost of a block for one microbatch, with ZeRO's communication per microbatch."""
-    cost = computed(s, card_of(s.model).is_mixed(number), shared)
+    mode = of_blocks(s.layout.recompute, s.model.layers)[number]
+    cost = computed(s, card_of(s.model).is_mixed(number), shared, mode)
     own = memory.elements(s.model, s.layout)[0][number]
     cost += accumulate(own.computes, s)
     return cost + within_step(own, cost, s)
 
 
-def computed(s: Setting, mixed: bool, shared: Parts) -> Cost:
-    """Cost of a block for one microbatch, with the host time to issue its operations."""
-    cost = shared.block(mixed, s)
+def computed(s: Setting, mixed: bool, shared: Parts, mode: str) -> Cost:
+    """Cost of a block with this mode of recomputation for one microbatch, with the host time to issue its
+    operations."""
+    cost = shared.block(mixed, s, mode)
     if s.cluster.machine and s.cluster.machine.on_cpu:
-        return cost + (_host(s.cluster.machine, s.layout) + _waits(cost, s))
+        return cost + (_host(s.cluster.machine, s.layout, mode) + _waits(cost, s, mode))
     return (cost + Cost(host=s.software.host)).bound
 
 
@@ -93,15 +95,15 @@ def saves_late(layout: Layout) -> bool:
     return layout.tp > 1 or splits
 
 
-def _host(machine: Measured, layout: Layout) -> Cost:
+def _host(machine: Measured, layout: Layout, mode: str) -> Cost:
     """Python and dispatch of a block on a CPU that also computes. About two fifths of it is in forward."""
     block = machine.overhead("block")
     if layout.shards > 1:
         block += machine.overhead(f"zero{layout.zero}")
-    return Cost(0.4 * block, (0.6 + 0.4 * region(layout.recompute).host) * block)
+    return Cost(0.4 * block, (0.6 + 0.4 * region(mode).host) * block)
 
 
-def _waits(cost: Cost, s: Setting) -> Cost:
+def _waits(cost: Cost, s: Setting, mode: str) -> Cost:
     """Measured time of a block's axes on this machine beyond the sum of its operations and messages.
 
     Ranks wait for each other, and on oversubscribed cores others compute meanwhile. Two fifths of it is in forward.
@@ -111,7 +113,7 @@ def _waits(cost: Cost, s: Setting) -> Cost:
     axes = [("sp" if layout.sp else "tp")] * (layout.tp > 1) + [layout.cp_method] * (layout.cp > 1)
     seconds = sum(machine.waits(axis, elements, layout.ranks) for axis in axes)
     forward = max(0.4 * seconds, -cost.sent_forward)
-    backward = max((0.6 + 0.4 * region(layout.recompute).host) * seconds, -cost.sent_backward)
+    backward = max((0.6 + 0.4 * region(mode).host) * seconds, -cost.sent_backward)
     return Cost(forward, backward, 0.0, forward, backward)
 
 
@@ -153,17 +155,18 @@ def _outside_blocks(s: Setting, mine: Sequence[int], stages: int) -> Cost:
 
 def _blocks(s: Setting, shared: Parts) -> list[Cost]:
     """Cost of the blocks of each stage. Equal stages are summed once."""
-    kinds: dict[bool, Cost] = {}
-    sums: dict[tuple[bool, ...], Cost] = {}
+    mixed, modes = card_of(s.model).mixed, of_blocks(s.layout.recompute, s.model.layers)
+    kinds: dict[tuple[bool, str], Cost] = {}
+    sums: dict[tuple[tuple[bool, str], ...], Cost] = {}
     costs = []
     for numbers in memory.stages(s.model, s.layout, s.software.partition):
-        mixed = tuple(map(card_of(s.model).is_mixed, numbers))
-        if mixed not in sums:
-            for kind, number in zip(mixed, numbers, strict=True):
+        blocks = tuple((mixed[number], modes[number]) for number in numbers)
+        if blocks not in sums:
+            for kind, number in zip(blocks, numbers, strict=True):
                 if kind not in kinds:
                     kinds[kind] = block_cost(s, number, shared)
-            sums[mixed] = sum((kinds[kind] for kind in mixed), Cost())
-        costs.append(sums[mixed])
+            sums[blocks] = sum((kinds[kind] for kind in blocks), Cost())
+        costs.append(sums[blocks])
     return costs
 
 

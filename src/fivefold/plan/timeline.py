@@ -12,6 +12,7 @@ from typing import Any
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
+from fivefold.models.recomputation import of_blocks
 from fivefold.plan import communication, cost, memory, outer, rates, time
 from fivefold.plan.cost import Cost, Setting
 from fivefold.schedules.compression import NONE
@@ -112,10 +113,11 @@ class _Step:
 
     def _block(self, number: int) -> _Part:
         s, mixed = self.s, card_of(self.s.model).is_mixed(number)
-        whole = time.computed(s, mixed, self.shared)
+        mode = of_blocks(s.layout.recompute, s.model.layers)[number]
+        whole = time.computed(s, mixed, self.shared, mode)
         own = memory.elements(s.model, s.layout)[0][number]
         operations = list(zip(*self.shared.operations[mixed], strict=True))
-        again = self.shared.block(mixed, s).sent_backward - sum(c.sent_backward for _, c in operations)
+        again = self.shared.block(mixed, s, mode).sent_backward - sum(c.sent_backward for _, c in operations)
         return _Part(
             f"blocks.{number}",
             operations,

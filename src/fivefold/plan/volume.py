@@ -19,7 +19,7 @@ from typing import Any
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
-from fivefold.models.recomputation import region
+from fivefold.models.recomputation import of_blocks, region
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.placing import planned_ways
@@ -172,15 +172,16 @@ def _traffic(s: Setting, rank: int) -> Traffic:
     by_stage = memory.stages(s.model, s.layout, s.software.partition)
     mine = stages_of(s.layout, position)
     card = card_of(s.model)
-    blocks = Counter(card.is_mixed(number) for stage in mine for number in by_stage[stage])
-    for mixed, count in blocks.items():
+    modes = of_blocks(s.layout.recompute, s.model.layers)
+    blocks = Counter((card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage])
+    for (mixed, mode), count in blocks.items():
         _operations(
             traffic,
             s,
             rank,
             card.block_operations(s.sizes, s.software, mixed),
             count,
-            s.layout.recompute,
+            mode,
         )
         if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
             traffic.add("all_gather", "tp", s.sizes.n * s.model.dim * s.sizes.e, count * s.microbatches)

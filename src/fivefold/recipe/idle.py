@@ -131,6 +131,7 @@ IDLE = (
         lambda r: r.servers.count > 0,
         "RUN/workers.jsonl has what the workers do, and when",
     ),
+    Idle("observe.memory_step", lambda r: r.servers.count > 0, "steps of workers are not tracked"),
     Idle(
         "observe.histogram_step",
         lambda r: r.servers.count > 0,

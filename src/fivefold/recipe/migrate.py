@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-RENAMED: dict[str, str] = {}
-"""{section.key of an older version: section.key today}. Nothing has been renamed so far."""
+RENAMED: dict[str, str] = {"observe.memory": "observe.memory_step"}
+"""{section.key of an older version: section.key today}."""
+VALUES: dict[str, dict[Any, Any]] = {"observe.memory": {True: 2, False: 0}}
+"""Values of renamed keys that were others, too."""
 
 
 def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -23,7 +25,8 @@ def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, A
             or name in target
         ):
             continue
-        target[name] = values.pop(key)
+        value = values.pop(key)
+        target[name] = VALUES.get(old, {}).get(value, value)
         if old in origins:
             origins[new] = origins.pop(old)
     return moved, origins

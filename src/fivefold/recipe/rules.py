@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from fivefold.errors import UserError
 from fivefold.models.card import Contradiction, card_of, resolve_model, round_up
-from fivefold.models.recomputation import chosen
+from fivefold.models.recomputation import budget_of, of_blocks
 from fivefold.models.rules import lacks, model_rules
 from fivefold.models.section import ModelSection
 from fivefold.optim import FIELDS, OPTIMIZERS
@@ -33,6 +33,7 @@ def contradictions(recipe: Sections) -> Iterator[Contradiction]:
     yield from _length(recipe)
     yield from _optimizer(recipe)
     yield from _recomputation(recipe)
+    yield from _observed(recipe)
     yield from refused(recipe)
     yield from _batch(recipe)
     yield from _sites(recipe)
@@ -93,10 +94,28 @@ def _experts(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def _recomputation(recipe: Sections) -> Iterator[Contradiction]:
+    budget = budget_of(recipe.layout.recompute)
+    if budget is not None and recipe.servers.count:
+        yield (
+            {"layout.recompute", "sync.method"},
+            f'layout.recompute = "{recipe.layout.recompute}" is not supported with sync.method = "{SERVER}". Nearest '
+            'valid: "full"',
+        )
     try:
-        chosen(recipe.layout.recompute)
+        if budget is None:
+            of_blocks(recipe.layout.recompute, recipe.model.layers)
     except UserError as error:
-        yield {"layout.recompute"}, str(error)
+        yield {"layout.recompute", "model.layers"}, str(error)
+
+
+def _observed(recipe: Sections) -> Iterator[Contradiction]:
+    step = recipe.observe.trace_step
+    if step and step in (recipe.observe.memory_step, int(recipe.observe.memory_step > 0)):
+        yield (
+            {"observe.memory_step", "observe.trace_step"},
+            f"observe.trace_step = {step}: the memory of step {step} is tracked, which slows it. Nearest valid: "
+            f"trace_step = {max(step, recipe.observe.memory_step) + 1}",
+        )
 
 
 def _length(recipe: Sections) -> Iterator[Contradiction]:

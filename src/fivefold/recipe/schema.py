@@ -187,7 +187,8 @@ class LayoutSection(Section):
     recompute: str = "none"
     """Activation recomputation in backward. `selective`: attention's scores, softmax and dropout (arXiv 2205.05198).
     `full`: whole blocks, from their inputs (arXiv 1604.06174). `ops:attention+gate+norm`: the operations named, here
-    all there are."""
+    all there are. `budget:6GiB`: as little as keeps the tensors of a rank within so many bytes, block by block, chosen
+    by the planner before the run. `full*3/none*9`: modes of the first three blocks and of the nine behind them."""
     offload: Literal["none", "activations", "states:host", "states:disk", "all:disk"] = NOT_OFFLOADED
     """What leaves the memory of the device. `activations`: what forward saves for backward, to host memory.
     `states:host`: gradients while backward runs, fp32 masters and optimizer states, to host memory, where the update
@@ -284,9 +285,11 @@ class ObserveSection(Section):
     """Measure the gradient noise scale (arXiv 1812.06162). Batches larger than this number of tokens save few steps.
     The metric is `noise_scale`, averaged over about 50 steps. Not supported with cp, ep, sp, tp under ZeRO, or a
     pipeline whose first and last stage share the embedding."""
-    memory: bool = False
-    """Track every tensor in the second step, on CPUs. The peak of rank 0's tensors goes into plan.json and the report.
-    That step is slower. Without it, the report has the peak memory of the process."""
+    memory_step: int = Field(default=0, ge=0)
+    """The step whose tensors are tracked, beside those of the first step; both are slower. RUN/traces gets the bytes of
+    each category over time; `fivefold draw RUN` and the report draw them. From the second step on, plan.json gets the
+    peak of rank 0. On GPUs RUN/traces gets PyTorch's own memory snapshots instead. 0: none; the report has the peak
+    memory of the process."""
     trace_step: int = Field(default=0, ge=0)
     """The step whose timeline is measured: computing and messages of each rank, on CPUs; with pp > 1 also the pipeline,
     action by action. RUN/traces gets the times, and the planned ones; `fivefold draw RUN` and the report draw them.

@@ -20,18 +20,21 @@ import torch
 from fivefold.errors import UserError
 from fivefold.kernels.hollow import CPU
 from fivefold.models.card import card_of
+from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, tokens_per_step
+from fivefold.schedules.memory_timeline import CATEGORIES, MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.parts import stage_blocks, stages_of
 from fivefold.spread.sites import in_site, site_layout
 from fivefold.spread.tiers import NOT_OFFLOADED
 from fivefold.trace.cache import CachedFigures
-from fivefold.trace.memory import CATEGORIES, Peak
-from fivefold.trace.step import Traced, trace
+from fivefold.trace.memory import Peak
+from fivefold.trace.step import Traced, probe, trace
 
 AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolation: about three seconds
+DRAWN = 1024  # the same, of a picture over time, which cannot be extrapolated: half a minute
 LEAST_BLOCKS = 2  # of a stage in a small model
 LEAST_SHARDED = 3  # the same under ZeRO, which may hold the weights of three blocks at once
 
@@ -108,7 +111,7 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
         return found
     count = microbatches_per_step(recipe)
     site = site_layout(layout, recipe.sites.count)
-    layers, counts = sizes(recipe.model, site, in_site(site, rank)[1], count, recipe.sites.fragments)
+    layers, counts = _sizes(recipe, site, rank)
     steps = {(L, m): trace(_with_layers(recipe, L), rank, m, device) for L in layers for m in counts}
     formula = flops_per_token(recipe.model) * tokens_per_step(recipe) / layout.ranks
     step = extrapolate(steps, recipe.model.layers, count)
@@ -117,6 +120,28 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
     if entry:
         entry.write(result.as_json())
     return result
+
+
+def timelines(recipe: Recipe, rank: int = 0, device: torch.device = CPU) -> list[tuple[str, MemoryTimeline]]:
+    """Memory over the first step of a rank and over a later one, as traced: with all blocks; and with all microbatches,
+    or if that is too much work with so many that the pipeline fills.
+
+    Raises:
+        UserError: the layout is not valid, or has no such rank.
+    """
+    layout = check_rank(recipe, rank)
+    all_of_them = microbatches_per_step(recipe)
+    site = site_layout(layout, recipe.sites.count)
+    position = site.coordinates(in_site(site, rank)[1])["pp"]
+    count = all_of_them
+    if sum(map(sum, _stages(recipe.model, site, position))) * count > DRAWN:
+        count = max(fewer(count, site))
+    told = "" if count == all_of_them else f", the first {count} of {all_of_them} microbatches"
+    found = []
+    for name, first in (("first step", True), ("a later step", False)):
+        timeline = probe(recipe, rank, count, device, first).timeline(timed=False, rank=rank, step=2 - first)
+        found.append((f"{name}, rank {rank}{told}", timeline))
+    return found
 
 
 def read(entry: CachedFigures) -> Exact | None:
@@ -155,11 +180,19 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
 def blocks_traced(recipe: Recipe, rank: int) -> int:
     """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
     layout = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
-    rank, count = in_site(layout, rank)[1], microbatches_per_step(recipe)
-    layers, counts = sizes(recipe.model, layout, rank, count, recipe.sites.fragments)
-    position = layout.coordinates(rank)["pp"]
+    layers, counts = _sizes(recipe, layout, rank)
+    position = layout.coordinates(in_site(layout, rank)[1])["pp"]
     blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)
     return blocks * sum(counts)
+
+
+def _sizes(recipe: Recipe, site: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`sizes` of a recipe. Blocks with different modes of recomputation are all traced. rank: of the whole run."""
+    count, number = microbatches_per_step(recipe), in_site(site, rank)[1]
+    layers, counts = sizes(recipe.model, site, number, count, recipe.sites.fragments)
+    if len(layers) > 1 and len(set(of_blocks(site.recompute, recipe.model.layers))) > 1:
+        layers = (recipe.model.layers,)
+    return layers, counts
 
 
 def sizes(

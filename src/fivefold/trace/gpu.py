@@ -26,6 +26,7 @@ from fivefold.errors import UserError
 from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
+from fivefold.schedules.memory_timeline import MemoryTimeline, from_json
 from fivefold.trace.cache import CachedFigures
 from fivefold.trace.depth import Exact, check_rank, read
 
@@ -84,16 +85,32 @@ def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
     return Exact.from_json(result["exact"], time.perf_counter() - began)
 
 
-def on_gpu(jobs: Iterable[tuple[Recipe, int]]) -> list[dict[str, Any]]:
+def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimeline]]:
+    """`depth.timelines` of the GPU's path.
+
+    Raises:
+        UserError: the layout is not valid, or has no such rank.
+    """
+    check_rank(recipe, rank)
+    [result] = on_gpu([(recipe, rank)], timelines=True)
+    if "error" in result:
+        raise RuntimeError(f"the trace failed: {result['error']}")
+    return [(name, from_json(found)) for name, found in result["timelines"]]
+
+
+def on_gpu(jobs: Iterable[tuple[Recipe, int]], timelines: bool = False) -> list[dict[str, Any]]:
     """Traces (resolved recipe, rank) one after the other in one other process. Each result has the fields of
-    `worker.answer`.
+    `worker.answer`. timelines: memory over time instead of the exact figures.
 
     Raises:
         UserError: GPUs cannot be traced here.
     """
     if reason := why_not():
         raise UserError(f"the step cannot be traced as a GPU computes it: {reason}")
-    lines = [json.dumps({"recipe": recipe.model_dump_json(), "rank": rank}) for recipe, rank in jobs]
+    lines = [
+        json.dumps({"recipe": recipe.model_dump_json(), "rank": rank, "timelines": timelines})
+        for recipe, rank in jobs
+    ]
     libraries = [str(TORCH / "lib" / "libtorch_cpu.so"), str(_library())]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(

@@ -36,12 +36,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from fivefold.kernels.hollow import FROM_DATA, Hollow, Hollowing
 from fivefold.kernels.private import done_work
+from fivefold.schedules.memory_timeline import CATEGORIES, Change, MemoryTimeline, Phase, of_changes
 from fivefold.trace import private
 
 if TYPE_CHECKING:
     from fivefold.step.state import State
 
-CATEGORIES: tuple[str, ...] = ("params", "gradients", "optimizer", "activations", "buffers")
 LiveTensors = Mapping[str, Callable[[], Iterable[Tensor]]]
 """Per category, a function that returns its live tensors."""
 
@@ -99,20 +99,27 @@ class Tracker(TorchDispatchMode):
         self.on = on
         self.states = states or {}
         self.there: dict[int, _Memory] = {}  # by the storage's address
-        self.changes: list[tuple[_Memory, int]] = []  # bytes more or less, in order
+        self.before = 0  # number of changes that only found what was there
+        self.changes: list[tuple[_Memory, int, float]] = []  # bytes more or less, and when, in order
+        self.phases: list[tuple[str, int, float]] = []  # of the step: kind, number of changes before, when
         self.of_forward: list[_Memory] = []  # made in forward since backward last ran
         self.forward = True
         self.hollowing = False
 
     def __enter__(self) -> Tracker:
         self.hollowing = _hollowing_is_on()
+        self.began = time.perf_counter()
         self._find_states()
+        self.before = len(self.changes)
+        self.began = time.perf_counter()
+        self._begin("forward")
         self._follow_resizing()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.ended = self._now()
         torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
         self._find_states()
         self._mark_activations()
@@ -144,7 +151,7 @@ class Tracker(TorchDispatchMode):
         """The figures of everything so far."""
         now, total = dict.fromkeys(CATEGORIES, 0), 0
         highest, at_peak, most = dict(now), dict(now), 0
-        for memory, change in self.changes:
+        for memory, change, _ in self.changes:
             category = memory.category or "buffers"
             now[category] += change
             total += change
@@ -153,6 +160,30 @@ class Tracker(TorchDispatchMode):
                 most, at_peak = total, dict(now)
         return Peak(most, at_peak, highest)
 
+    def begin_update(self) -> None:
+        """The gradient is whole; the rest of the step is its update."""
+        if self.phases and self.phases[-1][0] == "forward":  # no forward follows the last backward
+            self.phases[-1] = ("other", *self.phases[-1][1:])
+        self._begin("update")
+
+    def timeline(self, timed: bool = True, rank: int = 0, step: int = 0) -> MemoryTimeline:
+        """The bytes of everything so far, over time. timed: False if no time passed, as on hollow tensors."""
+        ends = [*self.phases[1:], ("", len(self.changes), self.ended)]
+
+        def when(number: int, at: float) -> float:
+            return max(0.0, at if timed else float(number - self.before))  # what was there before came at 0
+
+        phases = [
+            Phase(kind, when(number, at), when(last, end))
+            for (kind, number, at), (_, last, end) in zip(self.phases, ends, strict=True)
+        ]
+        changes = (
+            Change(0.0 if number < self.before else when(number, at), memory.category or "buffers", size)
+            for number, (memory, size, at) in enumerate(self.changes)
+        )
+        length, unit = when(len(self.changes), self.ended), "s" if timed else "changes"
+        return of_changes(changes, [p for p in phases if p.end > p.start], length, unit, rank, step)
+
     def made(self) -> int:
         """Bytes that were allocated inside the tracker and are still live."""
         return sum(memory.size for memory in self.there.values() if memory.made)
@@ -160,13 +191,29 @@ class Tracker(TorchDispatchMode):
     def _look_at_phase(self) -> None:
         """Forward runs outside of backward, or in it when checkpointing recomputes (its saved-tensor hooks are set
         then)."""
-        forward = not private.in_backward() or private.saves_by_hooks()
+        backward = private.in_backward()
+        forward = not backward or private.saves_by_hooks()
+        self._follow_phase("backward" if backward else "forward")
         if self.forward and not forward:
             self._mark_activations()
             self._mark("params")  # copies of weights on a node are gone when the step ends
             self._mark("gradients")
             self._mark("activations")
         self.forward = forward
+
+    def _follow_phase(self, kind: str) -> None:
+        """Notes that forward or backward begins. Behind them comes the update, until the end."""
+        if self.phases[-1][0] not in (kind, "update"):
+            self._begin(kind)
+
+    def _begin(self, kind: str) -> None:
+        self.phases.append((kind, len(self.changes), self._now()))
+
+    def _now(self) -> float:
+        return time.perf_counter() - self.began
+
+    def _note(self, memory: _Memory, change: int) -> None:
+        self.changes.append((memory, change, self._now()))
 
     def _mark_activations(self) -> None:
         for memory in self.of_forward:
@@ -220,17 +267,17 @@ class Tracker(TorchDispatchMode):
         memory = _Memory(storage._cdata, storage.nbytes(), made)
         memory.reference = weakref.ref(storage, lambda _: self._gone(memory))
         self.there[memory.address] = memory
-        self.changes.append((memory, memory.size))
+        self._note(memory, memory.size)
         if made and self.forward:
             self.of_forward.append(memory)
         return memory
 
     def _gone(self, memory: _Memory) -> None:
-        self.changes.append((memory, -memory.size))
+        self._note(memory, -memory.size)
         del self.there[memory.address]
 
     def _change(self, memory: _Memory, size: int) -> None:
-        self.changes.append((memory, size - memory.size))
+        self._note(memory, size - memory.size)
         memory.size = size
 
     def _follow_resizing(self) -> None:

@@ -10,7 +10,23 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-__all__ = ["FakeStore", "FakeTensor", "in_backward", "modes", "saves_by_hooks"]
+__all__ = [
+    "FakeStore", "FakeTensor", "in_backward", "modes", "saves_by_hooks", "start_memory_history", "write_memory_snapshot"
+]  # fmt: skip
+HISTORY = 200_000
+"""Allocations that a memory snapshot holds at most."""
+
+
+def start_memory_history() -> None:
+    """Records allocations of the GPU from now on."""
+    torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+
+
+def write_memory_snapshot(path: str) -> None:
+    """Writes what was recorded, for https://pytorch.org/memory_viz, and ends recording. The file is a pickle; this
+    program never reads one."""
+    torch.cuda.memory._dump_snapshot(path)
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def FakeStore() -> torch.distributed.Store:

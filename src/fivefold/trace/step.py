@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,6 +75,13 @@ def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = C
     """Traces a step of a resolved recipe on a rank of its layout. It is the second step: the first one creates the
     optimizer's states. Of several sites it is one that ends with an outer step (`Sites.traced`). device: another than
     the CPU only in the process of worker.py."""
+    return probe(recipe, rank, microbatches, device).found()
+
+
+def probe(
+    recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU, first: bool = False
+) -> Probe:
+    """The instrument behind `trace`. first: traces the run's first step instead."""
     layout = Layout.from_recipe(recipe.layout)
     hollow = Hollowing(partial(_chosen, recipe.model, recipe.model.seq_len // layout.cp))
     with ExitStack() as stack:
@@ -87,15 +94,18 @@ def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = C
         try:
             _share_evenly(state)
             with hollow:
-                _prime(state)
-                state.step = recipe.sites.traced(recipe.train.steps or 1) - 1
+                if first:
+                    _update_always(state)
+                else:
+                    _prime(state)
+                    state.step = recipe.sites.traced(recipe.train.steps or 1) - 1
                 batch = _batch(recipe, state.mesh, microbatches)
-                with Probe(state, hollow) as probe:
-                    done = take_step(state, recipe, batch)
+                with Probe(state, hollow) as found:
+                    done = take_step(state, recipe, batch, inspect=found.begin_update)
                     assert done.loss, "read as a loop does"
         finally:
             state.parallel.close()
-    return probe.found()
+    return found
 
 
 def _prime(state: State) -> None:
@@ -107,6 +117,16 @@ def _prime(state: State) -> None:
             master.grad = None
     if state.outer is not None:
         state.outer.prime()
+
+
+def _update_always(state: State) -> None:
+    """Leaves out the read that decides on the host whether the first update is skipped: a trace cannot answer it."""
+
+    def always(step: Callable[..., None], gradients: Any, lr: float, scale: Any, _skip: Any) -> None:
+        step(gradients, lr, scale)
+
+    for replica in state.parallel.replicas:
+        replica.updater.step = partial(always, replica.updater.step)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Probe(Tracker):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from fivefold.host.devices import GIB
 from fivefold.plan.predict import Plan
+from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.spread.sites import in_site
 from fivefold.trace.depth import Exact
-from fivefold.trace.memory import CATEGORIES
 
 
 def beside(plan: Plan, exact: Exact) -> Iterator[str]:

@@ -22,15 +22,19 @@ def main() -> None:
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns {"exact": as `depth.Exact.as_json`, "operators": those that ran on the GPU} or {"error": ...}."""
+    """Returns {"exact": as `depth.Exact.as_json`, "operators": those that ran on the GPU}, {"timelines": ...} or
+    {"error": ...}."""
     from fivefold.recipe import Recipe
-    from fivefold.trace.depth import exact
+    from fivefold.trace.depth import exact, timelines
     from fivefold.trace.standins import DEVICE
     from fivefold.trace.step import operators
 
     operators.clear()
     try:
-        found = exact(Recipe.model_validate_json(job["recipe"]), job["rank"], kept=False, device=DEVICE)
+        recipe, rank = Recipe.model_validate_json(job["recipe"]), job["rank"]
+        if job.get("timelines"):
+            return {"timelines": [(name, t.as_json()) for name, t in timelines(recipe, rank, DEVICE)]}
+        found = exact(recipe, rank, kept=False, device=DEVICE)
     except Exception:
         return {"error": traceback.format_exc()}
     return {"exact": found.as_json(), "operators": sorted(operators)}

@@ -32,6 +32,7 @@ from fivefold.step.state import State, compute_mode
 from fivefold.step.step import evaluate
 from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.job import Job
+from fivefold.train.memory import MemoryWatch
 from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import identity, save_state
@@ -79,9 +80,11 @@ class RunHooks:
         self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
         self.recorder: Recorder | None = None
         self.counter: Counter | None = None
+        self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
 
     def begin_step(self) -> None:
         self.predicted.begin_step(self.state)
+        self.memory.begin_step(self.state)
         traced = self.state.step + 1 == self.job.recipe.observe.trace_step
         if traced and self.state.mesh.device.type == "cpu":
             self.recorder = Recorder(self.state)
@@ -92,12 +95,15 @@ class RunHooks:
         if self.counter is not None:
             self._write_histogram(self.counter)
             self.counter = None
+        self.memory.begin_update()
         if self.recorder is not None:
             self.recorder.mark("update", "update")
         return {SQUARES: self.noise.take()} if self.noise else {}
 
     def end_step(self) -> dict[str, Any]:
         self.predicted.end_step()
+        if (path := self.memory.end_step(self.state.step)) and self.ranks.first:
+            self.console.note(f"memory over step {self.state.step}: {path}")
         if self.recorder is not None:
             self._write_timeline(self.recorder.stop(self.state.step))
             self.recorder = None

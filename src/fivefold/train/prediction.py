@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
-from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.observe import prediction
 from fivefold.observe.format import size
@@ -32,7 +31,6 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.sites import site_layout
 from fivefold.step.state import State
 from fivefold.trace.depth import blocks_traced, exact
-from fivefold.trace.memory import Tracker, states_of
 from fivefold.trace.traffic import Collectives
 from fivefold.train.job import Job
 
@@ -46,7 +44,6 @@ class Prediction:
         self.job, self.ranks, self.start = job, ranks, start
         self.watching = ExitStack()
         self.counter: Collectives | None = None
-        self.tracker: Tracker | None = None
         self.plan: Plan | None = None
 
     def write(self) -> str:
@@ -83,30 +80,27 @@ class Prediction:
         return None if planned is None else replace(planned, step=step)
 
     def begin_step(self, state: State) -> None:
-        """Watches the first steps (with `layout.compress` the first compressed ones) until `end_step`. It counts this
-        rank's messages. In the second step, when the optimizer has its states, it also tracks all tensors if
-        `observe.memory` is on.
+        """Counts this rank's messages in the first step (with `layout.compress` the first compressed one) until
+        `end_step`.
 
         It does not watch accelerators (it would change their compiled code), a user's own module (it may send over
         groups that the mesh does not know), or a step whose timeline is drawn.
         """
-        observe = self.job.recipe.observe
-        if state.mesh.device.type != "cpu" or self.job.module is not None:
+        if state.mesh.device.type != "cpu" or self.job.module is not None or self.counter is not None:
             return
-        if state.step + 1 == observe.trace_step or state.step < self.whole:
+        traced = state.step + 1 == self.job.recipe.observe.trace_step
+        if traced or state.step < self.whole:
             return
-        if self.counter is None:
-            self.counter = Collectives(state.mesh)
-            if self.ranks.world > 1:
-                self.watching.enter_context(self.counter)
-        elif self.tracker is None and observe.memory:
-            self.tracker = self.watching.enter_context(Tracker(states_of(state)))
+        self.counter = Collectives(state.mesh)
+        if self.ranks.world > 1:
+            self.watching.enter_context(self.counter)
 
     def end_step(self) -> None:
         self.watching.close()
 
-    def conclude(self, mesh: Mesh) -> None:
-        """Adds the measured figures. All ranks call it; the first writes."""
+    def conclude(self, mesh: Mesh, memory_bytes: int | None = None) -> None:
+        """Adds the measured figures. All ranks call it; the first writes. memory_bytes: most bytes of tensors at once
+        in a step, if they were tracked."""
         self.watching.close()
         sent_bytes = self._most_sent(mesh)
         if not self.ranks.first:
@@ -115,16 +109,10 @@ class Prediction:
         lines = [line for line in read_metrics(self.job.out / "metrics.jsonl") if line["step"] > first]
         measured = {
             "step_s": prediction.step_seconds(lines),
-            "memory_bytes": self._peak(mesh),
+            "memory_bytes": memory_bytes,
             "sent_bytes": sent_bytes,
         }
         _save(self.job.out, prediction.read(self.job.out) | {"measured": measured})
-
-    def _peak(self, mesh: Mesh) -> int | None:
-        """Most bytes of tensors at once in a step; None if they were not tracked."""
-        if mesh.device.type != "cpu":
-            return peak_memory_bytes(str(mesh.device))
-        return None if self.tracker is None else self.tracker.peak().total
 
     def _most_sent(self, mesh: Mesh) -> dict[str, int] | None:
         """Bytes by axis of the rank that sends most; None if they were not counted."""

@@ -68,10 +68,11 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             console.note(state.forgotten)
         batches = stack.enter_context(reader(job, state.mesh, state.step))
         hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted)
+        stack.enter_context(hooks.memory.tracking)
         if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
             hooks.save(state.step)
         complete = train_loop(state, recipe, hooks)
-        predicted.conclude(state.mesh)
+        predicted.conclude(state.mesh, hooks.memory.peak)
         if ranks.first:
             conclude(console, job, complete)
         state.mesh.axis(

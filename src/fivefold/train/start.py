@@ -18,6 +18,8 @@ from fivefold.host.machine import cores, ensure_matmul_rate
 from fivefold.host.memory import keep_freed_memory
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
+from fivefold.models.recomputation import budget_of
+from fivefold.plan.predict import budget, priced_here
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, to_text, validate
@@ -71,6 +73,7 @@ def run_command(
                 "your own data needs model.vocab_size, the number of token ids: --set model.vocab_size=N"
             )
         recipe = resolve(recipe, vocab_size=recipe.model.vocab_size or 2)
+    recipe = _within_budget(recipe, launched is None, quiet=bool(launched and launched[0]))
     out = _run_folder(out, name, resume, launched[0] if launched else None)
     own = module is not None or batches is not None
     command = (
@@ -97,6 +100,26 @@ def run_command(
     if not launched or launched[0] == 0:
         add_exact(job)
     return out
+
+
+def _within_budget(recipe: Recipe, measured: bool, quiet: bool) -> Recipe:
+    """The recipe with a mode of recomputation for each block, if `layout.recompute` is a budget. measured: by this
+    machine's own times. Ranks of several machines take the same table instead, so they agree.
+
+    Raises:
+        UserError: the budget is too small.
+    """
+    if budget_of(recipe.layout.recompute) is None:
+        return recipe
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    known = recipe.precision.model_copy(update={"mode": compute_mode(recipe, device).name})
+    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    found = budget(recipe.model_copy(update={"precision": known}), *priced_here(name, measured))
+    assert found is not None
+    if not quiet:
+        print(found.line(recipe.layout.recompute), file=sys.stderr)
+    layout = recipe.layout.model_copy(update={"recompute": found.recompute})
+    return recipe.model_copy(update={"layout": layout})
 
 
 def seat_of(recipe: Recipe, site: int | None, address: str | None) -> Seat | None:

@@ -9,21 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.host.devices import GIB
 from fivefold.observe.format import memory_text
+from fivefold.observe.memory_picture import DARK, LIGHT
 from fivefold.observe.scale import linear_scale, tick_labels
+from fivefold.schedules.memory_timeline import CATEGORIES
 
 if TYPE_CHECKING:
     from fivefold.plan.pictures import Point, Roofline
     from fivefold.plan.predict import Plan
 
 WIDTH, LEFT, RIGHT, TOP = 760, 84, 96, 62  # pixels
-KINDS = ("params", "gradients", "optimizer", "activations", "buffers")
-STYLE = """
+KINDS = tuple(CATEGORIES)
+STYLE = (
+    """
 .plan { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
   --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --rule: #d8d3c8; --idle: #f0ede5; --bad: #c22f2f;
-  --params: #1d5b9c; --gradients: #2c7a5b; --optimizer: #9c5410; --activations: #7b4fa3; --buffers: #5d6873; }
+  """
+    + LIGHT
+    + """ }
 @media (prefers-color-scheme: dark) { .plan { --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --rule: #45423b;
-  --idle: #24221f; --bad: #ff7b72; --params: #7fb2ea; --gradients: #79c9a3; --optimizer: #f0b06a;
-  --activations: #c4a1e6; --buffers: #a3b1bd; } }
+  --idle: #24221f; --bad: #ff7b72; """
+    + DARK
+    + """ } }
 .plan .paper { fill: var(--paper); } .plan text { fill: var(--ink); font-variant-numeric: tabular-nums; }
 .plan .soft { fill: var(--soft); } .plan .title { font-size: 15px; font-weight: 600; } .plan .end { text-anchor: end; }
 .plan .middle { text-anchor: middle; } .plan .small { font-size: 10.5px; }
@@ -34,6 +40,7 @@ STYLE = """
 .plan .buffers { fill: var(--buffers); } .plan circle { fill-opacity: 0.75; }
 .plan .best { stroke: var(--params); stroke-width: 1.75; fill: none; }
 """
+)
 
 
 def memory(plan: Plan, title: str) -> str:
