@@ -338,7 +338,7 @@ def test_a_rank_that_lost_another_did_not_fail_first(tmp_path):
 
     def verdict(rank: int, code: int) -> str:
         ended = {rank: SimpleNamespace(timestamp=1, exitcode=code)}
-        return str(local._verdict(SimpleNamespace(failures=ended), tmp_path, str))
+        return str(local._verdict(SimpleNamespace(failures=ended), tmp_path, lambda _: "", None))
 
     (tmp_path / "lost-0").write_text("rank 0: all_reduce over axis dp timed out")
     assert "rank 1 failed first (SIGKILL)" in verdict(1, -9)

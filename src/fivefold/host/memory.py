@@ -1,13 +1,19 @@
-"""Memory settings of this process on glibc: huge pages, and keeping freed blocks. No torch."""
+"""Memory of this process: settings of glibc (huge pages, keeping freed blocks), and the limits that it may run into. No
+torch."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+CGROUPS = Path("/sys/fs/cgroup")
 TUNABLES = "GLIBC_TUNABLES"
 HUGE_PAGES = {TUNABLES: "glibc.malloc.hugetlb=1"}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -38,3 +44,69 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_THRESHOLD, _KEEP)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The least of the limits on this machine's memory. shared: it is for all its processes together. held: bytes that
+    count towards it now. what: its name."""
+
+    bytes: int
+    what: str
+    shared: bool
+    held: int
+
+
+def limit() -> Limit | None:
+    """The limit that memory runs into first: the control group's, `ulimit -v`, or the machine's. None where the system
+    does not tell (not Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    resident, virtual = _own()
+    found = [Limit(size, f"the memory limit of {path}", True, resident) for path, size in _group_limits()]
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        found.append(Limit(address_space, "ulimit -v", False, virtual))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found.append(Limit(total, "the machine's memory", True, resident))
+    return min(found, key=lambda one: one.bytes)
+
+
+def oom_kills() -> int | None:
+    """Number of processes of this control group that the system has killed because memory ran out; None if it does not
+    say."""
+    for file in ("memory.events", "memory.oom_control"):  # of cgroup v2 and v1
+        for folder in _groups():
+            with suppress(OSError, ValueError):
+                words = (folder / file).read_text().split()
+                return int(words[words.index("oom_kill") + 1])
+    return None
+
+
+def _own() -> tuple[int, int]:
+    """(resident, virtual) bytes of this process."""
+    with suppress(OSError, ValueError):
+        virtual, resident = Path("/proc/self/statm").read_text().split()[:2]
+        page = os.sysconf("SC_PAGE_SIZE")
+        return int(resident) * page, int(virtual) * page
+    return 0, 0
+
+
+def _groups() -> Iterator[Path]:
+    """Folders of this process's control groups that may limit memory: its own, and those around it."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            root = CGROUPS / "memory" if kinds == "memory" else CGROUPS if kinds == "" else None
+            if root is not None:
+                inside = root / path.lstrip("/")
+                yield from (one for one in (inside, *inside.parents) if one == root or root in one.parents)
+
+
+def _group_limits() -> Iterator[tuple[Path, int]]:
+    for folder in _groups():
+        for file in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):
+                size = int((folder / file).read_text())  # cgroup v2 says "max" if there is none
+                if size < 1 << 60:
+                    yield folder / file, size

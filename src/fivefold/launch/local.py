@@ -22,6 +22,7 @@ import torch
 
 from fivefold.errors import CommunicationError, UserError
 from fivefold.host import cores
+from fivefold.host.memory import oom_kills
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.ranks import Ranks
 
@@ -32,14 +33,15 @@ def start_ranks(
     work: Callable[[Ranks], int | None],
     world: int,
     fork: bool,
-    advice: Callable[[], str] = str,
+    advice: Callable[[bool], str] = lambda _: "",
     expendable: range = range(0),
 ) -> int | None:
     """Runs `work` on `world` local ranks, on GPUs if there are any. Returns the signal that stopped them, or None.
 
     work: returns the signal that stopped it, or None. fork: forks the ranks on CPUs. This is quick, but only
     safe if the process has not used torch's threads. Otherwise ranks are spawned, and `work` is pickled. advice: text
-    to add to the message when a rank has failed. expendable: ranks whose end does not stop the others.
+    to add to the message when a rank has failed; it is told if the system killed one because memory ran out.
+    expendable: ranks whose end does not stop the others.
 
     Raises:
         UserError: there are fewer GPUs than ranks, or a rank failed. The message names the rank and the failure.
@@ -79,6 +81,7 @@ def start_ranks(
             max_restarts=0, monitor_interval=0.1, start_method=start_method, local_addr="127.0.0.1",
             shutdown_timeout=600, logs_specs=DefaultLogsSpecs(log_dir=folder), signals_to_handle=",".join(handled),
         )  # fmt: skip
+        kills = oom_kills()
         try:
             elastic_launch(config, _rank_main)(work, Path(folder), expendable)
         except SignalException as error:
@@ -87,7 +90,7 @@ def start_ranks(
             stopped = Path(folder, "stopped")
             if stopped.exists():  # the signal went to a rank, not to us
                 return int(stopped.read_text())
-            raise _verdict(error, Path(folder), advice) from None
+            raise _verdict(error, Path(folder), advice, kills) from None
         return None
 
 
@@ -142,8 +145,9 @@ def _run_rank(work: Callable[[Ranks], int | None], folder: Path) -> None:
         raise SystemExit(1) from None
 
 
-def _verdict(error: object, folder: Path, advice: Callable[[], str]) -> UserError:
-    """The failure of the ranks in one message."""
+def _verdict(error: object, folder: Path, advice: Callable[[bool], str], kills: int | None) -> UserError:
+    """The failure of the ranks in one message. kills: processes that the system had killed for want of memory when the
+    ranks started."""
     said = sorted(folder.glob("error-*"))
     if said:
         return UserError(said[0].read_text())
@@ -156,10 +160,15 @@ def _verdict(error: object, folder: Path, advice: Callable[[], str]) -> UserErro
     if failed:
         rank, code = int(failed[0].name.removeprefix("failed-")), 1
     elif rank in lost:
-        return UserError(lost[rank] + advice())
+        return UserError(lost[rank] + advice(False))
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    if code == -signal.SIGKILL and kills is not None and (oom_kills() or 0) > kills:
+        text = (
+            f"rank {rank} was killed by the system ({how}), because memory ran out; the others were stopped"
+        )
+        return UserError(text + advice(True))
     text = f"rank {rank} failed first ({how}); the others were stopped. Its own message is above"
-    return UserError(text + advice())
+    return UserError(text + advice(False))
 
 
 class _environment:

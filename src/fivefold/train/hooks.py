@@ -80,6 +80,7 @@ class RunHooks:
         self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
         self.recorder: Recorder | None = None
         self.counter: Counter | None = None
+        self.inspected = -1
         self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
 
     def begin_step(self) -> None:
@@ -91,7 +92,13 @@ class RunHooks:
         if self.state.step + 1 == self.job.recipe.observe.histogram_step:
             self.counter = Counter(self.state)
 
+    @property
+    def updating(self) -> bool:
+        """True from when a step's gradient is whole until its update is done: then no consistent state can be saved."""
+        return self.inspected == self.state.step
+
     def inspect(self) -> dict[str, Tensor]:
+        self.inspected = self.state.step
         if self.counter is not None:
             self._write_histogram(self.counter)
             self.counter = None
@@ -198,15 +205,19 @@ def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
         pieces = generate_text(module, job.recipe.model, tokenizer, train.sample_prompt, sampling)
         return train.sample_prompt + "".join(pieces)
     except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         where = "CPU" if state.mesh.device.type == "cpu" else "GPU"
         raise UserError(f"not enough {where} memory for it during training") from None
 
 
-def _out_of_memory(error: Exception) -> bool:
-    """True for an out-of-memory error. torch has a class for it on GPUs; its CPU allocator says "not enough memory"."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error)
+NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True for an out-of-memory error. torch has a class for it on GPUs; its CPU allocator only says so."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or any(words in str(error) for words in NO_MEMORY)
 
 
 def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:

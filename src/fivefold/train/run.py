@@ -26,6 +26,7 @@ from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
 from fivefold.train.join import join
 from fivefold.train.loop import train_loop
+from fivefold.train.out_of_memory import told
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import resume
 from fivefold.train.share import reader
@@ -34,7 +35,7 @@ from fivefold.train.share import reader
 def run_rank(job: Job, ranks: Ranks) -> int | None:
     """Trains on one rank. Returns the signal that stopped the run early, or None if it is complete."""
     recipe = job.recipe
-    with ExitStack() as stack:
+    with told(job, ranks.rank, ranks.local_world) as rank, ExitStack() as stack:
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
         state = build_state(recipe, ranks, job.module, job.seat.site if job.seat else None)
@@ -68,6 +69,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             console.note(state.forgotten)
         batches = stack.enter_context(reader(job, state.mesh, state.step))
         hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted)
+        rank.hooks = hooks
         stack.enter_context(hooks.memory.tracking)
         if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
             hooks.save(state.step)

@@ -26,6 +26,7 @@ from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.sites import site_layout
 from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job
+from fivefold.train.out_of_memory import advice
 from fivefold.train.prediction import add_exact
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
@@ -94,7 +95,7 @@ def run_command(
     else:
         servers = recipe.servers  # asynchronous training goes on without a worker
         expendable = range(servers.count, world) if servers.staleness else range(0)
-        stopped = start_ranks(partial(run, job), world, fork, partial(_how_to_resume, job), expendable)
+        stopped = start_ranks(partial(run, job), world, fork, partial(_advice, job, world), expendable)
     if stopped is not None:
         raise SystemExit(128 + stopped)
     if not launched or launched[0] == 0:
@@ -220,6 +221,12 @@ def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | 
     if not resume and any((out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")):
         raise UserError(f"{out} already holds a run; add --resume to resume it, or choose another --out")
     return out
+
+
+def _advice(job: Job, world: int, out_of_memory: bool) -> str:
+    """What to do when a rank has failed."""
+    lines = ["", *advice(job, world)] if out_of_memory else []
+    return "\n".join(lines) + _how_to_resume(job)
 
 
 def _how_to_resume(job: Job) -> str:
