@@ -135,6 +135,7 @@ def test_a_run_resumes_exactly_whatever_its_tier(tmp_path):
     [
         ("dp=2,zero=1", ["layout.offload=all:disk"], "Nearest valid: offload=states:disk"),
         ("pp=2", ["layout.offload=all:disk"], "Nearest valid: offload=states:disk"),
+        ("dp=1", ["layout.offload=states:disk", "optim.name=muon"], 'Nearest valid: optim.name = "adamw"'),
         ("dp=2,compress=int8", ["layout.offload=states:host"], "Nearest valid: offload=states:disk"),
         (
             "dp=2",

@@ -91,11 +91,13 @@ class Parallel:
 
     def close(self) -> None:
         """Takes the hooks off the modules, and frees what is elsewhere."""
-        self.settle()
-        for replica in self.replicas:
-            replica.close()
-        if self.disk is not None:
-            self.disk.close()
+        try:
+            self.settle()
+        finally:
+            for replica in self.replicas:
+                replica.close()
+            if self.disk is not None:
+                self.disk.close()
 
 
 def parallelize(

@@ -33,7 +33,7 @@ from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, held, size_of, whole
 from fivefold.spread.sites import counterparts
-from fivefold.spread.tiers import tiers
+from fivefold.spread.tiers import NOT_OFFLOADED, tiers
 from fivefold.spread.units import bucket_bytes
 
 
@@ -267,6 +267,10 @@ def _replicated(
         raise UserError(
             f'optim.name = "{optimizer}" updates the matrices of "blocks.N...", and leaves all others to '
             f"{card.rest.name if card.rest else 'none'}. This module has no such names. Rename them, or use adamw"
+        )
+    if mesh.layout.offload != NOT_OFFLOADED:
+        raise UserError(
+            f'layout.offload = "{mesh.layout.offload}": custom modules do not support offload. Nearest valid: "none"'
         )
     module = module.float().to(mesh.device)
     if mesh.device.type == "cuda":

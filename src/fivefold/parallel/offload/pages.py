@@ -129,7 +129,9 @@ class Paged:
         self._order = [unit for unit in self.units.values() if unit.paged]
         self._place = {unit.name: place for place, unit in enumerate(self._order)}
         self._fresh, self._syncing = [True] * len(self.params), False
+        self._backward = list(reversed(self.units.values()))  # what is outside of blocks is the last
         self._summing: list[Unit] = []
+        self._ready, self._started = set[str](), 0  # in this step's sums
         self._norms: dict[str, Norms] = {}
         self._seen: Callable[[int, Tensor], None] | None = None
         self._hooks = [
@@ -229,7 +231,8 @@ class Paged:
             unit.waiting, unit.stored = len(unit.indices), False
 
     def enable_sync(self) -> None:
-        self._syncing = True
+        self._syncing, self._started = True, 0
+        self._ready.clear()
 
     def _gather_sums(self, unit: Unit) -> None:
         """Makes the buffer of a unit's gradients, and starts to read what earlier microbatches have added up."""
@@ -266,17 +269,23 @@ class Paged:
         """All gradients of a unit have arrived in this microbatch."""
         self._free(unit)
         unit.waiting = len(unit.indices)
-        if not self._syncing:
+        if self._syncing and self.sums.axis.size > 1:
+            self._ready.add(unit.name)
+            self._start_sums()
+        else:
             self._write(unit)
-            return
-        if self.sums.axis.size > 1:
+
+    def _start_sums(self) -> None:
+        """Starts the sums of units that are ready, in backward's order: all ranks issue the same messages in the same
+        order, even if some parameter has no gradient on one of them."""
+        while self._started < len(self._backward) and self._backward[self._started].name in self._ready:
+            unit = self._backward[self._started]
+            self._started += 1
             assert unit.gradients is not None
             unit.sum = self.sums.start(unit.gradients.to(self.reduce), f"unit {unit.name or 'outside'}")
             self._summing.append(unit)
             while len(self._summing) > 1:  # one sum under way: constant memory
                 self._summed(self._summing.pop(0))
-        else:
-            self._write(unit)
 
     def _summed(self, unit: Unit) -> None:
         assert unit.sum is not None
@@ -309,10 +318,9 @@ class Paged:
 
     def finish(self) -> None:
         """Sums and writes the units that lack gradients, in the same order on all ranks, and waits for all of them."""
-        for unit in reversed(self.units.values()):
-            if any(self._fresh[index] for index in unit.indices) or (
-                unit.gradients is not None and unit.sum is None
-            ):
+        for unit in self._backward:
+            left = unit.gradients is not None and unit.name not in self._ready
+            if left or any(self._fresh[index] for index in unit.indices):
                 self._gather_sums(unit)
                 self._wait(unit)
                 for index in unit.indices:
@@ -347,7 +355,7 @@ class Paged:
         self._seen = lambda index, gradient: seen(gradient) if self.names[index] in names else None
 
     def close(self) -> None:
-        """Takes the hooks off the module, which gets its weights back."""
+        """Takes the hooks off the parameters. Weights of blocks that are paged stay away."""
         for hook in self._hooks:
             hook.remove()
 

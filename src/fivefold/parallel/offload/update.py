@@ -6,7 +6,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -136,7 +136,8 @@ class StreamedUpdater(Updater):
             group["params"] = []
         self._chunks = list(arena.chunks())
         self._slots: queue.Queue[dict[str, memoryview]] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._running: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
         self._error: BaseException | None = None
         self._done = {unit: threading.Event() for unit in arena.spans}
         self._made = False
@@ -163,8 +164,7 @@ class StreamedUpdater(Updater):
         for file in self.disk.files:
             file.drop()
         scale = None if scale is None else scale.to("cpu")
-        self._thread = threading.Thread(target=self._run, args=(scale,), name="offload-update", daemon=True)
-        self._thread.start()
+        self._running = self._thread.submit(self._run, scale)
 
     def is_ready(self, unit: str) -> bool:
         return self._done[unit].is_set()
@@ -177,9 +177,9 @@ class StreamedUpdater(Updater):
 
     def settle(self) -> None:
         """Waits until the update is done."""
-        if self._thread is not None:
-            self.disk.meter.wait(self._thread.join)
-            self._thread = None
+        if self._running is not None:
+            self.disk.meter.wait(self._running.result)
+            self._running = None
         self._check()
 
     def _check(self) -> None:
