@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from fivefold.kernels import fp8, matmul, native
-from fivefold.kernels.fp8 import E4M3, SCALINGS, Fp8, encode_rows, round_tiles
+from fivefold.kernels.fp8 import E4M3, Fp8, encode_rows, round_tiles
 from fivefold.kernels.private import scaled_product
 from fivefold.precision.formats import FORMATS, Format
+from fivefold.precision.fp8 import SCALINGS
 
 E5M2 = FORMATS["fp8 e5m2"]
 

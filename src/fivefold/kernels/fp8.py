@@ -26,9 +26,8 @@ from torch import Tensor
 from fivefold.kernels import native
 from fivefold.kernels.private import scaled_product
 from fivefold.precision.formats import FORMATS, Format
+from fivefold.precision.fp8 import BLOCK
 
-BLOCK = 128
-SCALINGS = ("tensor", "row", "block")
 E4M3 = FORMATS["fp8 e4m3"]
 
 

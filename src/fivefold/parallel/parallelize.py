@@ -1,8 +1,9 @@
 """Builds the part of a recipe's model that one rank computes. The order is fixed here, and only here:
 
 1. cut the model into pipeline stages and keep this rank's (on "meta": no memory yet);
-2. shard experts, tensors and the sequence: parameters become this rank's parts, with collectives between them;
-3. recompute activations; 4. compile; 5. shard states and sum gradients over the data axes.
+2. choose the layers that multiply in fp8;
+3. shard experts, tensors and the sequence: parameters become this rank's parts, with collectives between them;
+4. recompute activations; 5. compile; 6. shard states and sum gradients over the data axes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.init import init_part
 from fivefold.models.recomputation import of_blocks
-from fivefold.parallel import context, expert, recompute, tensor
+from fivefold.parallel import context, expert, products, recompute, tensor
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.flat import allocate
 from fivefold.parallel.mesh import Mesh
@@ -121,6 +122,8 @@ def parallelize(
         found.disk = Disk(
             Path(layout.offload_dir).expanduser() if layout.offload_dir else cache_folder() / "offload"
         )
+    for stage in stages:
+        products.apply(stage, recipe)
     if card_of(model).has_experts:
         found.balance = expert.Balance(stages, mesh, model)
         for stage in stages:

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from fivefold.models.card import Contradiction
 from fivefold.optim.outer import OUTER
+from fivefold.precision.fp8 import FP8
 from fivefold.recipe.schema import LayoutSection, Sections
 from fivefold.recipe.words import toml_value
 from fivefold.schedules.collectives.choose import LIBRARY
@@ -59,7 +60,18 @@ def _served(key: str) -> Idle:
     )
 
 
+def _fp8(key: str) -> Idle:
+    """A field of training in fp8."""
+    return Idle(
+        f"precision.{key}",
+        lambda r: r.precision.mode != FP8,
+        f'it needs precision.mode = "{FP8}"',
+        "precision.mode",
+    )
+
+
 IDLE = (
+    *map(_fp8, ("fp8_scaling", "fp8_backward", "fp8_skip_first", "fp8_skip_last")),
     Idle("layout.schedule", lambda r: r.layout.pp == 1, "a schedule needs pp > 1"),
     Idle("layout.virtual_stages", lambda r: r.layout.pp == 1, "stages need pp > 1"),
     Idle("layout.cp_method", lambda r: r.layout.cp == 1, "it needs cp > 1"),

@@ -14,6 +14,7 @@ from fivefold.models.section import ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, TRAINABLE, TRAINED
+from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
@@ -23,9 +24,10 @@ from fivefold.spread.sites import ONE_SITE, Sites
 from fivefold.spread.tiers import NOT_OFFLOADED
 
 if TYPE_CHECKING:  # a type checker reads no tables
-    AllReduce = Dtype = Mode = Order = OptimizerName = SyncMethod = str
+    AllReduce = Dtype = Fp8Gradient = Mode = Order = Scaling = OptimizerName = SyncMethod = str
 else:
     Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINABLE]
+    Scaling, Fp8Gradient = Literal[SCALINGS], Literal[tuple(GRADIENTS)]
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
     SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -267,6 +269,16 @@ class PrecisionSection(Section):
     fp32 in every mode."""
     reduce: Dtype = "fp32"
     """Dtype in which gradients are summed over ranks."""
+    fp8_scaling: Scaling = "block"
+    """What shares a scale in `mode = "fp8"`. `block`: 128 numbers of activations and gradients, 128 x 128 of weights
+    (DeepSeek-V3, arXiv 2412.19437). `row`: the numbers that are summed. `tensor`: all. Scales are powers of two."""
+    fp8_backward: Fp8Gradient = "e4m3"
+    """Format of gradients in `mode = "fp8"`. `e4m3` is finer, `e5m2` has the wider range."""
+    fp8_skip_first: int = Field(default=0, ge=0)
+    """First blocks that stay in bf16 in `mode = "fp8"`. Embedding, output layer, norms, routers and attention's own
+    matmuls always do."""
+    fp8_skip_last: int = Field(default=0, ge=0)
+    """Last blocks that stay in bf16 in `mode = "fp8"`."""
 
 
 class CheckpointSection(Section):

@@ -20,6 +20,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.optim.placing import gathered, places, state_bytes, ways
 from fivefold.optim.updater import Updater
+from fivefold.parallel import products
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
@@ -28,6 +29,7 @@ from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, torch_dtype
+from fivefold.precision.fp8 import FP8
 from fivefold.recipe import OptimSection, Recipe, count_parameters, tokens_per_step
 from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
@@ -154,6 +156,8 @@ def assemble(
     if module is None:
         parallel = parallelize(recipe, mesh, dtype, reduce, memory)
     else:
+        if products.wanted(recipe) is not None:
+            raise UserError(f'custom modules do not train in {FP8}. Use precision.mode = "bf16" or "auto"')
         parallel = _replicated(module, mesh, dtype, reduce, recipe.optim.name)
     state = with_optimizer(parallel, mesh, recipe, dtype)
     for one in state.compressed():

@@ -17,6 +17,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.build import build
 from fivefold.models.card import card_of
 from fivefold.optim.updater import Updater
+from fivefold.parallel import products
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel
@@ -86,6 +87,7 @@ def reference_state(recipe: Recipe, one: Ranks) -> State:
     model, mesh = recipe.model, Mesh(Layout(), one)
     module = build(model, device=one.device, seed=recipe.train.seed)
     assert isinstance(module, LanguageModel)
+    products.apply(module, recipe)
     dtype = torch_dtype(compute_mode(recipe, one.device).working)
     replica = Plain(module, held(card_of(model), Layout(), 0), dtype)
     balance = Balance([module], mesh, model) if card_of(model).has_experts else None

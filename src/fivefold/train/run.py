@@ -29,6 +29,7 @@ from fivefold.train.loop import train_loop
 from fivefold.train.out_of_memory import told
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import resume
+from fivefold.train.self_test import settle
 from fivefold.train.share import reader
 
 
@@ -67,6 +68,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             )
         if state.forgotten:
             console.note(state.forgotten)
+        for note in settle(state, job, resumed):
+            console.note(note)
         batches = stack.enter_context(reader(job, state.mesh, state.step))
         hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted)
         rank.hooks = hooks

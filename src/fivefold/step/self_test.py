@@ -1,0 +1,105 @@
+"""The self-test of fp8: each layer's three matmuls on random rows and its own weights, against the working dtype.
+
+Each factor of a matmul is rounded by at most u = 2^-(fraction bits + 1) of its size. The roundings are independent, so
+the error of a product is at most sqrt(u_a^2 + u_b^2) of its norm (measured: half of that). It is more if many numbers
+are too small for their tile's scale, and if a device's matmul is wrong. Such layers multiply in the working dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fivefold.kernels import input_gradient, linear, weight_gradient
+from fivefold.kernels.fp8 import E4M3, Fp8
+from fivefold.models.card import card_of
+from fivefold.parallel import products
+from fivefold.recipe import Recipe
+from fivefold.step.state import State
+
+ROWS = 128  # random rows; a tile of them shares a scale
+PRODUCTS = ("output", "gradient of its input", "gradient of its weight")
+
+
+@dataclass(frozen=True)
+class Tested:
+    """errors: of the three products of each weight, relative to their norm; infinite if one is not finite. allowed: the
+    bound of each."""
+
+    errors: dict[str, tuple[float, ...]]
+    allowed: tuple[float, ...]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The layers that are too far from the working dtype, and why."""
+        found: dict[str, str] = {}
+        for name, errors in self.errors.items():
+            for product, error, bound in zip(PRODUCTS, errors, self.allowed, strict=True):
+                if error > bound:
+                    why = f"the {product} is {error:.1%} off, allowed {bound:.1%}"
+                    found.setdefault(
+                        name.rpartition(".")[0],
+                        why if math.isfinite(error) else f"its {product} is not finite",
+                    )
+        return found
+
+
+def allowed(how: Fp8) -> tuple[float, ...]:
+    """The largest relative error of each product."""
+    forward, backward = (2.0 ** -(form.fraction + 1) for form in (E4M3, how.backward))
+    return math.hypot(forward, forward), math.hypot(backward, forward), math.hypot(backward, forward)
+
+
+def self_test(state: State, recipe: Recipe) -> Tested | None:
+    """Tests the weights that each rank keeps. All ranks get the largest errors. None: the recipe's mode is another."""
+    how = products.wanted(recipe)
+    if how is None:
+        return None
+    masters, names = state.masters(), list(card_of(recipe.model).parameters)
+    table = torch.full((len(names), len(PRODUCTS)), -1.0, dtype=torch.float64)
+    for stage in state.parallel.stages:
+        for layer, module in products.layers(stage):
+            for leaf, _ in module.named_parameters(recurse=False):
+                master = masters.get(name := f"{layer}.{leaf}")
+                if leaf != "bias" and master is not None and master.numel():
+                    working = torch.bfloat16 if master.dtype == torch.float32 else master.dtype
+                    weights = master.to(working).reshape(-1, *master.shape[-2:])
+                    each = [_errors(weight, how, f"{name} {i}") for i, weight in enumerate(weights)]
+                    table[names.index(name)] = torch.tensor(each, dtype=torch.float64).amax(0)
+    found = state.mesh.axis("run").all_reduce(table.to(state.mesh.device), "max").tolist()
+    errors = {name: tuple(row) for name, row in zip(names, found, strict=True) if row[0] >= 0}
+    return Tested(errors, allowed(how))
+
+
+def fall_back(state: State, failed: set[str]) -> None:
+    """Lets these layers multiply in the working dtype."""
+    for stage in state.parallel.stages:
+        for name, module in list(products.layers(stage)):
+            if name in failed:
+                module.fp8 = None
+
+
+@torch.no_grad()
+def _errors(weight: Tensor, how: Fp8, name: str) -> list[float]:
+    """Of one weight (F, D)."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    x, dy = (
+        torch.randn(ROWS, size, generator=generator).to(weight) for size in (weight.shape[1], weight.shape[0])
+    )
+    try:
+        found = how.forward(x, weight), how.input_gradient(dy, weight), how.weight_gradient(dy, x)
+    except RuntimeError:  # the device's library does not take these shapes
+        return [math.inf] * len(PRODUCTS)
+    wanted = linear(x, weight), input_gradient(dy, weight), weight_gradient(dy, x)
+    return [_relative(a, b) for a, b in zip(found, wanted, strict=True)]
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    difference, size = ((found.float() - wanted.float()).norm().item(), wanted.float().norm().item())
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference / size) else math.inf

@@ -1,0 +1,74 @@
+"""Tests fp8 when a run starts, and keeps what it found in RUN/fp8.json, which a resumed run reads: it multiplies as the
+run did before."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from fivefold.files import write_atomically
+from fivefold.models.card import card_of
+from fivefold.parallel import products
+from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
+from fivefold.step.state import State
+from fivefold.train.job import Job
+
+FILE = "fp8.json"
+
+
+def settle(state: State, job: Job, resumed: bool) -> list[str]:
+    """Decides which layers multiply in fp8. Returns what the console shall say. All ranks call it together."""
+    if job.module is not None or products.wanted(job.recipe) is None:
+        return []
+    if resumed and (kept := _read(state, job)) is not None:
+        fall_back(state, kept)
+        return [f"fp8, except in {', '.join(sorted(kept))}, as before"] if kept else []
+    tested = self_test(state, job.recipe)
+    assert tested is not None
+    fall_back(state, set(tested.failed))
+    if state.mesh.axis("run").rank == 0:
+        _write(job, tested)
+    return _said(tested)
+
+
+def _said(tested: Tested) -> list[str]:
+    largest = [max(errors) for errors in zip(*tested.errors.values(), strict=True)]
+    errors = ", ".join(
+        f"{product} {error:.1%} (allowed {bound:.1%})"
+        for product, error, bound in zip(PRODUCTS, largest, tested.allowed, strict=True)
+    )
+    lines = [f"self-test of fp8 in {len(tested.errors)} weights, largest relative errors: {errors}"]
+    for name, why in tested.failed.items():
+        lines.append(f"WARNING: {name} failed the self-test of fp8 and computes in bf16: {why}")
+    return lines
+
+
+def _write(job: Job, tested: Tested) -> None:
+    job.out.mkdir(parents=True, exist_ok=True)
+    found = {
+        "products": PRODUCTS,
+        "allowed": tested.allowed,
+        "errors": {
+            name: [str(e) if e == float("inf") else e for e in errors]
+            for name, errors in tested.errors.items()
+        },
+        "in_bf16": tested.failed,
+    }
+    write_atomically(job.out / FILE, json.dumps(found, indent=1) + "\n")
+
+
+def _read(state: State, job: Job) -> set[str] | None:
+    """The layers that an earlier part of the run computes in bf16, as rank 0 reads them; None: there is no file."""
+    axis, names = state.mesh.axis("run"), list(card_of(job.recipe.model).parameters)
+    flags = torch.zeros(len(names) + 1, device=state.mesh.device)
+    path = job.out / FILE
+    if axis.rank == 0 and path.is_file():
+        kept = json.loads(path.read_text(encoding="utf-8"))["in_bf16"]
+        flags[-1] = 1
+        for place, name in enumerate(names):
+            flags[place] = name.rpartition(".")[0] in kept
+    flags = axis.all_reduce(flags).tolist()
+    if not flags[-1]:
+        return None
+    return {name.rpartition(".")[0] for name, flag in zip(names, flags, strict=False) if flag}
