@@ -1,13 +1,27 @@
 """Training in fp8: rounding and matmuls, the self-test, layouts against one process."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from layouts import compared, side, tiny
+from ranks import run_ranks
+from runs import lines, ranks_of, train_rank
 
+from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native
-from fivefold.kernels.fp8 import E4M3, Fp8, encode_rows, round_tiles
-from fivefold.kernels.private import scaled_product
+from fivefold.kernels.fp8 import E4M3, Fp8, encode, round_tiles
+from fivefold.kernels.mixture import grouped_linear
+from fivefold.optim import OPTIMIZERS
+from fivefold.parallel import products
+from fivefold.precision import PRECISIONS, Mode
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS
+from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.step.self_test import fall_back, self_test
+from fivefold.step.state import build_state
+from fivefold.train.verify import _differences
 
 E5M2 = FORMATS["fp8 e5m2"]
 
@@ -52,18 +66,21 @@ def test_scales_change_subnormal_numbers_only(form: Format) -> None:
         assert (small - whole).abs().max() <= x.abs().max() * 2 * form.smallest / form.largest
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 def test_emulation_equals_the_matmul_of_fp8(scaling: str, form: Format) -> None:
-    """`torch._scaled_mm`, which GPUs use and this CPU has, too."""
-    a, b = numbers(64, 96), numbers(48, 96, seed=1)
+    """`scaled_mm`, which GPUs use. This CPU has it, too; of blocks only the shapes can be checked."""
+    a, b = numbers(256, 384), numbers(128, 384, seed=1)
     how = Fp8(scaling, form)
-    a8, a_scale = encode_rows(a, form, scaling == "tensor")
-    b8, b_scale = encode_rows(b, E4M3, scaling == "tensor")
-    wanted = scaled_product(a8, b8, a_scale, b_scale, torch.bfloat16)
-    found = how._product(a, b, form)
+    a8, scale = encode(a, *how.tile(a.shape), form)
+    tiles = scale.repeat_interleave(256 // len(scale), 0).repeat_interleave(384 // scale.shape[1], 1)
+    assert (a8.float() * tiles).bfloat16().equal(how.rounded(a, form))
+    if scaling == "block":
+        for weight in (False, True):
+            assert how.multiply(a.to("meta"), b.to("meta"), form, weight).shape == (256, 128)
+        return
+    found, wanted = how._product(a, b, form), how.multiply(a, b, form)
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-9 * wanted.abs().max().item())
-    assert (a8.float() * a_scale).bfloat16().equal(how.rounded(a, form))
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -103,8 +120,6 @@ def test_experts_multiply_as_single_layers(scaling: str) -> None:
         t.bfloat16() for t in (torch.randn(384, 128), torch.randn(3, 256, 128), torch.randn(384, 256))
     )
     rows.requires_grad_(), weight.requires_grad_()
-    from fivefold.kernels.mixture import grouped_linear
-
     y = grouped_linear(rows, weight, counts, how)
     y.backward(dy)
     assert rows.grad is not None
@@ -118,3 +133,137 @@ def test_experts_multiply_as_single_layers(scaling: str) -> None:
             torch.testing.assert_close(weight.grad[expert], how.weight_gradient(dy[part], x), **close)
     assert not weight.grad[1].any()
     assert fp8.BLOCK == 128
+
+
+IN_FP32 = Mode("fp8", "fp32", products="fp8")
+"""Rounds matmuls to fp8 and nothing else, so layouts differ only where fp32's roundings tip one of fp8."""
+LAYOUTS = [
+    "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "dp=2,ep=2,tp=2",
+    "pp=2,schedule=zbv,virtual_stages=2,recompute=full", "dp=2,tp=2,pp=2,zero=1,sp=true",
+]  # fmt: skip
+QUICK = {
+    "dp=2,zero=3",
+    "tp=2,sp=true",
+    "cp=2",
+    "dp=2,ep=2",
+    "pp=2,schedule=zbv,virtual_stages=2,recompute=full",
+}
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fp8")
+
+
+def side_in_fp32(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
+    own, PRECISIONS["fp8"] = PRECISIONS["fp8"], IN_FP32
+    try:
+        side(rank, world, recipe, steps, folder)
+    finally:
+        PRECISIONS["fp8"] = own
+
+
+@pytest.mark.parametrize(
+    "layout", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
+)
+def test_layouts_round_as_one_process_does(room: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of numbers that differ by fp32's rounding, u = 2^-24 times some hundred sums, a share of about that over fp8's
+    distance, 2^-3, rounds to another number of 8 bits, which is that distance away: the root of both products."""
+    monkeypatch.setitem(PRECISIONS, "fp8", IN_FP32)
+    recipe, model = tiny(room, layout, mode="fp8"), "moe" if "ep=" in layout else "dense"
+    folder = room / f"{model}-fp32"
+    compared(recipe, folder=folder, part=side_in_fp32)
+    second = OPTIMIZERS[recipe.optim.name].second_moment
+    found = dict(_differences(folder / "layout", folder / "fp8", second, together=True))
+    print(layout, sorted(((v, k) for k, v in found.items()))[-4:])
+    own = dict(_differences(folder / "fp8", folder / "fp32", second, together=True))
+    allowed = (2.0**-24 * 500 * 2.0**-3) ** 0.5
+    for (kind, where), difference in found.items():
+        if kind in ("loss", "gradients"):
+            assert difference < allowed, (kind, where, own[kind, where])
+    assert max(v for (kind, _), v in own.items() if kind == "gradients") > 10 * allowed, "fp8 rounds"
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2,tp=2,pp=2", pytest.param("dp=4,ep=2,zero=3", marks=pytest.mark.slow)]
+)
+def test_verify_takes_fp8(room: Path, layout: str) -> None:
+    model = "moe" if "ep=" in layout else "dense"
+    report = compared(tiny(room, layout, mode="fp8"), folder=room / f"{model}-bf16")
+    assert report.passed, report
+
+
+def run_of(room: Path, layout: str, *sets: str) -> Recipe:
+    more = ["train.steps=4", "observe.tensorboard=false", "train.val_sequences=4", "optim.schedule=constant"]
+    return change(tiny(room, layout, mode="fp8"), [*more, *sets])
+
+
+def test_a_run_resumes_exactly_and_keeps_its_layers(room: Path, tmp_path: Path) -> None:
+    """A layer that failed the self-test stays in bf16 when the run resumes."""
+    recipe = run_of(room, "dp=2,zero=2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_ranks(2, train_rank, recipe, whole)
+    found = json.loads((whole / "fp8.json").read_text())
+    assert found["in_bf16"] == {}
+    assert len(found["errors"]) == 4 * 4
+    assert all(
+        0 < error < bound
+        for row in found["errors"].values()
+        for error, bound in zip(row, found["allowed"], strict=True)
+    )
+    run_ranks(2, train_rank, change(recipe, ["train.steps=2"]), parts)
+    run_ranks(2, train_rank, recipe, parts, True)
+    assert lines(parts, "loss") == lines(whole, "loss")
+    other = tmp_path / "other"
+    run_ranks(2, train_rank, change(recipe, ["train.steps=2"]), other)
+    found["in_bf16"] = {f"blocks.{i}.{name}": "" for i in range(4) for name in ("mlp.down", "attention.qkv")}
+    (other / "fp8.json").write_text(json.dumps(found))
+    run_ranks(2, train_rank, recipe, other, True)
+    assert lines(other, "loss")[:2] == lines(whole, "loss")[:2]
+    assert lines(other, "loss")[2:] != lines(whole, "loss")[2:]
+
+
+def broken(rank: int, world: int, recipe: Recipe) -> tuple[dict[str, str], list[str], list[str]]:
+    """Rank 1's weights of block 2 are such that fp8 cannot hold them: one is far larger than the others."""
+    recipe = resolve(recipe, vocab_size=256)
+    state = build_state(recipe, ranks_of(rank, world))
+    before = [name for stage in state.parallel.stages for name, _ in products.layers(stage)]
+    if rank == 1:
+        master = state.masters()["blocks.2.mlp.down.weight"]
+        master[0, 0] = 2.0**28
+    tested = self_test(state, recipe)
+    assert tested is not None
+    fall_back(state, set(tested.failed))
+    return (
+        tested.failed,
+        before,
+        [name for stage in state.parallel.stages for name, _ in products.layers(stage)],
+    )
+
+
+def test_layers_that_fail_fall_back_on_all_ranks(room: Path) -> None:
+    recipe = change(tiny(room, "tp=2", mode="fp8"), ["precision.fp8_scaling=tensor"])
+    for failed, before, after in run_ranks(2, broken, recipe):
+        assert list(failed) == ["blocks.2.mlp.down"]
+        assert "off, allowed" in failed["blocks.2.mlp.down"]
+        assert set(before) - set(after) == {"blocks.2.mlp.down"}
+        assert len(before) == 4 * 4
+
+
+def test_blocks_and_sensitive_layers_stay_in_bf16(room: Path) -> None:
+    recipe = run_of(room, "dp=1", "model.arch=moe", "model.experts=4", "precision.fp8_skip_first=1")
+    state = build_state(
+        resolve(change(recipe, ["precision.fp8_skip_last=2"]), vocab_size=256), ranks_of(0, 1)
+    )
+    names = {name for name, _ in products.layers(state.module)}
+    assert names == {"blocks.1.attention.qkv", "blocks.1.attention.out", "blocks.1.mlp.experts"}
+
+
+def test_what_fp8_refuses() -> None:
+    with pytest.raises(UserError, match="has no effect: it needs"):
+        load("quickstart", ["precision.mode=fp32", "precision.fp8_scaling=row"])
+    with pytest.raises(UserError, match="fp4"):
+        load("quickstart", ["precision.mode=fp4"])
+    recipe = resolve(load("quickstart", ["precision.mode=fp8"], "dp=1"), vocab_size=256)
+    with pytest.raises(UserError, match="custom modules do not train in fp8"):
+        build_state(recipe, ranks_of(0, 1), torch.nn.Linear(4, 4))

@@ -41,6 +41,7 @@ CASES = {
     "moe": ([*MOE, "model.layers=2"], "a100:4"),
     "two dtypes, tied": (["precision.mode=auto", "model.tie_embeddings=true"], "h100:2x2"),
     "experts over nodes": ([*MOE, "model.layers=3"], "h100:2x2"),
+    "fp8": (["precision.mode=fp8"], "h100:4"),
     "long sequences": (["model.seq_len=32768", "train.global_batch_size=4"], "a100:2x2"),
     "the machine at hand": (["train.global_batch_size=4"], "local:2"),
 }
@@ -388,3 +389,22 @@ def test_saved_recipes_load(tmp_path: Path) -> None:
     assert tomllib.loads(file.read_text())["layout"]["pp"] == plan.layout.pp
     again = predict(load(file), parse("a100:64"))
     assert again.step.seconds == pytest.approx(plan.step.seconds)
+
+
+def test_fp8_is_searched_when_asked_for() -> None:
+    """It wins where the device multiplies it faster, and loses where it is emulated."""
+    best = {
+        name: search(LLAMA, parse(name), 1, modes=("bf16", "fp8")).plans[0] for name in ("h100:8", "a100:8")
+    }
+    assert {name: plan.setting.mode for name, plan in best.items()} == {"h100:8": "fp8", "a100:8": "bf16"}
+    plain = search(LLAMA, parse("h100:8"), 1, modes=("bf16",)).plans[0]
+    assert 0.5 < best["h100:8"].step.seconds / plain.step.seconds < 0.9
+    assert apply(LLAMA, best["h100:8"]).precision.mode == "fp8"
+    same = [
+        predict(change(LLAMA, [f"precision.mode={m}"], "dp=8,zero=3"), parse("h100:8"))
+        for m in ("fp8", "bf16")
+    ]
+    assert same[0].memory[0].params == same[1].memory[0].params
+    assert same[0].memory[0].optimizer == same[1].memory[0].optimizer
+    with pytest.raises(UserError, match="fp7"):
+        search(LLAMA, parse("h100:8"), modes=("fp7",))

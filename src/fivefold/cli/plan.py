@@ -52,6 +52,7 @@ def plan(
     cluster: plan_options.ClusterOption = "h100",
     search: plan_options.SearchOption = False,
     top: plan_options.TopOption = 10,
+    precision: plan_options.PrecisionOption = None,
     explain: plan_options.ExplainOption = False,
     save: plan_options.SaveOption = None,
     pictures: plan_options.PicturesOption = False,
@@ -81,6 +82,8 @@ def plan(
         raise UserError(f"plan takes one recipe and options; unexpected argument '{more[0]}'")
     exact = exact or dry_run  # its name in earlier versions
     _agree(search, layout, exact, memory_timeline, rank)
+    if precision is not None and not search:
+        raise UserError("--precision lists modes for --search; of one layout, set --set precision.mode=MODE")
     wanted = Wanted(pictures, html, json, expert_load)
     require_writable("--save", save)
     require_writable("--html", html)
@@ -91,7 +94,7 @@ def plan(
     asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
     request = Request(recipe, loaded, machine, software, asked, explain, save, json, memory_timeline)
     if search:
-        draw_search(_search(request, top), wanted, loaded, typed)
+        draw_search(_search(request, top, precision), wanted, loaded, typed)
     else:
         draw_plan(_predict(request, rank, exact, dry_run), wanted, loaded, typed)
 
@@ -213,11 +216,12 @@ def _exact(recipe: Recipe, result: Plan, rank: int) -> Exact:
     return exact(whole, rank) if on_cpu else gpu.exact_on_gpu(whole, rank)
 
 
-def _search(request: Request, top: int) -> Found:
+def _search(request: Request, top: int, precision: str | None) -> Found:
     """Searches for the fastest layouts and prints them."""
     from fivefold.plan.search import search
 
-    found = search(request.recipe, request.machine, top, request.software)
+    modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
+    found = search(request.recipe, request.machine, top, request.software, modes)
     if not found.plans and (request.save is not None or not request.json):
         raise UserError(
             f"{request.name} on {request.machine.name}:{request.machine.devices}: {found.nothing}"

@@ -18,6 +18,14 @@ ClusterOption = Annotated[
 ]
 SearchOption = Annotated[bool, typer.Option("--search", help="Find the fastest layouts that fit.")]
 TopOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts that --search lists.")]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        metavar="MODES",
+        help="Precision modes that --search considers, such as bf16,fp8. [default: the recipe's]",
+    ),
+]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Print every term of the prediction.")]
 SaveOption = Annotated[
     Path | None,

@@ -8,7 +8,7 @@ x 128 for weights ("block").
 Scales are powers of two. So a scale changes no number but those that become subnormal, 2^-14 of the tile's largest and
 smaller. Layouts that cut a tile differently therefore round to the same numbers, up to 2^-17 of the tile's largest.
 
-GPUs with fp8 multiply by `torch._scaled_mm`, with tiles of tensors or rows. Otherwise the rounded numbers are
+GPUs with fp8 multiply by `torch.nn.functional.scaled_mm`, blocks on Hopper only. Otherwise the rounded numbers are
 multiplied in bf16, which holds them exactly, and summed in fp32: the same results, at the speed of bf16.
 
 Legend: N rows (tokens), D input features, F output features, E experts, M rows of all experts.
@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.kernels import native
-from fivefold.kernels.private import scaled_product
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import BLOCK
 
@@ -71,11 +70,34 @@ class Fp8:
 
     def _product(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
         """a @ b.T. a (m, k) in `form`, b (n, k) in E4M3."""
-        if self.scaling != "block" and _multiplies(a, b):
-            a8, a_scale = encode_rows(a, form, self.scaling == "tensor")
-            b8, b_scale = encode_rows(b, E4M3, self.scaling == "tensor")
-            return scaled_product(a8, b8, a_scale, b_scale, a.dtype)
+        if _multiplies(a, b, self.scaling):
+            return self.multiply(a, b, form, weight)
         return F.linear(self.rounded(a, form), self.rounded(b, E4M3, weight))
+
+    def multiply(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
+        """`_product` by the device's matmul of fp8, summed in fp32 rather than with the fewer bits of fast sums."""
+        (a8, a_scale), (b8, b_scale) = (
+            encode(a, *self.tile(a.shape), form),
+            encode(b, *self.tile(b.shape, weight), E4M3),
+        )
+        kind = _KINDS[self.scaling]
+        if self.scaling == "tensor":
+            a_scale, b_scale = a_scale.view(()), b_scale.view(())
+        elif self.scaling == "row":
+            b_scale = b_scale.t()
+        else:  # one for each row and 128 columns, column by column
+            b_scale = b_scale.repeat_interleave(len(b) // len(b_scale), 0)
+            a_scale, b_scale = (scale.t().contiguous().t() for scale in (a_scale, b_scale))
+        return F.scaled_mm(
+            a8, b8.t(), a_scale, kind, b_scale, kind, output_dtype=a.dtype, use_fast_accum=False
+        )
+
+
+_KINDS = {
+    "tensor": F.ScalingType.TensorWise,
+    "row": F.ScalingType.RowWise,
+    "block": F.ScalingType.BlockWise1x128,
+}
 
 
 def grouped_forward(how: Fp8, rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
@@ -118,12 +140,15 @@ def round_tiles(x: Tensor, rows: int, columns: int, form: Format) -> Tensor:
     return back.flatten(2, 3).flatten(0, 1)[:r, :c].to(x.dtype)
 
 
-def encode_rows(x: Tensor, form: Format, whole: bool) -> tuple[Tensor, Tensor]:
-    """x (r, c) as numbers of 8 bits, contiguous, and the factors (fp32) that undo their scale: one per row, (r, 1), or
-    one for all, ()."""
-    largest = x.abs().amax().float() if whole else x.abs().amax(1, keepdim=True).float()
-    scale = power_of_two(largest, form)
-    return (x.float() * scale).to(_dtype(form)).contiguous(), 1 / scale
+def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Tensor]:
+    """x (r, c) as numbers of 8 bits, contiguous, and the factors (fp32) that undo the scales of its tiles: (r / rows, c
+    / columns). The tiles are whole."""
+    tiles = (
+        x.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    )  # (r / rows, rows, c / columns, columns)
+    scale = power_of_two(tiles.abs().amax((1, 3), keepdim=True), form)
+    numbers = (tiles * scale).to(_dtype(form)).reshape(x.shape)
+    return numbers.contiguous(), 1 / scale[:, 0, :, 0]
 
 
 def power_of_two(largest: Tensor, form: Format) -> Tensor:
@@ -138,11 +163,17 @@ def _dtype(form: Format) -> torch.dtype:
     return getattr(torch, form.torch)
 
 
-def _multiplies(a: Tensor, b: Tensor) -> bool:
+def _multiplies(a: Tensor, b: Tensor, scaling: str) -> bool:
     """True if the device has matmuls of fp8 for factors of these shapes."""
-    return a.device.type == "cuda" and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0 and _has_fp8(a.device)
+    if a.device.type != "cuda" or a.shape[1] % 16 or b.shape[0] % 16:
+        return False
+    if scaling == "block":  # cuBLAS has these on Hopper only
+        return a.shape[1] % BLOCK == 0 and b.shape[0] % BLOCK == 0 and _capability(a.device)[0] == 9
+    return _capability(a.device) >= (8, 9)
 
 
 @cache
-def _has_fp8(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+def _capability(device: torch.device) -> tuple[int, int]:
+    if torch.version.cuda is None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)

@@ -153,64 +153,81 @@ void NAME(dequantize)(T *y, i64 step, const i64 *starts, const uint8_t *in, i64 
   }
 }
 
+static inline float NAME(round_to)(float v, float keep, float least) {
+  uint32_t u;
+  float size, distance;
+  memcpy(&u, &v, 4);
+  u &= 0x7f800000u;
+  memcpy(&size, &u, 4); /* the power of two below |v| */
+  distance = size * keep;
+  distance = distance > least ? distance : least;
+  float shift = distance * 12582912.0f; /* 1.5 * 2^23: a sum with it is a multiple of the distance */
+  return (v + shift) - shift;
+}
+
+static inline uint32_t NAME(size_bits)(const T *p) {
+  float v = LOAD(p);
+  uint32_t u;
+  memcpy(&u, &v, 4);
+  return u & 0x7fffffffu;
+}
+
 /* out = x (rows, D), rounded to a narrow format (fp8.py). A tile of R rows and C columns is scaled by a power of two so
  * that its largest number is at most `largest`, and back: the numbers keep `fraction` bits, and are multiples of the
- * tile's smallest number. highest, lowest: exponents of the format's normal numbers. */
+ * tile's smallest number. One that is not finite makes its tile NaN. highest, lowest: exponents of the format's normal numbers. */
 void NAME(round_tiles)(const T *x, T *out, i64 rows, i64 D, i64 R, i64 C, i64 fraction, i64 highest, i64 lowest,
                        float largest) {
   i64 W = C >= STRIPE ? C : STRIPE / C * C; /* columns at once */
   i64 stripes = (D + W - 1) / W, bands = (rows + R - 1) / R;
-  float keep = ldexpf(1.0f, -(int)fraction), full = ldexpf(largest, -(int)highest);
+  float keep = ldexpf(1.0f, -(int)fraction);
+  uint32_t full;
+  memcpy(&full, &largest, 4);
+  full &= 0x7fffffu; /* the fraction of the largest number */
 #pragma omp parallel for schedule(static)
   for (i64 k = 0; k < bands * stripes; k++) {
     i64 first = k / stripes * R, last = first + R < rows ? first + R : rows;
-    i64 left = k % stripes * W, right = left + W < D ? left + W : D;
-    float step[STRIPE] = {0};
+    i64 left = k % stripes * W, n = left + W < D ? W : D - left;
+    uint32_t most[STRIPE] = {0}; /* the largest number of each tile, as bits */
+    float least[STRIPE];         /* the distance of its subnormal numbers */
     for (i64 r = first; r < last; r++) {
-      const T *row = x + r * D;
+      const T *row = x + r * D + left;
       if (C == 1) {
 #pragma omp simd
-        for (i64 j = left; j < right; j++) {
-          float v = fabsf(LOAD(row + j));
-          step[j - left] = v > step[j - left] ? v : step[j - left];
+        for (i64 i = 0; i < n; i++) {
+          uint32_t u = NAME(size_bits)(row + i);
+          most[i] = u > most[i] ? u : most[i];
         }
       } else {
-        for (i64 j = left, g = 0; j < right; j += C, g++) {
-          i64 end = j + C < right ? j + C : right;
-          float most = step[g];
-#pragma omp simd reduction(max : most)
-          for (i64 i = j; i < end; i++) {
-            float v = fabsf(LOAD(row + i));
-            most = v > most ? v : most;
+        for (i64 g = 0; g * C < n; g++) {
+          i64 end = (g + 1) * C < n ? (g + 1) * C : n;
+          uint32_t top = most[g];
+#pragma omp simd reduction(max : top)
+          for (i64 i = g * C; i < end; i++) {
+            uint32_t u = NAME(size_bits)(row + i);
+            top = u > top ? u : top;
           }
-          step[g] = most;
+          most[g] = top;
         }
       }
     }
-    for (i64 g = 0; g * C < right - left; g++) { /* from the largest number to the distance of subnormal ones */
-      int e;
-      float m = 2.0f * frexpf(step[g], &e);
-      int power = (int)lowest - (int)fraction - (int)highest + (e - 1) + (m > full);
-      step[g] = step[g] > 0.0f && isfinite(step[g]) ? ldexpf(1.0f, power > -120 ? power : -120) : 1.0f;
+    for (i64 g = 0; g * C < n; g++) {
+      i64 power = lowest - fraction - highest + (i64)(most[g] >> 23) - 127 + ((most[g] & 0x7fffffu) > full);
+      uint32_t u = (uint32_t)((power > -120 ? power : -120) + 127) << 23;
+      memcpy(&least[g], &u, 4);
     }
     for (i64 r = first; r < last; r++) {
-      const T *row = x + r * D;
-      T *to = out + r * D;
-      for (i64 j = left, g = 0; j < right; j += C, g++) {
-        i64 end = C == 1 ? right : j + C < right ? j + C : right;
+      const T *row = x + r * D + left;
+      T *to = out + r * D + left;
+      if (C == 1) {
 #pragma omp simd
-        for (i64 i = j; i < end; i++) {
-          float v = LOAD(row + i), size, distance, lowest_distance = C == 1 ? step[i - left] : step[g];
-          uint32_t u;
-          memcpy(&u, &v, 4);
-          u &= 0x7f800000u;
-          memcpy(&size, &u, 4); /* the power of two below |v| */
-          distance = size * keep;
-          distance = distance > lowest_distance ? distance : lowest_distance;
-          float shift = distance * 12582912.0f; /* 1.5 * 2^23: a sum with it is a multiple of the distance */
-          STORE(to + i, (v + shift) - shift);
+        for (i64 i = 0; i < n; i++) STORE(to + i, NAME(round_to)(LOAD(row + i), keep, least[i]));
+      } else {
+        for (i64 g = 0; g * C < n; g++) {
+          i64 end = (g + 1) * C < n ? (g + 1) * C : n;
+          float lowest_distance = least[g];
+#pragma omp simd
+          for (i64 i = g * C; i < end; i++) STORE(to + i, NAME(round_to)(LOAD(row + i), keep, lowest_distance));
         }
-        if (C == 1) break;
       }
     }
   }

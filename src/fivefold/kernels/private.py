@@ -62,9 +62,3 @@ def flash_attention_backward(
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout, no_dropout
     )
-
-
-def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b.T of fp8 numbers (m, k) and (n, k), times their scales: () or (m, 1) and (n, 1). Summed in fp32, not with
-    the tensor cores' fewer bits (`use_fast_accum`). Without it fp8 on GPUs is no faster than bf16."""
-    return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=dtype, use_fast_accum=False)

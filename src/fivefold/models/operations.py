@@ -34,13 +34,21 @@ class Saved:
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter."""
+    """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: fp8 leaves it
+    alone."""
 
     m: float
     n: float
     k: float
     count: float = 1
     weight: bool = True
+    sensitive: bool = False
+
+    @property
+    def rounded(self) -> tuple[float, float, float]:
+        """Elements of both factors of its three products, which fp8 rounds."""
+        x, w, y = self.count * self.m * self.k, self.count * self.k * self.n, self.count * self.m * self.n
+        return (x + w, y + w, y + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,8 @@ class Program:
 @dataclass(frozen=True)
 class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
-    even split. chunks: of these rows, whose messages overlap."""
+    even split. chunks: of these rows, whose messages overlap. narrow: bytes per element of a factor that is rounded for
+    a matmul in fp8; 0: none is."""
 
     model: ModelSection
     B: int
@@ -124,6 +133,7 @@ class Sizes:
     load: float = 1.0
     sp_regather: bool = False
     chunks: int = 1
+    narrow: float = 0.0
 
     @property
     def N(self) -> float:

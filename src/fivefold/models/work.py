@@ -114,7 +114,11 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
     return [
         norm("norm", s, program, "stream"),
         Operation(
-            "output", Matmul(rows, columns, D), sent_forward=into, sent_backward=back, saved=tuple(saved)
+            "output",
+            Matmul(rows, columns, D, sensitive=True),
+            sent_forward=into,
+            sent_backward=back,
+            saved=tuple(saved),
         ),
         Operation(
             "loss",
@@ -383,7 +387,9 @@ def mixture(s: Sizes) -> list[Operation]:
     counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     wide = (Saved("router input in fp32", N * D * 4, "stream"),) if e != 4 else ()
-    router = Operation("router", Matmul(N, E, D), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=wide)
+    router = Operation(
+        "router", Matmul(N, E, D, sensitive=True), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=wide
+    )
     experts = _swiglu("experts", received, F, s, here, s.chunks)
     ops = [
         router,

@@ -12,9 +12,10 @@ from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
 from fivefold.plan import communication, rates
 from fivefold.plan.communication import Group, exposed, group, held
-from fivefold.plan.devices import Cluster
+from fivefold.plan.devices import Cluster, Device
 from fivefold.plan.software import Software, States
 from fivefold.precision import PRECISIONS
+from fivefold.precision.fp8 import FP8
 from fivefold.schedules.ring_attention import messages
 from fivefold.spread.layout import Layout
 from fivefold.spread.regions import ROWS
@@ -99,7 +100,7 @@ class Setting:
     @property
     def rate(self) -> str:
         """The dtype of products, by which the device's peak is listed."""
-        return PRECISIONS[self.mode].rate
+        return matmul_dtype(self.mode, self.cluster.device)
 
     @property
     def states(self) -> States:
@@ -113,6 +114,12 @@ class Setting:
                 self.sites.count, max(1, min(self.sites.count, self.cluster.per_node // self.layout.ranks))
             )
         return group(self.layout, self.cluster, axis)
+
+
+def matmul_dtype(mode: str, device: Device) -> str:
+    """The dtype of products in a mode. A device without fp8 emulates it (kernels/fp8.py)."""
+    row = PRECISIONS[mode]
+    return row.working if row.products == FP8 and FP8 not in device.peak else row.rate
 
 
 def message(sent: Message, s: Setting, backward: bool) -> float:
@@ -138,7 +145,12 @@ def operation(op: Operation, s: Setting) -> Cost:
     inputs = gap + (0.0 if within else rates.stream(op.backward, device, op.rate, dtype, True))
     weight = 0.0
     if op.matmul:
-        ahead, first, second = rates.products(op.matmul, device, s.rate, e)
+        narrow = s.sizes.narrow and any(op.matmul.rounded)
+        rate = dtype if s.sizes.narrow and not narrow else s.rate
+        ahead, first, second = rates.products(op.matmul, device, rate, e)
+        if narrow:
+            one, two, three = (rates.rounding(size, device, dtype, s.sizes) for size in op.matmul.rounded)
+            ahead, first, second = ahead + one, first + two, second + three
         forward, inputs = forward + ahead, inputs + first
         if op.matmul.weight:
             weight += second + gap

@@ -230,7 +230,7 @@ class MicrobatchBytes(NamedTuple):
 
 def sums(s: Sizes, work: Work) -> Sums:
     """Sums over the operations of one rank."""
-    return operations.sums(work, s.e, any(card_of(s.model).mixed))
+    return operations.sums(work, s.e, any(card_of(s.model).mixed), s.narrow)
 
 
 def microbatch(s: Sizes, found: Sums, recompute: str, software: Software) -> MicrobatchBytes:

@@ -31,8 +31,8 @@ class Sums:
     loss: float
 
 
-def sums(work: Work, e: float, mixed: bool) -> Sums:
-    """mixed: True if the last block has experts. e: bytes per element."""
+def sums(work: Work, e: float, mixed: bool, narrow: float = 0.0) -> Sums:
+    """mixed: True if the last block has experts. e: bytes per element. narrow: of factors rounded to fp8."""
     parts: list[list[Operation]] = [[]]
     for op in work.block[mixed]:
         if any(saved.role in ("product", "copied") for saved in op.saved):
@@ -43,9 +43,18 @@ def sums(work: Work, e: float, mixed: bool) -> Sums:
         saved(work.begin),
         saved(work.end),
         {kind: owed(block, e) for kind, block in work.block.items()},
-        [(saved(part), saved(part, True), max(op.workspace for op in part)) for part in parts if part],
+        [
+            (saved(part), saved(part, True), max(_workspace(op, narrow) for op in part))
+            for part in parts
+            if part
+        ],
         max(op.workspace for op in work.end),
     )
+
+
+def _workspace(op: Operation, narrow: float) -> float:
+    """Bytes that its backward holds besides saved tensors. The rounded factors of one matmul exist at once."""
+    return op.workspace + narrow * max(op.matmul.rounded) if op.matmul and narrow else op.workspace
 
 
 def saved(operations: Iterable[Operation], once: bool = False) -> ByRole:

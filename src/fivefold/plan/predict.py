@@ -16,7 +16,7 @@ from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, OptimizerCard
 from fivefold.plan import memory, offload, outer, servers, volume
 from fivefold.plan.clusters import of_gpu, parse
-from fivefold.plan.cost import Setting
+from fivefold.plan.cost import Setting, matmul_dtype
 from fivefold.plan.devices import Cluster, of_table
 from fivefold.plan.measured import load as load_table
 from fivefold.plan.memory import Memory
@@ -27,6 +27,7 @@ from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, of
 from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Parts, Step, step
 from fivefold.precision import DTYPES, PRECISIONS, chosen
+from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, on_nodes, to_text, validate
@@ -173,7 +174,9 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     assert B is not None
     count = microbatches_per_step(full)
     software = for_recipe(software or of(cluster), recipe)
-    together = setting(full.model, layout, cluster, B, count, mode_of(recipe, cluster), software)
+    together = setting(
+        full.model, layout, cluster, B, count, mode_of(recipe.precision.mode, cluster), software
+    )
     if full.servers.count:
         served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
         return Plan(together, servers.held(served), servers.step(served), service=served)
@@ -212,6 +215,7 @@ def setting(
         software.expert_load,
         layout.sp_regather,
         layout.expert_chunks if layout.ep > 1 else 1,
+        rounded_bytes(mode, cluster),
     )
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)
@@ -327,10 +331,14 @@ def with_load(software: Software, model: ModelSection, load: float | None) -> So
     return replace(software, expert_load=load)
 
 
-def mode_of(recipe: Recipe, cluster: Cluster) -> str:
-    """The precision mode. Clusters have a rate of bf16 if it is faster than fp32."""
-    mode = chosen(recipe.precision.mode, "bf16" in cluster.device.peak)
-    if not priced(mode, cluster):
+def mode_of(wanted: str, cluster: Cluster) -> str:
+    """The mode that `precision.mode` stands for. Clusters have a rate of bf16 if it is faster than fp32.
+
+    Raises:
+        UserError: the planner does not price it there.
+    """
+    mode = chosen(wanted, "bf16" in cluster.device.peak)
+    if mode not in PRECISIONS or not priced(mode, cluster):
         known = ", ".join(name for name in PRECISIONS if priced(name, cluster))
         raise UserError(f"precision.mode = {mode}: the planner prices {known} on {cluster.device.name}")
     return mode
@@ -338,4 +346,10 @@ def mode_of(recipe: Recipe, cluster: Cluster) -> str:
 
 def priced(mode: str, cluster: Cluster) -> bool:
     """True if the device has the rates of a mode."""
-    return {PRECISIONS[mode].working, PRECISIONS[mode].rate} <= cluster.device.peak.keys()
+    return {PRECISIONS[mode].working, matmul_dtype(mode, cluster.device)} <= cluster.device.peak.keys()
+
+
+def rounded_bytes(mode: str, cluster: Cluster) -> float:
+    """Bytes of an element that is rounded for a matmul in fp8: emulation keeps it in the working dtype."""
+    products = PRECISIONS[mode].products == FP8
+    return DTYPES[matmul_dtype(mode, cluster.device)].bytes if products else 0.0

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from statistics import NormalDist
 
-from fivefold.models.operations import Matmul
+from fivefold.models.operations import Matmul, Sizes
 from fivefold.plan.devices import Device
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.compression import Compressor
@@ -70,6 +70,11 @@ def stream(size: float, device: Device, like: str = "copy", dtype: str = "", bac
     if device.measured:
         return size / device.measured.stream(like, dtype, backward) if size else 0.0
     return size / (device.bandwidth * device.streaming)
+
+
+def rounding(elements: float, device: Device, dtype: str, s: Sizes) -> float:
+    """Seconds to round factors for a matmul in fp8: they are read twice, for the scale and for the numbers."""
+    return stream((2 * s.e + s.narrow) * elements, device, "copy", dtype)
 
 
 def encoding(elements: float, compress: Compressor, device: Device) -> float:

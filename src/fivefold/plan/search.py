@@ -159,16 +159,22 @@ class Search:
         return min(plans, key=lambda plan: plan.peak_bytes)
 
 
-def search(recipe: Recipe, cluster: Cluster, top: int = 10, software: Software | None = None) -> Found:
+def search(
+    recipe: Recipe,
+    cluster: Cluster,
+    top: int = 10,
+    software: Software | None = None,
+    modes: tuple[str, ...] = (),
+) -> Found:
     """The `top` fastest layouts that fit.
 
-    The search ignores the recipe's own layout and microbatches. With `precision.mode = "auto"` it considers
-    all modes that this may stand for.
+    The search ignores the recipe's own layout and microbatches. modes: of precision, which it considers. None: the
+    recipe's, and with `precision.mode = "auto"` all modes that this may stand for.
 
     Raises:
         UserError: the cluster has no number of devices, no layout is valid, or the device lacks the dtype.
     """
-    space = space_of(recipe, cluster)
+    space = space_of(recipe, cluster, modes)
     bounds = Bounds(space.recipe.model, cluster, for_recipe(software or of(cluster), recipe))
     run = Search(space, bounds, limit(cluster))
     plans = _with_budgets(run, top)
@@ -231,8 +237,8 @@ def _bottlenecks(space: Space, bounds: Bounds, plans: list[Plan]) -> list[str]:
     return limits(plans, roomier.glimpse(), wider.glimpse())
 
 
-def space_of(recipe: Recipe, cluster: Cluster) -> Space:
-    """The valid layouts to search.
+def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> Space:
+    """The valid layouts to search. modes: see `search`.
 
     Raises:
         UserError: there are none.
@@ -246,8 +252,9 @@ def space_of(recipe: Recipe, cluster: Cluster) -> Space:
             f'a search compares layouts that train the same; with sync.method = "{recipe.sync.method}" the number of '
             "sites changes it. Plan one layout at a time, or search with --set sync.method=all"
         )
-    mode_of(recipe, cluster)
-    space = Space(resolved(recipe), cluster)
+    mode_of(recipe.precision.mode, cluster)
+    asked = tuple(dict.fromkeys(mode_of(mode, cluster) for mode in modes))
+    space = Space(resolved(recipe), cluster, asked=asked)
     if not space.size:
         raise UserError(nothing_valid(space))
     return space

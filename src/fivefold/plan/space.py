@@ -41,12 +41,13 @@ class Space:
     """The layouts that a search considers. recipe: resolved; its own layout and microbatches are ignored.
 
     indivisible: takes only sizes of the tensor axis that do not divide the model, within two nodes and without context
-    and expert parallelism. It prices the cost of that rule.
+    and expert parallelism. It prices the cost of that rule. asked: the precision modes to consider; (): the recipe's.
     """
 
     recipe: Recipe
     cluster: Cluster
     indivisible: bool = False
+    asked: tuple[str, ...] = ()
 
     @property
     def batch(self) -> int:
@@ -54,8 +55,10 @@ class Space:
 
     @cached_property
     def precisions(self) -> tuple[str, ...]:
-        """The recipe's precision mode. For `auto`, all that it may stand for and whose rates the device has."""
+        """The precision modes that were asked for, or the recipe's. For `auto`, all that it may stand for and whose rates the device has."""
         mode, peaks = self.recipe.precision.mode, self.cluster.device.peak
+        if self.asked:
+            return self.asked
         if mode != "auto":
             return (mode,)
         return tuple(name for name, mode in reversed(PRECISIONS.items()) if mode.auto and mode.rate in peaks)

@@ -76,9 +76,15 @@ class Mode:
         return self.products or self.working
 
     @property
+    def measured(self) -> str:
+        """The dtype whose matmul rate is measured where no data sheet has that of `rate`. Where fp8 is emulated, the
+        matmuls are those of `working`."""
+        return self.rate if DTYPES[self.rate].multiplied else self.working
+
+    @property
     def roundoff(self) -> float:
-        """The largest relative error of a rounded product. Numbers of 8 bits have a larger one. But a loss or a norm has
-        thousands of them, and the mean of 256 is as exact as bf16."""
+        """The largest relative error of a rounded product. Numbers of 8 bits have a larger one, but a loss or a norm is
+        made of thousands of them, and the mean of 256 is as exact as bf16."""
         return 2.0 ** -max(DTYPES["bf16"].bits, DTYPES[self.rate].bits)
 
     @property

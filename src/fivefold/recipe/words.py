@@ -11,8 +11,11 @@ from pydantic.fields import FieldInfo
 
 from fivefold.errors import did_you_mean
 from fivefold.models.rules import meaning
+from fivefold.precision.formats import FORMATS
 from fivefold.recipe.schema import Section, Sections
 
+SHOWN = {form.multiplied for form in FORMATS.values()}
+"""Formats of numbers."""
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation
     for name, field in Sections.model_fields.items()
@@ -106,6 +109,8 @@ def bad_value(key: str, value: Any) -> str:
         hint = did_you_mean(value, [choice for choice in get_args(type_) if isinstance(choice, str)])
     elif isinstance(value, float) and type_ is int and value.is_integer():
         hint = f": write {int(value)}"
+    if key == "precision.mode" and value in SHOWN:
+        hint = "; `fivefold formats` shows it, and nothing trains in it"
     return f"{key} = {short(value)}: must be {allowed(KEYS[key])}{hint}"
 
 

@@ -15,6 +15,7 @@ from fivefold.checkpoint import store
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.host.machine import device_peak, peak_memory_bytes
+from fivefold.host.peak import listed_peak
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.count import flops_per_token
@@ -222,10 +223,11 @@ def out_of_memory(error: BaseException) -> bool:
 
 def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:
     """Peak FLOP/s of all devices of the run. Ranks on one machine's CPU share its cores."""
-    rate = compute_mode(recipe, ranks.device).rate
+    mode = compute_mode(recipe, ranks.device)
     if ranks.device.type == "cpu":
-        return device_peak("cpu", rate) * ranks.world / ranks.local_world
-    return device_peak(str(ranks.device), rate) * ranks.world
+        return device_peak("cpu", mode.measured) * ranks.world / ranks.local_world
+    listed = listed_peak(torch.cuda.get_device_name(ranks.device), mode.rate)
+    return (listed or device_peak(str(ranks.device), mode.measured)) * ranks.world
 
 
 def _whole_model(state: State, job: Job, step: int) -> nn.Module:

@@ -87,7 +87,7 @@ def run_command(
     world = (site_layout(layout, recipe.sites.count) if seat else layout).ranks + recipe.servers.count
     keep_freed_memory()
     if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
-        ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).rate, cores())
+        ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores())
     run = run_served if recipe.servers.count else run_rank
     if launched or world == 1:
         with ranks_.join() as ranks:
