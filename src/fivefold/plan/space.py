@@ -55,7 +55,8 @@ class Space:
 
     @cached_property
     def precisions(self) -> tuple[str, ...]:
-        """The precision modes that were asked for, or the recipe's. For `auto`, all that it may stand for and whose rates the device has."""
+        """The precision modes that were asked for, or the recipe's. For `auto`, all that it may stand for and whose
+        rates the device has."""
         mode, peaks = self.recipe.precision.mode, self.cluster.device.peak
         if self.asked:
             return self.asked
