@@ -57,6 +57,7 @@ CASES = [
     *(("moe", layout) for layout in EXPERTS),
     *((arch, layout) for arch in MORE_ARCHS for layout in ("dp=2,zero=3", "tp=2,sp=true", "cp=2")),
 ]
+FOR_BLOCKS = ("dim=256", "kv_heads=4", "ffn_dim=256", "seq_len=64")
 OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "fp32": ("dp=2,zero=3", "llama", ["precision.mode=fp32"]),
     "fp32 ring": ("cp=2", "llama", ["precision.mode=fp32"]),
@@ -64,6 +65,9 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "zero++": ("dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients", "llama", []),
     "bf16 sums": ("dp=2,zero=1", "llama", ["precision.reduce=bf16"]),
     "untied": ("tp=2", "llama", ["model.tie_embeddings=false"]),
+    "fp8 blocks": ("tp=2,sp=true", "llama", ["precision.mode=fp8", *(f"model.{x}" for x in FOR_BLOCKS)]),
+    "fp8 rows": ("dp=2,zero=3", "moe", ["precision.mode=fp8", "precision.fp8_scaling=row"]),
+    "fp8 tensors": ("dp=1", "llama", ["precision.mode=fp8", "precision.fp8_scaling=tensor"]),
     "no clipping": ("dp=1", "llama", ["optim.grad_clip=0"]),
     **{name: ("dp=2,zero=2", "llama", [f"optim.name={name}"]) for name in ("sgd", "momentum", "nesterov")},
     "capacity": ("dp=1", "moe", ["model.capacity_factor=1.0"]),

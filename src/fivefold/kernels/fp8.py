@@ -174,6 +174,6 @@ def _multiplies(a: Tensor, b: Tensor, scaling: str) -> bool:
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    if torch.version.cuda is None:
+    if torch.version.hip is not None:
         return 0, 0
     return torch.cuda.get_device_capability(device)

@@ -28,6 +28,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Fp8 | Non
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _forward(x, weight, bias, fp8)
+    if torch.compiler.is_compiling():
+        return _Whole.apply(x, weight, bias, fp8)
     kept = _Kept.apply(x, weight, bias, fp8)
     return _Linear.apply(kept, x.detach(), weight.detach(), None if bias is None else bias.detach(), fp8)
 
@@ -102,3 +104,13 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         return grads[0], None, None, None, None
+
+
+class _Whole(_Kept):
+    """Both at once, for PyTorch's compiler, which cannot trace the placeholder."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.fp8 = fp8
+        return _forward(x, weight, bias, fp8)

@@ -19,6 +19,7 @@ from fivefold.kernels import input_gradient, linear, weight_gradient
 from fivefold.kernels.fp8 import E4M3, Fp8
 from fivefold.models.card import card_of
 from fivefold.parallel import products
+from fivefold.precision import PRECISIONS, torch_dtype
 from fivefold.recipe import Recipe
 from fivefold.step.state import State
 
@@ -60,6 +61,7 @@ def self_test(state: State, recipe: Recipe) -> Tested | None:
     how = products.wanted(recipe)
     if how is None:
         return None
+    working = torch_dtype(PRECISIONS[recipe.precision.mode].working)
     masters, names = state.masters(), list(card_of(recipe.model).parameters)
     table = torch.full((len(names), len(PRODUCTS)), -1.0, dtype=torch.float64)
     for stage in state.parallel.stages:
@@ -67,7 +69,6 @@ def self_test(state: State, recipe: Recipe) -> Tested | None:
             for leaf, _ in module.named_parameters(recurse=False):
                 master = masters.get(name := f"{layer}.{leaf}")
                 if leaf != "bias" and master is not None and master.numel():
-                    working = torch.bfloat16 if master.dtype == torch.float32 else master.dtype
                     weights = master.to(working).reshape(-1, *master.shape[-2:])
                     each = [_errors(weight, how, f"{name} {i}") for i, weight in enumerate(weights)]
                     table[names.index(name)] = torch.tensor(each, dtype=torch.float64).amax(0)

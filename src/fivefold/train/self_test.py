@@ -33,6 +33,8 @@ def settle(state: State, job: Job, resumed: bool) -> list[str]:
 
 
 def _said(tested: Tested) -> list[str]:
+    if not tested.errors:
+        return ["WARNING: precision.fp8_skip_first and fp8_skip_last leave no block in fp8"]
     largest = [max(errors) for errors in zip(*tested.errors.values(), strict=True)]
     errors = ", ".join(
         f"{product} {error:.1%} (allowed {bound:.1%})"
