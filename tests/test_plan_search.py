@@ -41,11 +41,11 @@ CASES = {
     "moe": ([*MOE, "model.layers=2"], "a100:4"),
     "two dtypes, tied": (["precision.mode=auto", "model.tie_embeddings=true"], "h100:2x2"),
     "experts over nodes": ([*MOE, "model.layers=3"], "h100:2x2"),
-    "fp8": (["precision.mode=fp8"], "h100:4"),
     "long sequences": (["model.seq_len=32768", "train.global_batch_size=4"], "a100:2x2"),
     "the machine at hand": (["train.global_batch_size=4"], "local:2"),
 }
 SLOW = {
+    "fp8": (["precision.mode=fp8"], "h100:4"),
     "larger batch": (["train.global_batch_size=12"], "h100:8"),
     "experts of eight": ([*MOE, "model.layers=4"], "h100:4x2"),
     "gpt2, six": (["model.arch=gpt2", "model.kv_heads=none", "train.global_batch_size=6"], "a100:6"),
