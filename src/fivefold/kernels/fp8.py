@@ -5,8 +5,9 @@ largest number of a *tile* fill the format's range. Tiles are whole tensors ("te
 or, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3), 128 numbers along the sum for activations and gradients, and 128
 x 128 for weights ("block").
 
-Scales are powers of two. So a scale changes no number but those that become subnormal, 2^-14 of the tile's largest and
-smaller. Layouts that cut a tile differently therefore round to the same numbers, up to 2^-17 of the tile's largest.
+Scales are powers of two. So a scale changes no number but those that become subnormal: 2^-14 of the tile's largest and
+smaller in E4M3, 2^-29 in E5M2. Layouts that cut a tile differently therefore round to the same numbers, up to 2^-17 and
+2^-31 of the tile's largest.
 
 GPUs with fp8 multiply by `torch.nn.functional.scaled_mm`, blocks on Hopper only. Otherwise the rounded numbers are
 multiplied in bf16, which holds them exactly, and summed in fp32: the same results, at the speed of bf16.

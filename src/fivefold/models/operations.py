@@ -34,8 +34,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: fp8 leaves it
-    alone."""
+    """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: fp8 leaves it alone.
+    grouped: of experts, whose fp8 is always emulated."""
 
     m: float
     n: float
@@ -43,6 +43,7 @@ class Matmul:
     count: float = 1
     weight: bool = True
     sensitive: bool = False
+    grouped: bool = False
 
     @property
     def rounded(self) -> tuple[float, float, float]:

@@ -437,11 +437,11 @@ def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1, chunks
     D, e = s.model.dim, s.e
     inner = Saved(f"{name} activation", rows * F * e, "gate")
     added = 3 * (chunks - 1) * count * D * F * e
-    each, count = rows / count / chunks, count * chunks
+    each, count, grouped = rows / count / chunks, count * chunks, name == "experts"
     return [
         Operation(
             f"{name} up",
-            Matmul(each, 2 * F, D, count),
+            Matmul(each, 2 * F, D, count, grouped=grouped),
             backward=2 * added,
             saved=(Saved(f"{name} up", rows * 2 * F * e, "product"),),
         ),
@@ -454,7 +454,7 @@ def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1, chunks
             rate="gate",
             workspace=2 * rows / chunks * F * e,
         ),
-        Operation(f"{name} down", Matmul(each, D, F, count), backward=added),
+        Operation(f"{name} down", Matmul(each, D, F, count, grouped=grouped), backward=added),
     ]
 
 

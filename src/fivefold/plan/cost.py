@@ -146,7 +146,7 @@ def operation(op: Operation, s: Setting) -> Cost:
     weight = 0.0
     if op.matmul:
         narrow = s.sizes.narrow and any(op.matmul.rounded)
-        rate = dtype if s.sizes.narrow and not narrow else s.rate
+        rate = dtype if s.sizes.narrow and (op.matmul.grouped or not narrow) else s.rate
         ahead, first, second = rates.products(op.matmul, device, rate, e)
         if narrow:
             one, two, three = (rates.rounding(size, device, dtype, s.sizes) for size in op.matmul.rounded)

@@ -272,8 +272,9 @@ class PrecisionSection(Section):
     fp8_scaling: Scaling = "block"
     """What shares a scale in `mode = "fp8"`. `block`: 128 numbers of activations and gradients, 128 x 128 of weights
     (DeepSeek-V3, arXiv 2412.19437). `row`: the numbers that are summed. `tensor`: all. Scales are powers of two."""
-    fp8_backward: Fp8Gradient = "e4m3"
-    """Format of gradients in `mode = "fp8"`. `e4m3` is finer, `e5m2` has the wider range."""
+    fp8_backward: Fp8Gradient = "e5m2"
+    """Format of gradients in `mode = "fp8"`. `e5m2` has the wider range, `e4m3` is finer: then layouts that cut a tile
+    differ by fp8's own rounding."""
     fp8_skip_first: int = Field(default=0, ge=0)
     """First blocks that stay in bf16 in `mode = "fp8"`. Embedding, output layer, norms, routers and attention's own
     matmuls always do."""
