@@ -34,8 +34,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: fp8 leaves it alone.
-    grouped: of experts, whose fp8 is always emulated."""
+    """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: fp8 leaves it
+    alone. grouped: of experts, whose fp8 is always emulated."""
 
     m: float
     n: float
