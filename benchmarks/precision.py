@@ -1,7 +1,7 @@
 """Loss of the common work (quickstart) in each precision mode, with several seeds.
 
-    python benchmarks/precision.py --modes bf16 fp8 --seeds 0 1 2 --out benchmarks/results/precision.json
-    python benchmarks/precision.py --modes fp8:fp8_scaling=tensor,fp8_backward=e5m2 --seeds 0 --out ...
+    python benchmarks/precision.py --modes bf16 fp8 --steps 300 --out benchmarks/results/precision.json
+    python benchmarks/precision.py --modes fp8:fp8_scaling=tensor,fp8_backward=e4m3 --seeds 0 --steps 300 --out ...
 
 Each run is `fivefold train quickstart --layout dp=1` with `train.seed`, which chooses weights and order of the data. A
 mode may have fields of [precision] behind a colon. Results are added to the file: a run that it has is not repeated.
@@ -37,7 +37,7 @@ def main() -> None:
             name = f"{mode} seed {seed}"
             if name not in found["runs"]:
                 found["runs"][name] = trained(mode, seed, args.steps)
-                found |= summary(found["runs"])
+                found |= {"steps": args.steps, "every": EVERY, **summary(found["runs"])}
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
     for mode, row in found["modes"].items():
         print(mode, row)

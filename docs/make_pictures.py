@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
+from fivefold.observe.scale import linear_scale, tick_labels
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.clusters import parse
@@ -57,6 +59,7 @@ TIMELINES = {
 DEVICES = ("dp=8", "dp=8,bucket_mib=0", "dp=8,zero=3", "dp=4,tp=2,zero=3")  # drawn on 8 H100
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # per rank
 COLORS = ("#1f5a9e", "#2c7a5a", "#b5651d", "#7b4fa3")
+MODE_COLORS = (*COLORS, "#c22f2f", "#5d6873", "#b09a1c")
 
 
 def main() -> None:
@@ -83,6 +86,7 @@ def main() -> None:
     )
     (PLAN_FOLDER / "formats.svg").write_text(picture, encoding="utf-8")
     (PLAN_FOLDER / "memory_step.svg").write_text(memory(), encoding="utf-8")
+    (PLAN_FOLDER / "precision.svg").write_text(losses(), encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
 
@@ -106,6 +110,42 @@ def memory() -> str:
     recipe = resolve(load("quickstart", ["precision.mode=bf16"], "dp=2,zero=3"), vocab_size=4096)
     return memory_picture.to_svg(
         timelines_of_memory(recipe), "quickstart, dp=2,zero=3: tensors of rank 0, traced"
+    )
+
+
+def losses() -> str:
+    """Training loss in each precision mode, the mean of its seeds, as benchmarks/precision.py measured it."""
+    found = json.loads((RESULTS / "precision.json").read_text())
+    curves: dict[str, list[float]] = {}
+    for mode, row in found["modes"].items():
+        each = [found["runs"][f"{mode} seed {seed}"]["curve"] for seed in row["seeds"]]
+        curves[mode] = [fmean(losses) for losses in zip(*each, strict=True)]
+    points = max(map(len, curves.values()))
+    scale = linear_scale(min(map(min, curves.values())), max(map(max, curves.values())), zero=False)
+    width, height, left, top = 760, 380, 60, 44
+    x = (width - left - 190) / max(1, points - 1)
+
+    def y(value: float) -> float:
+        return top + (height - top - 50) * (1 - scale.height(value))
+
+    parts = [text(20, 24, "quickstart: training loss by precision mode, mean of the seeds", "600")]
+    for tick, label in zip(scale.ticks, tick_labels(scale.ticks), strict=True):
+        parts.append(f'<path d="M{left} {y(tick):.1f}H{width - 190}" stroke="#ddd8cc"/>')
+        parts.append(text(20, y(tick) + 4, label))
+    for place in range(0, points, max(1, points // 6)):
+        parts.append(text(left + place * x - 8, height - 30, str((place + 1) * found["every"])))
+    parts.append(text(left, height - 10, "step"))
+    for number, (mode, values) in enumerate(curves.items()):
+        color = MODE_COLORS[number % len(MODE_COLORS)]
+        line = "L".join(f"{left + i * x:.1f} {y(value):.1f}" for i, value in enumerate(values))
+        parts.append(f'<path d="M{line}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        spot, row = top + 10 + 22 * number, found["modes"][mode]
+        parts.append(f'<rect x="{width - 176}" y="{spot}" width="12" height="12" fill="{color}"/>')
+        parts.append(text(width - 158, spot + 11, f"{mode}: {row['val_loss']:.4f}"))
+    parts.append(text(width - 176, top + 2, "validation loss at the end"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<rect width="100%" height="100%" fill="#fdfcf8"/>{"".join(parts)}</svg>\n'
     )
 
 

@@ -181,4 +181,6 @@ def test_formats_names_ranges_and_hardware(capsys: pytest.CaptureFixture[str]) -
     rows = {row["format"]: row for row in json.loads(capsys.readouterr().out)["formats"]}
     assert rows["fp16"]["computed_by"][0] == "Volta (2017)"
     assert rows["bf16"]["computed_by"][0] == "Ampere (2020)"
-    assert not rows["fp4 e2m1"]["trained"]
+    assert rows["fp4 e2m1"]["modes"] == []
+    assert rows["fp8 e4m3"]["modes"] == rows["fp8 e5m2"]["modes"] == ["fp8"]
+    assert "shown, not trained" in out

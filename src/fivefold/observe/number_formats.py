@@ -11,7 +11,7 @@ from pathlib import Path
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
 from fivefold.host.devices import SHEETS
-from fivefold.precision import TRAINED
+from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import BLOCKS, FORMATS, Format
 from fivefold.precision.histogram import KINDS, Histogram, from_json
 
@@ -40,6 +40,11 @@ def generations(form: Format) -> list[str]:
     return sorted(found, key=lambda name: (name[-6:], name))
 
 
+def modes(form: Format) -> list[str]:
+    """The values of `precision.mode` that multiply in a format."""
+    return [name for name, mode in PRECISIONS.items() if mode.trains and mode.rate == form.multiplied]
+
+
 def table() -> list[dict[str, object]]:
     """Every format as a row."""
     return [
@@ -54,7 +59,7 @@ def table() -> list[dict[str, object]]:
             "smallest": one.smallest,
             "epsilon": one.epsilon,
             "computed_by": generations(one),
-            "trained": one.multiplied in TRAINED,
+            "modes": modes(one),
         }
         for one in FORMATS.values()
     ]
@@ -78,7 +83,7 @@ def to_text() -> str:
         scaled.append([block.name, str(block.size), scale, f"{block.bits:g}"])
     computed = [["format", "computed by GPUs of", "precision.mode"]]
     for one in FORMATS.values():
-        mode = one.multiplied if one.multiplied in TRAINED else "shown, not trained"
+        mode = ", ".join(modes(one)) or "shown, not trained"
         computed.append([one.name, ", ".join(name.partition(" (")[0] for name in generations(one)), mode])
     return "\n".join(map(_aligned, (rows, scaled, computed)))
 
