@@ -167,21 +167,22 @@ def side_in_fp32(rank: int, world: int, recipe: Recipe, steps: int, folder: Path
     "layout", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
 )
 def test_layouts_round_as_one_process_does(room: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of numbers that differ by fp32's rounding, u = 2^-24 times some hundred sums, a share of about that over fp8's
-    distance, 2^-3, rounds to another number of 8 bits, which is that distance away: the root of both products."""
+    """To the same numbers: otherwise the errors of both would be independent, and their difference larger than either.
+    Now and then fp32's rounding tips a number to its neighbour, and the layers behind enlarge that, to about a tenth of
+    fp8's own error."""
     monkeypatch.setitem(PRECISIONS, "fp8", IN_FP32)
     recipe, model = tiny(room, layout, mode="fp8"), "moe" if "ep=" in layout else "dense"
     folder = room / f"{model}-fp32"
     compared(recipe, folder=folder, part=side_in_fp32)
     second = OPTIMIZERS[recipe.optim.name].second_moment
     found = dict(_differences(folder / "layout", folder / "fp8", second, together=True))
-    print(layout, sorted(((v, k) for k, v in found.items()))[-4:])
     own = dict(_differences(folder / "fp8", folder / "fp32", second, together=True))
-    allowed = (2.0**-24 * 500 * 2.0**-3) ** 0.5
     for (kind, where), difference in found.items():
-        if kind in ("loss", "gradients"):
-            assert difference < allowed, (kind, where, own[kind, where])
-    assert max(v for (kind, _), v in own.items() if kind == "gradients") > 10 * allowed, "fp8 rounds"
+        if kind == "gradients":
+            assert difference < max(1e-5, own[kind, where] / 2), (where, own[kind, where])
+        elif kind == "loss":
+            assert difference < (1e-6 if where == "step 1" else PRECISIONS["fp8"].roundoff), where
+    assert max(error for (kind, _), error in own.items() if kind == "gradients") > 0.02, "fp8 rounds"
 
 
 @pytest.mark.parametrize(

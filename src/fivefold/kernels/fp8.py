@@ -144,11 +144,10 @@ def round_tiles(x: Tensor, rows: int, columns: int, form: Format) -> Tensor:
 def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Tensor]:
     """x (r, c) as numbers of 8 bits, contiguous, and the factors (fp32) that undo the scales of its tiles: (r / rows, c
     / columns). The tiles are whole."""
-    tiles = (
-        x.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    )  # (r / rows, rows, c / columns, columns)
-    scale = power_of_two(tiles.abs().amax((1, 3), keepdim=True), form)
-    numbers = (tiles * scale).to(_dtype(form)).reshape(x.shape)
+    tiles = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # (r / rows, rows, c / columns, columns)
+    largest = torch.maximum(tiles.amax((1, 3), keepdim=True), -tiles.amin((1, 3), keepdim=True))
+    scale = power_of_two(largest.float(), form)
+    numbers = (tiles * scale.to(x.dtype)).to(_dtype(form)).reshape(x.shape)  # a power of two rounds nothing
     return numbers.contiguous(), 1 / scale[:, 0, :, 0]
 
 

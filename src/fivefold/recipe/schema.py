@@ -273,8 +273,8 @@ class PrecisionSection(Section):
     """What shares a scale in `mode = "fp8"`. `block`: 128 numbers of activations and gradients, 128 x 128 of weights
     (DeepSeek-V3, arXiv 2412.19437). `row`: the numbers that are summed. `tensor`: all. Scales are powers of two."""
     fp8_backward: Fp8Gradient = "e5m2"
-    """Format of gradients in `mode = "fp8"`. `e5m2` has the wider range, `e4m3` is finer: then layouts that cut a tile
-    differ by fp8's own rounding."""
+    """Format of gradients in `mode = "fp8"`. `e5m2` has the wider range, `e4m3` is finer, but small gradients round
+    differently where a layout cuts a tile."""
     fp8_skip_first: int = Field(default=0, ge=0)
     """First blocks that stay in bf16 in `mode = "fp8"`. Embedding, output layer, norms, routers and attention's own
     matmuls always do."""
