@@ -1,7 +1,7 @@
 """The self-test of fp8: each layer's three matmuls on random rows and its own weights, against the working dtype.
 
 Each factor of a matmul is rounded by at most u = 2^-(fraction bits + 1) of its size. The roundings are independent, so
-the error of a product's feature is at most sqrt(u_a^2 + u_b^2) of its norm (on average half of that). It is more if many
+the error of a product's feature is at most sqrt(u_a^2 + u_b^2) of its norm, on average half of that. It is more if many
 numbers are too small for their tile's scale, and if a device's matmul is wrong. Such layers multiply in the working
 dtype.
 """
