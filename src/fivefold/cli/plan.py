@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.cli import budget, plan_options
+from fivefold.cli.formulas import print_formulas
 from fivefold.cli.local import ensure_measured, run_calibration
 from fivefold.cli.options import (
     JsonOption,
@@ -41,6 +42,7 @@ EXAMPLES = [
     "fivefold plan --calibrate runs/a runs/b",
     "fivefold plan llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3 --exact",
     "fivefold plan llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
+    "fivefold plan gpt2-124m --layout tp=4 --formulas",
 ]
 
 
@@ -66,6 +68,7 @@ def plan(
     exact: plan_options.ExactOption = False,
     dry_run: plan_options.DryRunOption = False,
     memory_timeline: plan_options.MemoryTimelineOption = None,
+    formulas: plan_options.FormulasOption = False,
     rank: plan_options.RankOption = 0,
     expert_load: plan_options.ExpertLoadOption = None,
     json: JsonOption = False,
@@ -80,6 +83,9 @@ def plan(
         return
     if more:
         raise UserError(f"plan takes one recipe and options; unexpected argument '{more[0]}'")
+    if formulas:
+        print_formulas(recipe, set_ or [], layout, json)
+        return
     exact = exact or dry_run  # its name in earlier versions
     _agree(search, layout, exact, memory_timeline, rank)
     if precision is not None and not search:

@@ -60,6 +60,13 @@ MemoryTimelineOption = Annotated[
         help="Trace a step on one rank and draw its memory over time, by category, here and in FILE.",
     ),
 ]
+FormulasOption = Annotated[
+    bool,
+    typer.Option(
+        "--formulas",
+        help="Print the activation formulas of arXiv 2205.05198 for the recipe's sizes, beside measured bytes.",
+    ),
+]
 RankOption = Annotated[int, typer.Option("--rank", help="The rank that --exact and --memory-timeline trace.")]
 ExpertLoadOption = Annotated[
     float | None,
