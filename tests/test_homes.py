@@ -133,7 +133,7 @@ def test_the_planner_cuts_the_loss_as_the_kernel_does(monkeypatch: pytest.Monkey
     assert software.FIVEFOLD.chunk_bytes == sizes.logits_bytes("cuda")
     rows = 8 * model.seq_len
     assert s.loss_chunks(software.FIVEFOLD_CPU, rows) == -(
-        -rows // sizes.rows_at_once(rows, model.vocab_size or 0, 4, sizes.logits_bytes("cpu"))
+        -rows // sizes.rows_at_once(rows, model.vocab_size or 0, model.dim, 4, sizes.logits_bytes("cpu"))
     )
     before = s.loss_chunks(software.FIVEFOLD_CPU, rows)
     monkeypatch.setattr(sizes, "MIN_ROWS", 2 * rows)

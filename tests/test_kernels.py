@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from fivefold import kernels
 from fivefold.kernels import native, private, sizes
 from fivefold.kernels.hollow import Hollow, Hollowing
-from fivefold.parallel.flat import add_gradient
 from fivefold.trace.memory import Tracker
 
 # bf16 keeps 8 bits: an operation rounds by up to 2^-9, and the longest chain here (PyTorch's own attention with
@@ -76,12 +75,52 @@ def test_add_rms_norm(path, dtype):
     )
 
 
-def test_add_rms_norm_when_only_one_output_is_used(path):
+def test_sum_and_norm_when_only_one_output_is_used(path):
     for used in (0, 1):
-        x, residual, weight = (torch.randn(3, 8, requires_grad=True) for _ in range(3))
-        kernels.add_rms_norm(x, residual, weight[0], 1e-5)[used].sum().backward()
-        assert x.grad is not None
-        assert torch.equal(x.grad, residual.grad)
+        for norm, vectors in ((kernels.add_rms_norm, 1), (kernels.add_layer_norm, 2)):
+            x, residual, weight = (torch.randn(3, 8, requires_grad=True) for _ in range(3))
+            norm(x, residual, *weight[:vectors], 1e-5)[used].square().sum().backward()
+            assert x.grad is not None
+            assert torch.equal(x.grad, residual.grad)
+
+
+def plain_layer_norm(x, weight, bias):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(3, 5, 64), (1, 7), (130, 384)])
+def test_layer_norm(path, dtype, shape):
+    x, weight, bias = 3 + torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape[-1])
+    if (
+        path == "plain" and dtype == torch.bfloat16
+    ):  # PyTorch keeps the mean in bf16, and adds up rows in bf16
+        x = x[:9] - 3
+    check(lambda x, w, b: kernels.layer_norm(x, w, b, 1e-5), plain_layer_norm, [x, weight, bias], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_add_layer_norm(path, dtype):
+    x, residual, weight, bias = torch.randn(4, 9, 96), torch.randn(4, 9, 96), torch.randn(96), torch.randn(96)
+    check(
+        lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-5),
+        lambda x, r, w, b: (x + r, plain_layer_norm(x + r, w, b)),
+        [x, residual, weight, bias],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_gelu(path, dtype, approximate):
+    """Within 1.5e-7 of the exact one: erf's polynomial."""
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e4, 1e4, -0.0])])
+    check(
+        lambda x: kernels.gelu(x, approximate), lambda x: F.gelu(x, approximate=approximate), [x[:-3]], dtype
+    )
+    far = kernels.gelu(x[-3:].to(dtype), approximate)
+    assert far[1] == x[-2].to(dtype)
+    assert far[::2].abs().max() < 1e-30
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -150,6 +189,7 @@ def test_long_attention_computes_probabilities_again(path, monkeypatch):
 def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, z_loss, monkeypatch):
     monkeypatch.setitem(sizes.LOGITS_BYTES, "cpu", chunk_bytes)
     monkeypatch.setattr(sizes, "MIN_ROWS", 7)
+    monkeypatch.setattr(sizes, "SUM_SIZE", 0)
     N, D, V = 33, 24, 50
     targets = torch.randint(V, (N,))
     targets[::5] = -100
@@ -175,7 +215,7 @@ def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, z_loss, monke
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_the_loss_holds_what_is_counted(path, dtype, chunks, monkeypatch):
     """A chunk of logits, fp32 tensors of a part of it if there is no fused kernel, and what is given or returned."""
-    rows, D, V, e = 256, 8, 2048, dtype.itemsize
+    rows, D, V, e = sizes.MIN_ROWS, 8, 2048, dtype.itemsize
     monkeypatch.setitem(sizes.LOGITS_BYTES, "cpu", rows * V * e)
     monkeypatch.setattr(sizes, "FP32_BYTES", 64 * V * 4)
     x, weight = (torch.randn(n, D, dtype=dtype, requires_grad=True) for n in (chunks * rows, V))
@@ -183,6 +223,7 @@ def test_the_loss_holds_what_is_counted(path, dtype, chunks, monkeypatch):
         kernels.linear_cross_entropy(x, weight, torch.arange(chunks * rows))
     logits = rows * V * e + (sizes.fp32_bytes(rows, V, e) if path == "plain" else 0)
     around = (2 * x.numel() + 2 * weight.numel()) * e + weight.numel() * (4 if chunks > 1 else 0)
+    around += len(x) * (8 + 4)  # targets and losses
     assert logits < tracker.peak().total < logits + 1.1 * around
 
 
@@ -199,6 +240,9 @@ def test_nan_stays_visible(path):
     """A diverged model must show it: no kernel may turn NaN into a number."""
     nan = torch.full((4, 8), float("nan"))
     assert kernels.rms_norm(nan, torch.ones(8), 1e-5).isnan().all()
+    assert kernels.layer_norm(nan, torch.ones(8), torch.ones(8), 1e-5).isnan().all()
+    assert kernels.gelu(nan, "none").isnan().all()
+    assert kernels.gelu(nan, "tanh").isnan().all()
     assert kernels.swiglu(nan).isnan().all()
     assert kernels.qkv_attention(nan.view(1, 4, 8).repeat(1, 1, 3), 2, 2, None, None, True).isnan().all()
     assert kernels.linear_cross_entropy(nan, torch.ones(6, 8), torch.zeros(4, dtype=torch.int64)).isnan()
@@ -207,9 +251,9 @@ def test_nan_stays_visible(path):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_add_gradient(path, dtype):
     total, grad = torch.full((12,), 5.0), torch.randn(3, 4).to(dtype)
-    add_gradient(total, grad, first=True)
+    kernels.add_gradient(total, grad, first=True)
     assert torch.equal(total, grad.float().reshape(-1))
-    add_gradient(total, grad.t().contiguous().t(), first=False)
+    kernels.add_gradient(total, grad.t().contiguous().t(), first=False)
     assert torch.equal(total, 2 * grad.float().reshape(-1))
 
 
@@ -240,6 +284,17 @@ def test_linear(dtype, shape, with_bias):
         assert kernels.linear(*[x.to(dtype) for x in inputs]).shape == (*shape[:-1], 24)
         return
     check(kernels.linear, F.linear, inputs, dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64), (7,)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_of_one_row(path, shape, with_bias):
+    """As in generation: another kernel for bf16."""
+    inputs = [torch.randn(shape), torch.randn(23, shape[-1])] + [torch.randn(23)] * with_bias
+    low = [x.bfloat16() for x in inputs]
+    with torch.no_grad():
+        got = kernels.linear(*low)
+    close(got, F.linear(*[x.double() for x in low]), torch.bfloat16)
 
 
 def test_linear_of_views():

@@ -151,6 +151,7 @@ def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool,
     with pytest.MonkeyPatch.context() as patch:
         if chunks:
             patch.setattr(sizes, "MIN_ROWS", 7)
+            patch.setattr(sizes, "SUM_SIZE", 0)
             patch.setitem(sizes.LOGITS_BYTES, "cpu", 1)
         if not native:
             patch.setattr(vocabulary.native, "usable", lambda *tensors: False)

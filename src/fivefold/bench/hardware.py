@@ -24,7 +24,6 @@ from fivefold.kernels.partial_attention import attend, attend_backward, merge, q
 from fivefold.optim import OPTIMIZERS, update_traffic
 from fivefold.optim.clip import sum_of_squares
 from fivefold.optim.updater import Updater
-from fivefold.parallel.flat import add_gradient
 from fivefold.precision import DTYPES, MASTER, torch_dtype
 
 COPIES = 3  # sets of operands that take turns, so that they do not stay in the first cache
@@ -154,7 +153,8 @@ def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
     drop: list[Call] = [lambda x=x: F.dropout(x, 0.1) for x in flat]
     loss: list[Call] = [lambda x=x: _loss(x, tokens[: ROWS // 2]) for x in logits]
     add: list[Call] = [
-        lambda t=t, g=g: add_gradient(t, g.view(-1), False) for t, g in zip(totals, flat, strict=False)
+        lambda t=t, g=g: kernels.add_gradient(t, g.view(-1), False)
+        for t, g in zip(totals, flat, strict=False)
     ]
     moved = size * e
     return {
@@ -224,9 +224,9 @@ def _gates(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
 def _gelus(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
     def one() -> tuple[Call, Call]:
         x = _random((ROWS, DIM), dtype, device).requires_grad_()
-        y = F.gelu(x, approximate="tanh")
+        y = kernels.gelu(x, "tanh")
         dy = torch.ones_like(y)
-        return lambda: F.gelu(x, approximate="tanh"), lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+        return lambda: kernels.gelu(x, "tanh"), lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
 
     return _both(one)
 

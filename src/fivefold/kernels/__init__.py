@@ -10,16 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.kernels.blockwise_attention import attention, qkv_attention
-    from fivefold.kernels.elementwise import add_rms_norm, rms_norm, rope, swiglu
+    from fivefold.kernels.elementwise import (
+        add_gradient,
+        add_layer_norm,
+        add_rms_norm,
+        gelu,
+        layer_norm,
+        rms_norm,
+        rope,
+        swiglu,
+    )
     from fivefold.kernels.latent import latent_heads
     from fivefold.kernels.loss import linear_cross_entropy
     from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 
 __all__ = [
+    "add_gradient",
+    "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "gelu",
     "input_gradient",
     "latent_heads",
+    "layer_norm",
     "linear",
     "linear_cross_entropy",
     "qkv_attention",
@@ -30,10 +43,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "add_gradient": "elementwise",
+    "add_layer_norm": "elementwise",
     "add_rms_norm": "elementwise",
     "attention": "blockwise_attention",
+    "gelu": "elementwise",
     "input_gradient": "matmul",
     "latent_heads": "latent",
+    "layer_norm": "elementwise",
     "linear": "matmul",
     "linear_cross_entropy": "loss",
     "qkv_attention": "blockwise_attention",

@@ -116,9 +116,8 @@ class _QKVAttention(Function):
             q = saved[i]
             p = saved[len(blocks) + i] if ctx.keeps else _probabilities(q, k, start, seen, ctx.causal)
             do = _stack(_heads_first(dout, 0, ctx.heads, d, start, end), K)  # (BK, GQ, d)
-            ds = torch.bmm(
-                do, _flat(v[:, :, :seen]).transpose(1, 2)
-            )  # (BK, GQ, S): gradient of p, then of the scores
+            # (BK, GQ, S): gradient of p, then of the scores
+            ds = torch.bmm(do, _turned(v[:, :, :seen]))
             _softmax("backward", p, ds, end - start, start, ctx.causal, d)
             _heads_last(torch.bmm(ds, _flat(k[:, :, :seen])).view(q.shape), dqkv, 0, start, cos, sin)
             dv_block = torch.bmm(p.transpose(1, 2), do).view(B, K, seen, d)
@@ -137,7 +136,7 @@ class _QKVAttention(Function):
 
 def _probabilities(q_BHQd: Tensor, k_BKTd: Tensor, start: int, seen: int, causal: bool) -> Tensor:
     """Probabilities of a block of queries, the first at position `start`, over the keys seen: (B K, G Q, S)."""
-    scores = torch.bmm(_stack(q_BHQd, k_BKTd.shape[1]), _flat(k_BKTd[:, :, :seen]).transpose(1, 2))
+    scores = torch.bmm(_stack(q_BHQd, k_BKTd.shape[1]), _turned(k_BKTd[:, :, :seen]))
     _softmax("forward", scores, None, q_BHQd.shape[2], start, causal, q_BHQd.shape[3])
     return scores
 
@@ -159,6 +158,12 @@ def _flat(x_BKSd: Tensor) -> Tensor:
     """Views (B, K, S, d), perhaps cut in S, as (B K, S, d) without a copy."""
     B, K, S, d = x_BKSd.shape
     return x_BKSd.as_strided((B * K, S, d), (x_BKSd.stride(1), d, 1), x_BKSd.storage_offset())
+
+
+def _turned(x_BKSd: Tensor) -> Tensor:
+    """(B, K, S, d), perhaps cut in S -> (B K, d, S). A part is copied first: matmuls copy a transpose with gaps, too,
+    but element by element."""
+    return x_BKSd.contiguous().flatten(0, 1).transpose(1, 2)
 
 
 def _heads_first(

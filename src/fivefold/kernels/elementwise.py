@@ -1,11 +1,12 @@
-"""Norm, gate and rotary embedding: one pass over memory on CPUs (native.c), PyTorch's own operations elsewhere.
+"""Norms, gates, GELU, rotary embedding, gradient sums: one pass over memory on CPUs (native.c), PyTorch's own
+operations elsewhere.
 
 Legend: N rows (tokens), D model, F feed-forward, B batch, T sequence, H heads, d head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,63 @@ class _RMSNorm(Function):
         return dx, dx if ctx.added else None, dweight.to(weight.dtype), None
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in fp32 (arXiv 1607.06450). x (..., D)."""
+    if native.usable(x, weight, bias):
+        return _LayerNorm.apply(x, None, weight, bias, eps)[1]
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + residual, layer_norm(x + residual)) in one pass. All (..., D)."""
+    if native.usable(x, residual, weight, bias):
+        return _LayerNorm.apply(x, residual, weight, bias, eps)
+    total = x + residual
+    return total, F.layer_norm(total, x.shape[-1:], weight, bias, eps)
+
+
+class _LayerNorm(Function):
+    """(x, residual or None, weight (D), bias (D)) -> (x + residual, its norm)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float):
+        assert weight.shape == bias.shape == x.shape[-1:], "one weight and one bias a column"
+        assert residual is None or residual.shape == x.shape
+        x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+        total = x if residual is None else torch.empty_like(x)
+        residual = None if residual is None else residual.contiguous()
+        out, rows, dim = torch.empty_like(x), x.numel() // x.shape[-1], x.shape[-1]
+        statistics = torch.empty(rows, 2, dtype=torch.float32)
+        native.call(
+            "layer_norm_forward", x.dtype, x, residual, weight, bias, total, out, statistics, rows, dim, float(eps)
+        )  # fmt: skip
+        ctx.save_for_backward(total, weight, statistics)
+        ctx.set_materialize_grads(False)
+        ctx.added = residual is not None
+        return (None if residual is None else total), out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None):
+        carry, dout = grads
+        x, weight, statistics = ctx.saved_tensors
+        if dout is None:  # only the sum was used
+            return carry, carry if ctx.added else None, None, None, None
+        dx, rows, dim = torch.empty_like(x), len(statistics), x.shape[-1]
+        threads = torch.get_num_threads()
+        gradients, scratch = torch.empty(2, dim), torch.empty(threads * 2 * dim)
+        carry = None if carry is None else carry.contiguous()
+        dout = dout.contiguous()
+        native.call(
+            "layer_norm_backward", x.dtype, dout, x, weight, statistics, carry, dx, gradients, scratch, rows, dim,
+            threads,
+        )  # fmt: skip
+        dweight, dbias = gradients.to(weight.dtype).unbind()
+        return dx, dx if ctx.added else None, dweight, dbias, None
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202). gate_up (..., 2F): the gate's F columns, then up's. Returns (..., F)."""
     if native.usable(gate_up):
@@ -99,6 +157,32 @@ class _SwiGLU(Function):
         return dgate_up
 
 
+def gelu(x: Tensor, approximate: Literal["tanh", "none"]) -> Tensor:
+    """GELU (arXiv 1606.08415), by its tanh form or exact."""
+    if native.usable(x):
+        return _GELU.apply(x, approximate == "none")
+    return F.gelu(x, approximate=approximate)
+
+
+class _GELU(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exact: bool) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        native.call("gelu_forward", x.dtype, x, out, x.numel(), int(exact))
+        ctx.save_for_backward(x)
+        ctx.exact = exact
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        (x,), dout = ctx.saved_tensors, grads[0].contiguous()
+        dx = torch.empty_like(x)
+        native.call("gelu_backward", x.dtype, dout, x, dx, x.numel(), int(ctx.exact))
+        return dx, None
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (arXiv 2104.09864), halves convention: features i and i + d/2 rotate together.
 
@@ -107,3 +191,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     c, s = cos[:, None, :], sin[:, None, :]  # (T, 1, d/2)
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+
+
+def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:
+    """total += grad, or total = grad when it is the first of the step. total: flat fp32; grad: any shape and dtype."""
+    if grad.dtype == torch.bfloat16 and grad.is_contiguous() and native.usable(grad):
+        native.call("accumulate", grad.dtype, total, grad, grad.numel(), int(first))
+    elif first:
+        total.view(grad.shape).copy_(grad)
+    else:
+        total.view(grad.shape).add_(grad)

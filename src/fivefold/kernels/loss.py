@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native, sizes
+from fivefold.kernels.elementwise import add_gradient
 from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 from fivefold.kernels.private import assert_on_device
 
@@ -86,7 +87,7 @@ def mean_scale(targets: Tensor) -> Tensor:
 
 def rows_at_once(x: Tensor, V: int) -> int:
     """Rows of x (N, D) whose V logits are computed at once."""
-    return sizes.rows_at_once(x.shape[0], V, x.element_size(), sizes.logits_bytes(x.device.type))
+    return sizes.rows_at_once(x.shape[0], V, x.shape[1], x.element_size(), sizes.logits_bytes(x.device.type))
 
 
 def loss_and_gradient(
@@ -132,4 +133,7 @@ def add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
     """Adds up chunks in fp32. A single chunk needs no sum."""
     if only:
         return part
-    return part.float() if total is None else total.add_(part)
+    if total is None:
+        return part.float()
+    add_gradient(total, part, first=False)
+    return total

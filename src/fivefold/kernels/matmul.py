@@ -19,11 +19,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.kernels.fp8 import Fp8
+from fivefold.kernels import native
 from fivefold.kernels.private import onednn_linear
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Fp8 | None = None) -> Tensor:
     """x @ weight.T + bias. x (..., D), weight (F, D), bias (F) -> (..., F)."""
+    if fp8 is None and _one_row(x, weight):
+        return _matrix_vector(x, weight, bias)
     if fp8 is None and not _onednn(x, weight):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
@@ -51,6 +54,27 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) ->
         return onednn_linear(x, weight, bias)
     y = fp8.forward(x, weight)
     return y if bias is None else y.add_(bias)
+
+
+def _one_row(x: Tensor, weight: Tensor) -> bool:
+    """True if this is a matrix times one vector in bf16, as in generation. It takes as long as the matrix is read;
+    oneDNN takes up to three times as long."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and x.numel() == x.shape[-1] == weight.shape[-1] > 0
+        and x.dtype == torch.bfloat16
+        and weight.is_contiguous()
+        and native.usable(x, weight)
+    )
+
+
+def _matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    vector = x.reshape(-1).float()
+    bias = None if bias is None else bias.contiguous()
+    native.call("matrix_vector", x.dtype, weight, vector, bias, out, *weight.shape)
+    return out
 
 
 def _onednn(x: Tensor, weight: Tensor) -> bool:

@@ -55,6 +55,30 @@ static inline float fast_exp(float x) {
   return x < -87.3f ? 0.0f : (x != x ? x : y);
 }
 
+/* GELU and its derivative (arXiv 1606.08415), by its tanh form or by erf. With Phi the normal distribution's cumulative
+ * function: x * Phi(x). tanh form: x * sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3). erf: Abramowitz and Stegun
+ * 7.1.26, whose error is below 1.5e-7. */
+static inline float gelu_tanh(float x, float *slope) {
+  float u = 1.59576912f * x * (1.0f + 0.044715f * x * x); /* 2u */
+  float s = 1.0f / (1.0f + fast_exp(-u));
+  *slope = s * (1.0f + x * (1.0f - s) * 1.59576912f * (1.0f + 0.134145f * x * x));
+  return x * s;
+}
+
+static inline float gelu_erf(float x, float *slope) {
+  float a = fabsf(x), t = 1.0f / (1.0f + 0.23164190f * a); /* 0.3275911 / sqrt(2) */
+  float bell = fast_exp(-0.5f * x * x);
+  float p = 1.061405429f;
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  float tail = 0.5f * p * t * bell; /* Phi(-|x|) */
+  float phi = x < 0.0f ? tail : 1.0f - tail;
+  *slope = phi + x * bell * 0.39894228f;
+  return x * phi;
+}
+
 /* How many of K keys query q of a matrix sees. */
 static inline i64 keys_seen(i64 q, i64 K, i64 offset, i64 causal) {
   i64 seen = causal ? offset + q + 1 : K;
@@ -290,6 +314,102 @@ void NAME(rms_norm_backward)(const T *dy, const T *x, const T *w, const float *r
   }
 }
 
+/* y = (x - mean) * rstd * w + b with rstd = 1/sqrt(variance + eps), by rows of D. With `residual`, x += residual comes
+ * first and the sum is written to `sum`. statistics (rows, 2): mean, rstd. */
+void NAME(layer_norm_forward)(const T *x, const T *residual, const T *w, const T *b, T *sum, T *y, float *statistics,
+                              i64 rows, i64 D, float eps) {
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < rows; n++) {
+    const T *xn = x + n * D;
+    float total = 0.0f, square = 0.0f;
+    if (residual) {
+      const T *rn = residual + n * D;
+      T *sn = sum + n * D;
+#pragma omp simd
+      for (i64 i = 0; i < D; i++) STORE(sn + i, LOAD(xn + i) + LOAD(rn + i));
+      xn = sn;
+    }
+#pragma omp simd reduction(+ : total)
+    for (i64 i = 0; i < D; i++) total += LOAD(xn + i);
+    float mean = total / (float)D;
+#pragma omp simd reduction(+ : square)
+    for (i64 i = 0; i < D; i++) square += (LOAD(xn + i) - mean) * (LOAD(xn + i) - mean);
+    float r = 1.0f / sqrtf(square / (float)D + eps);
+    statistics[2 * n] = mean;
+    statistics[2 * n + 1] = r;
+    T *yn = y + n * D;
+#pragma omp simd
+    for (i64 i = 0; i < D; i++) STORE(yn + i, (LOAD(xn + i) - mean) * r * LOAD(w + i) + LOAD(b + i));
+  }
+}
+
+/* dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) (+ carry), g = dy*w, xhat = (x - mean)*rstd; dw = sum over rows of
+ * dy*xhat, db = sum over rows of dy, one after the other in dwb (2, D). `carry` as in rms_norm_backward. `scratch`:
+ * threads x 2 D floats. */
+void NAME(layer_norm_backward)(const T *dy, const T *x, const T *w, const float *statistics, const T *carry, T *dx,
+                               float *dwb, float *scratch, i64 rows, i64 D, i64 threads) {
+  memset(scratch, 0, sizeof(float) * (size_t)threads * 2 * (size_t)D);
+#pragma omp parallel for schedule(static) num_threads((int)threads)
+  for (i64 t = 0; t < threads; t++) {
+    float *dw = scratch + t * 2 * D, *db = dw + D;
+    for (i64 n = rows * t / threads; n < rows * (t + 1) / threads; n++) {
+      const T *dyn = dy + n * D, *xn = x + n * D;
+      float mean = statistics[2 * n], r = statistics[2 * n + 1], dot = 0.0f, total = 0.0f;
+#pragma omp simd reduction(+ : dot, total)
+      for (i64 i = 0; i < D; i++) {
+        float g = LOAD(dyn + i) * LOAD(w + i);
+        total += g;
+        dot += g * (LOAD(xn + i) - mean);
+      }
+      float c = dot * r * r / (float)D, m = total / (float)D;
+      T *dxn = dx + n * D;
+#pragma omp simd
+      for (i64 i = 0; i < D; i++) {
+        float g = LOAD(dyn + i), v = LOAD(xn + i) - mean;
+        dw[i] += g * v * r;
+        db[i] += g;
+        float d = r * (g * LOAD(w + i) - m - c * v);
+        if (carry) d += LOAD(carry + n * D + i);
+        STORE(dxn + i, d);
+      }
+    }
+  }
+  for (i64 i = 0; i < 2 * D; i++) {
+    float s = 0.0f;
+    for (i64 t = 0; t < threads; t++) s += scratch[t * 2 * D + i];
+    dwb[i] = s;
+  }
+}
+
+/* out = gelu(x), over n elements. exact: by erf. */
+void NAME(gelu_forward)(const T *x, T *out, i64 n, i64 exact) {
+  float slope;
+  if (exact) {
+#pragma omp parallel for simd schedule(static) private(slope)
+    for (i64 i = 0; i < n; i++) STORE(out + i, gelu_erf(LOAD(x + i), &slope));
+  } else {
+#pragma omp parallel for simd schedule(static) private(slope)
+    for (i64 i = 0; i < n; i++) STORE(out + i, gelu_tanh(LOAD(x + i), &slope));
+  }
+}
+
+void NAME(gelu_backward)(const T *dout, const T *x, T *dx, i64 n, i64 exact) {
+  float slope;
+  if (exact) {
+#pragma omp parallel for simd schedule(static) private(slope)
+    for (i64 i = 0; i < n; i++) {
+      gelu_erf(LOAD(x + i), &slope);
+      STORE(dx + i, LOAD(dout + i) * slope);
+    }
+  } else {
+#pragma omp parallel for simd schedule(static) private(slope)
+    for (i64 i = 0; i < n; i++) {
+      gelu_tanh(LOAD(x + i), &slope);
+      STORE(dx + i, LOAD(dout + i) * slope);
+    }
+  }
+}
+
 /* out = silu(gate) * up; the rows of gate_up hold gate (F) and then up (F). */
 void NAME(swiglu_forward)(const T *gate_up, T *out, i64 rows, i64 F) {
 #pragma omp parallel for schedule(static)
@@ -315,6 +435,34 @@ void NAME(swiglu_backward)(const T *dout, const T *gate_up, T *dgate_up, i64 row
       STORE(dg + i, v * LOAD(u + i) * s * (1.0f + a * (1.0f - s)));
       STORE(du + i, v * a * s);
     }
+  }
+}
+
+/* y = w x + b, w (F, D), b or null. Several rows at once, so that sums do not wait for each other. */
+void NAME(matrix_vector)(const T *w, const float *x, const T *b, T *y, i64 F, i64 D) {
+#pragma omp parallel for schedule(static)
+  for (i64 k = 0; k < (F + 3) / 4; k++) {
+    i64 f = 4 * k;
+    if (f + 4 > F) {
+      for (; f < F; f++) {
+        float s = 0.0f;
+#pragma omp simd reduction(+ : s)
+        for (i64 i = 0; i < D; i++) s += LOAD(w + f * D + i) * x[i];
+        STORE(y + f, b ? s + LOAD(b + f) : s);
+      }
+      continue;
+    }
+    const T *w0 = w + f * D, *w1 = w0 + D, *w2 = w1 + D, *w3 = w2 + D;
+    float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+    for (i64 i = 0; i < D; i++) {
+      s0 += LOAD(w0 + i) * x[i];
+      s1 += LOAD(w1 + i) * x[i];
+      s2 += LOAD(w2 + i) * x[i];
+      s3 += LOAD(w3 + i) * x[i];
+    }
+    float s[4] = {s0, s1, s2, s3};
+    for (i64 j = 0; j < 4; j++) STORE(y + f + j, b ? s[j] + LOAD(b + f + j) : s[j]);
   }
 }
 

@@ -17,8 +17,10 @@ FP32_BYTES = 64 << 20
 reads and writes that much in tens of microseconds, several times what it takes to start a kernel."""
 FP32_COPIES = 2
 """Tensors of that size: the copy and its log-softmax, or its exponentials. In fp32 the logits need no copy."""
-MIN_ROWS = 128
+MIN_ROWS = 512
 """Minimum rows of logits at once: with fewer the matmuls are slow."""
+SUM_SIZE = 4
+"""Bytes per element of the sum of the chunks' weight gradients, in fp32. A single chunk has none."""
 
 FP32_BLOCK, BLOCK = 64, 128
 """Queries in a block of attention, in fp32 and in other dtypes. Smaller blocks skip more of what a causal mask hides,
@@ -43,15 +45,18 @@ def logits_bytes(device: str) -> int:
     return LOGITS_BYTES["cpu" if device == "cpu" else "accelerator"]
 
 
-def loss_chunks(N: float, V: float, element_size: float, at_once: float) -> int:
-    """The number of chunks that the loss cuts N rows into, so that V logits of each row fit `at_once` bytes."""
+def loss_chunks(N: float, V: float, D: float, element_size: float, at_once: float) -> int:
+    """The number of chunks that the loss cuts N rows of D features into, so that V logits of each row fit `at_once`
+    bytes. One, if the logits of all rows take no more memory than those of a chunk and the sum of weight gradients."""
     rows = max(MIN_ROWS, at_once // (V * element_size))
-    return max(1, math.ceil(N / rows))
+    if N * element_size <= rows * element_size + D * SUM_SIZE:
+        return 1
+    return math.ceil(N / rows)
 
 
-def rows_at_once(N: int, V: int, element_size: int, at_once: float) -> int:
+def rows_at_once(N: int, V: int, D: int, element_size: int, at_once: float) -> int:
     """Rows per chunk of the loss: the same number in each except the last."""
-    return -(-N // loss_chunks(N, V, element_size, at_once))
+    return -(-N // loss_chunks(N, V, D, element_size, at_once))
 
 
 def fp32_parts(N: int, V: int) -> list[slice]:

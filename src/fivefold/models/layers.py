@@ -1,4 +1,4 @@
-"""Layers that the models share: linear layer, RMSNorm, rotary table, logits or loss.
+"""Layers that the models share: linear layer, norms, rotary table, logits or loss.
 
 Every module runs in the dtype of its parameters. Norms, rotary tables and losses compute in fp32.
 """
@@ -60,6 +60,27 @@ class AddRMSNorm(RMSNorm):
     def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns (x + branch, RMSNorm(x + branch))."""
         return kernels.add_rms_norm(x, branch, self.weight, self.eps)
+
+    def alone(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` (same parameters, same names), in fp32 inside (arXiv 1607.06450)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+
+
+class AddLayerNorm(LayerNorm):
+    """As `AddRMSNorm`."""
+
+    def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns (x + branch, LayerNorm(x + branch))."""
+        return kernels.add_layer_norm(x, branch, self.weight, self.bias, self.eps)
+
+    def alone(self, x: Tensor) -> Tensor:
+        return super().forward(x)
 
 
 class WideRMSNorm(nn.Module):

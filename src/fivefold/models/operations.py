@@ -147,7 +147,7 @@ class Sizes:
     def loss_chunks(self, program: Program, rows: float) -> int:
         """Number of chunks that the loss cuts these rows of logits into."""
         columns = (self.model.vocab_size or 1) / self.tp
-        return sizes.loss_chunks(rows, columns, self.e, program.chunk_bytes)
+        return sizes.loss_chunks(rows, columns, self.model.dim, self.e, program.chunk_bytes)
 
     @property
     def qkv(self) -> float:

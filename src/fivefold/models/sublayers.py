@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from fivefold import kernels
 from fivefold.models.cache import LayerCache, cached_attention
@@ -81,4 +80,4 @@ class GELU(Sublayer):
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """(B, T, F) -> (B, T, D)."""
-        return self.down(F.gelu(product, approximate=self.approximate))
+        return self.down(kernels.gelu(product, self.approximate))

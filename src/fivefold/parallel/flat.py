@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fivefold.kernels import native
+from fivefold.kernels import add_gradient
 from fivefold.spread.units import buffer_order
 
 
@@ -124,13 +124,3 @@ class Weights:
                 working.copy_(self.master[name])
         elif self.flat_working is not self.flat_master:
             self.flat_working.copy_(self.flat_master)
-
-
-def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:
-    """total += grad, or total = grad when it is the first of the step. total: flat fp32; grad: any shape and dtype."""
-    if grad.dtype == torch.bfloat16 and grad.is_contiguous() and native.usable(grad):
-        native.call("accumulate", grad.dtype, total, grad, grad.numel(), int(first))
-    elif first:
-        total.view(grad.shape).copy_(grad)
-    else:
-        total.view(grad.shape).add_(grad)

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.base import LanguageModel
-from fivefold.models.layers import AddRMSNorm, AttentionCore, RMSNorm, Sublayer
+from fivefold.models.layers import AddLayerNorm, AddRMSNorm, AttentionCore, Sublayer
 from fivefold.models.recomputation import chosen
 from fivefold.parallel import private
 
@@ -100,9 +100,9 @@ def _norm(norm: nn.Module, sublayer: nn.Module, compiled: bool) -> None:
         found = compute(*inputs)
         if torch.is_grad_enabled():
             result, again = found, partial(compute, inputs[0].detach())
-            if isinstance(norm, AddRMSNorm):
+            if isinstance(norm, AddRMSNorm | AddLayerNorm):
                 total, result = found
-                again = partial(RMSNorm.forward, norm, total.detach())
+                again = partial(norm.alone, total.detach())
             latest[:] = [(result, again)]
         return found
 

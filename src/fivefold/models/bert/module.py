@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fivefold import kernels
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.bert.card import TOKEN_TYPES
-from fivefold.models.layers import Embedding, Linear, Positions
+from fivefold.models.layers import AddLayerNorm, Embedding, LayerNorm, Linear, Positions
 from fivefold.models.section import ModelSection
 from fivefold.models.sublayers import GELU, Attention
 
@@ -25,13 +26,13 @@ class Block(nn.Module):
         assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
         self.dropout = model.dropout
         self.attention = Attention(model, bias=True, causal=False)
-        self.norm1 = nn.LayerNorm(model.dim, model.norm_eps)
+        self.norm1 = AddLayerNorm(model.dim, model.norm_eps)
         self.mlp = GELU(model.dim, model.ffn_dim, approximate="none")
-        self.norm2 = nn.LayerNorm(model.dim, model.norm_eps)
+        self.norm2 = AddLayerNorm(model.dim, model.norm_eps)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = self.norm1(x_BTD + F.dropout(self.attention(x_BTD), self.dropout, self.training))
-        return self.norm2(x_BTD + F.dropout(self.mlp(x_BTD), self.dropout, self.training))
+        _, x_BTD = self.norm1(x_BTD, F.dropout(self.attention(x_BTD), self.dropout, self.training))
+        return self.norm2(x_BTD, F.dropout(self.mlp(x_BTD), self.dropout, self.training))[1]
 
 
 class MaskedOnly(nn.Module):
@@ -61,11 +62,11 @@ class Model(LanguageModel):
         self.embed = Embedding(model.vocab_size, model.dim)
         self.embed_positions = Positions(model.seq_len, model.dim)
         self.embed_types = Embedding(TOKEN_TYPES, model.dim)
-        self.embed_norm = nn.LayerNorm(model.dim, model.norm_eps)
+        self.embed_norm = LayerNorm(model.dim, model.norm_eps)
         self.blocks = block_dict([Block(model) for _ in range(model.layers)])
         self.select: nn.Module = MaskedOnly()
         self.transform = Linear(model.dim, model.dim)
-        self.norm = nn.LayerNorm(model.dim, model.norm_eps)
+        self.norm = LayerNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
         self.head_bias = nn.Parameter(torch.zeros(model.vocab_size))
 
@@ -77,5 +78,5 @@ class Model(LanguageModel):
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         """Computes logits or loss. With targets, the head works on the M masked tokens only."""
         x_BTD, targets_BT = self.select(x_BTD, targets_BT)
-        x_BTD = self.norm(F.gelu(self.transform(x_BTD)))
+        x_BTD = self.norm(kernels.gelu(self.transform(x_BTD), "none"))
         return self.output(x_BTD, (self.head or self.embed).weight, targets_BT, self.head_bias)

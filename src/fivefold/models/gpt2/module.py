@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
-from fivefold.models.layers import Embedding, Linear, Positions
+from fivefold.models.layers import AddLayerNorm, Embedding, LayerNorm, Linear, Positions
 from fivefold.models.section import ModelSection
 from fivefold.models.sublayers import GELU, Attention
 
@@ -26,15 +26,15 @@ class Block(nn.Module):
         assert model.norm_eps is not None, "a resolved recipe has norm_eps"
         assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
         self.dropout = model.dropout
-        self.norm1 = nn.LayerNorm(model.dim, model.norm_eps)
+        self.norm1 = LayerNorm(model.dim, model.norm_eps)
         self.attention = Attention(model, bias=True)
-        self.norm2 = nn.LayerNorm(model.dim, model.norm_eps)
+        self.norm2 = AddLayerNorm(model.dim, model.norm_eps)
         self.mlp = GELU(model.dim, model.ffn_dim, approximate="tanh")
 
     def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:
         attended_BTD = self.attention(self.norm1(x_BTD), cache=cache)
-        x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
-        return x_BTD + F.dropout(self.mlp(self.norm2(x_BTD)), self.dropout, self.training)
+        x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
+        return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
 
 
 class Model(LanguageModel):
@@ -48,7 +48,7 @@ class Model(LanguageModel):
         self.embed = Embedding(model.vocab_size, model.dim)
         self.embed_positions = Positions(model.seq_len, model.dim)
         self.blocks = block_dict([Block(model) for _ in range(model.layers)])
-        self.norm = nn.LayerNorm(model.dim, model.norm_eps)
+        self.norm = LayerNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
 
     def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:

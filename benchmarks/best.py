@@ -1,0 +1,189 @@
+"""Training speed and memory beside the yardstick: the best plain PyTorch that we can write (`plain_best.py`).
+
+    python benchmarks/best.py --choose                 # measures the yardstick's forms, once for a machine
+    python benchmarks/best.py [--rounds 5] [--only "GPT-2 124M"] --out benchmarks/results/best.json
+
+Every run is a process of its own. Within a round both train a shape (`shapes.py`) for the same number of steps, one
+directly after the other, and the order changes from round to round. A ratio is Fivefold's tokens/s over the
+yardstick's, within a pair. Compile time and the first steps do not count. Both have the same allocator settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shapes import SHAPES, Shape
+
+WARM_UP, SECONDS = 4, 6.0
+"""Steps that do not count; seconds that a run is timed for, at least 3 steps."""
+CHOSEN = Path(__file__).with_name("results") / "best_choices.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--choose", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return print(json.dumps(work(*args.worker)))
+    if args.choose:
+        return choose(args.only)
+    found: dict[str, list[dict[str, Any]]] = {}
+    if args.out and args.out.exists():  # rounds of an earlier call are kept
+        found = json.loads(args.out.read_text())["pairs"]
+    for number in range(args.rounds):
+        for name in args.only:
+            pairs = found.setdefault(name, [])
+            pairs.append(pair(name, len(pairs) % 2 > 0))
+            print(f"round {number + 1}  {name:22} {pairs[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
+            if args.out:
+                save(found, args.out)
+    print(table(found))
+
+
+def choose(names: list[str]) -> None:
+    """Writes the fastest form of each shape's yardstick, and the speeds of all."""
+    from plain_best import choices
+
+    from fivefold.host.machine import describe
+
+    known = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {"shapes": {}}
+    for name in names:
+        speeds = {one: apart(name, one) for one in choices(SHAPES[name])}
+        print(name, {one: round(run["tokens_per_s"]) for one, run in speeds.items()}, flush=True)
+        fastest = max(speeds, key=lambda one: speeds[one]["tokens_per_s"])
+        known["shapes"][name] = {"fastest": fastest, "runs": speeds}
+        CHOSEN.write_text(json.dumps({"machine": describe(), **known}, indent=1) + "\n")
+
+
+def pair(name: str, yardstick_first: bool) -> dict[str, Any]:
+    """A run of each, and the ratio."""
+    choice = json.loads(CHOSEN.read_text())["shapes"][name]["fastest"]
+    forms = {"fivefold": "fivefold", "yardstick": choice}
+    order = sorted(forms, reverse=yardstick_first)
+    runs = {which: apart(name, forms[which]) for which in order}
+    ratio = runs["fivefold"]["tokens_per_s"] / runs["yardstick"]["tokens_per_s"]
+    return {"order": order, "form": choice, **runs, "ratio": ratio}
+
+
+def apart(name: str, form: str) -> dict[str, float]:
+    """Runs one form of a shape in a process of its own."""
+    from fivefold.host.memory import HUGE_PAGES
+
+    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    command = [sys.executable, __file__, "--worker", name, form]
+    done = subprocess.run(
+        command, env=os.environ | threads | HUGE_PAGES, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def work(name: str, form: str) -> dict[str, float]:
+    from fivefold.host.memory import keep_freed_memory
+
+    keep_freed_memory()
+    shape = SHAPES[name]
+    if form == "fivefold":
+        step = fivefold_step(shape)
+    else:
+        from plain_best import plain_step
+
+        step = plain_step(shape, form)
+    losses = [step() for _ in range(WARM_UP)]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of what follows, not of compiling
+    seconds: list[float] = []
+    while len(seconds) < 3 or sum(seconds) < SECONDS:
+        began = time.perf_counter()
+        losses.append(step())
+        seconds.append(time.perf_counter() - began)
+    assert all(map(math.isfinite, losses)), losses
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+    tokens = shape.B * shape.T
+    return {
+        "tokens_per_s": tokens / median(seconds),
+        "peak_mib": round(peak),
+        "steps": len(seconds),
+        "loss": losses[-1],
+    }
+
+
+def fivefold_step(shape: Shape):
+    """The trainer's own step: forward, backward, gradient sum, clipping, update."""
+    from plain_best import batch
+
+    from fivefold.launch import ranks as ranks_
+    from fivefold.recipe import load, resolve
+    from fivefold.step.state import build_state
+    from fivefold.step.step import take_step
+    from fivefold.train.share import share_of
+
+    inputs, targets = batch(shape)
+
+    class Batches:
+        def batch(self, i: int, rows: range):
+            return inputs[rows.start : rows.stop], targets[rows.start : rows.stop]
+
+    base = {"moe": "moe-tiny", "gpt2": "gpt2-124m", "bert": "bert-base-mlm"}.get(shape.arch, "quickstart")
+    recipe = resolve(load(base, shape.sets(), "dp=1"), vocab_size=shape.V)
+    state = build_state(recipe, ranks_.join().__enter__())
+    microbatches = share_of(Batches(), 0, shape.B, shape.b, state.mesh)
+    return lambda: take_step(state, recipe, microbatches).loss
+
+
+def save(found: dict[str, list[dict[str, Any]]], out: Path) -> None:
+    from fivefold.host.machine import describe
+
+    summary = {name: summarize(pairs) for name, pairs in found.items() if pairs}
+    mean = math.exp(sum(math.log(row["ratio"]) for row in summary.values()) / len(summary))
+    result = {"machine": describe(), "geometric_mean": mean, "summary": summary, "pairs": found}
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def summarize(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    ratios = sorted(found["ratio"] for found in pairs)
+    row: dict[str, Any] = {
+        "ratio": median(ratios),
+        "lowest": ratios[0],
+        "highest": ratios[-1],
+        "form": pairs[-1]["form"],
+    }
+    for which in ("fivefold", "yardstick"):
+        row[which] = {
+            "tokens_per_s": median(p[which]["tokens_per_s"] for p in pairs),
+            "peak_mib": median(p[which]["peak_mib"] for p in pairs),
+        }
+    return row
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    lines = [
+        "| shape | ratio | lowest | highest | tok/s | yardstick's | peak MiB | yardstick's |",
+        "|" + "---|" * 8,
+    ]
+    rows = {name: summarize(pairs) for name, pairs in found.items() if pairs}
+    for name, row in rows.items():
+        ratios = " | ".join(f"{row[key]:.2f}" for key in ("ratio", "lowest", "highest"))
+        both = (row["fivefold"], row["yardstick"])
+        speeds = " | ".join(f"{one['tokens_per_s']:,.0f}" for one in both)
+        peaks = " | ".join(f"{one['peak_mib']:,.0f}" for one in both)
+        lines.append(f"| {name} ({row['form']}) | {ratios} | {speeds} | {peaks} |")
+    mean = math.exp(sum(math.log(row["ratio"]) for row in rows.values()) / len(rows))
+    return "\n".join([*lines, f"\ngeometric mean {mean:.3f}"])
+
+
+if __name__ == "__main__":
+    main()
