@@ -1,11 +1,13 @@
 """Fused kernels against plain PyTorch in fp64: values and gradients, in fp32 and bf16, native and fallback."""
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fivefold import kernels
-from fivefold.kernels import native, private, sizes
+from fivefold.kernels import fastest, native, private, sizes
 from fivefold.kernels.hollow import Hollow, Hollowing
 from fivefold.trace.memory import Tracker
 
@@ -331,10 +333,12 @@ def test_linear_under_autocast():
         assert kernels.linear(torch.randn(3, 16), torch.randn(24, 16)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("library", ["mkl", "onednn"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("lead", [(130,), (3, 43)])
-def test_gradients_of_a_linear_layer(dtype, lead):
+def test_gradients_of_a_linear_layer(library, dtype, lead, monkeypatch):
     """They are what autograd computes, to the bit."""
+    monkeypatch.setattr(fastest, "weight_gradient", lambda: library)
     x, weight = torch.randn(*lead, 64).to(dtype), torch.randn(24, 64).to(dtype)
     dy = torch.randn(*lead, 24).to(dtype)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
@@ -342,6 +346,19 @@ def test_gradients_of_a_linear_layer(dtype, lead):
     with torch.no_grad():
         assert torch.equal(kernels.input_gradient(dy, weight), wanted[0])
         assert torch.equal(kernels.weight_gradient(dy, x), wanted[1])
+        exact = dy.flatten(0, -2).double().t() @ x.flatten(0, -2).double()
+        close(kernels.weight_gradient(dy, x), exact, dtype)
+
+
+def test_a_choice_is_measured_once_per_machine(monkeypatch, tmp_path):
+    """Also by the process that measured: another rank may have been first."""
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    ways = {"slow": lambda: time.sleep(0.01), "quick": lambda: None}
+    assert fastest.chosen("test", lambda: ways) == "quick"
+    monkeypatch.setattr(fastest, "measured", lambda ways: "slow")
+    assert fastest.chosen("test", lambda: ways) == "quick"
+    monkeypatch.setenv("FIVEFOLD_CACHE", "/proc/nowhere")
+    assert not fastest.chosen("test", lambda: ways)
 
 
 def test_what_is_used_of_pytorch_that_is_not_documented():

@@ -125,8 +125,8 @@ class _QKVAttention(Function):
             if dk is None or dv is None:
                 dk, dv = dk_block.to(total_dtype), dv_block.to(total_dtype)
             else:
-                dk[:, :, :seen] += dk_block
-                dv[:, :, :seen] += dv_block
+                _add(dk, dk_block)
+                _add(dv, dv_block)
         assert dk is not None
         assert dv is not None
         _heads_last(dk.to(k.dtype), dqkv, ctx.heads, 0, cos, sin)
@@ -146,6 +146,17 @@ def _softmax(way: str, p: Tensor, dp: Tensor | None, queries: int, start: int, c
     matrices = p.shape[0] * p.shape[1] // queries
     sizes = matrices, queries, p.shape[2]  # forward could return the log-sum-exp in dp's place
     native.call(f"softmax_{way}", p.dtype, p, dp, *sizes, start, int(causal), float(d**-0.5))
+
+
+def _add(total_BKTd: Tensor, part_BKSd: Tensor) -> None:
+    """Adds to the first S positions."""
+    if total_BKTd.dtype == part_BKSd.dtype:
+        total_BKTd[:, :, : part_BKSd.shape[2]] += part_BKSd
+        return
+    B, K, T, d = total_BKTd.shape
+    native.call(
+        "accumulate_parts", part_BKSd.dtype, total_BKTd, part_BKSd, B * K, T * d, part_BKSd.shape[2] * d
+    )
 
 
 def _stack(x_BHQd: Tensor, kv_heads: int) -> Tensor:

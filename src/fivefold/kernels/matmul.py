@@ -2,8 +2,8 @@
 uses them, even one that communicates or defers its weight gradient.
 
 With `fp8` they multiply numbers of 8 bits (fp8.py). In fp32 on CPUs the first two use oneDNN, which PyTorch itself uses
-only in lower precision. They take 5 to 20% less time than with MKL on the processors tried (benchmarks/products.py).
-MKL is faster for the weight gradient.
+only in lower precision: MKL takes 5 to 100% more time on the processors tried (benchmarks/products.py). For the weight
+gradient either may be faster (`fastest.py`).
 
 Legend: D input features, F output features.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fivefold.kernels import fastest, native
 from fivefold.kernels.fp8 import Fp8
-from fivefold.kernels import native
 from fivefold.kernels.private import onednn_linear
 
 
@@ -46,7 +46,10 @@ def weight_gradient(dy: Tensor, x: Tensor, fp8: Fp8 | None = None) -> Tensor:
     """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
     if fp8 is not None:
         return fp8.weight_gradient(dy, x)
-    return dy.flatten(0, -2).t() @ x.flatten(0, -2)
+    dy_FN, x_DN = dy.flatten(0, -2).t(), x.flatten(0, -2).t()
+    if _onednn(dy_FN, x_DN) and not getattr(dy, "hollow", False) and fastest.weight_gradient() == "onednn":
+        return onednn_linear(dy_FN, x_DN)
+    return dy_FN @ x_DN.t()
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) -> Tensor:

@@ -106,6 +106,15 @@ void accumulate_bf16(float *total, const bf16 *grad, i64 n, i64 first) {
   for (i64 i = 0; i < n; i++) total[i] = (first ? 0.0f : total[i]) + load_bf16(grad + i);
 }
 
+/* The same for `batches` pieces of n, `step` apart in total. */
+void accumulate_parts_bf16(float *total, const bf16 *part, i64 batches, i64 step, i64 n) {
+#pragma omp parallel for schedule(static)
+  for (i64 b = 0; b < batches; b++) {
+#pragma omp simd
+    for (i64 i = 0; i < n; i++) total[b * step + i] += load_bf16(part + b * n + i);
+  }
+}
+
 #else /* ------------------------------------------------------------------ the kernels, once a dtype */
 
 /* Blocks of at most B elements as whole numbers of 8 or 4 bits, times a scale each (quantize.py). Block c of a row is

@@ -45,15 +45,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         return None, "no C compiler found (looked for $CC, cc, gcc)"
-    cpu = next(
-        (
-            row
-            for row in Path("/proc/cpuinfo").read_text().splitlines()
-            if row.startswith(("flags", "Features"))
-        ),
-        "",
-    )
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, compiler, cpu]).encode()).hexdigest()[:16]
+    parts = [_SOURCE.read_text(), *_FLAGS, compiler, processor()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     library = cache_folder() / "kernels" / f"native-{key}.so"
     command = [compiler, *_FLAGS, str(_SOURCE), "-lm"]
     try:
@@ -66,6 +59,13 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             return ctypes.CDLL(str(library)), ""
     except (OSError, subprocess.SubprocessError) as error:
         return None, f"compiling the kernels failed: {error}"
+
+
+def processor() -> str:
+    """The line of this machine's first processor that lists its features; empty if it cannot be read."""
+    found = Path("/proc/cpuinfo")
+    rows = found.read_text().splitlines() if found.is_file() else []
+    return next((row for row in rows if row.startswith(("flags", "Features"))), "")
 
 
 def build(library: Path, command: list[str]) -> None:
