@@ -35,27 +35,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--choose", action="store_true")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores of both")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return print(json.dumps(work(*args.worker)))
     if args.choose:
-        return choose(args.only)
+        return choose(args.only, args.threads)
     found: dict[str, list[dict[str, Any]]] = {}
     if args.out and args.out.exists():  # rounds of an earlier call are kept
         found = json.loads(args.out.read_text())["pairs"]
     for number in range(args.rounds):
         for name in args.only:
             pairs = found.setdefault(name, [])
-            pairs.append(pair(name, len(pairs) % 2 > 0))
+            pairs.append(pair(name, len(pairs) % 2 > 0, args.threads))
             print(f"round {number + 1}  {name:22} {pairs[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
             if args.out:
                 save(found, args.out)
     print(table(found))
 
 
-def choose(names: list[str]) -> None:
+def choose(names: list[str], threads: int) -> None:
     """Writes the fastest form of each shape's yardstick, and the speeds of all."""
     from plain_best import choices
 
@@ -63,32 +64,30 @@ def choose(names: list[str]) -> None:
 
     known = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {"shapes": {}}
     for name in names:
-        speeds = {one: apart(name, one) for one in choices(SHAPES[name])}
+        speeds = {one: apart(name, one, threads) for one in choices(SHAPES[name])}
         print(name, {one: round(run["tokens_per_s"]) for one, run in speeds.items()}, flush=True)
         fastest = max(speeds, key=lambda one: speeds[one]["tokens_per_s"])
         known["shapes"][name] = {"fastest": fastest, "runs": speeds}
         CHOSEN.write_text(json.dumps({"machine": describe(), **known}, indent=1) + "\n")
 
 
-def pair(name: str, yardstick_first: bool) -> dict[str, Any]:
+def pair(name: str, yardstick_first: bool, threads: int) -> dict[str, Any]:
     """A run of each, and the ratio."""
     choice = json.loads(CHOSEN.read_text())["shapes"][name]["fastest"]
     forms = {"fivefold": "fivefold", "yardstick": choice}
     order = sorted(forms, reverse=yardstick_first)
-    runs = {which: apart(name, forms[which]) for which in order}
+    runs = {which: apart(name, forms[which], threads) for which in order}
     ratio = runs["fivefold"]["tokens_per_s"] / runs["yardstick"]["tokens_per_s"]
-    return {"order": order, "form": choice, **runs, "ratio": ratio}
+    return {"threads": threads, "order": order, "form": choice, **runs, "ratio": ratio}
 
 
-def apart(name: str, form: str) -> dict[str, float]:
+def apart(name: str, form: str, threads: int) -> dict[str, float]:
     """Runs one form of a shape in a process of its own."""
     from fivefold.host.memory import HUGE_PAGES
 
-    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | HUGE_PAGES
     command = [sys.executable, __file__, "--worker", name, form]
-    done = subprocess.run(
-        command, env=os.environ | threads | HUGE_PAGES, stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -257,7 +257,7 @@ def batch(shape: Shape) -> tuple[Tensor, Tensor]:
 def plain_step(shape: Shape, choice: str):
     """Returns the function of one step."""
     torch.manual_seed(0)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if choice == "mixtral":
         model = mixtral(shape)
     else:
