@@ -166,7 +166,8 @@ def rows(n: Shape) -> list[Row]:
         return found
     whole, pieces, selective = (saved(Block(n, *how)).total() for how in ((), (True,), (True, True)))
     shared = f"{STATISTICS} s b / t: the same of a rank's piece"
-    return found + [
+    return [
+        *found,
         Row(
             "tp (2)",
             "10 s b h + (24 s b h + 5 a b s^2) / t",
