@@ -12,6 +12,7 @@ from fivefold.optim.adamw import MOMENTS
 from fivefold.optim.card import OptimizerCard, OptimizerState, Update
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 NADAM_DECAY = 4e-3  # of the momentum's schedule (Dozat, 2016)
@@ -59,11 +60,11 @@ def nadam(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
 TABLE = 256  # steps after which the product of all momenta, each about a half, is nothing beside 1
 
 
-def _products(b1: float, device: object) -> Tensor:
+def _products(b1: float, device: torch.device) -> Tensor:
     """The product of NAdam's momenta up to each step."""
     import torch
 
-    steps = torch.arange(1, TABLE + 1, dtype=torch.float64, device=device)  # pyright: ignore[reportArgumentType]
+    steps = torch.arange(1, TABLE + 1, dtype=torch.float64, device=device)
     return (b1 * (1 - 0.5 * 0.96 ** (steps * NADAM_DECAY))).cumprod(0)
 
 

@@ -21,7 +21,9 @@ class Gathered:
 
     def __init__(self, routes: Mapping[str, Route], mesh: Mesh):
         self.routes, self.members, self.device = routes, frozenset(routes), mesh.device
-        self.shapes = {name: local_shape(route.whole) for name, route in routes.items() if route.mine}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: local_shape(route.whole) for name, route in routes.items() if route.mine
+        }
         self.exchanges = exchanges(routes, mesh.layout, mesh.rank)
         self.axes = {one.group: mesh.axis(one.group).for_purpose("matrices") for one in self.exchanges}
         self.index = {group: index_in(mesh.layout, group, mesh.rank) for group in self.axes}
