@@ -258,7 +258,7 @@ def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -
     assert B is not None
     software = for_recipe(software or of(cluster), recipe)
     count = microbatches_per_step(full)
-    s = setting(full.model, layout, cluster, B, count, mode_of(recipe, cluster), software)
+    s = setting(full.model, layout, cluster, B, count, mode_of(recipe.precision.mode, cluster), software)
     s = apart(s, full.sites) if full.sites.count > 1 else s
     return resolve_budget(s, bytes, partial(_besides, s))
 
