@@ -401,6 +401,16 @@ def test_an_optimizer_gets_its_own_fields(name: str) -> None:
             "(its own fields: momentum). Nearest valid: leave it out",
         ),
         (["optim.name=adadelta"], 'optim.name = "adadelta": must be one of "adamw", "adam"'),
+        (
+            ["optim.name=muon", "sync.method=server"],
+            "its update needs whole matrices. Nearest valid: optim.name",
+        ),
+        (
+            ["train.z_loss=1e-4", "sync.method=server"],
+            "train.z_loss = 0.0001 is not supported with sync.method",
+        ),
+        (["optim.restart_steps=5"], 'only schedule = "restarts" has cycles'),
+        (["train.batch_ramp=3:5", "layout.dp_replicate=2"], "3 sequences must be divisible by 2"),
         (["optim.name=nestrov", "optim.momentum=0.5"], "did you mean 'nesterov'?"),
         (["optim.name=momentum", "optim.momentum=1"], "optim.momentum = 1: must be a number > 0 and < 1"),
     ],

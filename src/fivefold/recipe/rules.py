@@ -295,17 +295,27 @@ def _servers(recipe: Sections) -> Iterator[Contradiction]:
             f'{method} is not supported with model.arch = "{recipe.model.arch}": each worker would balance its experts '
             'by itself. Nearest valid: sync.method = "all"',
         )
+    for key, value in (
+        ("train.z_loss", recipe.train.z_loss),
+        ("optim.skip_outliers", recipe.optim.skip_outliers),
+    ):
+        if value:
+            yield (
+                {"sync.method", key},
+                f"{key} = {value} is not supported with {method}, whose workers and servers have steps of their own. "
+                f"Nearest valid: {key} = 0.0",
+            )
     if OPTIMIZERS[recipe.optim.name].needs != "elements":
         yield (
             {"sync.method", "optim.name"},
             f'{method} is not supported with optim.name = "{recipe.optim.name}": servers keep rows, and its update '
             'needs whole matrices. Nearest valid: optim.name = "adamw"',
         )
-    for name in ("noise_scale", "memory"):
+    for name, none in (("noise_scale", "false"), ("memory_step", "0")):
         if getattr(recipe.observe, name):
             yield (
                 {"sync.method", f"observe.{name}"},
-                f"observe.{name} is not measured with {method}. Nearest valid: observe.{name} = false",
+                f"observe.{name} is not measured with {method}. Nearest valid: observe.{name} = {none}",
             )
 
 

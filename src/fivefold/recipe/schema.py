@@ -74,7 +74,8 @@ class TrainSection(Section):
     share, at most 8."""
     z_loss: float = Field(default=0.0, ge=0)
     """Factor of the squared log-sum-exp of the logits, added to the training loss (z-loss, arXiv 2204.02311, where it
-    is 1e-4). It keeps logits from drifting. Validation leaves it out."""
+    is 1e-4). It keeps logits from drifting. Validation leaves it out, and so do
+    modules of your own."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Seed of the initial weights, the order of the data and dropout."""
     val_every: int = Field(default=0, ge=0)

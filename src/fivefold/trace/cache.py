@@ -21,7 +21,7 @@ from fivefold.spread.layout import Layout
 from fivefold.step.state import compute_mode
 
 SECTIONS = ("model", "optim", "layout", "sync", "precision")
-FIELDS = ("global_batch_size", "microbatch_size")  # of [train]
+FIELDS = ("global_batch_size", "microbatch_size", "z_loss")  # of [train]
 
 
 class CachedFigures:
