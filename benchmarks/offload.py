@@ -1,6 +1,6 @@
 """Training a model whose states exceed the allowed memory: losses, step time and I/O, beside the same in memory.
 
-    python benchmarks/offload.py [--layers 24] [--limit-mib 1300] [--steps 5] [--gbps 1] [--out FILE]
+    python benchmarks/offload.py [--layers 32] [--limit-mib 440] [--steps 4] [--gbps 1] [--out FILE]
 
 Each run is a process of its own. The offloaded one is in a memory cgroup (version 1, which must be writable) with the
 limit, page cache included. `--gbps` throttles the disk by a blkio cgroup, reads and writes alike. The disk's bandwidth
@@ -13,13 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from fivefold.recipe import Recipe, load, resolve
+from fivefold.spread.layout import Layout
 
 MEMORY, BLKIO = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup/blkio")
 
@@ -28,14 +34,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--ffn", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--ffn", type=int, default=1408)
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--microbatch", type=int, default=4)
-    parser.add_argument("--limit-mib", type=int, default=750)
+    parser.add_argument("--limit-mib", type=int, default=440)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--gbps", type=float, default=0.0, help="throttles the disk; 0: as it is")
     parser.add_argument("--offloads", nargs="*", default=["none", "all:disk"])
@@ -62,8 +68,60 @@ def main() -> None:
             with limited(args.limit_mib << 20, args.gbps, args.dir) as enter:
                 found[offload] = run(args, offload, enter) | usage()
         print(offload, json.dumps(found[offload]), flush=True)
+    if "none" in found:
+        for offload in {*args.offloads} - {"none"}:
+            found[offload] |= compared(args, found["none"], found[offload], found["disk"], offload)
+            print(offload, {key: round(found[offload][key], 3) for key in FIGURES})
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+FIGURES = ("states_by_limit", "slowdown", "predicted_by_measured", "hidden")
+
+
+def compared(
+    args: argparse.Namespace, none: dict[str, Any], away: dict[str, Any], disk: dict[str, float], offload: str
+) -> dict[str, Any]:
+    """Checks that losses and norms are the same, and relates the steps after the first. predicted: by the planner
+    (plan/offload.py), from the seconds of forward, backward and update in memory and the bandwidth of the disk."""
+    steps, others = none["steps"], away["steps"]
+    assert [(s["loss"], s["norm"]) for s in steps] == [(s["loss"], s["norm"]) for s in others], "other bits"
+
+    def middle(rows: list[dict[str, Any]], key: str) -> float:
+        return statistics.median(row[key] for row in rows[1:])
+
+    bytes_per_parameter = 2 + 4 + 4 + 8
+    measured = middle(others, "seconds")
+    predicted = planned(
+        args, [middle(steps, key) for key in ("forward", "backward", "update")], disk, offload
+    )
+    return {
+        "states_by_limit": bytes_per_parameter * none["parameters"] / (args.limit_mib << 20),
+        "slowdown": measured / middle(steps, "seconds"),
+        "predicted_s": predicted,
+        "predicted_by_measured": predicted / measured,
+        "hidden": 1 - sum(row["waited"] for row in others[1:]) / sum(row["busy"] for row in others[1:]),
+    }
+
+
+def planned(args: argparse.Namespace, parts: list[float], disk: dict[str, float], offload: str) -> float:
+    from fivefold.plan import offload as prices
+    from fivefold.plan.clusters import parse
+    from fivefold.plan.memory import rank_elements
+    from fivefold.plan.predict import resolved, setting
+
+    recipe = resolved(recipe_of(args, offload))
+    layout = Layout.from_recipe(recipe.layout)
+    m = args.batch // args.microbatch
+    s = setting(recipe.model, layout, parse("h100"), args.microbatch, m)
+    machine: Any = SimpleNamespace(on_cpu=True)
+    cluster = replace(
+        s.cluster, machine=machine, disk=disk["write"], disk_read=disk["read"], disk_both=disk["both"]
+    )
+    s = replace(s, cluster=cluster)
+    forward, backward, update = parts
+    computing = prices.Computing(forward / m, backward / m, update)
+    return prices.seconds(s, computing, rank_elements(s.model, s.layout)[0])
 
 
 @contextmanager
@@ -142,6 +200,42 @@ def bandwidth(folder: Path, limit: int) -> dict[str, float]:
     return found
 
 
+def recipe_of(args: argparse.Namespace, offload: str) -> Recipe:
+    sets = [
+        f"model.layers={args.layers}", f"model.dim={args.dim}", f"model.heads={args.dim // 64}",
+        f"model.kv_heads={args.dim // 64}", f"model.ffn_dim={args.ffn}", f"model.seq_len={args.seq}",
+        f"train.global_batch_size={args.batch}", f"train.microbatch_size={args.microbatch}", "precision.mode=bf16",
+        "train.steps=100", "optim.warmup_steps=0", "train.sample_every=0", "layout.recompute=full",
+        f"model.vocab_size={args.vocab}",
+        f"layout.offload={offload}", f"layout.offload_dir={args.dir}",
+    ]  # fmt: skip
+    return load("quickstart", sets, "dp=1")
+
+
+class Clock:
+    """Seconds of forward and of the update in a step."""
+
+    def __init__(self, state: Any):
+        self.forward = self.update = self.began = 0.0
+        state.module.register_forward_pre_hook(lambda *_: self._begin())
+        state.module.register_forward_hook(lambda *_: self._end("forward"))
+        (replica,) = state.parallel.replicas
+        update = replica.update
+
+        def timed(*arguments: Any) -> None:
+            self._begin()
+            update(*arguments)
+            self._end("update")
+
+        replica.update = timed
+
+    def _begin(self) -> None:
+        self.began = time.perf_counter()
+
+    def _end(self, name: str) -> None:
+        setattr(self, name, getattr(self, name) + time.perf_counter() - self.began)
+
+
 def work(args: argparse.Namespace) -> dict[str, Any]:
     import resource
 
@@ -150,22 +244,14 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from fivefold.host.cpu import resident_bytes
     from fivefold.host.memory import keep_freed_memory
     from fivefold.launch.ranks import Ranks
-    from fivefold.recipe import load, resolve
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 
     keep_freed_memory()
-    sets = [
-        f"model.layers={args.layers}", f"model.dim={args.dim}", f"model.heads={args.dim // 64}",
-        f"model.kv_heads={args.dim // 64}", f"model.ffn_dim={args.ffn}", f"model.seq_len={args.seq}",
-        f"train.global_batch_size={args.batch}", f"train.microbatch_size={args.microbatch}", "precision.mode=bf16",
-        "train.steps=100", "optim.warmup_steps=0", "train.sample_every=0", "layout.recompute=full",
-        f"layout.offload={args.worker}", f"layout.offload_dir={args.dir}",
-    ]  # fmt: skip
-    recipe = resolve(load("quickstart", sets, "dp=1"), vocab_size=args.vocab)
+    recipe = resolve(recipe_of(args, args.worker), vocab_size=args.vocab)
     before = resident_bytes()[0]
     state = build_state(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")))
-    disk = state.parallel.disk
+    disk, clock = state.parallel.disk, Clock(state)
     steps = []
     for step in range(args.steps):
         torch.manual_seed(step)
@@ -175,9 +261,13 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
             for i in range(0, args.batch, args.microbatch)
         ]
         meter = disk.meter.figures() if disk else {}
+        clock.forward = clock.update = 0.0
         began = time.perf_counter()
         done = take_step(state, recipe, share)
-        line: dict[str, Any] = {"loss": done.loss, "norm": done.norm, "seconds": time.perf_counter() - began}
+        seconds = time.perf_counter() - began
+        line: dict[str, Any] = {"loss": done.loss, "norm": done.norm, "seconds": seconds}
+        line |= {"forward": clock.forward, "update": clock.update}
+        line["backward"] = seconds - clock.forward - clock.update
         if disk:
             line |= {key: value - meter[key] for key, value in disk.meter.figures().items()}
         steps.append(line)
