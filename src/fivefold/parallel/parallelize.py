@@ -85,11 +85,6 @@ class Parallel:
             if offload.updater is not None:
                 offload.updater.settle()
 
-    def drop(self) -> None:
-        """Gives back the memory of files that were mapped."""
-        for file in self.disk.files if self.disk is not None else ():
-            file.drop()
-
     def close(self) -> None:
         """Takes the hooks off the modules, and frees what is elsewhere."""
         try:
@@ -263,8 +258,8 @@ def _materialize(
     flat, views = allocate(params, device) if masters is None else (None, masters)
     for name, view in views.items():
         view.copy_(initial(name))
-        if offload is not None:
-            offload.drop()
+        if masters is not None and offload is not None:
+            offload.disk.touched(view.nbytes)
     placed = {name: nn.Parameter(views[name]) for name in params}
     for stage in stages:
         for name, _ in list(stage.named_parameters()):

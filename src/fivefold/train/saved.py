@@ -57,6 +57,8 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
     shard = write.MAX_SHARD_BYTES if state.parallel.disk is None else OFFLOADED_SHARD_BYTES
     pieces = [*model, *buffer_pieces(state)], optimizer
     write.save(folder, *pieces, whole, axis=run, max_shard_bytes=shard)
+    if state.parallel.disk is not None:
+        state.parallel.disk.drop()
     if run.index == 0:
         store.prune(out, keep_last)
     return folder
@@ -306,7 +308,7 @@ def _load(
     buffers: dict[str, Tensor],
     source: Source,
 ) -> None:
-    masters, meta = state.masters(), checkpoint.meta
+    masters, meta, disk = state.masters(), checkpoint.meta, state.parallel.disk
     updates = int(meta.get("updates", meta["step"]))
     state.go_to(int(meta["step"]))
     state.set_counts(updates, int(meta.get("skipped", 0)))
@@ -316,7 +318,8 @@ def _load(
     state.noise = float(gradient), float(trace)
     for name, weight in masters.items():
         weight.copy_(_read(checkpoint, source.weights, name, parts[name]))
-        state.parallel.drop()
+        if disk is not None:
+            disk.touched(weight.nbytes)
     for name, buffer in buffers.items():
         buffer.copy_(checkpoint.read("model", name))
     for replica in state.parallel.replicas:

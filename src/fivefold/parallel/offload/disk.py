@@ -28,6 +28,9 @@ THREADS = 4
 SPAN = 2 << 20
 """Bytes of one read or write of a tensor that is not aligned: they go through buffers of this size."""
 
+MAPPED = 64 << 20
+"""Bytes of mapped tensors that are written before their memory is given back."""
+
 
 class Meter:
     """What I/O has cost so far. busy: seconds in which any was under way. waited: seconds in which computing waited for
@@ -78,6 +81,7 @@ class Disk:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
         self._own = threading.local()
         self.files: list[File] = []
+        self._touched = 0
 
     def file(self, size: int, what: str) -> File:
         """A new file of `size` bytes. what: names it in messages.
@@ -88,6 +92,18 @@ class Disk:
         made = File(self, -(-size // PAGE) * PAGE, what)
         self.files.append(made)
         return made
+
+    def touched(self, size: int) -> None:
+        """`size` bytes of mapped tensors were written. Now and then their memory is given back."""
+        self._touched += size
+        if self._touched >= MAPPED:
+            self.drop()
+
+    def drop(self) -> None:
+        """Gives back the memory of mapped tensors."""
+        self._touched = 0
+        for file in self.files:
+            file.drop()
 
     @property
     def bytes(self) -> int:

@@ -221,7 +221,7 @@ class Paged:
                 wait_for(self._working.save(unit.start, unit.working))
                 unit.here = True
                 self._free(unit)
-            self.offload.drop()
+        self.offload.disk.drop()
 
     # Gradients
 

@@ -51,11 +51,6 @@ class Offload:
         """Views of the masters, without values; None if they stay."""
         return None if self.tiers.masters == "device" else self.views(MASTERS, self.tiers.masters)
 
-    def drop(self) -> None:
-        """Gives back the memory of files that were mapped."""
-        for file in self.disk.files:
-            file.drop()
-
     def update_by(
         self,
         card: OptimizerCard,

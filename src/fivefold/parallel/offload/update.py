@@ -161,8 +161,6 @@ class StreamedUpdater(Updater):
             event.clear()
         if not self._made:
             self._make_slots()
-        for file in self.disk.files:
-            file.drop()
         scale = None if scale is None else scale.to("cpu")
         self._running = self._thread.submit(self._run, scale)
 
@@ -333,8 +331,7 @@ class StreamedUpdater(Updater):
             for state, views in self._views.items():
                 views[name].copy_(tensors[f"{state}.{name}"])
             self.scalars[name] = {"step": torch.tensor(float(steps))} if self.card.counts else {}
-            for file in self.disk.files:
-                file.drop()
+            self.disk.touched(sum(views[name].nbytes for views in self._views.values()))
 
     def kept(self) -> list[Tensor]:
         """The states, and scalars such as step counts, in their tiers."""
