@@ -22,7 +22,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.flat import add_gradient
 from fivefold.parallel.offload.disk import Disk, File, wait_for
 from fivefold.parallel.offload.states import Offload
-from fivefold.parallel.offload.update import GRADIENTS, WORKING, InPlace, OnDisk
+from fivefold.parallel.offload.update import GRADIENTS, WORKING, Home, InPlace, OnDisk
 from fivefold.spread.parts import Part
 from fivefold.spread.tiers import AHEAD, Chunk
 from fivefold.spread.units import buffer_order
@@ -365,7 +365,7 @@ class _ByUnit:
 
     moves = True
 
-    def __init__(self, away: OnDisk, resident: dict[str, Tensor], dtype: torch.dtype):
+    def __init__(self, away: Home, resident: dict[str, Tensor], dtype: torch.dtype):
         self.away, self.here, self.dtype = away, InPlace(resident, dtype), dtype
 
     def fetch(self, chunk: Chunk, buffer: memoryview) -> None: ...
