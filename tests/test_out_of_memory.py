@@ -111,6 +111,17 @@ def test_limits_of_control_groups_are_read(tmp_path: Path, monkeypatch: pytest.M
     assert memory.oom_kills() == 3
 
 
+def test_few_compiled_matmuls_are_kept_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    monkeypatch.setenv(name, "7")
+    memory.keep_few_primitives()
+    assert os.environ[name] == "7"
+    monkeypatch.delenv(name)
+    memory.keep_few_primitives()
+    assert os.environ[name] == "64"
+    monkeypatch.delenv(name)
+
+
 TRAIN = """
 import resource, sys
 from fivefold.cli.main import main

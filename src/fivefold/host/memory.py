@@ -34,6 +34,15 @@ def restart_with_huge_pages() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | HUGE_PAGES)
 
 
+def keep_few_primitives() -> None:
+    """Lets oneDNN keep 64 compiled matmuls instead of 1024, unless the user says how many. Call it before the first.
+
+    Experts get other numbers of rows in each step. So each of their matmuls is compiled anew, and used once; 1024 of
+    them take hundreds of megabytes. The matmuls whose shapes come again are fewer than 64 apart.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+
+
 def keep_freed_memory() -> bool:
     """Keeps freed blocks of up to 1 GiB in the process. Returns False if the C library is not glibc.
 

@@ -15,9 +15,10 @@ from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import UserError
 from fivefold.host.machine import cores, ensure_matmul_rate
-from fivefold.host.memory import keep_freed_memory
+from fivefold.host.memory import keep_few_primitives, keep_freed_memory
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
+from fivefold.models.card import card_of
 from fivefold.models.recomputation import budget_of
 from fivefold.plan.predict import budget, priced_here
 from fivefold.recipe import Recipe, change, resolve
@@ -86,6 +87,8 @@ def run_command(
     layout = Layout.from_recipe(recipe.layout)
     world = (site_layout(layout, recipe.sites.count) if seat else layout).ranks + recipe.servers.count
     keep_freed_memory()
+    if module is None and card_of(recipe.model).has_experts:
+        keep_few_primitives()
     if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
         ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores())
     run = run_served if recipe.servers.count else run_rank
