@@ -11,6 +11,7 @@ from layouts import compared, tiny
 from ranks import run_ranks
 from runs import ranks_of
 
+from fivefold.cli.main import main
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.observe.optimizer_paths import contours, to_svg, to_text
@@ -380,6 +381,20 @@ def test_paths_over_surfaces(tmp_path):
     assert "b momentum" in text
     assert text.count("a") > 10
     assert path("sgd", SURFACES["local"], 0.05)[-1][0] > 1, "it stays in the valley where it begins"
+
+
+def test_the_command(capsys):
+    """It lists all, draws some, and names what there is."""
+    for arguments, code, text in (
+        ([], 0, "muon             4      8  matrices"),
+        (["--draw", "ravine", "--only", "sgd"], 0, "a sgd"),
+        (["--draw", "hill"], 2, "must be contours or ravine or saddle or local"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(["optimizers", *arguments])
+        assert (stop.value.code or 0) == code
+        printed = capsys.readouterr()
+        assert text in printed.out + printed.err
 
 
 PLACED = {
