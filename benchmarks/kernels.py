@@ -1,8 +1,9 @@
 """The fused CPU kernels beside PyTorch's own operations, forward and backward, on the shapes of the common work.
 
-    python benchmarks/kernels.py [--out benchmarks/results/kernels.json]
+    python benchmarks/kernels.py [--threads 1] [--out benchmarks/results/kernels.json]
 
-One process, all cores; fused and plain take turns; the figure is the ratio of medians (plain / fused).
+One process, all cores unless --threads says fewer; fused and plain take turns; the figure is the ratio of medians
+(plain / fused).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     if native.why_not():
         raise SystemExit(f"no fused kernels here: {native.why_not()}")
     keep_freed_memory()
@@ -47,13 +50,15 @@ def main() -> None:
     if args.out:
         from fivefold.host.machine import describe
 
-        args.out.write_text(json.dumps({"results": results, "machine": describe()}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"threads": args.threads, "results": results, "machine": describe()}, indent=1) + "\n"
+        )
 
 
 def cases() -> dict[str, tuple[Callable, Callable, list[torch.Tensor]]]:
     angles = torch.outer(torch.arange(T).float(), 10000.0 ** -(torch.arange(0, d, 2) / d))
     cos, sin = angles.cos(), angles.sin()
-    targets = torch.randint(V, (B * T,))
+    targets, up = torch.randint(V, (B * T,)), torch.randn(B, T, 4 * D)
 
     def plain_attention(qkv):
         q, k, v = qkv.view(B, T, 3, H, d).unbind(2)
@@ -73,6 +78,13 @@ def cases() -> dict[str, tuple[Callable, Callable, list[torch.Tensor]]]:
             lambda x, w: F.rms_norm(x, (D,), w, 1e-5),
             [torch.randn(B, T, D), torch.ones(D)],
         ),
+        "sum + layer_norm": (
+            lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-5)[1],
+            lambda x, r, w, b: F.layer_norm(x + r, (D,), w, b, 1e-5),
+            [torch.randn(B, T, D), torch.randn(B, T, D), torch.ones(D), torch.zeros(D)],
+        ),
+        "gelu, tanh": (lambda x: kernels.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), [up]),
+        "gelu, exact": (lambda x: kernels.gelu(x, "none"), F.gelu, [up]),
         "swiglu": (kernels.swiglu, plain_swiglu, [torch.randn(B, T, 2 * FFN)]),
         "rope + attention": (
             lambda x: kernels.qkv_attention(x, H, H, cos, sin, True),
