@@ -269,7 +269,7 @@ def plain_step(shape: Shape, choice: str):
     if mixed:
         masters = [p.clone() for p in masters]
         model = model.bfloat16()
-    working = list(model.parameters())
+    working: list[Tensor] = list(model.parameters())
     compiled = model if shape.experts else torch.compile(model, dynamic=False)
     optimizer = torch.optim.AdamW(masters if mixed else working, lr=1e-3, betas=(0.9, 0.95), fused=True)
     owned = masters if mixed else working

@@ -4,7 +4,8 @@
 
 Shapes of the common work (2,048 tokens, D 384, ffn 1024, V 4096): forward x W^T, gradient of the input dy W, gradient
 of the weight dy^T x. The two take turns, product by product; the ratio is that of the medians. This is why
-`kernels/matmul.py` takes oneDNN for the first two, and MKL for the third.
+`kernels/matmul.py` takes oneDNN for the first two, and measures the third (`kernels/fastest.py`): on Zen 4 MKL was
+faster, on Zen 5 oneDNN is.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Shape:
         ]
 
 
-COMMON = {"V": 4096, "D": 384, "L": 6, "H": 6, "F": 1024, "T": 256, "B": 16, "b": 8}
+COMMON = Shape("llama", V=4096, D=384, L=6, H=6, F=1024, T=256, B=16, b=8)
 SHAPES = {
-    "common work": Shape("llama", **COMMON),
-    "common work, fp32": Shape("llama", **COMMON, mode="fp32"),
+    "common work": COMMON,
+    "common work, fp32": replace(COMMON, mode="fp32"),
     "Llama 47M": Shape("llama", V=8192, D=512, L=12, H=8, F=1408, T=512, B=8, b=4),
     "Llama 100M, T 2048": Shape(
         "llama", V=32000, D=768, L=12, H=12, K=4, F=2048, T=2048, B=2, b=1, tied=True

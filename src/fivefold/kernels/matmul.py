@@ -2,7 +2,7 @@
 uses them, even one that communicates or defers its weight gradient.
 
 With `fp8` they multiply numbers of 8 bits (fp8.py). In fp32 on CPUs the first two use oneDNN, which PyTorch itself uses
-only in lower precision: MKL takes 5 to 100% more time on the processors tried (benchmarks/products.py). For the weight
+only in lower precision: MKL takes 5 to 150% more time on the processors tried (benchmarks/products.py). For the weight
 gradient either may be faster (`fastest.py`).
 
 Legend: D input features, F output features.
