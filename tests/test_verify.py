@@ -161,8 +161,8 @@ def test_what_is_changed_for_the_comparison_is_said(tmp_path):
     changed, notes = prepared(original, "dp=2", 3, "fp32")
     assert changed.precision.reduce == "fp32"
     assert ["dropout" in notes[0], "summed in fp32" in notes[1]] == [True, True]
-    with pytest.raises(UserError, match="must be fp32 or bf16"):
-        prepared(original, None, 3, "fp16")
+    with pytest.raises(UserError, match="must be fp32 or tf32 or bf16"):
+        prepared(original, None, 3, "fp4")
 
 
 def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:

@@ -130,7 +130,7 @@ class Axis:
 
     def sum_scatter(self, x: Tensor, out: Tensor, sent: torch.dtype) -> Tensor:
         """Sums every rank's x, cuts the sum along the first dim, and writes this rank's part into `out`. x, out:
-        contiguous, fp32. sent: the dtype of the message.
+        contiguous. sent: the dtype of the message.
 
         gloo has no reduce-scatter of its own; its substitute is an all-reduce, which sends twice as much. On CPUs every
         rank sends each other rank its part, and adds the parts it receives in fp32, in the order of ranks.
@@ -144,7 +144,10 @@ class Axis:
             return out if part is out else out.copy_(part)
         received = torch.empty_like(x)
         self._run("all_to_all", x, _all_to_all, received, x, None, None)
-        return torch.sum(received.view(self.size, *out.shape), 0, dtype=torch.float32, out=out)
+        parts = received.view(self.size, *out.shape)
+        if out.dtype == torch.float32:
+            return torch.sum(parts, 0, dtype=torch.float32, out=out)
+        return out.copy_(torch.sum(parts, 0, dtype=torch.float32))
 
     def all_to_all(
         self, x: Tensor, taken: Sequence[int] | None = None, given: Sequence[int] | None = None

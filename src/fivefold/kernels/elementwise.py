@@ -194,8 +194,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:
-    """total += grad, or total = grad when it is the first of the step. total: flat fp32; grad: any shape and dtype."""
-    if grad.dtype == torch.bfloat16 and grad.is_contiguous() and native.usable(grad):
+    """total += grad, or total = grad when it is the first of the step. total: flat; grad: any shape and dtype."""
+    fp32 = total.dtype == torch.float32
+    if fp32 and grad.dtype == torch.bfloat16 and grad.is_contiguous() and native.usable(grad):
         native.call("accumulate", grad.dtype, total, grad, grad.numel(), int(first))
     elif first:
         total.view(grad.shape).copy_(grad)

@@ -7,6 +7,8 @@ logits of one chunk instead of N x V.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +48,8 @@ class _LinearCrossEntropy(Function):
         N, V = x.shape[0], weight.shape[0]
         rows = rows_at_once(x, V)
         assert_on_device((targets < V).all(), "a target beyond the vocabulary")
-        scale = mean_scale(targets)
+        scale, ctx.ahead = mean_scale(targets), ahead()
+        made = scale if ctx.ahead is None else scale * ctx.ahead
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
         needs_x, needs_weight, _, needs_bias, *_ = (needed and gradients for needed in ctx.needs_input_grad)
         dx = torch.empty_like(x) if needs_x else None
@@ -54,7 +57,7 @@ class _LinearCrossEntropy(Function):
         for start in range(0, N, max(1, rows)):
             part = slice(start, start + rows)
             logits = linear(x[part], weight, bias)
-            dlogits = loss_and_gradient(logits, targets[part], losses[part], scale, z_loss)
+            dlogits = loss_and_gradient(logits, targets[part], losses[part], made, z_loss)
             if dx is not None:
                 dx[part] = input_gradient(dlogits, weight)
             if needs_weight:
@@ -72,12 +75,33 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        factor, (dx, dweight, dbias) = grads[0], ctx.saved_tensors
+        factor = grads[0] if ctx.ahead is None else grads[0] / ctx.ahead
+        dx, dweight, dbias = ctx.saved_tensors
         for gradient in (dx, dweight, dbias):  # in place: they are used once
             if gradient is not None:
                 gradient.mul_(factor)
         dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
         return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None, None
+
+
+_ahead: Tensor | None = None
+
+
+@contextmanager
+def scaled(factor: Tensor | None) -> Iterator[None]:
+    """Computes the gradients of losses `factor` times as large meanwhile. Forward makes them, and fp16 would lose what
+    backward's factor comes too late for. Backward divides by it: it does not change what backward returns."""
+    global _ahead
+    before, _ahead = _ahead, factor
+    try:
+        yield
+    finally:
+        _ahead = before
+
+
+def ahead() -> Tensor | None:
+    """The factor of `scaled`."""
+    return _ahead
 
 
 def mean_scale(targets: Tensor) -> Tensor:

@@ -115,6 +115,26 @@ void accumulate_parts_bf16(float *total, const bf16 *part, i64 batches, i64 step
   }
 }
 
+/* Rounds x (rows, width) in place to bfloat16 numbers, up with a probability that is the distance from the lower one
+ * (optim/rounding.py). The random bits are hashes of the index start + row * stride + column (hashing.py). */
+void round_stochastic_bf16(float *x, i64 rows, i64 width, i64 start, i64 stride, i64 key_a, i64 key_b) {
+  uint32_t *bits = (uint32_t *)x;
+#pragma omp parallel for collapse(2) schedule(static)
+  for (i64 r = 0; r < rows; r++) {
+    for (i64 block = 0; block < width; block += 4096) {
+      i64 end = block + 4096 < width ? block + 4096 : width;
+#pragma omp simd
+      for (i64 c = block; c < end; c++) {
+        uint32_t h = (uint32_t)(start + r * stride + c) * 0x9E3779B1u + (uint32_t)key_a;
+        h = (h ^ (h >> 16)) * 0x85EBCA6Bu ^ (uint32_t)key_b;
+        h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+        h ^= h >> 16;
+        bits[r * width + c] = (bits[r * width + c] + (h & 0xFFFFu)) & 0xFFFF0000u;
+      }
+    }
+  }
+}
+
 #else /* ------------------------------------------------------------------ the kernels, once a dtype */
 
 /* Blocks of at most B elements as whole numbers of 8 or 4 bits, times a scale each (quantize.py). Block c of a row is

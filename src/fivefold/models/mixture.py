@@ -38,7 +38,7 @@ class RouterStats:
     """
 
     def __init__(self) -> None:
-        self.scale = 1.0
+        self.scale: float | Tensor = 1.0
         self.sums: Tensor | None = None
 
     def add(self, facts: Tensor) -> None:
@@ -57,7 +57,10 @@ class _Attach(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         ctx.stats.add(ctx.facts)
-        return grads[0], torch.full((), ctx.stats.scale, device=ctx.facts.device), None, None
+        scale = ctx.stats.scale
+        if not isinstance(scale, Tensor):
+            scale = torch.full((), scale, device=ctx.facts.device)
+        return grads[0], scale, None, None
 
 
 class Total(nn.Module):

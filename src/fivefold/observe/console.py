@@ -140,6 +140,8 @@ class Console:
             ("loss", "loss", lambda v: f"loss {v:7.4f}"),
             ("grad_norm", "norm", lambda v: f"norm {v:6.3f}"),
             ("lr", "lr", lambda v: f"lr {v:.2e}"),
+            ("loss_scale", "scale", lambda v: f"scale 2^{math.log2(v):<2.0f}"),
+            ("skipped_steps", "skipped", lambda v: f"skipped {v:.0f}"),
             ("tokens_per_s", "speed", lambda v: f"{short_number(v):>6} tok/s"),
             ("mfu", "mfu", lambda v: f"mfu {100 * v:4.1f}%"),
             ("peak_memory_bytes", "mem", lambda v: f"mem {size(v):>8}"),
@@ -224,6 +226,8 @@ def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("mfu", "MFU", lambda v: f"{100 * v:.1f}%"),
         ("data_wait", "data wait", lambda v: f"{100 * v:.2f}% of the time"),
         ("peak_memory_bytes", "peak memory", size),
+        ("loss_scale", "loss scale", lambda v: f"2^{math.log2(v):.0f}"),
+        ("skipped_steps", "skipped steps", lambda v: f"{v:.0f}, whose gradients overflowed"),
         ("noise_scale", "noise scale", lambda v: f"{short_number(v)} tokens (about the critical batch size)"),
         ("nonfinite", "NaN or inf loss", lambda v: f"{v} steps, first at step {figures['nonfinite_step']}"),
     )

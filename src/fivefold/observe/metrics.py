@@ -33,6 +33,8 @@ _TAGS = {
     "tokens_per_s": "speed/tokens_per_s",
     "mfu": "speed/mfu",
     "noise_scale": "train/noise_scale",
+    "loss_scale": "train/loss_scale",
+    "skipped_steps": "train/skipped_steps",
     "compression_error": "train/compression_error",
     "peak_memory_bytes": "memory/peak_bytes",
     "tokens": "train/tokens",

@@ -26,8 +26,8 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     steps, tokens; train_s (time in steps); loss (mean over the last 5% of the steps, 1 to 100 of them),
     val_loss (last), best_val_loss, best_val_step, val_bits_per_byte (last), best_val_bits_per_byte,
     tokens_per_s and mfu (medians, after the first tenth of the steps, where caches and compilers warm up),
-    data_wait (share of the time in steps), noise_scale (last; in tokens), peak_memory_bytes, nonfinite (number of
-    steps whose loss is NaN or infinite), nonfinite_step (the first).
+    data_wait (share of the time in steps), noise_scale (last; in tokens), loss_scale and skipped_steps (last),
+    peak_memory_bytes, nonfinite (number of steps whose loss is NaN or infinite), nonfinite_step (the first).
     """
     found: dict[str, Any] = {}
     steps, losses = column(lines, "loss")
@@ -41,9 +41,9 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if tokens:
         found["tokens"] = int(max(tokens))
     found |= _validation(lines) | _speed(lines)
-    noise = finite(column(lines, "noise_scale")[1])
-    if noise:
-        found["noise_scale"] = noise[-1]
+    for key in ("noise_scale", "loss_scale", "skipped_steps"):
+        if values := finite(column(lines, key)[1]):
+            found[key] = values[-1]
     memory = finite(column(lines, "peak_memory_bytes")[1])
     if memory:
         found["peak_memory_bytes"] = max(memory)

@@ -1,7 +1,16 @@
 """Optimizers, learning-rate schedules, clipping. This file and the cards import no torch."""
 
-from fivefold.optim.card import OptimizerCard, update_traffic
+from fivefold.optim.card import OptimizerCard, kept_in, rounding_traffic, update_traffic
 from fivefold.optim.registry import DEFAULT, FIELDS, OPTIMIZERS
 from fivefold.optim.schedules import learning_rate
 
-__all__ = ["DEFAULT", "FIELDS", "OPTIMIZERS", "OptimizerCard", "learning_rate", "update_traffic"]
+__all__ = [
+    "DEFAULT",
+    "FIELDS",
+    "OPTIMIZERS",
+    "OptimizerCard",
+    "kept_in",
+    "learning_rate",
+    "rounding_traffic",
+    "update_traffic",
+]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fivefold.precision import DTYPES, MASTER
+from fivefold.precision import DTYPES, MASTER, Mode
 from fivefold.spread.matrices import Needs
 from fivefold.spread.parts import Ranges, Shape, whole
 
@@ -150,6 +150,26 @@ def state_ranges(kept: Ranges, shape: Shape, state: Shape) -> Ranges:
         dim if dim != ((0, size),) else whole((own,))[0]
         for dim, size, own in zip(kept, shape, state, strict=True)
     )
+
+
+COMPENSATION = "compensation"
+"""The state of `precision.rounding = "kahan"`: what rounding has cut off a weight."""
+
+
+def kept_in(card: OptimizerCard, mode: Mode, rounding: str) -> OptimizerCard:
+    """The card with its states as a mode keeps them. Only fused optimizers are rounded (recipe/rules.py)."""
+    if not mode.rounds or not card.elementwise:
+        return card
+    states = [replace(state, dtype=mode.state) if state.dtype == MASTER else state for state in card.states]
+    if rounding == "kahan":
+        states.append(OptimizerState(COMPENSATION, mode.master))
+    return replace(card, states=tuple(states))
+
+
+def rounding_traffic(copied: float) -> float:
+    """Bytes per parameter that rounding adds to an update, besides random bits: fp32 copies, `copied` bytes, are
+    written and read, and those of master and states are updated."""
+    return 2 * copied + 2 * max(0.0, copied - DTYPES[MASTER].bytes)
 
 
 def update_traffic(gradient: float, master: float, states: float, working: float) -> float:

@@ -25,11 +25,11 @@ def norms(gradients: Sequence[Tensor]) -> Norms:
     for gradient in gradients:
         if gradient.device.type == "cpu" and gradient.numel() >= LARGE:
             flat, whole = gradient.reshape(-1), gradient.numel() // ROW * ROW
-            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
+            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=torch.float32))
             gradient = flat[whole:]
         if gradient.numel():
             small.append(gradient)
-    return rows, list(torch._foreach_norm(small)) if small else []
+    return rows, list(torch._foreach_norm(small, dtype=torch.float32)) if small else []
 
 
 def sum_of_squares(

@@ -181,7 +181,7 @@ class GradientSum:
     def _sum(self, part: Tensor, number: int) -> Messages:
         """Sums a bucket, a slice of the flat buffer, in dtype `reduce`."""
         sent = yield self.sums.start(part.to(self.reduce), f"bucket {number}")
-        if sent.dtype != torch.float32:
+        if sent.dtype != part.dtype:
             part.copy_(sent)
 
 

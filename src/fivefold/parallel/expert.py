@@ -235,7 +235,7 @@ class Balance:
         self.sums = torch.zeros(0)  # (blocks with experts, E + 4), fp64: see `models.mixture.RouterStats`
         self.figures: dict[str, Tensor] = {}
 
-    def start_step(self, scale: float) -> None:
+    def start_step(self, scale: float | Tensor) -> None:
         """scale: factor on the gradients of this step's losses."""
         pieces = self.mesh.size("tp") if self.mesh.layout.sp else 1  # the gradients of the pieces are summed
         for mixture in self.layers.values():

@@ -1,9 +1,9 @@
 """Master weights, working weights and gradient sums of a set of parameters, each in one flat buffer.
 
-The optimizer updates fp32 masters, and a checkpoint holds them. The module computes with working weights: the masters
-themselves in fp32, or a bf16 copy of them (refreshed once per step, so forward casts nothing). Gradients are summed
-over microbatches in fp32 with any compute dtype: a hook adds each parameter's gradient to the flat buffer as soon as
-backward has it, and frees it.
+The optimizer updates the masters, and a checkpoint holds them. The module computes with working weights: the masters
+themselves, or a copy of them in another dtype (refreshed once per step, so forward casts nothing). Gradients are summed
+over microbatches in the masters' dtype, fp32 in most modes (precision/modes.py): a hook adds each parameter's gradient
+to the flat buffer as soon as backward has it, and frees it.
 
 The order of the buffers is roughly the order in which backward finishes. A bucket is a slice of the buffer, so its
 all-reduce (parallel/data.py) can start while backward runs.
@@ -24,8 +24,9 @@ from fivefold.spread.units import buffer_order
 
 
 def allocate(params: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """The flat fp32 buffer of masters for parameters in the module's order, and its views by name."""
-    flat = torch.empty(sum(p.numel() for p in params.values()), dtype=torch.float32, device=device)
+    """The flat buffer of masters for parameters in the module's order, in their dtype, and its views by name."""
+    (dtype,) = {p.dtype for p in params.values()}
+    flat = torch.empty(sum(p.numel() for p in params.values()), dtype=dtype, device=device)
     return flat, views(flat, dict(buffer_order(list(params.items()))))
 
 
@@ -36,11 +37,11 @@ def views(flat: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Weights:
-    """The flat state of `params` (by name, in the module's order), which must be on their device in fp32.
+    """The flat state of `params` (by name, in the module's order), which must be on their device in the masters' dtype.
 
     flat_master: the buffer that `allocate` made for them and that they are views of. None: the parameters have memory
     of their own, as in a user's module, and are copied. masters: they lie elsewhere, in host memory or on disk, and
-    do not compute (parallel/offload). master, grads: {parameter name: fp32 view of the flat buffer,
+    do not compute (parallel/offload). master, grads: {parameter name: view of the flat buffer,
     in the parameter's shape}. on_gradient: called with a parameter's index (in buffer order) after its gradient of this
     backward has been added. seen: called with the index and the gradient before it is added.
     """
@@ -53,20 +54,20 @@ class Weights:
         masters: dict[str, Tensor] | None = None,
     ):
         self.names, self.params = buffer_order(list(params)), buffer_order(list(params.values()))
-        assert all(p.dtype == torch.float32 for p in self.params), "build the module in fp32"
+        (dtype,) = {p.dtype for p in self.params}
         self.offsets = [0]
         for p in self.params:
             self.offsets.append(self.offsets[-1] + p.numel())
         device = self.params[0].device
         by_name = dict(zip(self.names, self.params, strict=True))
-        self.flat_grads = torch.zeros(self.offsets[-1], dtype=torch.float32, device=device)
+        self.flat_grads = torch.zeros(self.offsets[-1], dtype=dtype, device=device)
         if masters is None:
             if flat_master is None:
                 flat_master = torch.cat([p.detach().reshape(-1) for p in self.params])
             assert flat_master.shape == (self.offsets[-1],), "another set of parameters"
             masters = views(flat_master, by_name)
         self.flat_master, self.master, self.grads = flat_master, masters, views(self.flat_grads, by_name)
-        if flat_master is None or compute_dtype != torch.float32:
+        if flat_master is None or compute_dtype != dtype:
             self.flat_working = torch.empty(self.offsets[-1], dtype=compute_dtype, device=device)
         else:
             self.flat_working = flat_master

@@ -54,7 +54,7 @@ class Outer:
     ):
         self.replicas, self.axis, self.sites, self.lr = replicas, axis, sites, lr
         self.masters = {name: w for replica in replicas for name, w in replica.masters.items()}
-        self.weights = {name: w.detach().clone() for name, w in self.masters.items()}
+        self.weights = {name: w.detach().to(torch.float32, copy=True) for name, w in self.masters.items()}
         self.messages = messages(self.masters, sites.fragments)
         self.aligned = True  # all sites have the common weights
         self.state_names = (*optimizer.card.state_names, *[ARRIVING] * bool(sites.overlap))
@@ -102,7 +102,7 @@ class Outer:
             self.weights[name].grad = None
             common = self.weights[name]
             if own:
-                common = torch.lerp(common, self.masters[name], own)
+                common = torch.lerp(common, self.masters[name].float(), own)
             self.masters[name].copy_(common)
 
     def _start(self, fragment: int) -> Callable[[], dict[str, Tensor]]:
@@ -239,11 +239,15 @@ class Outer:
     def common(self) -> Iterator[None]:
         """Makes the module compute with the common weights meanwhile: the model of the run, which validation, samples
         and checkpoints mean."""
+        exact = [name for name, master in self.masters.items() if master.dtype != self.weights[name].dtype]
+        kept = {name: self.weights[name].clone() for name in exact}  # an exchange would round them
         self._exchange()
         try:
             yield
         finally:
             self._exchange()
+            for name, weight in kept.items():
+                self.weights[name].copy_(weight)
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -102,8 +102,9 @@ def parallelize(
     compute_dtype: torch.dtype,
     reduce: torch.dtype,
     memory: AbstractContextManager[object] | None = None,
+    masters: torch.dtype = torch.float32,
 ) -> Parallel:
-    """Builds this rank's part of a resolved recipe's model, with its initial weights.
+    """Builds this rank's part of a resolved recipe's model, with its initial weights, whose masters have this dtype.
 
     memory: a context entered where the module gets memory; all steps before work on "meta".
     """
@@ -144,6 +145,8 @@ def parallelize(
             for number, block in stage.blocks.items():
                 if int(number) not in mixed:
                     block.compile()
+    for parameter in (p for stage in stages for p in stage.parameters()):
+        parameter.data = parameter.data.to(masters)
     kept = keepings(card_of(model), layout, list(numbered))
     of_units: dict[int, list[UnitMessages]] = {}
     if any(keeping.units for keeping in kept):

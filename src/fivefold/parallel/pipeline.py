@@ -100,13 +100,18 @@ class Pipeline:
         scale: float,
         seed: Seed,
         positions_T: Tensor | None = None,
+        factor: Tensor | None = None,
     ) -> Tensor:
-        """Adds the gradients of `scale` x the sum of the microbatches' losses. Returns that sum of losses (scalar) on
-        the rank with the last stage, 0 on others. Replicas sync their gradients as the last ones are computed.
+        """Adds the gradients of `scale` x `factor` x the sum of the microbatches' losses. Returns that sum of losses
+        (scalar) on the rank with the last stage, 0 on others. Replicas sync their gradients as the last ones are
+        computed. factor: of loss scaling.
 
         positions_T: of this rank's tokens; None: all positions.
         """
-        run, schedule = _Run(self, microbatches, positions_T, scale, seed), self.schedule(len(microbatches))
+        run, schedule = (
+            _Run(self, microbatches, positions_T, scale, seed, factor),
+            self.schedule(len(microbatches)),
+        )
         if self.recording:
             self.mesh.axis("pp").barrier()
         began = time.perf_counter()
@@ -155,10 +160,11 @@ class _Run:
         positions_T: Tensor | None,
         scale: float,
         seed: Seed,
+        factor: Tensor | None = None,
     ):
         self.pipeline, self.mesh, self.microbatches = pipeline, pipeline.mesh, microbatches
         self.axis = pipeline.mesh.axis("pp")
-        self.scale, self.seed, self.positions_T = scale, seed, positions_T
+        self.scale, self.seed, self.positions_T, self.factor = scale, seed, positions_T, factor
         self.synchronize = pipeline.recording and pipeline.mesh.device.type == "cuda"
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.events: list[Event] = []
@@ -227,6 +233,8 @@ class _Run:
         x, y = self.kept.pop(key)
         last = self.pipeline.stages[stage].last
         gradient = torch.full_like(y, self.scale) if last else _take(self.gradients, key)
+        if last and self.factor is not None:
+            gradient *= self.factor
         backward = partial(torch.autograd.backward, y, gradient)
         with self._timed(action):
             if action.kind == "I":

@@ -19,8 +19,8 @@ from fivefold.spread.zeropp import zeropp
 
 
 class UnitMessages:
-    """The messages of one unit. sent: dtype of gradient messages. gathers, scatters: those of ZeRO++, which take the
-    place of the axis' own.
+    """The messages of one unit. sent: dtype of gradient messages. masters: dtype of weights and gradients. gathers,
+    scatters: those of ZeRO++, which take the place of the axis' own.
 
     In a hybrid the replicas sum their gradients once per step: in the `last` microbatch, together with the gradients
     that earlier microbatches have scattered (stages 2 and 3). FSDP2 adds these up in the buffer that `arrived` first;
@@ -30,11 +30,11 @@ class UnitMessages:
     gathers: Gathers | None = None
     scatters: Scatters | None = None
 
-    def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype):
+    def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype, masters: torch.dtype):
         self.name = name = unit.module or "outside of blocks"
         self.axis, self.replicas = mesh.axis(unit.group).of_unit(name), mesh.axis("replicate").of_unit(name)
         self.mesh, self.table = mesh, unit
-        self.sent, self.last, self.sums = sent, True, mesh.sums("replicate")
+        self.sent, self.masters, self.last, self.sums = sent, masters, True, mesh.sums("replicate")
         self.seen: Callable[[Tensor], None] | None = None
         self.arrived: Tensor | None = None
         self._summing: Started | None = None
@@ -59,7 +59,7 @@ class UnitMessages:
             self.gathers.forget()
 
     def sum_replicas(self, rows: Tensor) -> None:
-        """Sums a microbatch's gradients over replicas. rows: flat, fp32; FSDP2 is about to add them to the gradients of
+        """Sums a microbatch's gradients over replicas. rows: flat; FSDP2 is about to add them to the gradients of
         earlier microbatches. On GPUs it has allocated them on its scatter stream and calls this on another one, so the
         allocator is told who else reads them."""
         for gradients in (rows, self.arrived):

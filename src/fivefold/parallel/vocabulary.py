@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.kernels.loss import add_chunk, add_z_gradient, mean_scale, rows_at_once
+from fivefold.kernels.loss import add_chunk, add_z_gradient, ahead, mean_scale, rows_at_once
 from fivefold.kernels.private import assert_on_device
 from fivefold.kernels.vocabulary import (
     local_targets,
@@ -90,6 +90,8 @@ class _Loss(Function):
         N, v = x_ND.shape[0], weight.shape[0]
         assert_on_device((targets_N < v * axis.size).all(), "a target beyond the vocabulary")
         rows, counted, scale = rows_at_once(x_ND, v), targets_N >= 0, mean_scale(targets_N)
+        ctx.ahead = ahead()
+        made = scale if ctx.ahead is None else scale * ctx.ahead
         needs_x, needs_weight, _, needs_bias = (needed and grad for needed in ctx.needs_input_grad[:4])
         ctx.dx, ctx.gone = None, False
         losses = torch.empty(N, dtype=torch.float32, device=x.device)
@@ -97,7 +99,7 @@ class _Loss(Function):
         dweight = dbias = None
         for start in range(0, N, max(1, rows)):
             part = slice(start, start + rows)
-            dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], scale, z_loss)
+            dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], made, z_loss)
             if dx_ND is not None:
                 dx_ND[part] = kernels.input_gradient(dlogits, weight)
             if dx_ND is not None and start + rows >= N:  # the sum overlaps with the last weight gradient
@@ -122,7 +124,8 @@ class _Loss(Function):
             raise RuntimeError(
                 "a second backward of the same loss: the first has freed its gradients. Compute the loss again"
             )
-        factor, (dweight, dbias) = grads[0], ctx.saved_tensors
+        factor = grads[0] if ctx.ahead is None else grads[0] / ctx.ahead
+        dweight, dbias = ctx.saved_tensors
         found = [None if ctx.dx is None else ctx.dx(), dweight, dbias]
         ctx.dx = None  # the loss keeps this context, and so the gradient, until the next loss
         ctx.gone = True

@@ -1,9 +1,9 @@
 """Sharded states (ZeRO stages 1 to 3, arXiv 1910.02054), and hybrids of them with replicas, on PyTorch's FSDP2.
 
 The ranks of a "shard" group divide the rows of every parameter (for few experts, the rows of each: `parts.shard_dim`).
-Each rank keeps the fp32 master weights, gradients and moments of its rows only. A block's weights are gathered, in the
-compute dtype, before it runs. After its backward, its gradients are summed and scattered to the owners of the rows. The
-stages are one engine with two switches:
+Each rank keeps the master weights, gradients and moments of its rows only, in fp32 in most modes (precision/modes.py).
+A block's weights are gathered, in the compute dtype, before it runs. After its backward, its gradients are summed and
+scattered to the owners of the rows. The stages are one engine with two switches:
 
 | Stage | gathered weights | gradients are scattered | Elements sent per step of m microbatches |
 |---|---|---|---|
@@ -53,7 +53,8 @@ def shard(
         assert here == {stage.get_parameter(name) for name in unit.names}, (
             f"{unit.module or 'the stage'} has others"
         )
-        sent.append(UnitMessages(mesh, unit, reduce))
+        (masters,) = {p.dtype for p in here}
+        sent.append(UnitMessages(mesh, unit, reduce, masters))
         _shard(module, sent[-1], mesh, compute_dtype, whole)
     return sent
 
@@ -66,8 +67,9 @@ def _shard(
     whole: set[nn.Parameter],
 ) -> None:
     """Makes a module an FSDP2 unit. whole: its parameters that are not sharded."""
-    # The inputs are not cast: the rotary table stays fp32.
-    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # The inputs are not cast: the rotary table stays fp32. Gradients are summed in the dtype of the masters.
+    summed = messages.masters
+    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=summed, cast_forward_inputs=False)
     shards = mesh.device_mesh(messages.axis.name)
     fully_shard(
         module,
@@ -190,8 +192,8 @@ class Sharded:
 
     def kept(self) -> dict[str, list[Tensor]]:
         """Tensors by category; see `Replica.kept`. Gathered weights stay for the step, except under stage 3, which
-        may keep a node's share of them (ZeRO++). In fp32 the rows compute themselves. Gradients are those that add up
-        before they are summed."""
+        may keep a node's share of them (ZeRO++). Without a cast the rows compute themselves. Gradients are those that
+        add up before they are summed."""
         adding = [messages.arrived for messages in self.messages if messages.arrived is not None]
         if self.defer:
             adding += [gradient for unit in self.units for gradient in private.whole_gradients(unit)]

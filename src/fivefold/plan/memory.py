@@ -3,6 +3,7 @@ schedule, and buffers at the moment with the largest sum. Search, `plan` and pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +27,16 @@ from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all
 from fivefold.spread.layout import Layout, groups
 from fivefold.spread.matrices import sizes_sent
 from fivefold.spread.parts import TIED, held, sharing_group, size_of, stages_of
-from fivefold.spread.units import compressed_buckets, keepings, local_parameters, scattered_once, syncs
+from fivefold.spread.units import (
+    Local,
+    buffer_order,
+    compressed_buckets,
+    keepings,
+    local_parameters,
+    scattered_once,
+    syncs,
+    updated_together,
+)
 from fivefold.spread.zeropp import zeropp
 
 ERROR = 0.015
@@ -365,7 +375,7 @@ def at_peak(
     """(activations, buffers) at the moment of `Buffers` with the largest sum.
 
     live: bytes kept by all live microbatches. own: bytes kept by one of them. last: True if the rank has the last
-    stage. after: bytes of compressed sums, which end behind backward, or of an update of whole matrices. tails: the
+    stage. after: bytes of what happens behind backward: the end of compressed sums, the update. tails: the
     rank's blocks, the last one first, if they recompute different things; else only the last one counts, behind which
     most is live.
     """
@@ -473,6 +483,7 @@ class Predictor:
         if ends not in known:
             known[ends] = buffers(model, layout, *ends, b, self.software)
         unsent, summing = compression(model, layout, mine, by_stage)
+        summing = max(summing, rounding_scratch(model, layout, mine, by_stage, b))
         hashed: Any = model
         after = max(summing, update_scratch(self.software.optimizer, hashed, layout, position))
         params, gradients, optimizer = rank_states(b, layout, own, microbatches)
@@ -504,6 +515,29 @@ def sum_scratch(
             if schedule is not None:
                 most[name] = max(most.get(name, 0.0), messages_of(schedule, 0, size).scratch * each)
     return sum(most.values())
+
+
+def rounding_scratch(
+    model: ModelSection, layout: Layout, mine: list[int], by_stage: Sequence[range], b: States
+) -> float:
+    """Bytes of the fp32 copies that an update with rounding works on (optim/rounding.py), on the first rank."""
+    if not b.copied:
+        return 0.0
+    card, most = card_of(model), 0.0
+    local, whole = local_parameters(card, layout), card.parameters
+    for keeping in keepings(card, layout, mine, by_stage):
+        held = {name for unit in keeping.units for name in unit.names}
+        replicas = [[name for name in whole if name in held]]
+        replicas += [buffer_order(list(buffer.names)) for buffer in keeping.buffers]
+        for names in replicas:
+            for some in updated_together({name: math.prod(whole[name]) for name in names}):
+                kept = (local[n].share(_sharing(layout, local[n])) for n in some)
+                most = max(most, b.copied * sum(kept))
+    return most
+
+
+def _sharing(layout: Layout, local: Local) -> int:
+    return sharing_group(layout, layout.ep > 1 and local.axis == "ep")[1]
 
 
 def compression(

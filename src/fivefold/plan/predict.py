@@ -13,7 +13,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.operations import Sizes
 from fivefold.models.recomputation import budget_of, of_blocks
 from fivefold.models.section import ModelSection
-from fivefold.optim import OPTIMIZERS, OptimizerCard
+from fivefold.optim import OPTIMIZERS, OptimizerCard, kept_in
 from fivefold.plan import memory, offload, outer, servers, volume
 from fivefold.plan.clusters import of_gpu, parse
 from fivefold.plan.cost import Setting, matmul_dtype
@@ -23,10 +23,10 @@ from fivefold.plan.memory import Memory
 from fivefold.plan.recompute_budget import Budget, with_budget
 from fivefold.plan.recompute_budget import resolve as resolve_budget
 from fivefold.plan.slow_links import SlowLinks, compare
-from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, of
+from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, States, of
 from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Parts, Step, step
-from fivefold.precision import DTYPES, PRECISIONS, chosen
+from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, sent
 from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
@@ -300,9 +300,8 @@ def resolved(recipe: Recipe) -> Recipe:
 
 def for_recipe(software: Software, recipe: Recipe) -> Software:
     """The software with a recipe's optimizer states and its dtype for sending gradients."""
-    card, reduce = OPTIMIZERS[recipe.optim.name], DTYPES[recipe.precision.reduce].bytes
-    moments = card.bytes if card.uniform else _least(card, recipe.model)
-    states = {name: replace(s, reduce=reduce, moments=moments) for name, s in software.states.items()}
+    card = OPTIMIZERS[recipe.optim.name]
+    states = {name: _with_optimizer(s, card, recipe, PRECISIONS[name]) for name, s in software.states.items()}
     return replace(software, states=states, optimizer=card.name)
 
 
@@ -310,6 +309,16 @@ def _least(card: OptimizerCard, model: ModelSection) -> float:
     """Bytes per parameter of the states of the parameter that has fewest."""
     shapes = card_of(model).parameters.items()
     return min(card.state_bytes(name, shape) / math.prod(shape) for name, shape in shapes if math.prod(shape))
+
+
+def _with_optimizer(s: States, card: OptimizerCard, recipe: Recipe, mode: Mode) -> States:
+    """The states of a mode with a recipe's optimizer."""
+    kept = kept_in(card, mode, recipe.precision.rounding)
+    rounded = [state for state in card.states if state.dtype == MASTER]
+    copied = DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0  # of master, gradient, states
+    reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
+    moments = kept.bytes if kept.uniform else _least(kept, recipe.model)
+    return replace(s, reduce=reduce, moments=moments, copied=copied)
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:

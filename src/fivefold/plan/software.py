@@ -22,7 +22,8 @@ class States:
     working: the weights that compute. master: the weights that the optimizer updates; 0 if they are the working ones.
     moments: the optimizer's states, by its card; what some parameters have more is in `memory.more_states`. gradient:
     the sum over microbatches. reduce: bytes per element of a gradient message. cast: under ZeRO, working weights exist
-    only gathered, cast from the masters (FSDP2), and whole gradients only while microbatches add up.
+    only gathered, cast from the masters (FSDP2), and whole gradients only while microbatches add up. copied:
+    fp32 copies of what an update rounds (optim/rounding.py), of a few parameters at a time.
     """
 
     working: float = DTYPES["bf16"].bytes
@@ -31,6 +32,7 @@ class States:
     moments: float = OPTIMIZERS[DEFAULT].bytes
     reduce: float = DTYPES[MASTER].bytes
     cast: bool = False
+    copied: float = 0.0
 
     @property
     def optimizer(self) -> float:

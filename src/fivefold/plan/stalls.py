@@ -7,10 +7,10 @@ from typing import Any
 
 from fivefold.host.devices import GB
 from fivefold.models.card import card_of
-from fivefold.optim import OPTIMIZERS
+from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.plan import rates
 from fivefold.plan.cost import Setting
-from fivefold.precision import DTYPES, MASTER, token_bytes
+from fivefold.precision import PRECISIONS, token_bytes
 from fivefold.recipe import Recipe, count_parameters
 
 
@@ -61,8 +61,9 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     """The stalls of a resolved recipe whose steps take `step` seconds."""
     nodes = max(1, s.cluster.nodes)
     card, shapes = OPTIMIZERS[recipe.optim.name], card_of(recipe.model).parameters
-    states = sum(card.state_bytes(name, shape) for name, shape in shapes.items())
-    size = round(DTYPES[MASTER].bytes * count_parameters(recipe.model) + states)
+    kept = kept_in(card, PRECISIONS[s.mode], recipe.precision.rounding)
+    states = sum(kept.state_bytes(name, shape) for name, shape in shapes.items())
+    size = round((s.states.master or s.states.working) * count_parameters(recipe.model) + states)
     tokens = recipe.train.global_batch_size * recipe.model.seq_len
     reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.disk
     return Stalls(

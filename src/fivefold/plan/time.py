@@ -10,7 +10,7 @@ from functools import lru_cache
 from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul, Operation, Work
 from fivefold.models.recomputation import of_blocks, region
-from fivefold.optim import OPTIMIZERS, update_traffic
+from fivefold.optim import OPTIMIZERS, rounding_traffic, update_traffic
 from fivefold.plan import communication, memory, offload, outer, rates, volume
 from fivefold.plan.communication import exposed, group, held
 from fivefold.plan.cost import Cost, Setting, operation, part, together
@@ -405,7 +405,8 @@ def optimizer(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update and refreshing the weights. They read and write all bytes of the states."""
     b = s.states
     kept = own.keeps if s.layout.zero else own.computes
-    size = kept * update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
+    moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
+    size = kept * (moved + rounding_traffic(b.copied))
     oversubscription = s.cluster.oversubscription
     update = oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
     passes = s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads

@@ -51,7 +51,7 @@ class Mode:
     working: weights that compute, and activations. master: weights that the optimizer updates; if it is `working`, they
     are the same tensors. gradient: sums over microbatches. state: the optimizer's states that its card has in fp32.
     products: the way to multiply, a name in `DTYPES`; "": as `working`. auto: `precision.mode = "auto"` may choose it.
-    trains: False: the planner prices it for other programs, and this one does not train in it.
+    scaled: the loss is scaled (optim/loss_scale.py). gpu: only GPUs have it.
 
     The tolerance of `fivefold verify` follows from the row. Roundings of `working` and `products` differ between
     layouts, because sums are cut elsewhere, so they are not compared with a constant. One process trains in the mode,
@@ -68,7 +68,8 @@ class Mode:
     state: str = MASTER
     products: str = ""
     auto: bool = False
-    trains: bool = True
+    scaled: bool = False
+    gpu: bool = False
 
     @property
     def rate(self) -> str:
@@ -93,6 +94,11 @@ class Mode:
         return {self.working, self.rate, self.master, self.gradient, self.state} == {MASTER}
 
     @property
+    def rounds(self) -> bool:
+        """True if the update's result is rounded, as `precision.rounding` says (optim/rounding.py)."""
+        return self.master != MASTER
+
+    @property
     def copies(self) -> bool:
         """True if working weights are copies of the masters (arXiv 1710.03740)."""
         return self.working != self.master
@@ -102,13 +108,22 @@ PRECISIONS = {
     mode.name: mode
     for mode in (
         Mode("fp32", "fp32", auto=True),
+        Mode("tf32", "fp32", products="tf32", gpu=True),
         Mode("bf16", "bf16", auto=True),
-        Mode("fp16", "fp16", trains=False),
+        Mode("bf16_pure", "bf16", master="bf16", gradient="bf16", state="bf16"),
+        Mode("fp16", "fp16", scaled=True),
         Mode("fp8", "bf16", products="fp8"),
     )
 }
-TRAINABLE = tuple(name for name, mode in PRECISIONS.items() if mode.trains)
+ROUNDINGS = ("stochastic", "kahan", "nearest")
+"""The values of `precision.rounding`; see optim/rounding.py."""
+TRAINABLE = tuple(PRECISIONS)
 """The modes that `precision.mode` can name."""
+
+
+def sent(mode: Mode, reduce: str) -> str:
+    """The dtype of gradient messages under `precision.reduce`: at most that of the sum over microbatches."""
+    return reduce if DTYPES[reduce].bytes < DTYPES[mode.gradient].bytes else mode.gradient
 
 
 def chosen(mode: str, fast_bf16: bool) -> str:

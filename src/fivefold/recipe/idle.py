@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from fivefold.models.card import Contradiction
 from fivefold.optim.outer import OUTER
+from fivefold.precision import PRECISIONS
 from fivefold.precision.fp8 import FP8
 from fivefold.recipe.schema import LayoutSection, Sections
 from fivefold.recipe.words import toml_value
@@ -70,6 +71,16 @@ def _fp8(key: str) -> Idle:
     )
 
 
+def _scaled(key: str) -> Idle:
+    """A field of loss scaling."""
+    return Idle(
+        f"precision.{key}",
+        lambda r: r.precision.mode == "auto" or not PRECISIONS[r.precision.mode].scaled,
+        "only fp16 scales the loss",
+        "precision.mode",
+    )
+
+
 IDLE = (
     *map(_fp8, ("fp8_scaling", "fp8_backward", "fp8_skip_first", "fp8_skip_last")),
     Idle("layout.schedule", lambda r: r.layout.pp == 1, "a schedule needs pp > 1"),
@@ -97,6 +108,13 @@ IDLE = (
         lambda r: _summing(r) > 1 and r.layout.compress != NONE,
         "layout.compress says what is sent",
     ),
+    Idle(
+        "precision.rounding",
+        lambda r: r.precision.mode == "auto" or not PRECISIONS[r.precision.mode].rounds,
+        "only modes without fp32 masters round the update",
+        "precision.mode",
+    ),
+    *map(_scaled, ("loss_scale", "loss_scale_every")),
     Idle(
         "layout.compress",
         lambda r: _summing(r) == 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from fivefold.models.card import Contradiction, card_of, resolve_model, round_up
 from fivefold.models.recomputation import budget_of, of_blocks
 from fivefold.models.rules import lacks, model_rules
 from fivefold.models.section import ModelSection
-from fivefold.optim import FIELDS, OPTIMIZERS
+from fivefold.optim import DEFAULT, FIELDS, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.precision import MASTER, PRECISIONS
 from fivefold.recipe.idle import refused
@@ -32,6 +33,7 @@ def contradictions(recipe: Sections) -> Iterator[Contradiction]:
     yield from _experts(recipe)
     yield from _length(recipe)
     yield from _optimizer(recipe)
+    yield from _precision(recipe)
     yield from _recomputation(recipe)
     yield from _observed(recipe)
     yield from refused(recipe)
@@ -137,6 +139,63 @@ def _length(recipe: Sections) -> Iterator[Contradiction]:
         yield (
             {"optim.min_lr", "optim.lr"},
             f"optim.min_lr = {optim.min_lr} must be at most optim.lr = {optim.lr}",
+        )
+
+
+def _precision(recipe: Sections) -> Iterator[Contradiction]:
+    """Rules between the precision mode and what sums gradients."""
+    name = recipe.precision.mode
+    mode = PRECISIONS.get(name)
+    if mode is None:  # auto
+        return
+    if recipe.precision.loss_scale != 2.0 ** round(math.log2(recipe.precision.loss_scale)):
+        nearest = 2.0 ** round(math.log2(recipe.precision.loss_scale))
+        yield (
+            {"precision.loss_scale"},
+            f"precision.loss_scale = {recipe.precision.loss_scale:g} must be a power of two, so that scaling rounds "
+            f"nothing. Nearest valid: {nearest:g}",
+        )
+    if mode.scaled and recipe.layout.compress != NONE:
+        yield (
+            {"precision.mode", "layout.compress"},
+            f'precision.mode = "{name}" is not supported with layout.compress: what compression keeps back would have '
+            f'another loss scale later, and an overflow would stay in it. Nearest valid: compress = "{NONE}", or '
+            'mode = "bf16"',
+        )
+    if mode.master != MASTER and recipe.layout.compress != NONE:
+        yield (
+            {"precision.mode", "layout.compress"},
+            f'precision.mode = "{name}" is not supported with layout.compress, which keeps fp32 residuals. Nearest '
+            f'valid: compress = "{NONE}", or mode = "bf16"',
+        )
+    card = OPTIMIZERS[recipe.optim.name]
+    if mode.rounds and not card.elementwise:
+        yield (
+            {"precision.mode", "optim.name"},
+            f'precision.mode = "{name}" is not supported with the optimizer "{card.name}", whose states are not '
+            f'rounded. Nearest valid: optim.name = "{DEFAULT}", or mode = "bf16"',
+        )
+    if mode.rounds and OFFLOADS[recipe.layout.offload].streams:
+        yield (
+            {"precision.mode", "layout.offload"},
+            f'precision.mode = "{name}" is not supported with layout.offload = "{recipe.layout.offload}", which keeps '
+            'fp32 states. Nearest valid: layout.offload = "activations", or mode = "bf16"',
+        )
+    if mode.rounds and recipe.precision.rounding == "kahan" and recipe.sites.count > 1:
+        yield (
+            {"precision.rounding", "sync.method"},
+            'precision.rounding = "kahan" is not supported with several sites, whose outer steps replace the weights '
+            'that the compensation belongs to. Nearest valid: rounding = "stochastic"',
+        )
+    if recipe.servers.count and (mode.scaled or mode.master != MASTER):
+        why = (
+            "weights of one server change before another knows of an overflow"
+            if mode.scaled
+            else "a server keeps fp32 masters"
+        )
+        yield (
+            {"precision.mode", "sync.method"},
+            f'precision.mode = "{name}" is not supported with parameter servers: {why}. Nearest valid: mode = "bf16"',
         )
 
 

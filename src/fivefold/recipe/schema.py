@@ -13,7 +13,7 @@ from pydantic import Field
 from fivefold.models.section import ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.outer import OUTER
-from fivefold.precision import DTYPES, MASTER, TRAINABLE, TRAINED
+from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
@@ -24,10 +24,10 @@ from fivefold.spread.sites import ONE_SITE, Sites
 from fivefold.spread.tiers import NOT_OFFLOADED
 
 if TYPE_CHECKING:  # a type checker reads no tables
-    AllReduce = Dtype = Fp8Gradient = Mode = Order = Scaling = OptimizerName = SyncMethod = str
+    AllReduce = Dtype = Fp8Gradient = Mode = Order = Rounding = Scaling = OptimizerName = SyncMethod = str
 else:
     Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINABLE]
-    Scaling, Fp8Gradient = Literal[SCALINGS], Literal[tuple(GRADIENTS)]
+    Scaling, Fp8Gradient, Rounding = Literal[SCALINGS], Literal[tuple(GRADIENTS)], Literal[ROUNDINGS]
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
     SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -266,10 +266,20 @@ class SyncSection(Section):
 
 class PrecisionSection(Section):
     mode: Mode = "auto"
-    """Compute dtype. `auto`: bf16 if the processor supports it, else fp32. Master weights and optimizer states are
-    fp32 in every mode."""
+    """Precision of training. `auto`: bf16 if the processor supports it, else fp32. `bf16`: weights and activations in
+    bf16, with fp32 master weights, gradient sums and optimizer states. `bf16_pure`: everything in bf16, 8 bytes per
+    parameter with AdamW. `fp16`: as `bf16`, with a scaled loss. `tf32`: fp32, which GPUs multiply with 11 bits."""
+    loss_scale: float = Field(default=2.0**16, ge=1, le=2.0**24)
+    """Factor on the loss at the start, a power of two. `fp16` only. An overflow halves it and skips the step (arXiv
+    1710.03740)."""
+    loss_scale_every: int = Field(default=2000, ge=1)
+    """Steps without an overflow after which the factor doubles. `fp16` only."""
     reduce: Dtype = "fp32"
-    """Dtype in which gradients are summed over ranks."""
+    """Dtype in which gradients are summed over ranks. `bf16_pure` always takes bf16."""
+    rounding: Rounding = "stochastic"
+    """How an update is rounded to bf16. `nearest` loses small updates. `stochastic` (arXiv 1502.02551) rounds up or
+    down at random. `kahan` (arXiv 2010.06192) keeps what rounding cuts off, 2 more bytes per parameter.
+    `bf16_pure` only."""
     fp8_scaling: Scaling = "block"
     """What shares a scale in `mode = "fp8"`. `block`: 128 numbers of activations and gradients, 128 x 128 of weights
     (DeepSeek-V3, arXiv 2412.19437). `row`: the numbers that are summed. `tensor`: all. Scales are powers of two."""

@@ -8,7 +8,7 @@ these, and the rest of the stage. `parallel` builds both from these tables, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -251,6 +251,25 @@ def scattered_once(zero: int, pp: int) -> bool:
     ZeRO 1 does so. In a pipeline every ZeRO stage does: microbatches overlap, and may defer weight gradients.
     """
     return zero == 1 or (zero > 1 and pp > 1)
+
+
+UPDATED = 1 << 18
+"""Elements of whole parameters that an update with rounding takes at once, unless one parameter has more: few enough
+that their fp32 copies (optim/rounding.py) are small beside the states."""
+
+
+def updated_together(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Parameters in the order of their replica, in groups of at most `UPDATED` elements: the same groups on all ranks.
+    sizes: of the whole parameters."""
+    some, size = list[str](), 0
+    for name, elements in sizes.items():
+        if some and size + elements > UPDATED:
+            yield some
+            some, size = [], 0
+        some.append(name)
+        size += elements
+    if some:
+        yield some
 
 
 def local_parameters(model: Model, layout: Layout) -> dict[str, Local]:

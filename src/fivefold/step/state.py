@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from fivefold.host.machine import has_fast_bf16
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.layers import Output
-from fivefold.optim import OPTIMIZERS
+from fivefold.optim import OPTIMIZERS, kept_in
+from fivefold.optim.loss_scale import LossScale
 from fivefold.optim.outer import OUTER
 from fivefold.optim.placing import gathered, places, state_bytes, ways
+from fivefold.optim.rounding import Rounded, Rounding
 from fivefold.optim.updater import Updater
 from fivefold.parallel import products
 from fivefold.parallel.data import DataParallel
@@ -28,7 +31,7 @@ from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
-from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, torch_dtype
+from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
 from fivefold.precision.fp8 import FP8
 from fivefold.recipe import OptimSection, Recipe, count_parameters, tokens_per_step
 from fivefold.schedules.compression import compressor
@@ -44,14 +47,16 @@ class State:
     """The training state. `step` counts optimizer steps.
 
     counts: (2) fp64, on the device, because the host learns of a step's result while a later one runs: the steps that
-    changed the weights, and the steps skipped in a row since then. norms: of the gradient, up to now
-    (optim/outliers.py). outer: the outer loop, if there are several sites.
+    changed the weights, and the steps skipped in a row since then (with loss scaling only those at its lowest factor).
+    norms: of the gradient, up to now (optim/outliers.py). outer: the outer loop, if there are several sites.
+    loss_scale: if the mode needs one.
     """
 
     parallel: Parallel
     mesh: Mesh
     counts: Tensor
     outer: Outer | None = None
+    loss_scale: LossScale | None = None
     step: int = 0
     norms: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     noise: tuple[float, float] = (
@@ -80,14 +85,17 @@ class State:
         self.counts = torch.tensor([updates, skipped], dtype=torch.float64, device=self.mesh.device)
 
     def masters(self) -> dict[str, Tensor]:
-        """This rank's part of the fp32 weights, by name."""
+        """This rank's part of the master weights, by name."""
         self.parallel.settle()
         return {name: w for replica in self.parallel.replicas for name, w in replica.masters.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the masters, after a step's backward."""
+        """The gradients of the masters, after a step's backward. With loss scaling: copies, without its factor."""
         self.parallel.settle()
-        return {name: g for replica in self.parallel.replicas for name, g in replica.gradients.items()}
+        found = {name: g for replica in self.parallel.replicas for name, g in replica.gradients.items()}
+        if self.loss_scale is None:
+            return found
+        return {name: g / self.loss_scale.factor for name, g in found.items()}
 
     def moments(self) -> dict[str, Tensor]:
         """This rank's optimizer states, named as in a checkpoint ("exp_avg.NAME"); empty before a step."""
@@ -116,10 +124,13 @@ class State:
         return {name: error for replica in self._replicas() for name, error in replica.errors().items()}
 
     def go_to(self, step: int) -> None:
-        """Sets the step, by which compressed sums begin and random-k draws."""
+        """Sets the step, by which compressed sums begin, and random-k and stochastic rounding draw."""
         self.step = step
         for one in self.compressed():
             one.steps = step
+        for replica in self.parallel.replicas:
+            if isinstance(replica.updater, Rounded):
+                replica.updater.steps = step
 
     def compressed(self) -> list[CompressedSum]:
         """The compressed gradient sums; none without compression."""
@@ -151,15 +162,18 @@ def assemble(
 ) -> State:
     """Builds the state without the checks of `build_state`. memory: see `parallelize`. site: see `Mesh`."""
     mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, recipe.sites.count, site)
-    dtype = torch_dtype(compute_mode(recipe, ranks.device, module is not None).working)
-    reduce = torch_dtype(recipe.precision.reduce)
+    mode = compute_mode(recipe, ranks.device, module is not None)
+    dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
+    if ranks.device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if mode.rate == "tf32" else "highest")
+    reduce = torch_dtype(sent(mode, recipe.precision.reduce))
     if module is None:
-        parallel = parallelize(recipe, mesh, dtype, reduce, memory)
+        parallel = parallelize(recipe, mesh, dtype, reduce, memory, masters)
     else:
         if products.wanted(recipe) is not None:
             raise UserError(f'custom modules do not train in {FP8}. Use precision.mode = "bf16" or "auto"')
-        parallel = _replicated(module, mesh, dtype, reduce, recipe.optim.name)
-    state = with_optimizer(parallel, mesh, recipe, dtype)
+        parallel = _replicated(module, mesh, dtype, reduce, recipe.optim.name, masters)
+    state = with_optimizer(parallel, mesh, recipe, mode)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
@@ -182,15 +196,17 @@ def _outer(state: State, recipe: Recipe) -> Outer | None:
     return Outer(state.parallel.replicas, axis, sites, optimizer, sync.outer_lr, fields)
 
 
-def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, compute: torch.dtype) -> State:
-    """The state at step 0, ready to train. compute: the dtype in which the model computes."""
+def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, mode: Mode) -> State:
+    """The state at step 0, ready to train."""
     for stage in parallel.stages:
         stage.train()
         for module in stage.modules():
             if isinstance(module, Output):
                 module.z_loss = recipe.train.z_loss
-    optim = recipe.optim
+    optim, compute = recipe.optim, torch_dtype(mode.working)
     card, fields = OPTIMIZERS[optim.name], optimizer_fields(optim)
+    how = recipe.precision.rounding
+    rounding = Rounding(how, torch_dtype(mode.state), recipe.train.seed, kept_in(card, mode, how))
     found = ways(card, card_of(recipe.model), mesh.layout, mesh.rank) if mesh.layout.divided else {}
     for replica in parallel.replicas:
         mine = {name: way for name, way in found.items() if name in replica.masters}
@@ -198,16 +214,21 @@ def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, compute: torc
         rates = {name: rate_of(optim, name, part.shape) for name, part in replica.parts.items()}
         offload = parallel.offloads.get(id(replica))
         if offload is None:
-            replica.updater = Updater(
+            make = partial(
+                Updater,
                 card,
-                replica.masters,
-                optim.lr,
-                optim.weight_decay,
-                fields,
-                rates,
-                compute,
-                gathering,
-                tokens_per_step(recipe),
+                lr=optim.lr,
+                weight_decay=optim.weight_decay,
+                fields=fields,
+                rates=rates,
+                compute=compute,
+                gathering=gathering,
+                tokens=tokens_per_step(recipe),
+            )
+            replica.updater = (
+                Rounded(rounding, replica.masters, replica.parts, make)
+                if mode.rounds
+                else make(replica.masters)
             )
         else:
             working = replica.working if isinstance(replica, (DataParallel, Paged)) else None
@@ -215,7 +236,11 @@ def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, compute: torc
                 card, replica.masters, replica.gradients, working, optim.lr, optim.weight_decay, fields, rates
             )
     counts, norms = (torch.zeros(n, dtype=torch.float64, device=mesh.device) for n in (2, 3))
-    return State(parallel, mesh, counts, norms=norms)
+    state = State(parallel, mesh, counts, norms=norms)
+    if mode.scaled:
+        precision = recipe.precision
+        state.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_every, mesh.device)
+    return state
 
 
 def rate_of(optim: OptimSection, name: str, shape: tuple[int, ...]) -> float:
@@ -236,12 +261,15 @@ def optimizer_fields(optim: OptimSection) -> dict[str, Any]:
 
 def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
     """Refuses a model whose states alone do not fit into the machine."""
-    card, fp32 = card_of(recipe.model), DTYPES[MASTER].bytes
+    card, mode = card_of(recipe.model), compute_mode(recipe, ranks.device)
     kept = sum(size_of(part.keeps) for part in held(card, layout, ranks.rank).values())
-    own = chosen(recipe.precision.mode, has_fast_bf16("cpu")) != MASTER
-    away = tiers(layout.offload, layout.shards > 1, own)
-    optimizer = state_bytes(OPTIMIZERS[recipe.optim.name], card, layout, ranks.rank)
-    states = {"masters": fp32 * kept, "gradients": fp32 * kept, "states": optimizer}
+    away = tiers(layout.offload, layout.shards > 1, mode.copies)
+    optimizer = kept_in(OPTIMIZERS[recipe.optim.name], mode, recipe.precision.rounding)
+    states = {
+        "masters": DTYPES[mode.master].bytes * kept,
+        "gradients": DTYPES[mode.gradient].bytes * kept,
+        "states": state_bytes(optimizer, card, layout, ranks.rank),
+    }
     needed = sum(size for kind, size in states.items() if getattr(away, kind) != "disk")
     if needed * ranks.local_world > memory_bytes():
         raise UserError(
@@ -251,7 +279,12 @@ def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
 
 
 def _replicated(
-    module: nn.Module, mesh: Mesh, dtype: torch.dtype, reduce: torch.dtype, optimizer: str
+    module: nn.Module,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    reduce: torch.dtype,
+    optimizer: str,
+    masters: torch.dtype,
 ) -> Parallel:
     """Builds the replicas of a user's own module, whole on every rank.
 
@@ -277,6 +310,8 @@ def _replicated(
             f'layout.offload = "{mesh.layout.offload}": custom modules do not support offload. Nearest valid: "none"'
         )
     module = module.float().to(mesh.device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(masters)
     if mesh.device.type == "cuda":
         module.compile()
     params = dict(module.named_parameters())
@@ -291,7 +326,13 @@ def _replicated(
 def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> Mode:
     """The recipe's mode, or if that is auto, the one that is fast on the device. A user's own module
     runs in bf16 only if the recipe says so, because its buffers may need fp32."""
-    return PRECISIONS[chosen(recipe.precision.mode, not own_module and has_fast_bf16(device.type))]
+    mode = PRECISIONS[chosen(recipe.precision.mode, not own_module and has_fast_bf16(device.type))]
+    if mode.gpu and device.type != "cuda":
+        raise UserError(
+            f'precision.mode = "{mode.name}" is a way in which GPUs multiply, and this run is on a CPU. Nearest valid: '
+            f'precision.mode = "{mode.working}"'
+        )
+    return mode
 
 
 def make_equal(state: State) -> None:

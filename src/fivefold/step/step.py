@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fivefold.kernels.loss import scaled
 from fivefold.optim import learning_rate
 from fivefold.optim.clip import clip_scale
 from fivefold.optim.outliers import outlier
@@ -91,8 +92,12 @@ def take_step(
     """
     assert recipe.train.steps, "a resolved recipe has steps"
     share = forward_backward(state, microbatches, recipe.train.seed)
-    more = inspect() or {}
+    more = dict(inspect() or {})
     loss, own_norm, stop = agree(state, share, stop_wanted())
+    scaling = state.loss_scale
+    if scaling is not None:
+        own_norm = own_norm / scaling.factor
+        more["loss_scale"] = scaling.factor
     loss, norm, stop = mean_over_sites(state, loss, own_norm, stop)
     bad = 1 - (loss.isfinite() & norm.isfinite()).float()
     skip = bad
@@ -101,6 +106,8 @@ def take_step(
         more, skip = {**more, "outlier": found}, torch.maximum(bad, found.float())
     lr = update(state, recipe.optim, own_norm, skip, recipe.train.steps, bad)
     state.step += 1
+    if scaling is not None:
+        more["skipped_steps"] = state.step - state.counts[0]
     if state.outer is not None:
         state.outer.step(state.step, recipe.train.steps)
     own = zip(OWN, (loss, norm, stop, state.counts[1]), strict=True)
@@ -112,6 +119,7 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     """Computes the mean gradient of the global batch in the replicas. Returns this rank's share of the mean loss
     (scalar); the shares of all ranks add up to it."""
     parallel, mesh = state.parallel, state.mesh
+    factor = state.loss_scale.factor if state.loss_scale else None
     scale = 1 / (
         len(microbatches) * mesh.size("batch")
     )  # gradients and losses of all microbatches are summed; this makes the sum a mean
@@ -125,12 +133,12 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     for replica in parallel.replicas:
         replica.start_step()
     if parallel.balance is not None:
-        parallel.balance.start_step(scale)
-    with parallel.saving():
+        parallel.balance.start_step(scale if factor is None else factor * scale)
+    with parallel.saving(), scaled(factor):
         if parallel.pipeline is not None:
-            total = parallel.pipeline.forward_backward(microbatches, scale, seeds, parallel.positions)
+            total = parallel.pipeline.forward_backward(microbatches, scale, seeds, parallel.positions, factor)
         else:
-            total = accumulate(state, microbatches, scale, seeds)
+            total = accumulate(state, microbatches, scale, seeds, factor)
     for replica in parallel.replicas:
         replica.finish()
     for reduction in parallel.reductions:
@@ -141,7 +149,11 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
 
 
 def accumulate(
-    state: State, microbatches: list[Microbatch], scale: float, seeds: Callable[[int], None]
+    state: State,
+    microbatches: list[Microbatch],
+    scale: float,
+    seeds: Callable[[int], None],
+    factor: Tensor | None = None,
 ) -> Tensor:
     """Runs forward and backward of one microbatch after the other, if this rank has the whole model. Returns the sum of
     the losses."""
@@ -152,7 +164,8 @@ def accumulate(
             for replica in parallel.replicas:
                 replica.enable_sync()
         loss = state.module(inputs, targets, **positions(parallel))
-        loss.backward(torch.full_like(loss, scale))
+        gradient = torch.full_like(loss, scale)
+        loss.backward(gradient if factor is None else gradient * factor)
         total += loss.detach()
     return total
 
@@ -191,12 +204,18 @@ def update(
     """
     lr = rate(optim, state.step, steps)
     scale = clip_scale(norm, optim.grad_clip)
+    if state.loss_scale is not None:
+        scale = (1.0 if scale is None else scale) / state.loss_scale.factor
     for replica in state.parallel.replicas:
         replica.update(lr, scale, skip)
     if state.parallel.balance is not None:
         state.parallel.balance.update(skip)
     updates, skipped = state.counts.unbind()
-    state.counts = torch.stack([updates + (1 - skip), (skipped + 1) * (skip if bad is None else bad)])
+    if bad is None:
+        bad = skip
+    if state.loss_scale is not None:  # the run has not diverged where a lower factor may help
+        bad = bad - state.loss_scale.update(bad)
+    state.counts = torch.stack([updates + (1 - skip), (skipped + 1) * bad])
     return lr
 
 

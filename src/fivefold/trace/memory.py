@@ -59,7 +59,10 @@ def states_of(state: State) -> LiveTensors:
 
     return {
         "params": lambda: kept("params"),  # first: where masters compute, they are params
-        "gradients": lambda: [*state.gradients().values(), *kept("gradients")],
+        "gradients": lambda: [
+            *(g for replica in replicas for g in replica.gradients.values()),
+            *kept("gradients"),
+        ],
         "optimizer": lambda: [
             *state.masters().values(),
             *(t for replica in replicas for t in replica.updater.kept()),

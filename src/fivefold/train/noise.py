@@ -62,6 +62,8 @@ class NoiseScale:
         """The sum of the squared norms of this step's partial gradients: a scalar. All ranks call it, once the whole
         gradient is there."""
         square, self.square = self.square, torch.zeros_like(self.square)
+        if self.state.loss_scale is not None:
+            square = square / self.state.loss_scale.values[0] ** 2
         return self.mesh.axis("all").all_reduce(square)
 
     def figures(self, norm: float, square: float) -> dict[str, float]:

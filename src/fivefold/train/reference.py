@@ -1,7 +1,7 @@
 """The reference that `fivefold verify` compares layouts with: one process, the whole model, plain autograd.
 
 It shares the models' code, the step and the optimizer with the trainer, but not the way weights are kept: it has no
-flat buffers, no buckets, no sharding, no recomputation and no compilation. Each parameter has its own fp32 master and
+flat buffers, no buckets, no sharding, no recomputation and no compilation. Each parameter has its own master and
 gradient.
 """
 
@@ -21,7 +21,7 @@ from fivefold.parallel import products
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel
-from fivefold.precision import torch_dtype
+from fivefold.precision import Mode, torch_dtype
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, held
@@ -30,16 +30,17 @@ from fivefold.step.state import State, compute_mode, with_optimizer
 
 class Plain:
     """The simplest replica (see `parallel.replica.Replica`). The module must be in fp32 when this is built; afterwards
-    it computes in `compute_dtype`."""
+    it computes as the mode says."""
 
     updater: Updater
 
-    def __init__(self, module: nn.Module, parts: dict[str, Part], compute_dtype: torch.dtype):
+    def __init__(self, module: nn.Module, parts: dict[str, Part], mode: Mode):
         self.parts, self.params = parts, dict(module.named_parameters())
-        self.masters = {name: p.detach().clone() for name, p in self.params.items()}
+        kept = torch_dtype(mode.master)
+        self.masters = {name: p.detach().to(kept, copy=True) for name, p in self.params.items()}
         self.gradients = {name: torch.zeros_like(w) for name, w in self.masters.items()}
         for name, p in self.params.items():
-            p.data = p.data.to(compute_dtype)
+            p.data = p.data.to(torch_dtype(mode.working))
             p.register_post_accumulate_grad_hook(self._adder(name))
 
     def _adder(self, name: str) -> Callable[[Tensor], None]:
@@ -88,7 +89,7 @@ def reference_state(recipe: Recipe, one: Ranks) -> State:
     module = build(model, device=one.device, seed=recipe.train.seed)
     assert isinstance(module, LanguageModel)
     products.apply(module, recipe)
-    dtype = torch_dtype(compute_mode(recipe, one.device).working)
-    replica = Plain(module, held(card_of(model), Layout(), 0), dtype)
+    mode = compute_mode(recipe, one.device)
+    replica = Plain(module, held(card_of(model), Layout(), 0), mode)
     balance = Balance([module], mesh, model) if card_of(model).has_experts else None
-    return with_optimizer(Parallel([module], [replica], balance=balance), mesh, recipe, dtype)
+    return with_optimizer(Parallel([module], [replica], balance=balance), mesh, recipe, mode)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fivefold.checkpoint import store, write
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
+from fivefold.optim.card import COMPENSATION
 from fivefold.parallel.outer import Outer
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
@@ -38,9 +39,11 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
     All ranks call it, and each writes its own pieces.
     """
     counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
-    measured = {"noise": list(state.noise)} if any(state.noise) else {}
+    measured: dict[str, Any] = {"noise": list(state.noise)} if any(state.noise) else {}
     if bool(state.norms[0]):
         measured["norms"] = state.norms.tolist()
+    if state.loss_scale is not None:
+        measured["loss_scale"] = state.loss_scale.values.tolist()
     folder, run = store.folder_of(out, state.step), state.mesh.axis("run")
     whole = counts | measured | _compression(state) | meta
     if state.outer is None:
@@ -314,6 +317,8 @@ def _load(
     state.set_counts(updates, int(meta.get("skipped", 0)))
     if "norms" in meta:
         state.norms = torch.tensor(meta["norms"], dtype=torch.float64, device=state.mesh.device)
+    if state.loss_scale is not None and "loss_scale" in meta:
+        state.loss_scale.set(*meta["loss_scale"])
     gradient, trace = meta.get("noise", (0.0, 0.0))  # older checkpoints have none
     state.noise = float(gradient), float(trace)
     for name, weight in masters.items():
@@ -329,7 +334,7 @@ def _load(
             f"{moment}.{name}": partial(
                 _read, checkpoint, ("optimizer", f"{source.moments}{moment}."), name, part
             )
-            for (moment, name), part in state.moment_parts().items()
+            for (moment, name), part in _moment_parts(state, checkpoint, source.moments)
         }
         for replica in state.parallel.replicas:
             replica.updater.load(Lazily(found), updates, state.step)
@@ -368,6 +373,16 @@ def _load_outer(outer: Outer, checkpoint: store.Reader, parts: dict[str, Part], 
     )
 
 
+def _moment_parts(
+    state: State, checkpoint: store.Reader, before: str
+) -> Iterator[tuple[tuple[str, str], Part]]:
+    """The parts of optimizer states that are read. A run with another rounding has no compensation: it starts from
+    zero."""
+    for (moment, name), part in state.moment_parts().items():
+        if moment != COMPENSATION or _has(checkpoint, ("optimizer", f"{before}{moment}."), name):
+            yield (moment, name), part
+
+
 def _has(checkpoint: store.Reader, where: tuple[str, str], name: str) -> bool:
     kind, before = where
     return before + name in checkpoint.manifest["tensors"][kind]
@@ -392,7 +407,7 @@ def _moment_files(state: State, checkpoint: store.Reader, source: Source) -> set
         return set()
     return {
         file
-        for (moment, name), part in state.moment_parts().items()
+        for (moment, name), part in _moment_parts(state, checkpoint, source.moments)
         for _, box in boxes(part.keeps)
         for file in checkpoint.files_of("optimizer", f"{source.moments}{moment}.{name}", box)
     }

@@ -169,6 +169,9 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
     if steps < 1:
         raise UserError(f"steps {steps}: must be at least 1")
     changes, notes = [f"precision.mode={mode}"], []
+    if mode != recipe.precision.mode:
+        own = type(recipe.precision).model_fields.keys() - {"mode", "reduce"}  # only some modes have them
+        changes += [f"precision.{key}={getattr(PLAIN.precision, key)}" for key in own]
     if recipe.sync.method != PLAIN.sync.method:
         notes.append(
             f'all ranks sum gradients in every step here (the recipe has sync.method = "{recipe.sync.method}")'

@@ -1,0 +1,76 @@
+"""Random bits that depend only on a key and an element's index: equal on every layout, device and shard.
+
+The 64-bit hash is SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; constants of
+Stafford's mix 13). The 32-bit one is MurmurHash3's finalizer. Both are integer operations, exact everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 17  # elements made at once on a CPU: their scratch memory (4 MB) stays in its cache
+
+
+def keys(text: str) -> tuple[int, int]:
+    """Two 64-bit keys of a text, as signed numbers (torch has no unsigned arithmetic)."""
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(
+        digest[8:], "little", signed=True
+    )
+
+
+def indices(
+    shape: Sequence[int],
+    box: Sequence[tuple[int, int]],
+    device: torch.device | str = "cpu",
+    chunk: int = CHUNK,
+) -> Iterator[tuple[slice, Tensor]]:
+    """The flat indices of a box's elements in a tensor of this shape, in pieces of about `chunk`: (rows of the box,
+    int64 indices (rows x elements of a row))."""
+    assert all(0 <= a <= b <= n for n, (a, b) in zip(shape, box, strict=True)), (shape, box)
+    (first, last), inner_strides = box[0], [math.prod(shape[i + 1 :]) for i in range(1, len(shape))]
+    inner = torch.zeros(1, dtype=torch.int64, device=device)  # offsets of one row's elements
+    for (a, b), stride in zip(box[1:], inner_strides, strict=True):
+        inner = (inner[:, None] + torch.arange(a, b, device=device) * stride).view(-1)
+    row_stride, rows = math.prod(shape[1:]), max(1, chunk // max(1, inner.numel()))
+    for row in range(first, last, rows):
+        ids = torch.arange(row, min(row + rows, last), device=device)
+        yield slice(row - first, row - first + len(ids)), (ids[:, None] * row_stride + inner).view(-1)
+
+
+def hash64_(x: Tensor, key_a: int, key_b: int) -> Tensor:
+    """SplitMix64 in place, of int64. The second key is added between the rounds, so that no two keys' sequences are
+    shifts of each other. Products wrap around; `& mask` makes the arithmetic shift a logical one."""
+    shifted = torch.empty_like(x)
+    x.mul_(_signed(0x9E3779B97F4A7C15, 64)).add_(key_a)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
+        if factor is not None:
+            x.mul_(_signed(factor, 64))
+        if shift == 30:
+            x.bitwise_xor_(key_b)
+    return x
+
+
+def hash32_(x: Tensor, key_a: int, key_b: int) -> Tensor:
+    """A 32-bit hash in place, of int32: half the memory traffic of `hash64_`."""
+    shifted = torch.empty_like(x)
+    x.mul_(_signed(0x9E3779B1, 32)).add_(_signed(key_a & 0xFFFFFFFF, 32))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
+        if factor is not None:
+            x.mul_(_signed(factor, 32))
+        if factor == 0x85EBCA6B:
+            x.bitwise_xor_(_signed(key_b & 0xFFFFFFFF, 32))
+    return x
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >= 1 << (bits - 1) else value

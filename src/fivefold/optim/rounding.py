@@ -1,0 +1,207 @@
+"""Updates of weights and states that are kept in lower precision than they are computed in.
+
+The update runs in fp32, over fp32 copies of a few parameters at a time. Then weights and states are rounded back.
+`precision.rounding` says how:
+
+- nearest: an update smaller than half a spacing of the weight (2^-9 of it in bf16) is lost.
+- stochastic (arXiv 1502.02551): up or down at random, so that the mean is the number itself. The random bits depend on
+  (seed, step, name, element index), so they are the same on every layout, and replicas stay equal.
+- kahan (arXiv 2010.06192): what rounding cuts off a weight is a state of its own, which the next update adds again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from fivefold.kernels import native
+from fivefold.kernels.hashing import hash32_, indices, keys
+from fivefold.optim.card import COMPENSATION, OptimizerCard
+from fivefold.optim.updater import Updater
+from fivefold.spread.parts import Part, boxes, local_shape
+from fivefold.spread.units import updated_together
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """how: `precision.rounding`. dtype: of the rounded states. seed: of the run. card: with the states as they are
+    kept."""
+
+    how: str
+    dtype: torch.dtype
+    seed: int
+    card: OptimizerCard
+
+
+class Rounded(Updater):
+    """Updates masters that are kept in a lower precision, with any fused optimizer.
+
+    make: the optimizer over some fp32 masters. It has them and its states only while it runs. steps: how often `step`
+    was called; it seeds stochastic rounding.
+    """
+
+    rules = None
+
+    def __init__(
+        self,
+        rounding: Rounding,
+        masters: Mapping[str, Tensor],
+        parts: Mapping[str, Part],
+        make: Callable[[Mapping[str, Tensor]], Updater],
+    ):
+        self.rounding, self.masters, self.parts, self.card = rounding, masters, parts, rounding.card
+        self.steps = 0
+        self.rounded: dict[str, Tensor] = {}  # states, by their checkpoint names
+        sizes = {name: math.prod(parts[name].shape) for name in masters}
+        self.inner = [
+            make({name: _no_memory(masters[name]) for name in some}) for some in updated_together(sizes)
+        ]
+
+    def step(
+        self,
+        gradients: Mapping[str, Tensor],
+        lr: float,
+        scale: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        for inner in self.inner:
+            self._enter(inner)
+            inner.step({name: gradients[name].float() for name in inner.masters}, lr, scale, skip)
+            self._leave(inner)
+        self.steps += 1
+
+    def states(self) -> dict[str, Tensor]:
+        kept = {name: t for inner in self.inner for name, t in inner.states().items()}
+        return kept | self.rounded
+
+    def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
+        """Without a compensation, it starts from zero."""
+        for inner in self.inner:
+            names = [f"{state}.{name}" for name in inner.masters for state in inner.card.state_names]
+            inner.load({name: tensors[name].float() for name in names}, steps, number)
+            self._leave_states(inner)
+            if self.rounding.how == "kahan":
+                for name in inner.masters:
+                    key, weight = f"{COMPENSATION}.{name}", self.masters[name]
+                    found = tensors.get(key)
+                    self.rounded[key] = (
+                        torch.zeros_like(weight) if found is None else found.to(weight, copy=True)
+                    )
+
+    def clear(self) -> None:
+        self.rounded.clear()
+        for inner in self.inner:
+            inner.clear()
+
+    def kept(self) -> list[Tensor]:
+        hidden = {id(t) for inner in self.inner for t in inner.states().values() if _hidden(t)}
+        return [
+            *(t for inner in self.inner for t in inner.kept() if id(t) not in hidden),
+            *self.rounded.values(),
+        ]
+
+    def _enter(self, inner: Updater) -> None:
+        """Gives an optimizer its masters and states in fp32."""
+        for name, copy in inner.masters.items():
+            exact = self.masters[name].float()
+            if (compensation := self.rounded.get(f"{COMPENSATION}.{name}")) is not None:
+                exact += compensation
+            copy.data = exact
+        for name, state in inner.states().items():
+            if name in self.rounded:
+                state.data = self.rounded[name].float()
+
+    def _leave(self, inner: Updater) -> None:
+        """Rounds them back, and frees the copies."""
+        for name, copy in inner.masters.items():
+            exact, weight = copy.data, self.masters[name]
+            weight.copy_(self._round(exact, name, name, weight.dtype))
+            if self.rounding.how == "kahan":
+                self.rounded[f"{COMPENSATION}.{name}"] = _cut_off(exact, weight)
+            copy.data, copy.grad = _no_memory(copy), None
+        self._leave_states(inner)
+
+    def _leave_states(self, inner: Updater) -> None:
+        owners = {f"{state}.{name}": name for name in inner.masters for state in self.card.state_names}
+        for name, state in inner.states().items():
+            if state.dtype != torch.float32:
+                continue  # it has a format of its own
+            found = self._round(state, name, owners[name], self.rounding.dtype)
+            if name in self.rounded:
+                self.rounded[name].copy_(found)
+            else:
+                self.rounded[name] = found
+            state.data = _no_memory(state)
+
+    def _round(self, exact: Tensor, key: str, name: str, dtype: torch.dtype) -> Tensor:
+        """Rounds a tensor that has the shape of this rank's part of parameter `name`."""
+        part = self.parts[name]
+        if self.rounding.how != "stochastic" or tuple(exact.shape) != local_shape(part.keeps):
+            return exact.to(dtype)
+        key_a, key_b = keys(f"{self.rounding.seed}/{self.steps}/{key}")
+        for where, box in boxes(part.keeps):
+            round_stochastic_(exact[where], part.shape, box, key_a, key_b)
+        return exact.to(dtype)
+
+
+def round_stochastic_(
+    x: Tensor, shape: tuple[int, ...], box: tuple[tuple[int, int], ...], key_a: int, key_b: int
+) -> None:
+    """Rounds fp32 numbers in place to bf16, up with a probability that is their distance from the lower one. x: the box
+    of a tensor of this shape.
+
+    A bf16 number is an fp32 number whose lower 16 bits are 0. Random bits are added to these and carry, or not.
+    """
+    if getattr(x, "hollow", False):
+        return
+    if x.is_contiguous() and native.usable(x):
+        rows, width, start, stride = _ranges(shape, box)
+        for first, at in zip(start, range(0, x.numel(), rows * width), strict=True):
+            part = x.view(-1)[at : at + rows * width]
+            native.call("round_stochastic", torch.bfloat16, part, rows, width, first, stride, key_a, key_b)
+        return
+    for rows, index in indices(shape, box, x.device):
+        some = x[rows]
+        bits = hash32_(index.int(), key_a, key_b).bitwise_and_(0xFFFF).view(some.shape)
+        some.copy_(bits.add_(some.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32))
+
+
+def _ranges(shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> tuple[int, int, list[int], int]:
+    """A box as ranges of flat indices: (rows, elements of a row, the first index of each group of rows, the step from
+    row to row). Trailing dims that are whole join the row."""
+    dim = len(shape) - 1
+    while dim > 0 and box[dim] == (0, shape[dim]):
+        dim -= 1
+    inner = math.prod(shape[dim + 1 :])
+    first, width = box[dim][0] * inner, (box[dim][1] - box[dim][0]) * inner
+    if dim == 0:
+        return 1, width, [first], 0
+    stride = shape[dim] * inner
+    strides = [math.prod(shape[i + 1 :]) for i in range(dim)]
+    outer = product(*(range(*span) for span in box[: dim - 1]))
+    start = box[dim - 1][0] * stride + first
+    starts = [start + sum(i * s for i, s in zip(one, strides, strict=False)) for one in outer]
+    return box[dim - 1][1] - box[dim - 1][0], width, starts, stride
+
+
+def _cut_off(exact: Tensor, rounded: Tensor) -> Tensor:
+    """What rounding has cut off, itself cut to the dtype of `rounded`. It is less than half a spacing, so rounding the
+    sum again gives the same two numbers: a skipped update changes nothing."""
+    rest = exact - rounded.float()
+    if rounded.dtype == torch.bfloat16 and not getattr(rest, "hollow", False):
+        rest = rest.view(torch.int32).bitwise_and_(-0x10000).view(torch.float32)
+    return rest.to(rounded.dtype)
+
+
+def _no_memory(like: Tensor) -> Tensor:
+    """An fp32 tensor of the same shape, with the memory of one number."""
+    return like.new_zeros((), dtype=torch.float32).expand(like.shape)
+
+
+def _hidden(x: Tensor) -> bool:
+    return x.dim() > 0 and not any(x.stride()) and x.numel() > 1

@@ -1,0 +1,333 @@
+"""Precision modes: what is rounded, how, and the same on every layout; resuming; loss scaling; states in the plan."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts import compared, tiny
+from parity import joined, pieces
+from ranks import run_ranks
+from runs import assert_same_tensors, lines, ranks_of, train_rank
+from steps import planned
+
+from fivefold.checkpoint import store
+from fivefold.data import prepare
+from fivefold.errors import UserError
+from fivefold.kernels import native
+from fivefold.optim import OPTIMIZERS, kept_in
+from fivefold.optim.loss_scale import HIGHEST, LOWEST, LossScale
+from fivefold.optim.rounding import Rounded, Rounding, round_stochastic_
+from fivefold.optim.updater import Updater
+from fivefold.plan.clusters import parse
+from fivefold.plan.predict import held, predict
+from fivefold.precision import PRECISIONS
+from fivefold.recipe import Recipe, change, count_parameters, load, resolve
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import Part, whole
+from fivefold.step.state import build_state
+from fivefold.step.step import take_step
+from fivefold.trace.step import trace
+
+
+def rounded(x: torch.Tensor, keys: tuple[int, int], box=None, shape=None) -> torch.Tensor:
+    out = x.clone()
+    shape = tuple(x.shape) if shape is None else shape
+    round_stochastic_(out, shape, box or tuple((0, n) for n in shape), *keys)
+    return out
+
+
+def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average():
+    low, step = 1.0, 2.0**-7  # bf16 numbers between 1 and 2
+    x = torch.full((1 << 16,), low + 0.3 * step)
+    found = rounded(x, (1, 2))
+    assert set(found.unique().tolist()) == {low, low + step}
+    share = (found > low).float().mean().item()
+    assert share == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / x.numel()))
+    exact = torch.randn(1000).bfloat16().float()
+    assert torch.equal(rounded(exact, (1, 2)), exact), (
+        "a bf16 number is not rounded: skipped updates change nothing"
+    )
+    special = torch.tensor([math.inf, -math.inf, 0.0])
+    assert torch.equal(rounded(special, (1, 2)), special)
+    assert rounded(-x, (1, 2)).mean() == -rounded(x, (1, 2)).mean()
+
+
+def test_random_bits_depend_on_key_and_index_alone():
+    whole_x = torch.randn(12, 10)
+    found = rounded(whole_x, (5, 6))
+    box = ((3, 9), (2, 7))
+    part = rounded(whole_x[3:9, 2:7].contiguous(), (5, 6), box, (12, 10))
+    assert torch.equal(part, found[3:9, 2:7])
+    other = rounded(whole_x, (5, 7))
+    assert 0.2 < (found != other).float().mean() < 0.8
+
+
+@pytest.mark.parametrize(
+    "box",
+    [((0, 4), (0, 6), (0, 5)), ((1, 3), (0, 6), (0, 5)), ((1, 3), (2, 5), (0, 5)), ((0, 4), (1, 6), (2, 4))],
+)
+def test_the_fused_kernel_draws_the_same_bits(box, monkeypatch):
+    shape = (4, 6, 5)
+    x = torch.randn(shape)[tuple(slice(*span) for span in box)].contiguous()
+    fused = rounded(x, (-7, 1 << 60), box, shape)
+    monkeypatch.setattr(native, "usable", lambda *tensors: False)
+    assert torch.equal(fused, rounded(x, (-7, 1 << 60), box, shape))
+
+
+def updater(how: str, masters: dict[str, torch.Tensor], optimizer: str = "adamw") -> Rounded:
+    card, mode = OPTIMIZERS[optimizer], PRECISIONS["bf16_pure"]
+    parts = {
+        n: Part(tuple(w.shape), whole(tuple(w.shape)), whole(tuple(w.shape)), True)
+        for n, w in masters.items()
+    }
+    rounding = Rounding(how, torch.bfloat16, 1, kept_in(card, mode, how))
+    return Rounded(rounding, masters, parts, lambda some: Updater(card, some, 1e-3, 0.0, card.fields))
+
+
+def drift(how: str) -> tuple[float, Rounded]:
+    """How far 200 updates of a 1/5 spacing each bring weights of 1, in shares of the exact way."""
+    masters = {"a.weight": torch.ones(64, 64).bfloat16(), "b.weight": torch.ones(8).bfloat16()}
+    updates = updater(how, masters, "sgd")
+    gradient = {name: torch.full_like(w, -1.0) for name, w in masters.items()}
+    for _ in range(200):
+        updates.step(gradient, 2.0**-7 / 5)
+    moved = torch.cat([w.float().view(-1) - 1 for w in masters.values()]).mean().item()
+    return moved / (200 * 2.0**-7 / 5), updates
+
+
+def test_small_updates_are_lost_only_to_nearest():
+    assert drift("nearest")[0] == 0
+    assert drift("stochastic")[0] == pytest.approx(1, abs=0.02)
+    assert drift("kahan")[0] == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("how", ["nearest", "stochastic", "kahan"])
+def test_states_are_bf16_and_a_skipped_update_changes_nothing(how):
+    torch.manual_seed(0)
+    masters = {"a.weight": torch.randn(64, 48).bfloat16(), "b.weight": torch.randn(48).bfloat16()}
+    updates = updater(how, masters)
+
+    def step(skip: float) -> None:
+        gradients = {name: torch.randn_like(w) for name, w in masters.items()}
+        updates.step(gradients, 1e-2, None, torch.tensor(skip))
+
+    step(0.0)
+    elements = sum(w.numel() for w in masters.values())
+    states = updates.states()
+    assert all(t.dtype == torch.bfloat16 for t in states.values())
+    expected = kept_in(OPTIMIZERS["adamw"], PRECISIONS["bf16_pure"], how).bytes
+    assert sum(t.nbytes for t in states.values()) == expected * elements
+    assert sum(t.nbytes for t in updates.kept()) == expected * elements + 4 * len(masters), (
+        "and the step counts"
+    )
+    before = {n: t.clone() for n, t in (masters | states).items()}
+    step(1.0)
+    assert all(torch.equal(t, before[n]) for n, t in (masters | updates.states()).items())
+    step(0.0)
+    assert not torch.equal(masters["a.weight"], before["a.weight"])
+
+
+def test_loss_scale():
+    scale = LossScale(8.0, 2, torch.device("cpu"))
+    good, bad = torch.tensor(0.0), torch.tensor(1.0)
+    seen = []
+    for skip in (good, good, good, bad, good, good, bad, bad, bad, bad, bad, bad):
+        lowered = scale.update(skip)
+        seen.append((scale.factor.item(), lowered.item()))
+    assert [factor for factor, _ in seen] == [8, 16, 16, 8, 8, 16, 8, 4, 2, 1, LOWEST, LOWEST]
+    assert [int(lowered) for _, lowered in seen] == [0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0]
+    scale.set(HIGHEST, 1.0)
+    scale.update(good)
+    assert scale.factor == HIGHEST
+
+
+def test_ten_billion_parameters_in_pure_bf16_take_80_gb():
+    """CMU's lecture: 10 billion parameters, 8 bytes each."""
+    sets = ["model.layers=40", "model.dim=4480", "model.heads=35", "model.kv_heads=35", "model.ffn_dim=12352",
+            "model.vocab_size=32000", "model.seq_len=512", "train.global_batch_size=1"]  # fmt: skip
+    recipe = load("quickstart", [*sets, "precision.mode=bf16_pure"], "dp=1")
+    plan = predict(recipe, parse("h100"))
+    (found,) = plan.memory
+    parameters = count_parameters(recipe.model)
+    assert parameters == pytest.approx(10e9, rel=0.01)
+    states = found.params + found.gradients + found.optimizer
+    assert states == 8 * parameters
+    assert states == pytest.approx(80e9, rel=0.01)
+    kahan = predict(change(recipe, ["precision.rounding=kahan"]), parse("h100"))
+    assert kahan.memory[0].optimizer - found.optimizer == 2 * parameters
+    mixed = predict(change(recipe, ["precision.mode=bf16"]), parse("h100")).memory[0]
+    assert mixed.params + mixed.gradients + mixed.optimizer == 18 * parameters
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2,sp=true", "dp=2,zero=2"])
+def test_the_plan_is_the_traced_step(tmp_path, layout):
+    """States exactly; the peak, which is the update of a model this small, within 2%; messages of gradients in bf16."""
+    recipe = tiny(tmp_path, layout, "precision.mode=bf16_pure", mode="bf16_pure")
+    recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
+    setting = planned(recipe)
+    found, expected = trace(recipe, 0, setting.microbatches), held(setting)[0]
+    memory = found.memory.at_peak
+    assert (memory["params"], memory["gradients"]) == (expected.params, expected.gradients)
+    steps = memory["optimizer"] - expected.optimizer  # torch counts them with every tensor
+    assert 0 < steps < 200
+    assert found.memory.total == pytest.approx(expected.total, rel=0.02)
+    if layout == "dp=2":
+        sent = sum(size for (what, _), (_, size) in found.sent.items() if what == "all_reduce")
+        assert sent == expected.gradients + 16, "and the loss"
+
+
+QUICK = {
+    ("bf16_pure", "dp=2,zero=2"), ("bf16_pure", "pp=2,schedule=zb_h1"), ("fp16", "tp=2,sp=true"), ("fp16", "dp=2,ep=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        pytest.param(mode, layout, marks=[] if (mode, layout) in QUICK else pytest.mark.slow)
+        for mode in ("bf16_pure", "fp16")
+        for layout in (
+            "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp_replicate=2,dp_shard=2,zero=1",
+            "dp_replicate=2,dp_shard=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses", "pp=2",
+            "pp=2,schedule=zb_h1", "pp=2,schedule=zbv,virtual_stages=2", "pp=2,dp=2,zero=1", "dp=2,ep=2",
+            "dp=2,ep=2,zero=1", "dp=2,tp=2,zero=3",
+        )
+    ],
+)  # fmt: skip
+def test_layouts_compute_what_one_process_computes(tmp_path, mode, layout):
+    """Loss, norm, every gradient and the weights after three steps, within the mode's own error."""
+    report = compared(tiny(tmp_path, layout, f"precision.mode={mode}", mode=mode))
+    assert report.passed, report
+
+
+def after_a_step(rank: int, world: int, recipe: Recipe, draws: int = 0) -> dict[str, Any]:
+    """The masters after a step: the pieces that this rank owns, and all that it keeps. draws: of the rounding before
+    it."""
+    state = build_state(recipe, ranks_of(rank, world))
+    state.go_to(draws)
+    state.step = 0
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(0, 200, (8, recipe.model.seq_len + 1), generator=generator)
+    rows = batch.chunk(state.mesh.size("batch"))[state.mesh.index("batch")]
+    take_step(state, recipe, [(rows[:, :-1], rows[:, 1:])])
+    masters = state.masters()
+    return {"weights": pieces(state, masters), "all": {name: w.clone() for name, w in masters.items()}}
+
+
+def test_layouts_draw_the_same_random_bits(tmp_path):
+    """Gradients differ by rounding, so few elements round to the other side. With other bits many would."""
+    sets = ["precision.mode=bf16_pure", "optim.name=sgd", "optim.lr=0.1", "train.microbatch_size=8"]
+    recipe = tiny(tmp_path, "dp=1", *sets, mode="bf16_pure")
+    recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
+    one = joined([after_a_step(0, 1, recipe)], "weights")
+
+    def others(answers: list[dict[str, Any]]) -> float:
+        """The share of elements that are others than in one process."""
+        found = joined(answers, "weights")
+        return sum((found[name] != one[name]).sum().item() for name in one) / count_parameters(recipe.model)
+
+    by_chance = others([after_a_step(0, 1, recipe, draws=1)])
+    for layout in ("dp=2", "tp=2", "dp=2,zero=3"):
+        other = resolve(
+            change(recipe, ["train.microbatch_size=none"], layout), vocab_size=recipe.model.vocab_size
+        )
+        answers = run_ranks(2, after_a_step, other)
+        assert others(answers) < by_chance / 5, layout
+        if layout == "dp=2":
+            assert_same_tensors(answers[0]["all"], answers[1]["all"])
+
+
+def trained(recipe: Recipe, layout: str, out: Path, steps: int, resume: bool = False) -> store.Checkpoint:
+    recipe = change(recipe, [f"train.steps={steps}"], layout)
+    ranks = Layout.from_recipe(recipe.layout).ranks
+    if ranks == 1:
+        train_rank(0, 1, recipe, out, resume)
+    else:
+        run_ranks(ranks, train_rank, recipe, out, resume, timeout_s=60)
+    return store.load(store.latest(out))
+
+
+RESUMED = ["optim.schedule=constant", "observe.tensorboard=false", "model.layers=2"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sets"),
+    [
+        ("dp=2,zero=1", ["precision.mode=bf16_pure", "precision.rounding=kahan"]),
+        pytest.param("tp=2", ["precision.mode=bf16_pure"], marks=pytest.mark.slow),
+        ("dp=2", ["precision.mode=fp16", "precision.loss_scale=16777216", "precision.loss_scale_every=2"]),
+    ],
+)
+def test_resumes_with_the_same_bits(tmp_path, layout, sets):
+    recipe = tiny(tmp_path, "dp=1", *sets, *RESUMED, mode=sets[0].partition("=")[2])
+    whole_run = trained(recipe, layout, tmp_path / "whole", 4)
+    trained(recipe, layout, tmp_path / "parts", 2)
+    found = trained(recipe, layout, tmp_path / "parts", 4, resume=True)
+    assert_same_tensors(found.model, whole_run.model)
+    assert_same_tensors(found.optimizer, whole_run.optimizer)
+    assert found.meta.get("loss_scale") == whole_run.meta.get("loss_scale")
+    if "precision.mode=fp16" in sets:
+        out = tmp_path / "whole"
+        scales, skipped = lines(out, "loss_scale"), lines(out, "skipped_steps")
+        assert scales[0] == 2.0**24
+        assert skipped[-1] > 0, "gradients of a loss of 2^24 overflow"
+        assert found.meta["updates"] == 4 - skipped[-1]
+        assert scales[-1] == 2.0 ** (24 - skipped[-2])
+    else:
+        assert {t.dtype for t in found.model.values()} == {torch.bfloat16}
+        assert any(name.startswith("compensation.") for name in found.optimizer) == (len(sets) == 2)
+        other = trained(recipe, "dp=1", tmp_path / "parts", 5, resume=True)  # another layout
+        again = trained(recipe, "dp=1", tmp_path / "whole", 5, resume=True)
+        assert_same_tensors(other.model, again.model)
+
+
+def test_sites(tmp_path):
+    """The common weights are fp32, the sites' own bf16: a resumed run validates and goes on with the same bits."""
+    recipe = tiny(tmp_path, "dp=1", "precision.mode=bf16_pure", *RESUMED, mode="bf16_pure")
+    recipe = change(recipe, ["sync.method=diloco", "sync.every=2", "train.val_every=1"], "dp=2")
+    whole_run = trained(recipe, "dp=2", tmp_path / "whole", 4)
+    trained(recipe, "dp=2", tmp_path / "parts", 2)
+    found = trained(recipe, "dp=2", tmp_path / "parts", 4, resume=True)
+    assert_same_tensors(found.model, whole_run.model)
+    assert_same_tensors(found.optimizer, whole_run.optimizer)
+    assert {t.dtype for t in found.model.values()} == {torch.float32}
+    assert lines(tmp_path / "whole", "val_loss") == lines(tmp_path / "parts", "val_loss")
+    with pytest.raises(UserError, match='Nearest valid: rounding = "stochastic"'):
+        change(recipe, ["precision.rounding=kahan"], "dp=2")
+
+
+def test_a_run_of_another_rounding_goes_on(tmp_path):
+    """A checkpoint without compensation: it starts from zero."""
+    recipe = tiny(tmp_path, "dp=1", "precision.mode=bf16_pure", *RESUMED, mode="bf16_pure")
+    trained(recipe, "dp=1", tmp_path / "run", 1)
+    kahan = change(recipe, ["precision.rounding=kahan"])
+    assert any(
+        n.startswith("compensation.") for n in trained(kahan, "dp=1", tmp_path / "run", 2, True).optimizer
+    )
+
+
+@pytest.mark.parametrize(
+    ("sets", "layout", "says"),
+    [
+        (["precision.mode=fp16", "layout.compress=int8"], "dp=2", 'mode = "bf16"'),
+        (["precision.mode=bf16_pure", "layout.compress=int8"], "dp=2", 'mode = "bf16"'),
+        (["precision.mode=fp16", "sync.method=server"], "dp=2", 'mode = "bf16"'),
+        (["precision.mode=bf16_pure", "sync.method=server"], "dp=2", 'mode = "bf16"'),
+        (["precision.mode=bf16_pure", "layout.offload=states:disk"], "dp=1", 'mode = "bf16"'),
+        (["precision.mode=fp16", "precision.loss_scale=1000"], "dp=1", "Nearest valid: 1024"),
+        (["precision.mode=bf16", "precision.rounding=kahan"], "dp=1", "leave rounding out"),
+        (["precision.mode=fp32", "precision.loss_scale=8"], "dp=1", "leave loss_scale out"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(sets, layout, says):
+    with pytest.raises(UserError, match=says):
+        load("quickstart", sets, layout)
+
+
+def test_tf32_needs_a_gpu(tmp_path):
+    recipe = tiny(tmp_path, "dp=1", "precision.mode=tf32", mode="tf32")
+    recipe = resolve(recipe, vocab_size=256)
+    with pytest.raises(UserError, match=r'Nearest valid: precision\.mode = "fp32"'):
+        build_state(recipe, ranks_of(0, 1))
