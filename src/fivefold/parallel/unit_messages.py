@@ -30,7 +30,7 @@ class UnitMessages:
     gathers: Gathers | None = None
     scatters: Scatters | None = None
 
-    def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype, masters: torch.dtype):
+    def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype, masters: torch.dtype = torch.float32):
         self.name = name = unit.module or "outside of blocks"
         self.axis, self.replicas = mesh.axis(unit.group).of_unit(name), mesh.axis("replicate").of_unit(name)
         self.mesh, self.table = mesh, unit
