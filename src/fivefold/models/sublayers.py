@@ -71,7 +71,7 @@ class GELU(Sublayer):
 
     def __init__(self, dim: int, width: int, approximate: Literal["tanh", "none"]) -> None:
         super().__init__()
-        self.approximate = approximate
+        self.approximate: Literal["tanh", "none"] = approximate
         self.up = Linear(dim, width)
         self.down = Linear(width, dim)
 

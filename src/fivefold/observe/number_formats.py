@@ -42,7 +42,7 @@ def generations(form: Format) -> list[str]:
 
 def modes(form: Format) -> list[str]:
     """The values of `precision.mode` that multiply in a format."""
-    return [name for name, mode in PRECISIONS.items() if mode.trains and mode.rate == form.multiplied]
+    return [name for name, mode in PRECISIONS.items() if mode.rate == form.multiplied]
 
 
 def table() -> list[dict[str, object]]:

@@ -115,7 +115,7 @@ class Activations:
         small = tensor.nbytes < SMALLEST or not dense or not _compact(tensor)
         if small or weight or tensor.device.type != self.device.type:
             return tensor
-        key = storage, tensor.storage_offset()
+        key = storage, int(tensor.storage_offset())
         found = self._saved.get(key)
         if found is not None and found.is_of(tensor):
             return found

@@ -109,11 +109,11 @@ class Disk:
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
 
-    def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+    def submit(self, work: Callable[..., object], *arguments: Any) -> Future[None]:
         """Runs `work` on one of the threads. It counts as I/O."""
         return self._pool.submit(self._run, work, *arguments)
 
-    def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+    def _run(self, work: Callable[..., object], *arguments: Any) -> None:
         self.meter.begin()
         try:
             with torch.no_grad():
