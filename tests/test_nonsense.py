@@ -86,7 +86,9 @@ def test_proposed_layouts_train_this_model(layout: str, devices: int) -> None:
     assert found
     for candidate in found:
         text = ",".join(
-            f"{name}={str(value).lower()}" for name, value in vars(candidate).items() if value is not None
+            f"{name}={str(value).lower()}"
+            for name, value in vars(candidate).items()
+            if value not in (None, "")
         )
         plan = predict(change(ODD, [], text), parse_cluster(f"h100:{candidate.ranks}"))
         assert plan.layout.ranks == candidate.ranks <= devices

@@ -171,14 +171,19 @@ def test_command_explains_every_term() -> None:
         (["--cluster", "h100:0"], "0 devices"),
         (["--cluster", "h100:8", "--search", "--layout", "dp=8"], "leave out --layout"),
         (["--cluster", "h100", "--search"], "needs a number of devices"),
-        (["--cluster", "h100:1", "--search"], "no layout fits"),
-        (["--cluster", "h100:1", "--search"], "would be enough"),
     ],
 )
 def test_command_errors(arguments: list[str], message: str) -> None:
     result = RUNNER.invoke(app, ["plan", "llama-7b", *arguments])
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception)
+
+
+def test_a_search_where_nothing_fits_without_offload_says_so() -> None:
+    result = RUNNER.invoke(app, ["plan", "llama-7b", "--cluster", "h100:1", "--search"])
+    assert result.exit_code == 0, result.output
+    for words in ("without offload no layout fits", "would be enough", "offload=states:host"):
+        assert words in result.output
 
 
 @pytest.mark.parametrize("option", ["--save", "--html"])

@@ -57,7 +57,9 @@ def tiny(given: str) -> list[str]:
 
 
 def scaled_down(line: str) -> str:
-    if not re.search("fivefold (train|verify|draw)", line) or line == "fivefold draw run":
+    if not re.search("fivefold (train|verify|draw)", line) or re.fullmatch(
+        r"fivefold draw run(s/\w+)?", line
+    ):
         return line
     if "--resume" in line:
         return f"{line} --set train.steps=5"

@@ -244,7 +244,7 @@ def _search(request: Request, top: int, precision: str | None) -> Found:
         return found
     if found.nothing:
         print(f"without offload {found.nothing}\n")
-    print("\n".join(_table(request.name, found)))
+    print("\n".join(_table(request.name, found, modes)))
     budget.print_answers(answers)
     if request.explain:
         print("\n".join(["", *_text(request.name, found.plans[0], True)]))
@@ -273,8 +273,8 @@ def _accuracy(result: Plan) -> str:
     return f"memory is from a formula, with a mean error of {error} on published peaks of another program"
 
 
-def _table(name: str, found: Found) -> list[str]:
-    """The plans, best first, with the reason why each is slower."""
+def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
+    """The plans, best first, with the reason why each is slower. modes: those asked for, if any."""
     from fivefold.spread.layout import to_text
 
     first = found.plans[0]
@@ -295,8 +295,8 @@ def _table(name: str, found: Found) -> list[str]:
         f"  other layouts: {reasons or 'none'}; usable memory {first.limit / 2**30:.1f} GiB per device"
     )
     lines.append(f"  {_accuracy(first)}")
-    if "fp8" in first.setting.cluster.device.peak:
-        lines.append("  not considered: fp8, which the device supports and the trainer does not yet")
+    if "fp8" in first.setting.cluster.device.peak and "fp8" not in modes:
+        lines.append("  not considered: fp8, which the device supports (--precision bf16,fp8)")
     return [*lines, "  bottlenecks of the first:", *(f"    {text}" for text in found.bottlenecks or ["none"])]
 
 

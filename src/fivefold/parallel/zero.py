@@ -53,7 +53,7 @@ def shard(
         assert here == {stage.get_parameter(name) for name in unit.names}, (
             f"{unit.module or 'the stage'} has others"
         )
-        (masters,) = {p.dtype for p in here}
+        (masters,) = {p.dtype for p in here} or {torch.float32}  # a stage may have nothing but its blocks
         sent.append(UnitMessages(mesh, unit, reduce, masters))
         _shard(module, sent[-1], mesh, compute_dtype, whole)
     return sent
