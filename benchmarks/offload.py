@@ -1,6 +1,6 @@
 """Training a model whose states exceed the allowed memory: losses, step time and I/O, beside the same in memory.
 
-    python benchmarks/offload.py [--layers 32] [--limit-mib 440] [--steps 4] [--gbps 1] [--out FILE]
+    python benchmarks/offload.py [--layers 64] [--limit-mib 870] [--steps 5] [--gbps 1] [--out FILE]
 
 Each run is a process of its own. The offloaded one is in a memory cgroup (version 1, which must be writable) with the
 limit, page cache included. `--gbps` throttles the disk by a blkio cgroup, reads and writes alike. The disk's bandwidth
@@ -34,15 +34,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--ffn", type=int, default=1408)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--microbatch", type=int, default=4)
-    parser.add_argument("--limit-mib", type=int, default=440)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--microbatch", type=int, default=8)
+    parser.add_argument("--limit-mib", type=int, default=870)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--gbps", type=float, default=0.0, help="throttles the disk; 0: as it is")
     parser.add_argument("--offloads", nargs="*", default=["none", "all:disk"])
     parser.add_argument("--dir", type=Path, default=Path.cwd() / ".offload")
@@ -54,7 +54,7 @@ def main() -> None:
     if args.worker:
         return print(json.dumps(work(args)))
     found: dict[str, Any] = {
-        "command": " ".join(sys.argv),
+        "command": " ".join(["benchmarks/offload.py", *sys.argv[1:]]),
         "limit_bytes": args.limit_mib << 20,
         "gbps": args.gbps,
     }
@@ -242,12 +242,12 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from fivefold.host.cpu import resident_bytes
-    from fivefold.host.memory import keep_freed_memory
+    from fivefold.host.memory import keep_freed_memory, return_large_memory
     from fivefold.launch.ranks import Ranks
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 
-    keep_freed_memory()
+    keep_freed_memory() if args.worker == "none" else return_large_memory()
     recipe = resolve(recipe_of(args, args.worker), vocab_size=args.vocab)
     before = resident_bytes()[0]
     state = build_state(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")))

@@ -55,6 +55,15 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _KEEP)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP))
 
 
+def return_large_memory() -> bool:
+    """Gives freed blocks of 4 MiB and more back to the system at once: for runs whose weights are in memory only while
+    they compute. Kept, they leave holes in the heap, and a process takes twice what it uses (benchmarks/offload.py).
+    Returns False if the C library is not glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20))
+
+
 @dataclass(frozen=True)
 class Limit:
     """The least of the limits on this machine's memory. shared: it is for all its processes together. held: bytes that

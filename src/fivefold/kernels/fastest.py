@@ -36,7 +36,9 @@ def _weight_gradients() -> Ways:
 
 def chosen(name: str, ways: Callable[[], Ways]) -> str:
     """The fastest way, or the one that the machine's file has; "" if there can be no file, on every rank."""
-    key = hashlib.sha256(f"{processor()}\0{torch.__version__}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        f"{processor()}\0{torch.__version__}\0{torch.get_num_threads()}".encode()
+    ).hexdigest()[:16]
     path = cache_folder() / "kernels" / f"{name}-{key}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -24,6 +24,11 @@ def keys(text: str) -> tuple[int, int]:
     )
 
 
+def chunk_on(device: torch.device) -> int:
+    """Elements that a device makes at once. On a GPU each chunk costs launches of kernels."""
+    return CHUNK if device.type == "cpu" else 64 * CHUNK
+
+
 def indices(
     shape: Sequence[int],
     box: Sequence[tuple[int, int]],

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fivefold.kernels.hashing import CHUNK, hash64_, indices, keys
+from fivefold.kernels.hashing import chunk_on, hash64_, indices, keys
 from fivefold.kernels.hollow import Hollow
 from fivefold.models.section import ModelSection
 from fivefold.spread.parts import Part, boxes, local_shape
@@ -67,7 +67,7 @@ def std_of(name: str, model: ModelSection) -> float:
 def fill_normal_(tensor: Tensor, seed: int, name: str, std: float) -> None:
     """Fills a contiguous tensor with the elements of parameter `name`, in chunks."""
     flat = tensor.view(-1)
-    chunk = CHUNK if flat.device.type == "cpu" else 64 * CHUNK
+    chunk = chunk_on(flat.device)
     for offset in range(0, flat.numel(), chunk):
         part = flat[offset : offset + chunk]
         index = torch.arange(offset, offset + part.numel(), device=flat.device)

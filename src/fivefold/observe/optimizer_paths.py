@@ -78,7 +78,7 @@ def _panel(surface: Surface, drawn: Sequence[tuple[int, str, float, Path]]) -> I
 def _legend(title: str, family: Sequence[str], y: float) -> Iterator[str]:
     x = float(LEFT)
     yield f'<text x="{x:.0f}" y="{y}" class="soft">{escape(title)}:</text>'
-    x += 6.4 * len(title) + 14
+    x += 7.2 * len(title) + 14
     for color, name in enumerate(family):
         yield f'<circle class="e{color}" cx="{x:.0f}" cy="{y - 4}" r="4"/><text x="{x + 8:.0f}" y="{y}">{name}</text>'
         x += 8 * len(name) + 26

@@ -52,7 +52,7 @@ def nadam(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     mean = states["exp_avg"].lerp_(g, 1 - b1)
     square = _average(states["exp_avg_sq"], g, b2)
     now, following = (b1 * (1 - 0.5 * 0.96 ** ((t + later) * NADAM_DECAY)) for later in (0, 1))
-    product = _products(b1, g.device)[(t - 1).clamp(max=TABLE - 1).long()]
+    product = _products(b1, g.device).take((t - 1).clamp(max=TABLE - 1).long())
     direction = g * ((1 - now) / (1 - product)) + mean * (following / (1 - product * following))
     return direction / (square / (1 - b2**t)).sqrt_().add_(u.fields["eps"])
 

@@ -40,9 +40,9 @@ def orthogonal(g: Tensor, steps: int, dtype: object) -> Tensor:
     and 1.2. The iteration computes in `dtype`; the result is fp32."""
     a, b, c = QUINTIC
     tall = g.shape[-2] > g.shape[-1]
-    x = g.to(dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    x = g.mT if tall else g
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)  # in fp32: small gradients vanish in fp16
+    x = x.to(dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

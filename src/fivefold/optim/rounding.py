@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fivefold.kernels import native
-from fivefold.kernels.hashing import hash32_, indices, keys
+from fivefold.kernels.hashing import chunk_on, hash32_, indices, keys
 from fivefold.optim.card import COMPENSATION, OptimizerCard
 from fivefold.optim.updater import Updater
 from fivefold.spread.parts import Part, boxes, local_shape
@@ -165,7 +165,7 @@ def round_stochastic_(
             part = x.view(-1)[at : at + rows * width]
             native.call("round_stochastic", torch.bfloat16, part, rows, width, first, stride, key_a, key_b)
         return
-    for rows, index in indices(shape, box, x.device):
+    for rows, index in indices(shape, box, x.device, chunk_on(x.device)):
         some = x[rows]
         bits = hash32_(index.int(), key_a, key_b).bitwise_and_(0xFFFF).view(some.shape)
         some.copy_(bits.add_(some.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32))

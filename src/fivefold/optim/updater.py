@@ -59,6 +59,7 @@ class Updater:
             ]
             self.optimizer = kernel.build(params, lr, **{name: fields[name] for name in kernel.fields})
         self.fused, self.kernel = fused, kernel
+        self.begun = False  # it has updated; the same on all ranks, whatever they own
 
     def step(
         self,
@@ -77,6 +78,7 @@ class Updater:
         if skip is not None and self.card.state_names and not self.begun and skip.item():
             self._count()
             return
+        self.begun = True
         if scale is not None:
             torch._foreach_mul_(list(gradients.values()), scale)
         if self.optimizer is not None:
@@ -97,11 +99,6 @@ class Updater:
     def _count(self) -> None:
         if self.rules is not None:
             self.rules.number += 1
-
-    @property
-    def begun(self) -> bool:
-        """True if the states are there."""
-        return bool(self.rules and self.rules.states) or bool(self.optimizer and self.optimizer.state)
 
     def settle(self) -> None:
         """Waits until the last step is done. Here it is."""
@@ -125,6 +122,7 @@ class Updater:
         Raises:
             KeyError: a state is missing.
         """
+        self.begun = True
         for name, weight in self.fused.items():
             assert self.optimizer is not None
             assert self.kernel is not None
@@ -150,6 +148,7 @@ class Updater:
 
     def clear(self) -> None:
         """Forgets the states."""
+        self.begun = False
         if self.optimizer is not None:
             self.optimizer.state.clear()
         if self.rules is not None:

@@ -28,7 +28,7 @@ from fivefold.plan.time import step
 from fivefold.recipe import Recipe
 from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import with_layout
-from fivefold.spread.layout import Layout, problems
+from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
 
 GLIMPSE = 32
@@ -204,7 +204,7 @@ def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
             for layout in {c.layout, space.leanest(c.layout)}:
                 for (name, virtual), offload in product(schedules, OFFLOADS):
                     one = replace(layout, schedule=name, virtual_stages=virtual, offload=offload)
-                    if offload != NOT_OFFLOADED and not any(True for _ in problems(one)):
+                    if offload != NOT_OFFLOADED and space.allows(replace(c, layout=one)):
                         found.append(price(bounds.setting(replace(c, layout=one))))
     fitting = [plan for plan in found if plan.fits]
     return heapq.nsmallest(top, fitting, key=lambda plan: plan.step.seconds)

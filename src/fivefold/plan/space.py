@@ -178,6 +178,12 @@ class Space:
             for shape in self.shapes
         )
 
+    def allows(self, c: Choice) -> bool:
+        """True if the recipe's rules allow a choice."""
+        recipe = with_layout(self.recipe, c.layout, microbatch_size=c.B)
+        precision = recipe.precision.model_copy(update={"mode": c.mode})
+        return not any(contradictions(recipe.model_copy(update={"precision": precision})))
+
     def _allowed(self, layout: Layout) -> bool:
         """True if the recipe's rules allow the layout for some batch size."""
         recipe = with_layout(self.recipe, layout, global_batch_size=layout.dp, microbatch_size=1)

@@ -65,7 +65,7 @@ def _fp8(key: str) -> Idle:
     """A field of training in fp8."""
     return Idle(
         f"precision.{key}",
-        lambda r: r.precision.mode not in ("auto", FP8),
+        lambda r: r.precision.mode != FP8,
         f'it needs precision.mode = "{FP8}"',
         "precision.mode",
     )

@@ -250,13 +250,25 @@ def _batch(recipe: Sections) -> Iterator[Contradiction]:
         yield keys, f"train.global_batch_size = {size} must be {unit} ({equation})"
     each = dp * (micro or 1)
     for size in _ramped(recipe):
-        if size % each:
+        if size > recipe.train.global_batch_size:
+            yield (
+                keys | {"train.batch_ramp"},
+                f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences are more than '
+                f"train.global_batch_size = {recipe.train.global_batch_size}, with which the ramp ends",
+            )
+        elif size % each:
             yield (
                 keys | {"train.batch_ramp"},
                 f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences must be divisible by {each} '
                 f"({dp} data-parallel ranks{f' x microbatch_size {micro}' if micro else ''}). Nearest valid: "
                 f"{max(1, round(size / each)) * each}",
             )
+    if recipe.train.batch_ramp and recipe.optim.name == "sophia":
+        yield (
+            {"train.batch_ramp", "optim.name"},
+            'train.batch_ramp does not combine with optim.name = "sophia", whose estimate goes by the tokens of a '
+            'batch of one size. Nearest valid: train.batch_ramp = "", or optim.name = "adamw"',
+        )
     if recipe.train.batch_ramp and recipe.servers.count:
         yield (
             {"train.batch_ramp", "sync.method"},

@@ -22,6 +22,8 @@ ALIGNMENT = 2048
 """Parameters begin at a multiple of so many elements: 4 KiB in the narrowest dtype, as direct I/O requires."""
 AHEAD = 1
 """Units of working weights that are read before they are needed."""
+BEHIND = 2
+"""Units whose gradients are written at once. Backward waits for the first of more."""
 READ_AHEAD = 4
 """Saved activations that backward reads before it needs them."""
 SMALLEST = 1 << 16

@@ -97,7 +97,7 @@ class Counter:
             output.register_hook(partial(self._count, "activation gradients"))
 
     def _count(self, kind: str, x: Tensor) -> None:
-        self.counts[KINDS.index(kind)] += count(x)
+        self.counts[KINDS.index(kind)] += count(x).to(self.counts.device)
 
 
 def _cut(part: Part | None) -> tuple[bool, bool]:

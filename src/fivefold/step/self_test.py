@@ -69,7 +69,7 @@ def self_test(state: State, recipe: Recipe) -> Tested | None:
             for leaf, _ in module.named_parameters(recurse=False):
                 master = masters.get(name := f"{layer}.{leaf}")
                 if leaf != "bias" and master is not None and master.numel():
-                    weights = master.to(working).reshape(-1, *master.shape[-2:])
+                    weights = master.to(state.mesh.device, working).reshape(-1, *master.shape[-2:])
                     each = [_errors(weight, how, f"{name} {i}") for i, weight in enumerate(weights)]
                     table[names.index(name)] = torch.tensor(each, dtype=torch.float64).amax(0)
     found = state.mesh.axis("run").all_reduce(table.to(state.mesh.device), "max").tolist()

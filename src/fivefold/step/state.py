@@ -223,7 +223,7 @@ def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, mode: Mode) -
                 rates=rates,
                 compute=compute,
                 gathering=gathering,
-                tokens=tokens_per_step(recipe),
+                tokens=tokens_per_step(recipe) // recipe.sites.count,
             )
             replica.updater = (
                 Rounded(rounding, replica.masters, replica.parts, make)

@@ -15,7 +15,7 @@ from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import UserError
 from fivefold.host.machine import cores, ensure_matmul_rate
-from fivefold.host.memory import keep_few_primitives, keep_freed_memory
+from fivefold.host.memory import keep_few_primitives, keep_freed_memory, return_large_memory
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.models.card import card_of
@@ -25,6 +25,7 @@ from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.sites import site_layout
+from fivefold.spread.tiers import OFFLOADS
 from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
@@ -86,7 +87,7 @@ def run_command(
     job = Job(recipe, out, data, module, batches, val_batches, resume, command, seat)
     layout = Layout.from_recipe(recipe.layout)
     world = (site_layout(layout, recipe.sites.count) if seat else layout).ranks + recipe.servers.count
-    keep_freed_memory()
+    return_large_memory() if OFFLOADS[layout.offload].disk else keep_freed_memory()
     if module is None and card_of(recipe.model).has_experts:
         keep_few_primitives()
     if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it

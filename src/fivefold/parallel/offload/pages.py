@@ -9,6 +9,7 @@ of blocks is on the device at any time (STRONGHOLD, SC 2022).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
@@ -24,7 +25,7 @@ from fivefold.parallel.offload.disk import Disk, File, wait_for
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.offload.update import GRADIENTS, WORKING, Home, InPlace, OnDisk
 from fivefold.spread.parts import Part
-from fivefold.spread.tiers import AHEAD, Chunk
+from fivefold.spread.tiers import AHEAD, BEHIND, Chunk
 from fivefold.spread.units import buffer_order
 
 Futures = list[Future[None]]
@@ -131,6 +132,7 @@ class Paged:
         self._fresh, self._syncing = [True] * len(self.params), False
         self._backward = list(reversed(self.units.values()))  # what is outside of blocks is the last
         self._summing: list[Unit] = []
+        self._behind: deque[Futures] = deque()
         self._ready, self._started = set[str](), 0  # in this step's sums
         self._norms: dict[str, Norms] = {}
         self._seen: Callable[[int, Tensor], None] | None = None
@@ -305,6 +307,10 @@ class Paged:
             unit.start, unit.gradients
         )  # they hold the buffer until it is written
         unit.gradients, unit.stored = None, True
+        self._behind.append(unit.going)
+        if len(self._behind) > BEHIND:
+            oldest = self._behind.popleft()
+            self.offload.disk.meter.wait(lambda: wait_for(oldest))
 
     def _slice(self, unit: Unit, index: int) -> Tensor:
         assert unit.gradients is not None
@@ -331,6 +337,7 @@ class Paged:
             self._summed(self._summing.pop(0))
         going = [each for unit in self.units.values() for each in unit.going]
         self.offload.disk.meter.wait(lambda: wait_for(going))
+        self._behind.clear()
         for unit in self.units.values():
             unit.going = []
         self._syncing = False
