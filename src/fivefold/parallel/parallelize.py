@@ -138,13 +138,7 @@ def parallelize(
     for stage in stages:
         recompute.apply(stage, modes, mesh.device.type == "cuda", found.saving_inputs)
     if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
-        for stage in stages:
-            mixed = {
-                number for number, _ in expert.mixtures(stage)
-            }  # expert choice would break the compiled graph
-            for number, block in stage.blocks.items():
-                if int(number) not in mixed:
-                    block.compile()
+        _compile_blocks(stages)
     for parameter in (p for stage in stages for p in stage.parameters()):
         parameter.data = parameter.data.to(masters)
     kept = keepings(card_of(model), layout, list(numbered))
@@ -170,6 +164,15 @@ def parallelize(
         if model.tie_embeddings:
             found.reductions += sum_tied(found.replicas, mesh, found.pipeline.rank_of)
     return found
+
+
+def _compile_blocks(stages: Sequence[LanguageModel]) -> None:
+    """Compiles the blocks without experts: their choice would break the compiled graph."""
+    for stage in stages:
+        mixed = {number for number, _ in expert.mixtures(stage)}
+        for number, block in stage.blocks.items():
+            if int(number) not in mixed:
+                block.compile()
 
 
 def _add_replicas(

@@ -26,7 +26,7 @@ from fivefold.recipe import Recipe, count_parameters, tokens_per_step
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import parts
 from fivefold.spread.servers import messages, units
-from fivefold.step.state import State, compute_mode, rate_of
+from fivefold.step.state import State, compute_mode, optimizer_fields, rate_of
 
 
 def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
@@ -37,7 +37,7 @@ def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
     mesh = Mesh(servers.layout, replace(ranks, world=servers.count))
     table = parts(card_of(recipe.model), servers.layout, ranks.rank)
     card, optim = OPTIMIZERS[recipe.optim.name], recipe.optim
-    fields = {name: getattr(optim, name) for name in card.fields}
+    fields = optimizer_fields(optim)
     pushed = torch_dtype(recipe.precision.reduce)
     pulled = torch_dtype(compute_mode(recipe, ranks.device).working)
     shards = [
