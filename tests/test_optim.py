@@ -12,6 +12,7 @@ from ranks import run_ranks
 from runs import ranks_of
 
 from fivefold.cli.main import main
+from fivefold.errors import UserError
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.observe.optimizer_paths import contours, to_svg, to_text
@@ -25,6 +26,7 @@ from fivefold.optim.surfaces import SURFACES, path, tuned
 from fivefold.optim.updater import Updater
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
+from fivefold.recipe import load
 from fivefold.spread.layout import Layout, parse
 from fivefold.spread.matrices import exchanges, sizes_sent
 from fivefold.spread.parts import boxes, held, local_shape
@@ -470,3 +472,22 @@ def test_the_norm_of_a_large_gradient_loses_nothing() -> None:
     assert torch.allclose(
         sum_of_squares([large, large[:5]]), wanted + large[:5].double().square().sum(), rtol=1e-7
     )
+
+
+def test_muon_keeps_small_gradients_in_fp16() -> None:
+    """Gradients are unscaled when it gets them; in fp16 the smallest are nothing."""
+    g = torch.randn(32, 48, generator=torch.Generator().manual_seed(0)) * 1e-8
+    exact = orthogonal(g, 5, torch.float32)
+    assert (orthogonal(g, 5, torch.float16) - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["train.batch_ramp=16:10"], "16 sequences are more than train.global_batch_size = 8"),
+        (["train.batch_ramp=4:10", "optim.name=sophia"], "does not combine with optim.name"),
+    ],
+)
+def test_a_ramp_is_refused(sets: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load("quickstart", ["train.global_batch_size=8", *sets], "dp=1")

@@ -408,3 +408,12 @@ def test_fp8_is_searched_when_asked_for() -> None:
     assert same[0].memory[0].optimizer == same[1].memory[0].optimizer
     with pytest.raises(UserError, match="fp7"):
         search(LLAMA, parse("h100:8"), modes=("fp7",))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_offload_that_is_offered_is_one_that_trains(name: str) -> None:
+    """Updates by rules are not streamed, so there is nothing to offer with muon."""
+    recipe = change(load("llama-7b", []), [f"optim.name={name}"])
+    found = search(recipe, parse("h100:1"), 3)
+    assert bool(found.plans) == (name == "adamw")
+    assert not any(any(contradictions(apply(recipe, plan))) for plan in found.plans)
