@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.parallel.offload import activations
+from fivefold.parallel.offload.activations import Activations
+from fivefold.parallel.offload.disk import THREADS, Disk
 from fivefold.plan import volume
 from fivefold.recipe import change, resolve
 from fivefold.spread import tiers
@@ -209,3 +212,20 @@ def test_inputs_of_recomputed_blocks_leave_in_parts(tmp_path):
     """Tensor-parallel ranks gather them before a block runs again: the messages that the planner counts."""
     recipe = change(tiny(tmp_path, "tp=2,recompute=full", mode="bf16"), ["layout.offload=activations"])
     assert run_ranks(2, sent, recipe, timeout_s=60) == [volume.counted(planned(recipe))] * 2
+
+
+def test_the_buffer_of_a_dropped_graph_is_not_used_again_while_it_is_copied(tmp_path):
+    disk, gate = Disk(tmp_path), threading.Event()
+    away = Activations(disk, torch.device("cpu"), [])
+    for _ in range(THREADS):
+        disk.submit(gate.wait)
+    leaf = torch.randn(1 << 16, requires_grad=True)
+    with away.saving():
+        y = (leaf * 2).sin()  # saves its input
+    assert away.held > 0
+    del y
+    assert away.held == 0
+    assert not any(away._pool.values()), "its copy has not begun"
+    gate.set()
+    disk.close()
+    assert any(away._pool.values())

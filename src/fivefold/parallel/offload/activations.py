@@ -35,8 +35,12 @@ class Saved:
         self.dtype, self.stride, self.offset = tensor.dtype, tensor.stride(), tensor.storage_offset()
         self.host = owner.buffer(tensor.nbytes)
         self.here: Tensor | None = None
-        self.under_way: Future[None] | None = None
-        weakref.finalize(self, owner.give_back, self.host)
+        self.copies: list[Future[None]] = []
+        weakref.finalize(self, owner.give_back, self.host, self.copies)
+
+    @property
+    def under_way(self) -> Future[None]:
+        return self.copies[-1]
 
     def view(self) -> Tensor:
         """The host's copy, in the tensor's shape and strides."""
@@ -93,9 +97,13 @@ class Activations:
             free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
         )
 
-    def give_back(self, buffer: Tensor) -> None:
-        self._pool[buffer.numel()].append(buffer)
+    def give_back(self, buffer: Tensor, copies: list[Future[None]]) -> None:
+        free = self._pool[buffer.numel()]
         self.held -= buffer.numel()
+        if copies:  # each begins after the one before
+            copies[-1].add_done_callback(lambda _: free.append(buffer))
+        else:
+            free.append(buffer)
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved | Part:
         if self._alike and tensor.dim() == 3 and tensor.is_floating_point():
@@ -121,7 +129,7 @@ class Activations:
             return found
         saved = self._saved[key] = Saved(self, tensor, self._last and self._last())
         self._last = weakref.ref(saved)
-        saved.under_way = self._copy(tensor.detach(), saved.view())
+        saved.copies.append(self._copy(tensor.detach(), saved.view()))
         self.moved += tensor.nbytes
         return saved
 
@@ -132,7 +140,6 @@ class Activations:
         if isinstance(packed, Tensor):
             return packed
         self._fetch(packed)
-        assert packed.under_way is not None
         assert packed.here is not None
         self.disk.meter.wait(packed.under_way.result)
         if self._stream is not None:
@@ -150,11 +157,10 @@ class Activations:
     def _fetch(self, saved: Saved) -> None:
         """Starts to read a tensor back."""
         if saved.here is None:
-            assert saved.under_way is not None
             saved.under_way.result()  # it has left
             view = saved.view()
             saved.here = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=self.device)
-            saved.under_way = self._copy(view, saved.here)
+            saved.copies.append(self._copy(view, saved.here))
 
     def _copy(self, source: Tensor, target: Tensor) -> Future[None]:
         if self._stream is None:
