@@ -1,8 +1,9 @@
 """Sizes by which kernels and techniques decide, data sheets and dtypes each stand in one table. The code executes it;
-`plan` and the cards of `models`, which list what the planner prices, read it."""
+`plan` and the cards of `models`, which list what the planner prices, read it. All writes go through `files.py`."""
 
 import ast
 import operator
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +139,100 @@ def test_the_planner_cuts_the_loss_as_the_kernel_does(monkeypatch: pytest.Monkey
     before = s.loss_chunks(software.FIVEFOLD_CPU, rows)
     monkeypatch.setattr(sizes, "MIN_ROWS", 2 * rows)
     assert s.loss_chunks(software.FIVEFOLD_CPU, rows) == 1 < before
+
+
+# Calls that change files. A method of one argument named `replace` is a path's: text has two.
+CHANGES = {
+    "write_text",
+    "write_bytes",
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "rename",
+    "touch",
+    "symlink_to",
+    "hardlink_to",
+}
+MODULES = {
+    "os": {
+        "replace",
+        "rename",
+        "renames",
+        "remove",
+        "unlink",
+        "link",
+        "symlink",
+        "mkdir",
+        "makedirs",
+        "rmdir",
+    },
+    "shutil": {"rmtree", "move", "copy", "copy2", "copyfile", "copytree"},
+    "np": {"save", "savez", "savetxt"},
+    "torch": {"save"},
+}
+OTHER_WRITES = {  # what is written another way, and why
+    ("checkpoint/hf.py", "save_file"): "safetensors' own; the folder is flushed before it gets its name",
+    ("checkpoint/write.py", "save_file"): "safetensors' own; flushed after it",
+    ("parallel/offload/disk.py", "os.open"): "files without a name",
+    ("launch/local.py", "write_text"): "verdicts of ranks in a temporary folder of the launcher",
+    ("observe/console.py", "os.open"): "the null device",
+    ("trace/worker.py", "fdopen"): "its own output",
+    ("launch/local.py", "touch"): "verdicts of ranks in a temporary folder of the launcher",
+}
+
+
+def writes(code: str) -> Iterator[tuple[int, str]]:
+    """(line, call) of everything in `code` that changes a file."""
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Call):
+            continue
+        text, values = ast.unparse(node.func), [*node.args, *(keyword.value for keyword in node.keywords)]
+        owner, _, name = text.rpartition(".")
+        literals = [v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+        modes = [v for v in literals if len(v) <= 3 and set(v) <= set("rwaxbt+") and set(v) & set("wax+")]
+        if (
+            (owner and name in CHANGES and owner not in MODULES)
+            or (owner and name == "replace" and len(values) == 1 and owner not in MODULES)
+            or name in MODULES.get(owner, ())
+            or name == "save_file"
+            or (name in ("open", "fdopen") and modes)
+            or (text == "os.open" and re.search("O_(WRONLY|RDWR|CREAT|TMPFILE)", ast.unparse(node)))
+        ):
+            yield node.lineno, name if name in CHANGES | {"fdopen", "save_file"} else text
+
+
+def test_all_writes_go_through_files() -> None:
+    """What a power cut may leave is replayed from what `files.py` logs: see tests/chaos/power.py."""
+    found = {
+        (str(file.relative_to(SRC)), call): line
+        for file in sorted(SRC.rglob("*.py"))
+        if file != SRC / "files.py"
+        for line, call in writes(file.read_text())
+    }
+    assert found.keys() <= OTHER_WRITES.keys(), found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open(path, 'w')",
+        "path.open('ab', buffering=0)",
+        "path.open(mode='x')",
+        "path.write_text(text)",
+        "os.replace(a, b)",
+        "a.replace(b)",
+        "shutil.rmtree(folder)",
+        "os.open(path, os.O_WRONLY | os.O_CREAT)",
+        "folder.mkdir(parents=True)",
+        "save_file(tensors, path)",
+    ],
+)
+def test_another_way_to_write_is_found(code: str) -> None:
+    assert list(writes(code))
+
+
+def test_reading_is_no_write() -> None:
+    code = (
+        "open(p); open(p, 'rb'); p.open(); t.replace('a', 'b'); os.open(p, os.O_RDONLY); x.replace(self, a=1)"
+    )
+    assert not list(writes(code))

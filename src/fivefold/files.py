@@ -1,4 +1,10 @@
-"""The cache folder, atomic writes and locks, for files that several processes use. No torch."""
+"""All writes of the program, the cache folder, and locks between processes. No torch.
+
+What is not flushed may be lost, cut or filled with zeros when the power fails, and a new name may reach the disk before
+the data that it names. So what has to be there afterwards is written by `write_atomically`, or under a temporary name,
+flushed with `flush` and given its name by `rename`. Every change calls `watch`, so that a test can replay what a disk
+may hold at any moment (`tests/chaos/power.py`). `tests/test_homes.py` finds writes that go another way.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from fivefold.errors import UserError
 
@@ -34,18 +42,123 @@ def own_word() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes the whole file, or nothing if interrupted."""
+def watch(what: str, path: Path, target: Path | None = None) -> None:
+    """Is called after each change. A test puts its own function here.
+
+    what: "folder" (made), "write" (content is new), "flush", "remove", "rename" (to `target`).
+    """
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Writes a file in place. An interruption or power cut may leave a part of it."""
+    with stream(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+    watch("write", path)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes and flushes the whole file. If interrupted, the file is as before."""
     temporary = path.with_name(f".{path.name}.{own_word()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        write(temporary, content)
+        flush(temporary)
+        rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def stream(path: Path) -> IO[bytes]:
+    """A new or emptied file to write bytes to."""
+    file = open(path, "wb")  # noqa: SIM115
+    watch("write", path)
+    return file
+
+
+class Lines:
+    """A file to which lines of text are appended, each at once."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        watch("write", path)
+
+    def write(self, line: str) -> None:
+        self._file.write(f"{line}\n")
+        watch("write", self.path)
+
+    def flush(self) -> None:
+        """Forces all lines to the disk."""
+        flush(self.path)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_folder(path: Path, *, new: bool = False, mode: int = 0o777) -> None:
+    """Makes a folder and those above it, and flushes their names. new: raises FileExistsError if it is there."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(mode, parents=True, exist_ok=not new)
+    for folder in reversed(missing):
+        watch("folder", folder)
+        flush(folder.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Gives a file or folder another name, in place of a file of that name, and flushes the name.
+
+    The content has to be flushed before.
+    """
+    os.replace(source, target)
+    watch("rename", source, target)
+    for folder in {source.parent, target.parent}:
+        flush(folder)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or folder if it is there. What cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    watch("remove", path)
+
+
+def flush(path: Path) -> None:
+    """Forces the content of a file, or the names in a folder, to the disk."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except (
+        OSError
+    ) as error:  # some file systems flush no folders, and some folders can be written but not read
+        if error.errno not in (errno.EINVAL, errno.EACCES) or not path.is_dir():
+            raise
+    watch("flush", path)
+
+
+def flush_all(folder: Path) -> None:
+    """Flushes a folder and everything in it."""
+    for path in folder.iterdir():
+        flush_all(path) if path.is_dir() else flush(path)
+    flush(folder)
 
 
 @contextlib.contextmanager
 def writable(folder: Path) -> Iterator[None]:
     """Makes the folder. A full disk or a missing permission inside the block becomes a UserError that names it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         yield
     except OSError as error:
         if error.errno not in NO_ROOM:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fivefold.comm import Axis, everyone
 from fivefold.comm.execute import Executor
+from fivefold.files import write
 from fivefold.host import tables
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
@@ -131,7 +132,7 @@ def _measure_rank(file: Path, sizes: Sequence[int], ranks: Ranks) -> None:
     axis = everyone(ranks)
     found = {"messages": single_messages(axis), "seconds": all_reduces(axis, sizes)}
     if ranks.first:
-        file.write_text(json.dumps(found))
+        write(file, json.dumps(found))
 
 
 def single_messages(axis: Axis, local: int = 0) -> dict[str, Any]:

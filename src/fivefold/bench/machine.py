@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fivefold.bench import hardware, links, overhead
 from fivefold.bench.encoding import encodings
+from fivefold.files import write
 from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.machine import device_peak, has_fast_bf16
 from fivefold.host.memory import keep_freed_memory
@@ -111,7 +112,7 @@ def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) 
         at_once = links.links(ranks.device, {4 << 10: 40}, after_computing=False)[0]
         found["added"] = overhead.added(ranks, at_once)
     if ranks.first:
-        file.write_text(json.dumps(found))
+        write(file, json.dumps(found))
 
 
 def _share(dtypes: list[str], device: torch.device) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,8 @@ from torch import Tensor
 from fivefold.checkpoint import store, write
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
-from fivefold.files import own_word
+from fivefold.files import flush_all, make_folder, own_word, remove, rename
+from fivefold.files import write as write_file
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.precision import torch_dtype
@@ -81,10 +81,10 @@ def import_folder(source: Path, out: Path) -> Path:
     )
     with _new_folder(out) as folder:
         text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
-        (folder / "recipe.toml").write_text(text, encoding="utf-8")
+        write_file(folder / "recipe.toml", text)
         for name in TEXT_FILES:
             if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+                write_file(folder / name, (source / name).read_bytes())
         write.save_whole(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
     return out
 
@@ -152,7 +152,7 @@ def _write_text_files(run: Path, folder: Path, recipe: Recipe) -> dict[str, Any]
     """
     for name in TEXT_FILES:
         if (run / name).is_file():
-            shutil.copyfile(run / name, folder / name)
+            write_file(folder / name, (run / name).read_bytes())
     tokens = _special_tokens(run / "tokenizer.json") if (run / "tokenizer.json").is_file() else {}
     if tokens and not (folder / "tokenizer_config.json").exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": recipe.model.seq_len}
@@ -188,18 +188,19 @@ def _new_folder(out: Path) -> Iterator[Path]:
     out = out.absolute()  # "." has no name
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder; name a new one")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     temporary = out.parent / f".{out.name}.{own_word()}"
-    temporary.mkdir()
+    make_folder(temporary)
     try:
         yield temporary
+        flush_all(temporary)
         if not out.exists():
-            temporary.replace(out)
+            rename(temporary, out)
             return
-        for item in temporary.iterdir():
-            item.replace(out / item.name)
+        for item in list(temporary.iterdir()):
+            rename(item, out / item.name)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -215,4 +216,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

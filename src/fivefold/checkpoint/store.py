@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fivefold.errors import UserError
+from fivefold.files import remove
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -190,7 +190,7 @@ def folder_of(run: Path, step: int) -> Path:
 def prune(run: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints, and incomplete ones of killed processes."""
     for old in (*checkpoints(run)[:-keep], *(run / "checkpoints").glob(".step-*")):
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
 
 
 def _verify(path: Path, expected: Mapping[str, Any]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from torch import Tensor
 from fivefold.checkpoint.store import FORMAT, KINDS, MANIFEST, Box, all_of, sha256
 from fivefold.comm import ALONE, Axis, all_or_none
 from fivefold.errors import UserError
+from fivefold.files import flush, make_folder, remove, rename, write
 
 MAX_SHARD_BYTES = 2 << 30
 
@@ -71,7 +70,7 @@ def save(
                 _finish(temporary, folder, axis.size, meta)
     finally:
         if first:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
     return folder
 
 
@@ -96,8 +95,8 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 def _clear(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    temporary.mkdir(parents=True)
+    remove(temporary)  # of a process that was killed
+    make_folder(temporary)
 
 
 def _write_part(
@@ -112,8 +111,8 @@ def _write_part(
             size, digest = (folder / name).stat().st_size, sha256(folder / name)
             listed["files"][name] = {"sha256": digest, "bytes": size}
             listed["tensors"] += [[kind, p.name, p.shape, name, key, p.box] for key, p in shard.items()]
-            _flush(folder / name)
-    (folder / f"part-{rank:05d}.json").write_text(json.dumps(listed), encoding="utf-8")
+            flush(folder / name)
+    write(folder / f"part-{rank:05d}.json", json.dumps(listed))
 
 
 def _finish(temporary: Path, folder: Path, ranks: int, meta: Mapping[str, Any]) -> None:
@@ -127,7 +126,7 @@ def _finish(temporary: Path, folder: Path, ranks: int, meta: Mapping[str, Any]) 
     for rank in range(ranks):
         part = temporary / f"part-{rank:05d}.json"
         listed = json.loads(part.read_text(encoding="utf-8"))
-        part.unlink()
+        remove(part)
         manifest["files"] |= listed["files"]
         for kind, name, shape, file, key, box in listed["tensors"]:
             entry = manifest["tensors"][kind].setdefault(name, {"shape": shape, "pieces": []})
@@ -136,13 +135,11 @@ def _finish(temporary: Path, folder: Path, ranks: int, meta: Mapping[str, Any]) 
         for name, entry in manifest["tensors"][kind].items():
             held = sum(math.prod(stop - start for start, stop in piece["box"]) for piece in entry["pieces"])
             assert held == math.prod(entry["shape"]), f"{name}: {held} elements written of {entry['shape']}"
-    (temporary / MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
-    _flush(temporary / MANIFEST)
-    _flush(temporary)
-    if folder.exists():
-        shutil.rmtree(folder)
-    temporary.replace(folder)
-    _flush(folder.parent)
+    write(temporary / MANIFEST, json.dumps(manifest) + "\n")
+    flush(temporary / MANIFEST)
+    flush(temporary)
+    remove(folder)
+    rename(temporary, folder)
 
 
 def _shards(pieces: Iterable[Piece], max_bytes: int) -> list[dict[str, Piece]]:
@@ -156,12 +153,3 @@ def _shards(pieces: Iterable[Piece], max_bytes: int) -> list[dict[str, Piece]]:
         shards[-1][piece.name if piece.whole else f"{piece.name}#{number}"] = piece
         size += piece.tensor.nbytes
     return shards
-
-
-def _flush(path: Path) -> None:
-    """Forces a file or folder to the disk, so that a power cut after the rename loses nothing."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

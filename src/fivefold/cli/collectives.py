@@ -10,6 +10,7 @@ import typer
 
 from fivefold.cli.options import JsonOption, bytes_of, print_json, require_writable
 from fivefold.errors import UserError
+from fivefold.files import write
 
 if TYPE_CHECKING:
     from fivefold.schedules.collectives.cost import Choice
@@ -78,12 +79,12 @@ def collectives(
             found["drawn"] = to_text(collective, max(60, min(160, shutil.get_terminal_size().columns)))
             lines = [found["drawn"].rstrip()]
         if svg:
-            svg.write_text(to_svg(collective), encoding="utf-8")
+            write(svg, to_svg(collective))
         if html:
             from fivefold.observe.collective_page import page
 
             note = f"{_size(message)} on {net.name}, simulated."
-            html.write_text(page(collective, [_time(end) for end in cost.ends], note), encoding="utf-8")
+            write(html, page(collective, [_time(end) for end in cost.ends], note))
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
         lines += found["pictures"].values()
     if json:

@@ -12,6 +12,7 @@ import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 from fivefold.errors import UserError
+from fivefold.files import make_folder, write
 
 if TYPE_CHECKING:
     from fivefold.recipe import Recipe
@@ -91,10 +92,10 @@ def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> 
     """Prints the text, writes the pictures to `out`, and prints their paths."""
     paths = {}
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         paths = {name: out / f"{name}.svg" for name in pictures}
         for name, path in paths.items():
-            path.write_text(pictures[name], encoding="utf-8")
+            write(path, pictures[name])
     if json:
         print_json({"text": text, "pictures": {name: str(path) for name, path in paths.items()}})
         return

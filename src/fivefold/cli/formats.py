@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import JsonOption, print_json, require_run, require_writable
+from fivefold.files import write
 
 EXAMPLES = [
     "fivefold formats",
@@ -46,7 +47,7 @@ def formats(
     step, found = number_formats.read(require_run(run))
     title = f"{run.resolve().name}, step {step}: numbers by exponent"
     if svg is not None:
-        svg.write_text(number_formats.histogram_svg(found, title), encoding="utf-8")
+        write(svg, number_formats.histogram_svg(found, title))
     if json:
         print_json({"step": step, "kinds": found.as_json(), "svg": svg})
         return

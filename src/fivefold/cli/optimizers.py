@@ -10,6 +10,7 @@ import typer
 
 from fivefold.cli.options import JsonOption, print_json, require_writable
 from fivefold.errors import UserError, did_you_mean
+from fivefold.files import write
 
 if TYPE_CHECKING:
     from fivefold.optim import OptimizerCard
@@ -70,7 +71,7 @@ def optimizers(
     if svg:
         from fivefold.observe.optimizer_paths import to_svg
 
-        svg.write_text(to_svg(paths), encoding="utf-8")
+        write(svg, to_svg(paths))
         lines = [*(lines if draw else []), str(svg)]
         found["picture"] = str(svg)
     found["paths"] = {

@@ -20,6 +20,7 @@ from fivefold.cli.options import (
 )
 from fivefold.cli.plan_pictures import Typed, Wanted, draw_plan, draw_search
 from fivefold.errors import UserError
+from fivefold.files import write
 
 if TYPE_CHECKING:
     from fivefold.plan.devices import Cluster
@@ -312,6 +313,6 @@ def _save(path: Path, recipe: Recipe, result: Plan) -> None:
 def _write(option: str, path: Path, text: str) -> None:
     """Writes the file of an option."""
     try:
-        path.write_text(text, encoding="utf-8")
+        write(path, text)
     except OSError as error:
         raise UserError(f"{option} {path}: cannot be written: {error.strerror}") from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.errors import UserError
+from fivefold.files import write
 
 if TYPE_CHECKING:
     from fivefold.plan.predict import Plan
@@ -144,7 +145,7 @@ def write_page(
     data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
     text = plan_page.page(Path(name).stem, words, data, shown)
     try:
-        path.write_text(text, encoding="utf-8")
+        write(path, text)
     except OSError as error:
         raise UserError(f"--html {path}: cannot be written: {error.strerror}") from None
     print(f"wrote {path}: {len(data['index']):,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)

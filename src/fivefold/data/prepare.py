@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from fivefold.data.tasks import hub_fingerprint
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import FORMAT, NAMES, DataSet, open_tokens, read_manifest, write_manifest
 from fivefold.errors import UserError
-from fivefold.files import cache_folder, locked, own_word, writable
+from fivefold.files import cache_folder, flush_all, locked, make_folder, own_word, remove, rename, writable
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
@@ -89,21 +88,22 @@ def _make(
     folder, temporary = root / key, root / f"{key}.tmp-{own_word()}"
     if alone:  # anything here was left by a killed run or has been damaged
         for left in [folder, *root.glob(f"{key}.tmp-*")]:
-            shutil.rmtree(left, ignore_errors=True)
-    temporary.mkdir(parents=True)
+            remove(left)
+    make_folder(temporary, new=True)
     try:
         manifest = build(source, data, mask, temporary, workers, tell)
         if not source.hub and cache_key(source, data, mask, root, tell) != key:
             raise UserError(f"data.source: {data.source}: a file changed while it was tokenized; run again")
         write_manifest(temporary, manifest)
+        flush_all(temporary)
         try:
-            os.rename(temporary, folder)
+            rename(temporary, folder)
         except OSError:
             if read_manifest(folder) is None:  # otherwise another process without a lock was first
                 raise
         return manifest
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
 
 
 def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Progress) -> str:

@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from fivefold.errors import UserError
+from fivefold.files import write_atomically
 
 END, MASK = "<|end|>", "<|mask|>"
 KNOWN_ENDS = [END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]"]
@@ -94,9 +95,9 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Writes tokenizer.json, and tokenizer_config.json, which names the special tokens."""
-        path.write_text(self.to_json(), encoding="utf-8")
+        write_atomically(path, self.to_json())
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._names}
-        path.with_name("tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        write_atomically(path.with_name("tokenizer_config.json"), json.dumps(config, indent=2))
 
     def _encode_characters(self, text: str) -> np.ndarray:
         assert self._char_ids is not None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.files import write_atomically
+from fivefold.files import stream, write_atomically
 
 OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by default
 
@@ -121,7 +121,7 @@ class ShardWriter:
         while len(ids):
             if self._file is None or self.counts[-1] == self.shard_tokens:
                 self.close()
-                self._file = open(self.folder / self._name(len(self.counts)), "wb")  # noqa: SIM115
+                self._file = stream(self.folder / self._name(len(self.counts)))
                 self.counts.append(0)
             taken = ids[: self.shard_tokens - self.counts[-1]]
             self._file.write(np.ascontiguousarray(taken, self.dtype).data)

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.files import cache_folder, locked, write_atomically
+from fivefold.files import cache_folder, locked, make_folder, write_atomically
 from fivefold.host import cores, cpu_model
 from fivefold.host.devices import sheet_of
 from fivefold.precision import DTYPES, torch_dtype
@@ -142,7 +142,7 @@ def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = Fal
     if known and not (improve and known["share"] < _UNDISTURBED and known["tries"] < _TRIES):
         return known["rate"]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with locked(path.with_suffix(".lock")):
             records = _read(path)
             if records.get(key) != known:  # another process measured while this one waited

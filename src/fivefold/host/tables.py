@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.files import cache_folder, write_atomically
+from fivefold.files import cache_folder, make_folder, write_atomically
 from fivefold.host import cores, cpu_model
 
 VERSION = 2
@@ -37,7 +37,7 @@ def write(name: str, found: dict[str, Any]) -> None:
     """
     file = path()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         write_atomically(file, json.dumps(_tables() | {name: found}, indent=1))
     except OSError as error:
         raise UserError(f"{file}: cannot be written: {error.strerror}; set $FIVEFOLD_CACHE") from None

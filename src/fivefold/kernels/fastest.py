@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from fivefold.files import cache_folder, locked, write_atomically
+from fivefold.files import cache_folder, locked, make_folder, write_atomically
 from fivefold.kernels.native import processor
 from fivefold.kernels.private import onednn_linear
 
@@ -41,7 +41,7 @@ def chosen(name: str, ways: Callable[[], Ways]) -> str:
     ).hexdigest()[:16]
     path = cache_folder() / "kernels" / f"{name}-{key}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path.parent, mode=0o700)
         with locked(path.with_suffix(".lock")):
             if not path.exists():
                 with ThreadPoolExecutor(1) as thread:  # PyTorch's modes, such as a trace, are this thread's

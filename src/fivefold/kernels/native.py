@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from fivefold.files import cache_folder
+from fivefold.files import cache_folder, flush, make_folder, remove, rename
 
 _FLAGS = [
     "-O3",
@@ -54,7 +54,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         try:
             return ctypes.CDLL(str(library)), ""
         except OSError:  # e.g. truncated by a full disk
-            library.unlink()
+            remove(library)
             build(library, command)
             return ctypes.CDLL(str(library)), ""
     except (OSError, subprocess.SubprocessError) as error:
@@ -88,7 +88,7 @@ def _require_ours(path: Path) -> None:
 
 
 def _compile(command: list[str], library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(library.parent, mode=0o700)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         whole = [*command, "-o", str(built)]
@@ -96,7 +96,8 @@ def _compile(command: list[str], library: Path) -> None:
         if done.returncode:
             raise OSError(f"{command[0]} said: {done.stderr.strip()[:300]}")
         built.chmod(0o700)
-        built.replace(library)  # atomic: several ranks may compile at once
+        flush(built)
+        rename(built, library)  # atomic: several ranks may compile at once
 
 
 def why_not() -> str:

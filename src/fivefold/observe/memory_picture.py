@@ -9,7 +9,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from fivefold.files import write_atomically
+from fivefold.files import make_folder, write_atomically
 from fivefold.observe.format import size
 from fivefold.observe.scale import linear_scale
 from fivefold.schedules.memory_timeline import CATEGORIES, PHASES, MemoryTimeline, from_json
@@ -150,7 +150,7 @@ def _legend() -> str:
 def write(run: Path, timeline: MemoryTimeline) -> Path:
     """Writes RUN/traces/memory-step-N-rank-R.json."""
     folder = run / "traces"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / f"memory-step-{timeline.step:08d}-rank-{timeline.rank}.json"
     write_atomically(path, json.dumps(timeline.as_json()) + "\n")
     return path

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
+from fivefold.files import Lines, make_folder, stream, write_atomically
 
 FILE = "metrics.jsonl"
 
@@ -45,17 +46,16 @@ class MetricsWriter:
     """Appends lines to `folder`/metrics.jsonl and, if asked, to `folder`/tensorboard. One process writes.
 
     step: the step from which this run starts (0: the beginning). Lines of later steps are dropped, because these steps
-    run again. An interrupted run leaves such lines after its last checkpoint.
+    run again. An interrupted run leaves such lines after its last checkpoint. damaged: earlier lines that could not be
+    read and are dropped, too. A power cut leaves such lines where no checkpoint flushed them.
     """
 
     def __init__(self, folder: Path | str, tensorboard: bool = True, *, step: int = 0) -> None:
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         path = folder / FILE
-        if path.exists():
-            _drop_after(path, step)
-        # Line-buffered, so a killed run loses at most the line that it was writing.
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self.damaged = _drop_after(path, step) if path.exists() else 0
+        self._file = Lines(path)  # a killed run loses at most the line that it was writing
         self._events = _Events(folder / "tensorboard", step) if tensorboard else None
 
     def write(self, metrics: Mapping[str, Any]) -> None:
@@ -63,9 +63,13 @@ class MetricsWriter:
         arrays), text, None, or numbers by name."""
         line = {key: _plain(value) for key, value in metrics.items() if value is not None}
         assert isinstance(line.get("step"), int), f"a metrics line needs an integer step: {metrics}"
-        self._file.write(json.dumps(_no_nan(line), allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.write(_text(line))
         if self._events:
             self._events.write(line)
+
+    def flush(self) -> None:
+        """Forces the lines to the disk: a checkpoint that survives a power cut needs those before it."""
+        self._file.flush()
 
     def close(self) -> None:
         """Flushes and closes the files. Further calls do nothing."""
@@ -95,32 +99,49 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Each complete line of `path` as a dict. It reads bytes, so that a cut UTF-8 character is harmless."""
+    """Each complete line of `path` as a dict."""
+    for number, (raw, line) in enumerate(_parsed(path), 1):
+        if line is None:
+            shown = raw[:60].decode("utf-8", "backslashreplace").strip()
+            raise UserError(f"{path}, line {number}: not a JSON object with an integer `step`: {shown!r}")
+        yield line
+
+
+def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Each complete line of `path` with its values, or None if it is damaged. It reads bytes, so that a cut UTF-8
+    character is harmless."""
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
+        for raw in file:
             if not raw.endswith(b"\n"):
                 return
             try:
                 line = json.loads(raw)
-                valid = isinstance(line, dict) and isinstance(line.get("step"), int)
-            except ValueError:
-                valid, line = False, {}
-            if not valid:
-                shown = raw[:60].decode("utf-8", "backslashreplace").strip()
-                raise UserError(f"{path}, line {number}: not a JSON object with an integer `step`: {shown!r}")
-            yield {key: math.nan if value is None else value for key, value in line.items()}
+            except (ValueError, RecursionError):
+                line = None
+            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+                yield raw, None
+            else:
+                yield raw, {key: math.nan if value is None else value for key, value in line.items()}
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Rewrites `path` without the lines after `step` and without a truncated tail. A crash here loses nothing."""
-    kept = [line for line in _lines(path) if line["step"] <= step] if step > 0 else []
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for line in kept:
-            file.write(json.dumps(_no_nan(line), allow_nan=False, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _drop_after(path: Path, step: int) -> int:
+    """Rewrites `path` without the lines after `step` and without damaged ones. A crash here loses nothing.
+
+    Returns the number of damaged lines before kept ones."""
+    kept: list[str] = []
+    damaged = dropped = 0
+    for _, line in _parsed(path) if step > 0 else ():
+        if line is None:
+            damaged += 1
+        elif line["step"] <= step:
+            kept.append(_text(line))
+            dropped = damaged
+    write_atomically(path, "".join(f"{line}\n" for line in kept))
+    return dropped
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    return json.dumps(_no_nan(line), allow_nan=False, ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:
@@ -130,7 +151,7 @@ def _plain(value: Any) -> Any:
     return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
 
 
-def _no_nan(line: dict[str, Any]) -> dict[str, Any]:
+def _no_nan(line: Mapping[str, Any]) -> dict[str, Any]:
     return {
         k: _no_nan(v) if isinstance(v, dict) else None if isinstance(v, float) and not math.isfinite(v) else v
         for k, v in line.items()
@@ -151,11 +172,11 @@ class _Events:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         earlier = any(folder.iterdir())
         # TensorBoard sorts a folder's files by name, so the time comes first, then host and process.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
-        self._file = (folder / name).open("wb")
+        self._file = stream(folder / name)
         self._records = RecordWriter(self._file)
         self._put(self._event(wall_time=time.time(), file_version="brain.Event:2"))
         if earlier:  # tells TensorBoard to hide what earlier files say about the steps from here on

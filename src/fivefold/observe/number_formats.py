@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from fivefold.errors import UserError
-from fivefold.files import write_atomically
+from fivefold.files import make_folder, write_atomically
 from fivefold.host.devices import SHEETS
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import BLOCKS, FORMATS, Format
@@ -91,7 +91,7 @@ def to_text() -> str:
 def write(run: Path, step: int, found: Histogram) -> Path:
     """Writes RUN/traces/histogram-step-N.json."""
     folder = run / "traces"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / f"histogram-step-{step:08d}.json"
     write_atomically(path, json.dumps({"step": step, "kinds": found.as_json()}) + "\n")
     return path

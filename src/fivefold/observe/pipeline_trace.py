@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+from fivefold.files import make_folder, write_atomically
 from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate, to_svg
 
 
@@ -16,15 +17,15 @@ def write_pipeline_trace(folder: Path, step: int, schedule: Schedule, measured: 
     The simulator gives the plan, with the median duration of each kind of action at each stage and no time for
     transfers. The measured timeline takes longer where ranks wait.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     planned = simulate(schedule, costs(schedule, measured))
     path = folder / f"pipeline-step-{step:08d}.svg"
-    path.write_text(_beside(planned, measured, f"{schedule.name}, step {step}"), encoding="utf-8")
+    write_atomically(path, _beside(planned, measured, f"{schedule.name}, step {step}"))
     facts = {"step": step, "schedule": schedule.name, "microbatches": schedule.microbatches}
     for name, timeline in (("planned", planned), ("measured", measured)):
         rows = [[[str(action), start, end] for action, start, end in row] for row in timeline.rows]
         facts[name] = {"makespan_s": timeline.makespan, "idle_share": timeline.bubble, "rows": rows}
-    path.with_suffix(".json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    write_atomically(path.with_suffix(".json"), json.dumps(facts) + "\n")
     return path
 
 

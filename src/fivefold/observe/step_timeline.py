@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fivefold.files import write_atomically
+from fivefold.files import make_folder, write_atomically
 from fivefold.schedules.overlap import StepTimeline, from_json
 from fivefold.schedules.overlap_draw import summary, to_svg, to_text
 
@@ -15,7 +15,7 @@ PLANNED = "planned"
 def write(run: Path, timeline: StepTimeline, planned: bool = False) -> Path:
     """Writes RUN/traces/timeline-step-N-rank-R.json, or ...-planned.json."""
     folder = run / "traces"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     which = PLANNED if planned else f"rank-{timeline.rank}"
     path = folder / f"timeline-step-{timeline.step:08d}-{which}.json"
     write_atomically(path, json.dumps(timeline.as_json()) + "\n")

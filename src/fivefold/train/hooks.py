@@ -185,6 +185,8 @@ class RunHooks:
         return self.state.outer.common() if self.state.outer else nullcontext()
 
     def save(self, step: int) -> None:
+        if self.metrics is not None:
+            self.metrics.flush()
         meta = identity(self.job) | {"tokens": tokens_before(self.job.recipe, step)}
         save_state(self.state, self.job.out, meta, self.job.recipe.checkpoint.keep_last)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from fivefold.files import make_folder
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.observe import memory_picture
@@ -58,7 +59,7 @@ class MemoryWatch:
         if self.ranks.device.type != "cpu" and step in self.steps and self.job.module is None:
             name = f"memory-snapshot-step-{step:08d}-rank-{self.ranks.rank}.pickle"
             folder = self.job.out / "traces"
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             private.write_memory_snapshot(str(folder / name))
             return folder / name
         return None

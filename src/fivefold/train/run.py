@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
 from fivefold.checkpoint import store
+from fivefold.files import make_folder, write_atomically
 from fivefold.host.machine import describe
 from fivefold.kernels import native
 from fivefold.launch.interrupt import Interrupt
@@ -59,6 +61,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         if ranks.first:
             write_run_files(job)
             metrics = stack.enter_context(MetricsWriter(job.out, recipe.observe.tensorboard, step=state.step))
+            if metrics.damaged:
+                console.note(f"metrics.jsonl: {metrics.damaged} damaged line(s) are left out")
         introduce(console, state, job, ranks)
         if ranks.first:
             console.note(predicted.write())
@@ -89,11 +93,21 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
 
 
 def write_run_files(job: Job) -> None:
-    job.out.mkdir(parents=True, exist_ok=True)
-    (job.out / "recipe.toml").write_text(to_toml(job.recipe), encoding="utf-8")
-    (job.out / "machine.json").write_text(json.dumps(describe(), indent=2) + "\n", encoding="utf-8")
-    if job.data is not None and job.data.tokenizer is not None and not (job.out / "tokenizer.json").exists():
-        job.data.tokenizer.save(job.out / "tokenizer.json")
+    make_folder(job.out)
+    write_atomically(job.out / "recipe.toml", to_toml(job.recipe))
+    write_atomically(job.out / "machine.json", json.dumps(describe(), indent=2) + "\n")
+    tokenizer, path = job.data and job.data.tokenizer, job.out / "tokenizer.json"
+    if tokenizer is not None and not (path.is_file() and _is_json(path)):
+        tokenizer.save(path)
+
+
+def _is_json(path: Path) -> bool:
+    """False for a file that was cut."""
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
 
 
 def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:

@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from fivefold.files import write_atomically
+from fivefold.files import make_folder, write_atomically
 from fivefold.models.card import card_of
 from fivefold.parallel import products
 from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
@@ -47,7 +47,7 @@ def _said(tested: Tested) -> list[str]:
 
 
 def _write(job: Job, tested: Tested) -> None:
-    job.out.mkdir(parents=True, exist_ok=True)
+    make_folder(job.out)
     found = {
         "products": PRODUCTS,
         "allowed": tested.allowed,

@@ -19,6 +19,7 @@ import torch
 
 from fivefold.comm import Axis, all_or_none, everyone, told
 from fivefold.errors import CommunicationError, UserError
+from fivefold.files import Lines
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
@@ -184,7 +185,7 @@ class Leader:
     def run(self) -> bool:
         """Trains to the last step. Returns False if it was stopped before."""
         self._set_limit()
-        with (self.job.out / WORKERS).open("a", buffering=1, encoding="utf-8") as self.lines:
+        with Lines(self.job.out / WORKERS) as self.lines:
             while not self._over():
                 self._hand_out()
                 self._wait()
@@ -281,7 +282,7 @@ class Leader:
         self.computed[worker, step, share] = note, lag
         _, _, stop, begin, end, waited, *_ = note.figures
         line = {"worker": worker, "step": step + 1, "share": share, "begin": begin, "end": end}
-        self.lines.write(json.dumps(line | {"waited_s": waited, "lag": lag}) + "\n")
+        self.lines.write(json.dumps(line | {"waited_s": waited, "lag": lag}))
         if stop:
             self._stop()
         if self.servers.synchronous and worker == 0:
@@ -362,6 +363,7 @@ class Leader:
 
     def _save(self) -> None:
         _tell(self.state.mesh.axis("run"), SAVE, self.updates, self.skipped)
+        self.metrics.flush()
         _save(self.job, self.state, self.updates, self.skipped)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import UserError
+from fivefold.files import make_folder
 from fivefold.host.machine import cores, ensure_matmul_rate
 from fivefold.host.memory import keep_few_primitives, keep_freed_memory, return_large_memory
 from fivefold.launch import ranks as ranks_
@@ -212,7 +213,7 @@ def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | 
         number = 1
         while True:
             try:
-                (folder := Path("runs") / f"{name}-{number}").mkdir(parents=True)
+                make_folder(folder := Path("runs") / f"{name}-{number}", new=True)
                 return folder
             except FileExistsError:
                 number += 1

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
+from fivefold.files import make_folder
 
 PAGE = 4096
 THREADS = 4
@@ -140,7 +141,7 @@ class File:
     def __init__(self, disk: Disk, size: int, what: str):
         self.disk, self.size, self.what = disk, size, what
         try:
-            disk.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(disk.folder)
             self._file, self.direct = _unnamed(disk.folder)
             if size:
                 os.posix_fallocate(self._file, 0, size)
