@@ -110,6 +110,13 @@ class Hosts:
         """Kills all processes of a host. It has no network any more, like a machine without power."""
         _end(self._first[1 + host])
 
+    def connect(self, host: int, up: bool = True, rate: str | None = None) -> None:
+        """Cuts a host's cable, or puts it back. rate: another one in each direction, such as "1kbit"."""
+        self._do(0, f"ip link set port{host} {'up' if up else 'down'}", "net")
+        if rate is not None:
+            for which, device in ((0, f"port{host}"), (1 + host, "eth0")):
+                self._do(which, f"tc qdisc del dev {device} root; {self._limit(device, rate)}", "net")
+
     def run(
         self,
         argv: Sequence[str],
@@ -200,11 +207,12 @@ class Hosts:
             "mount --bind /mnt/hosts /etc/hosts; umount /mnt",
         )
 
-    def _limit(self, device: str) -> str:
-        if self.bytes_s is None:
+    def _limit(self, device: str, rate: str | None = None) -> str:
+        rate = rate or self.rate
+        if rate is None:
             return "true"
-        burst, queue = (max(LEAST, self.bytes_s * seconds) for seconds in (BURST_S, QUEUE_S))
-        return f"tc qdisc add dev {device} root tbf rate {self.rate} burst {burst:.0f} limit {queue:.0f}"
+        burst, queue = (max(LEAST, bytes_per_second(rate) * seconds) for seconds in (BURST_S, QUEUE_S))
+        return f"tc qdisc add dev {device} root tbf rate {rate} burst {burst:.0f} limit {queue:.0f}"
 
     def _start_namespaces(self, command: list[str]) -> None:
         """Starts `cat` as the first process of new namespaces. It lives until its input ends."""

@@ -76,19 +76,31 @@ def stream(path: Path) -> IO[bytes]:
 
 
 class Lines:
-    """A file to which lines of text are appended, each at once."""
+    """A file to which lines of text are appended, each at once.
+
+    A full or read-only disk is no error: `error` says why, and the lines are written as soon as that is possible.
+    """
 
     def __init__(self, path: Path):
-        self.path = path
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self.path, self.error = path, ""
+        self._left = b""
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         watch("write", path)
 
     def write(self, line: str) -> None:
-        self._file.write(f"{line}\n")
+        self._left += f"{line}\n".encode()
+        try:
+            while self._left:
+                self._left = self._left[self._file.write(self._left) :]
+            self.error = ""
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self.error = str(error.strerror)
         watch("write", self.path)
 
     def flush(self) -> None:
-        """Forces all lines to the disk."""
+        """Forces the lines to the disk."""
         flush(self.path)
 
     def close(self) -> None:

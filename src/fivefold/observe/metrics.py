@@ -57,15 +57,27 @@ class MetricsWriter:
         self.damaged = _drop_after(path, step) if path.exists() else 0
         self._file = Lines(path)  # a killed run loses at most the line that it was writing
         self._events = _Events(folder / "tensorboard", step) if tensorboard else None
+        self._told = False
 
-    def write(self, metrics: Mapping[str, Any]) -> None:
+    def write(self, metrics: Mapping[str, Any]) -> str:
         """Write one line. `metrics` has an integer `step`; its other values are numbers (also 0-d tensors and
-        arrays), text, None, or numbers by name."""
+        arrays), text, None, or numbers by name.
+
+        A full or read-only disk is no error: the lines follow when they can be written. Returns what to tell the user
+        about that, once; otherwise "".
+        """
         line = {key: _plain(value) for key, value in metrics.items() if value is not None}
         assert isinstance(line.get("step"), int), f"a metrics line needs an integer step: {metrics}"
         self._file.write(_text(line))
         if self._events:
-            self._events.write(line)
+            try:
+                self._events.write(line)
+            except OSError:  # a record may be cut, and what follows could not be read
+                self._events = None
+        told, self._told = self._told, bool(self._file.error)
+        return f"{self._file.path}: {self._file.error}; lines are kept and written later" * (
+            self._told > told
+        )
 
     def flush(self) -> None:
         """Forces the lines to the disk: a checkpoint that survives a power cut needs those before it."""

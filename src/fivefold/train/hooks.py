@@ -191,8 +191,8 @@ class RunHooks:
         save_state(self.state, self.job.out, meta, self.job.recipe.checkpoint.keep_last)
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.write(line)
+        if self.metrics is not None and (problem := self.metrics.write(line)):
+            self.console.note(f"WARNING: {problem}")
 
 
 def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:

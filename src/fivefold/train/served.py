@@ -394,7 +394,11 @@ def _work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
 
 def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, interrupt: Interrupt) -> None:
     """Computes the gradient of a share."""
-    recipe, train, begin = job.recipe, job.recipe.train, time.time()
+    recipe, train = job.recipe, job.recipe.train
+    begin, clock = (
+        time.time(),
+        time.perf_counter(),
+    )  # the hosts' common clock, which may jump, and one that does not
     step, share, before = order.first, order.second, served.exchange.waited
     batches = job.batches
     if batches is None:
@@ -404,7 +408,7 @@ def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, in
     microbatches = share_of(
         batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh, share=(share, count)
     )
-    read = time.time() - begin
+    read = time.perf_counter() - clock
     state.step = served.step = step
     loss = forward_backward(state, microbatches, train.seed).item()
     square = 0.0
@@ -413,5 +417,6 @@ def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, in
         if loss - loss != 0:  # not finite: then no server takes the gradient
             square = float("nan")
     waited, memory = served.exchange.waited - before, float(peak_memory_bytes("cpu"))
-    figures = loss, square, float(interrupt.wanted()), begin, time.time(), waited, read, memory
+    end = begin + time.perf_counter() - clock
+    figures = loss, square, float(interrupt.wanted()), begin, end, waited, read, memory
     served.exchange.computed(step, share, figures)
