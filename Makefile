@@ -7,6 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+KILLS ?= 100
+SEED ?= 1
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
@@ -16,10 +18,10 @@ TO_TEST := $(VENV)/.installed-test
 LISTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check format clean
+.PHONY: help train test test-all test-chaos check format clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-9s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
 
 train: $(TO_TRAIN)  ## train a small language model on this machine: a few minutes
 	$(BIN)/fivefold train quickstart $(ARGS)
@@ -31,6 +33,12 @@ test: $(TO_TEST)  ## run the tests, two files at a time (one: ARGS='-n 0')
 test-all: $(TO_TEST)  ## run the tests, and all layouts of 8 ranks: the better part of an hour
 	$(BIN)/python -m pytest -m "" $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
+
+test-chaos: $(TO_TEST)  ## kills, damage, power loss, full disks, lost networks (KILLS=100 SEED=1): an hour
+	$(BIN)/python -m pytest -m "" tests/chaos
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py damage --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py kills --number $(KILLS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py soak
 
 check: $(TO_TEST)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

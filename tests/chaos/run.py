@@ -1,8 +1,10 @@
-"""The long form of the chaos tests, in pieces: each call goes on where the last one ended.
+"""The long form of the chaos tests. Kills go in pieces: each call goes on where the last one ended.
 
     python tests/chaos/run.py kills --number 300 --seed 1 --seconds 200
+    python tests/chaos/run.py damage --number 1000
+    python tests/chaos/run.py soak --number 5000
 
-Results are merged into benchmarks/results/chaos_kills.json and the like.
+Results are in benchmarks/results/chaos_kills.json and the like.
 """
 
 from __future__ import annotations
@@ -19,31 +21,66 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 RESULTS = HERE.parent.parent / "benchmarks" / "results"
+NUMBERS = {"kills": 100, "damage": 1000, "soak": 5000}
 
 
 def main() -> int:
-    import kills
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["kills"])
-    parser.add_argument("--number", type=int, default=100, help="kills")
+    parser.add_argument("what", choices=NUMBERS)
+    parser.add_argument("--number", type=int, help="kills, damages, or steps")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="no new trial begins after so many")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    command = f"python tests/chaos/run.py {options.what} --number {options.number} --seed {options.seed}"
+    number, seed = options.number or NUMBERS[options.what], options.seed
+    command = f"python tests/chaos/run.py {options.what} --number {number} --seed {seed}"
+    path = options.results / f"chaos_{options.what}.json"
     folder = Path(tempfile.gettempdir(), "fivefold-chaos")
     folder.mkdir(exist_ok=True)
+    if options.what == "kills":
+        return kills(path, command, number, seed, options.seconds, folder)
+    found = damages(number, seed) if options.what == "damage" else soak(number, folder)
+    path.write_text(json.dumps({"command": command, "figures": found}, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return int(bool(found.get("accepted")))
+
+
+def kills(path: Path, command: str, number: int, seed: int, seconds: float, folder: Path) -> int:
+    import kills
+
     return pieces(
-        options.results / f"chaos_{options.what}.json",
+        path,
         command,
-        options.seconds,
-        lambda runs: sum(len(run["kills"]) for run in runs) >= options.number,
-        lambda number: kills.trial(options.seed, number, folder),
+        seconds,
+        lambda runs: sum(len(run["kills"]) for run in runs) >= number,
+        lambda trial: kills.trial(seed, trial, folder),
         kills.figures,
     )
+
+
+def damages(number: int, seed: int) -> dict[str, Any]:
+    """How many damages were found, and what came of them."""
+    from damage import Harness, count
+    from test_power import TINY
+
+    from fivefold.recipe import load
+
+    with tempfile.TemporaryDirectory(prefix="fivefold-chaos-") as name:
+        text = Path(name, "text.txt")
+        text.write_text("".join(f"{i} and {i * i % 89}; " for i in range(300)))
+        sets = [*TINY, f"data.source={text}", f"data.cache={name}/cache"]
+        harness = Harness(load("quickstart", sets), Path(name))
+        found = [harness.damaged(one, seed) for one in range(number)]
+    accepted = [f"{kind}: {outcome}" for kind, outcome in found if outcome.startswith("accepted")]
+    return {"damages": number, "found": number - len(accepted), "accepted": accepted, "by_kind": count(found)}
+
+
+def soak(steps: int, folder: Path) -> dict[str, Any]:
+    import soak
+
+    return soak.soak(steps, folder)
 
 
 def pieces(
