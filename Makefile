@@ -38,6 +38,7 @@ test-chaos: $(TO_TEST)  ## kills, damage, power loss, full disks, lost networks 
 	$(BIN)/python -m pytest -m "" tests/chaos
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py damage --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py kills --number $(KILLS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py layouts
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py soak
 
 check: $(TO_TEST)  ## format, lint, types, import rules

@@ -3,6 +3,7 @@
     python tests/chaos/run.py kills --number 300 --seed 1 --seconds 200
     python tests/chaos/run.py damage --number 1000
     python tests/chaos/run.py soak --number 5000
+    python tests/chaos/run.py layouts
 
 Results are in benchmarks/results/chaos_kills.json and the like.
 """
@@ -21,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 RESULTS = HERE.parent.parent / "benchmarks" / "results"
-NUMBERS = {"kills": 100, "damage": 1000, "soak": 5000}
+NUMBERS = {"kills": 100, "damage": 1000, "soak": 5000, "layouts": 0}
 
 
 def main() -> int:
@@ -41,7 +42,12 @@ def main() -> int:
     folder.mkdir(exist_ok=True)
     if options.what == "kills":
         return kills(path, command, number, seed, options.seconds, folder)
-    found = damages(number, seed) if options.what == "damage" else soak(number, folder)
+    works = {
+        "damage": lambda: damages(number, seed),
+        "soak": lambda: soak(number, folder),
+        "layouts": layouts,
+    }
+    found = works[options.what]()
     path.write_text(json.dumps({"command": command, "figures": found}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return int(bool(found.get("accepted")))
@@ -81,6 +87,19 @@ def soak(steps: int, folder: Path) -> dict[str, Any]:
     import soak
 
     return soak.soak(steps, folder)
+
+
+def layouts() -> dict[str, Any]:
+    import pairs
+
+    from fivefold.recipe import change
+
+    with tempfile.TemporaryDirectory(prefix="fivefold-chaos-") as name:
+        recipe = pairs.base(Path(name))
+        dense = pairs.all_pairs(recipe, pairs.LAYOUTS, Path(name))
+        (moe := Path(name, "moe")).mkdir()
+        experts = pairs.all_pairs(change(recipe, pairs.MOE), pairs.EXPERTS, moe)
+    return {"dense": pairs.figures(dense), "experts": pairs.figures(experts)}
 
 
 def pieces(

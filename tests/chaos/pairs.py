@@ -1,0 +1,68 @@
+"""Every layout resumes from the checkpoint of every other, as one process would go on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from runs import lines
+from test_resume_layouts import TINY, train
+
+from fivefold.checkpoint import store
+from fivefold.recipe import Recipe, load
+
+LAYOUTS = (
+    "dp=1", "dp=2", "dp=4", "dp=4,zero=1", "dp=4,zero=3", "dp_replicate=2,dp_shard=2,zero=2", "tp=2", "tp=4",
+    "dp=2,tp=2", "pp=2", "pp=4", "pp=2,dp=2,zero=1", "pp=2,tp=2,schedule=zbv", "cp=2", "cp=2,dp=2,zero=3",
+)  # fmt: skip
+EXPERTS = ("dp=1", "dp=2,zero=2", "dp=2,ep=2", "dp=4,ep=2,zero=3", "dp=4,ep=4")
+MOE = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=32"]
+HALF, STEPS = 2, 4
+
+
+def base(folder: Path) -> Recipe:
+    (folder / "text.txt").write_text(
+        "".join(f"{i} and {i * i % 89} make {i + i * i % 89}; " for i in range(900))
+    )
+    sets = [
+        "model.layers=4",
+        "model.kv_heads=4",
+        f"data.source={folder / 'text.txt'}",
+        f"data.cache={folder}/cache",
+    ]
+    return load("quickstart", [*TINY, *sets])
+
+
+def all_pairs(recipe: Recipe, layouts: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+    """For each ordered pair, the largest relative differences of losses and weights from one process."""
+    train(recipe, "dp=1", folder / "one", STEPS)
+    losses, wanted = lines(folder / "one", "loss"), store.load(store.latest(folder / "one"))
+    found = []
+    for first in layouts:
+        train(recipe, first, folder / "first", HALF)
+        for second in layouts:
+            shutil.copytree(folder / "first", folder / "second")
+            train(recipe, second, folder / "second", STEPS, resume=True)
+            now, came = lines(folder / "second", "loss"), store.load(store.latest(folder / "second"))
+            assert len(now) == STEPS
+            assert came.model.keys() == wanted.model.keys()
+            errors = [
+                ((came.model[name] - tensor).norm() / tensor.norm()).item()
+                for name, tensor in wanted.model.items()
+            ]
+            loss = max(abs(a - b) / abs(b) for a, b in zip(now, losses, strict=True))
+            found.append({"first": first, "second": second, "loss": loss, "weights": max(errors)})
+            shutil.rmtree(folder / "second")
+        shutil.rmtree(folder / "first")
+    return found
+
+
+def figures(found: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "pairs": len(found),
+        "layouts": len({one["first"] for one in found}),
+        "worst_loss": max(one["loss"] for one in found),
+        "worst_weights": max(one["weights"] for one in found),
+        "worst_pair": max(found, key=lambda one: one["loss"]),
+    }
