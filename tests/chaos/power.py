@@ -101,7 +101,11 @@ class Disk:
             if event.what == "flush":
                 self.root.flush()
             return
-        parent, name = self._folder(event.path.parent), event.path.name
+        try:
+            parent, name = self._folder(event.path.parent), event.path.name
+        except KeyError:
+            assert event.what == "remove"  # of what was never there
+            return
         node = parent.now.get(name)
         if event.what == "folder":
             parent.change(None, name, Folder())
