@@ -80,7 +80,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["check", "quikstart"], "error: recipe 'quikstart': no such file"),
         (["check", "quickstart", "--set", "optim.lrr=3"], "did you mean 'lr'?"),
-        (["check", "quickstart", "--layout", "dp=5"], "must be divisible by 5"),
+        (["check", "quickstart", "--layout", "dp=17"], "ranks need at least one sequence each"),
         (["check", "quickstart", "--set", "data.source=nowhere.txt"], "nowhere.txt"),
         (["trin", "quickstart"], "Did you mean 'train'?"),
         (["check", "quickstart", "--explian"], "--explain"),

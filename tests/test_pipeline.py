@@ -53,7 +53,7 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.parts import held, size_of, stage_blocks
 from fivefold.step.state import build_state
 from fivefold.step.step import evaluate, forward_backward
-from fivefold.train.share import batches_of, share_of
+from fivefold.train.share import batches_of, rows_of, share_of
 
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # a rank
 
@@ -327,7 +327,7 @@ def validate(rank: int, world: int, recipe: Recipe, sequences: int) -> dict[str,
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     state = build_state(recipe, ranks_of(rank, world))
     batches = batches_of(recipe, data, data.train, sequences, shuffle=False)
-    return evaluate(state, share_of(batches, 0, sequences, 2, state.mesh), None)
+    return evaluate(state, rows_of(batches, sequences, 2, state.mesh), None)
 
 
 @pytest.mark.parametrize(

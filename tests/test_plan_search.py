@@ -22,6 +22,7 @@ from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.spread.layout import Layout, divisors
+from fivefold.spread.shares import largest
 
 LLAMA = load("llama-7b", ["train.global_batch_size=512"])
 SMALL = [
@@ -87,6 +88,8 @@ def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tupl
             if SCHEDULES[schedule].stages == (2, 2) and virtual == 1:
                 continue  # means 2
             for B in divisors(batch):
+                if largest(batch // B, layout.dp) * B > largest(batch, layout.dp):
+                    continue  # gives one rank more sequences than need be
                 if not any(contradictions(with_layout(recipe, layout, microbatch_size=B))):
                     yield layout, B
 
@@ -98,7 +101,7 @@ def choices(space: Space) -> Iterator[Choice]:
             for schedule, virtual in space.schedules(shape.pp):
                 changed = replace(shape, recompute=recompute, schedule=schedule, virtual_stages=virtual)
                 for layout in space.sharings(changed):
-                    yield Choice(layout, B, space.batch // layout.dp // B, mode)
+                    yield space.choice(layout, B, mode)
 
 
 _priced: dict[str, tuple[Space, Bounds, list[tuple[Choice, Plan]]]] = {}
@@ -165,7 +168,7 @@ def test_the_bound_of_a_first_rank_that_ends_early_but_has_most_to_sum() -> None
                 if zero:
                     layout = replace(layout, dp_shard=layout.dp, dp_replicate=1)
                 for B in space.microbatches(shape)[:2]:
-                    c = Choice(layout, B, space.batch // layout.dp // B, "bf16")
+                    c = space.choice(layout, B, "bf16")
                     assert bounds.sharing(c) <= price(bounds.setting(c)).step.seconds, c
                     seen += 1
     assert seen >= 12
@@ -332,7 +335,7 @@ def test_within_less_memory() -> None:
     ("sets", "cluster", "message"),
     [
         ([], "h100", "a search needs a number of devices, such as h100:64"),
-        (SEVEN, "h100:5", "Nearest valid: train.global_batch_size = 5, or h100:1"),
+        (SEVEN, "h100:11", "Nearest valid: train.global_batch_size = 11, or h100:7"),
         (["precision.mode=bf16"], "nobf16.toml:8", "the planner prices"),
     ],
 )  # fmt: skip
@@ -357,8 +360,8 @@ def test_the_nearest_valid_batch_and_number_are_valid() -> None:
         "model.kv_heads=none",
         "model.dim=384",
     ]
-    assert search(small(sets), parse("h100:1")).plans
-    assert search(small([*sets, "train.global_batch_size=5"]), parse("h100:5")).plans
+    assert search(small(sets), parse("h100:7")).plans
+    assert search(small([*sets, "train.global_batch_size=11"]), parse("h100:11")).plans
 
 
 def test_a_model_that_fits_nowhere_says_how_many_devices_it_needs() -> None:

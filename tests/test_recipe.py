@@ -160,8 +160,26 @@ def test_not_utf8(tmp_path: Path) -> None:
             "global_batch_size = 9 must be divisible by 2",
         ),
         (
-            "[layout]\ndp_replicate = 3",
+            "[layout]\ndp_replicate = 17",
+            "global_batch_size = 16: 17 data-parallel ranks need at least one sequence each. Nearest valid: "
+            "train.global_batch_size = 17",
+        ),
+        (
+            "[train]\nmicrobatch_size = 8\n[layout]\ndp_replicate = 3",
+            "16 in microbatches of 8: 3 data-parallel ranks need at least one microbatch each. Nearest valid: "
+            "train.global_batch_size = 24, or train.microbatch_size = 4",
+        ),
+        (
+            "[layout]\ndp_replicate = 3\nmicrobatches = 2",
+            "global_batch_size = 16 must be divisible by 6 (3 data-parallel ranks x 2 microbatches)",
+        ),
+        (
+            '[layout]\ndp_replicate = 3\n[sync]\nmethod = "diloco"',
             "global_batch_size = 16 must be divisible by 3 (3 data-parallel ranks)",
+        ),
+        (
+            "[layout]\ndp_replicate = 3\n[observe]\nnoise_scale = true",
+            "cannot be measured with ranks that have unequal shares of the batch",
         ),
         ("[train]\nmicrobatch_size = 2\n[layout]\nmicrobatches = 2", "global_batch_size = 16 must be 4"),
         ("[layout]\ndp_shard = 2", "layout: dp_shard=2 shards states between ranks"),
@@ -410,7 +428,14 @@ def test_an_optimizer_gets_its_own_fields(name: str) -> None:
             "train.z_loss = 0.0001 is not supported with sync.method",
         ),
         (["optim.restart_steps=5"], 'only schedule = "restarts" has cycles'),
-        (["train.batch_ramp=3:5", "layout.dp_replicate=2"], "3 sequences must be divisible by 2"),
+        (
+            ["train.batch_ramp=1:5", "layout.dp_replicate=2"],
+            "1 sequences must be at least 2 (2 data-parallel ranks)",
+        ),
+        (
+            ["train.batch_ramp=6:5", "train.microbatch_size=4"],
+            "6 sequences must be a multiple of 4, and at least 8",
+        ),
         (["optim.name=nestrov", "optim.momentum=0.5"], "did you mean 'nesterov'?"),
         (["optim.name=momentum", "optim.momentum=1"], "optim.momentum = 1: must be a number > 0 and < 1"),
     ],

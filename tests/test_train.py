@@ -358,7 +358,7 @@ def test_forked_ranks_and_their_errors(text, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "2 rank(s) on CPU" in done.stdout
     assert len(lines(out, "loss")) == 6
-    done = fivefold("--nproc", "3", "--out", str(tmp_path / "three"))
+    done = fivefold("--nproc", "17", "--out", str(tmp_path / "many"))
     assert done.returncode == 2
     assert "global_batch_size" in done.stderr
     assert "Traceback" not in done.stderr

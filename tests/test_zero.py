@@ -20,7 +20,7 @@ from fivefold.spread.parts import boxes, parts
 from fivefold.step.state import State, build_state
 from fivefold.step.step import evaluate, forward_backward, take_step, update
 from fivefold.trace.traffic import Collectives
-from fivefold.train.share import share_of
+from fivefold.train.share import rows_of, share_of
 
 V, T, B = 61, 16, 12  # 61 rows do not divide evenly between ranks
 TINY = [
@@ -207,7 +207,7 @@ def test_sends_what_the_paper_says(zero: int, microbatches: int, mode: str) -> N
 def validation(rank: int, world: int, recipe: Recipe, size: int) -> float:
     """Validation loss of `size` sequences of batch 0, in microbatches of 2; and a step still works after it."""
     state = state_on(rank, world, recipe)
-    microbatches = share_of(Tokens(), 0, size, 2, state.mesh, equal=world > 1)
+    microbatches = rows_of(Tokens(), size, 2, state.mesh, equal=world > 1)
     assert world == 1 or all(inputs.shape == (2, T) for inputs, _ in microbatches)
     found = evaluate(state, microbatches, None)["val_loss"]
     forward_backward(state, share(state, recipe, 1), 0)

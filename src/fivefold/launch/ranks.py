@@ -13,6 +13,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +26,8 @@ from fivefold.errors import UserError
 from fivefold.host import cores
 
 STORE_FILE = "FIVEFOLD_STORE_FILE"  # set by launch/local.py for the ranks it starts
+SPARE_POLL_S = 1.0
+_FINISHED = "finished"  # a key of the store: the ranks that train have ended
 
 
 @dataclass(frozen=True)
@@ -86,15 +90,18 @@ def threads_of(local_world: int) -> int:
 
 
 @contextlib.contextmanager
-def join(timeout_s: float = Ranks.timeout_s) -> Iterator[Ranks]:
+def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iterator[Ranks]:
     """Joins the process group of the launcher (if any) and leaves it at the end.
 
-    timeout_s: seconds until a message fails.
+    timeout_s: seconds until a message fails. members: the ranks that train; the others are spare (`wait_as_spare`).
+    None: all.
 
     Raises:
         UserError: a variable of the launcher is wrong, or the other ranks cannot be reached.
     """
-    rank, world, local_rank, local_world = found() or (0, 1, 0, 1)
+    rank, launched, local_rank, local_world = found() or (0, 1, 0, 1)
+    world = members or launched
+    local_world = min(local_world, world)
     device = device_for(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -102,20 +109,19 @@ def join(timeout_s: float = Ranks.timeout_s) -> Iterator[Ranks]:
         torch.set_num_threads(threads_of(local_world))
         if world > 1:
             schedule_as_batch()
-    if world > 1:
+    store = None
+    if launched > 1:
         atexit.unregister(_free_groups)  # of a join before
         atexit.register(_free_groups)
         if device.type == "cpu" and world > local_world:
             _check_address()
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(
-                backend,
-                store=_store(rank, world, timeout_s),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=timeout_s),
-            )
+            store = _store(rank, launched, timeout_s)
+            if world > 1:
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+                )
         except RuntimeError as error:
             said = str(error).splitlines()[0][:300]
             raise UserError(
@@ -124,8 +130,22 @@ def join(timeout_s: float = Ranks.timeout_s) -> Iterator[Ranks]:
     try:
         yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
     finally:
+        if store is not None and rank == 0 and world < launched:
+            store.set(_FINISHED, "")
         if world > 1:
             dist.destroy_process_group()
+
+
+def wait_as_spare(timeout_s: float = Ranks.timeout_s) -> None:
+    """Waits while the other ranks of the launcher train. Their launcher could not use a rank that has ended when
+    another is gone."""
+    launched = found()
+    assert launched is not None, "only a launcher has ranks to spare"
+    rank, world, *_ = launched
+    with contextlib.suppress(RuntimeError):  # the store has ended with the others
+        store = _store(rank, world, timeout_s)
+        while not store.check([_FINISHED]):
+            time.sleep(SPARE_POLL_S)
 
 
 def schedule_as_batch() -> None:
@@ -166,19 +186,43 @@ def _free_groups() -> None:
 
 
 def _store(rank: int, world: int, timeout_s: float) -> dist.Store:
-    """The store where the ranks meet.
-
-    Its prefix has the restart count, because a store that outlives a restart still holds the addresses of dead ranks.
-    """
-    attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    """The store where the ranks meet."""
     path = os.environ.get(STORE_FILE)
     if path:
-        return dist.PrefixStore(attempt, dist.FileStore(f"{path}.{attempt}", world))
+        return dist.FileStore(path, world)
     host, port = _master()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     master, timeout = rank == 0 and not shared, timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, world, is_master=master, timeout=timeout, wait_for_workers=False)
-    return dist.PrefixStore(attempt, store)
+    return dist.PrefixStore(_round(store, rank, world, timeout_s), store)
+
+
+def _round(store: dist.Store, rank: int, world: int, timeout_s: float) -> str:
+    """A name that only this start of the ranks has, as a prefix of all keys.
+
+    A store outlives a restart, and still holds the addresses of ranks that are gone. torchrun's restart count tells
+    starts apart only as long as the same hosts take part: it does not count those that a host caused by joining, and a
+    host that joins counts from 0. So rank 0 gives a name to each rank that says hello, until all have taken it.
+    """
+    own, hello = uuid.uuid4().hex, "fivefold/hello/{}".format
+    if rank:
+        store.set(hello(rank), own)
+        name = store.get(f"fivefold/{own}").decode()
+        store.set(f"fivefold/{name}/{rank}", "")
+        return name
+    missing, greeted = set(range(1, world)), set[str]()
+    deadline = time.monotonic() + timeout_s
+    while missing:
+        for other in sorted(missing):
+            if store.check([hello(other)]) and (who := store.get(hello(other)).decode()) not in greeted:
+                store.set(f"fivefold/{who}", own)  # perhaps to a rank of an earlier start, which is gone
+                greeted.add(who)
+            if store.check([f"fivefold/{own}/{other}"]):
+                missing.discard(other)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(missing)} did not come within {timeout_s:g} s")
+        time.sleep(0.01 * bool(missing))
+    return own
 
 
 def _master() -> tuple[str, int]:

@@ -35,11 +35,13 @@ class RouterStats:
 
     scale: factor on the gradient of the loss; the router's own terms use it, too. sums: totals over the backward passes
     since it was None, fp64 (E + 4): slots of each expert, dropped slots, load-balance term, z term, number of passes.
+    counts: False in the backward of an empty microbatch, which changes neither sums nor gradients.
     """
 
     def __init__(self) -> None:
         self.scale: float | Tensor = 1.0
         self.sums: Tensor | None = None
+        self.counts = True
 
     def add(self, facts: Tensor) -> None:
         self.sums = facts.double() if self.sums is None else self.sums + facts
@@ -56,6 +58,8 @@ class _Attach(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
+        if not ctx.stats.counts:
+            return grads[0], torch.zeros((), device=ctx.facts.device), None, None
         ctx.stats.add(ctx.facts)
         scale = ctx.stats.scale
         if not isinstance(scale, Tensor):

@@ -8,6 +8,7 @@ from fivefold.models.card import card_of
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout, index_in
 from fivefold.spread.parts import Span, held, joined, size_of, stage_blocks, stages_of, token_spans
+from fivefold.spread.shares import share
 from fivefold.spread.sites import in_site, site_layout
 
 
@@ -45,8 +46,9 @@ def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
     blocks = stage_blocks(card_of(model), layout) if layout.pp > 1 else (range(model.layers),)
     mine = stages_of(layout, index_in(layout, "pp", rank))
     parts = held(card_of(model), layout, rank)
-    sequences = recipe.train.global_batch_size
+    B = recipe.train.microbatch_size or 1
     dp = site * layout.dp + index_in(layout, "dp", rank)
+    microbatches = share(recipe.train.global_batch_size // B, dp, whole.dp)
     coordinates = layout.coordinates(rank)
     coordinates["dp_replicate"] += site * layout.dp_replicate
     experts = model.experts
@@ -60,7 +62,7 @@ def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
         last=len(blocks) - 1 in mine,
         tensor=(index_in(layout, "tp", rank), layout.tp),
         shard=(index_in(layout, "shard", rank), layout.shards) if layout.zero else (0, 1),
-        rows=(sequences * dp // whole.dp, sequences * (dp + 1) // whole.dp),
+        rows=(microbatches.start * B, microbatches.stop * B),
         tokens=joined(token_spans(layout, T, index_in(layout, "cp", rank))) if layout.cp > 1 else ((0, T),),
         experts=range(experts * ep // layout.ep, experts * (ep + 1) // layout.ep) if experts else None,
         computes=sum(size_of(part.computes) for part in parts.values()),

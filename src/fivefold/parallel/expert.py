@@ -239,7 +239,12 @@ class Balance:
         """scale: factor on the gradients of this step's losses."""
         pieces = self.mesh.size("tp") if self.mesh.layout.sp else 1  # the gradients of the pieces are summed
         for mixture in self.layers.values():
-            mixture.stats.scale, mixture.stats.sums = scale / pieces, None
+            mixture.stats.scale, mixture.stats.sums, mixture.stats.counts = scale / pieces, None, True
+
+    def count(self, counts: bool) -> None:
+        """The next backward is that of a microbatch that counts, or of an empty one."""
+        for mixture in self.layers.values():
+            mixture.stats.counts = counts
 
     def finish(self) -> None:
         """Sums over ranks: one all-reduce of a few numbers per block."""

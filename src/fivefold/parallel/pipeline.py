@@ -101,15 +101,16 @@ class Pipeline:
         seed: Seed,
         positions_T: Tensor | None = None,
         factor: Tensor | None = None,
+        backward: Callable[[int], None] = lambda microbatch: None,
     ) -> Tensor:
         """Adds the gradients of `scale` x `factor` x the sum of the microbatches' losses. Returns that sum of losses
         (scalar) on the rank with the last stage, 0 on others. Replicas sync their gradients as the last ones are
-        computed. factor: of loss scaling.
+        computed. factor: of loss scaling. backward: called before each backward of a microbatch.
 
         positions_T: of this rank's tokens; None: all positions.
         """
         run, schedule = (
-            _Run(self, microbatches, positions_T, scale, seed, factor),
+            _Run(self, microbatches, positions_T, scale, seed, factor, backward),
             self.schedule(len(microbatches)),
         )
         if self.recording:
@@ -161,7 +162,9 @@ class _Run:
         scale: float,
         seed: Seed,
         factor: Tensor | None = None,
+        backward: Callable[[int], None] = lambda microbatch: None,
     ):
+        self.begin_backward = backward
         self.pipeline, self.mesh, self.microbatches = pipeline, pipeline.mesh, microbatches
         self.axis = pipeline.mesh.axis("pp")
         self.scale, self.seed, self.positions_T, self.factor = scale, seed, positions_T, factor
@@ -236,6 +239,7 @@ class _Run:
         if last and self.factor is not None:
             gradient *= self.factor
         backward = partial(torch.autograd.backward, y, gradient)
+        self.begin_backward(index)
         with self._timed(action):
             if action.kind == "I":
                 self.owed[key] = self.pipeline.deferred.collect(backward)

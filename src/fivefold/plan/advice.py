@@ -11,9 +11,9 @@ from fivefold.host.devices import GIB
 from fivefold.plan import memory
 from fivefold.plan.bound import Bounds
 from fivefold.plan.predict import Plan, held, limit
-from fivefold.plan.space import Choice, Space
+from fivefold.plan.space import Space
 from fivefold.recipe import count_parameters
-from fivefold.spread.layout import Layout, divisors, to_text
+from fivefold.spread.layout import Layout, to_text
 
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
 SMALLEST = 20  # layouts whose bytes are counted exactly, of those that seem smallest
@@ -21,15 +21,12 @@ MOST_DEVICES = 2**17
 
 
 def nothing_valid(space: Space) -> str:
-    """The message for a batch that no layout divides, with the nearest valid batch and numbers of devices."""
+    """The message for a batch that is too small for all layouts, with the nearest valid one and number of devices."""
     devices, batch = space.cluster.devices, space.batch
-    ranks = {devices // way.tp // way.cp // pp for way in space.ways() for pp in space.stages(way)}
-    sizes = [max(1, round(batch / dp)) * dp for dp in ranks]
-    near = min(sizes, key=lambda size: (abs(size - batch), size))
-    fewer = max(n for n in divisors(batch) if n <= devices)
+    ranks = [devices // way.tp // way.cp // pp for way in space.ways() for pp in space.stages(way)]
     return (
-        f"no layout of {devices} devices divides train.global_batch_size = {batch}: it must be divisible by the "
-        f"data-parallel ranks. Nearest valid: train.global_batch_size = {near}, or {space.cluster.name}:{fewer}"
+        f"no layout of {devices} devices has a sequence of train.global_batch_size = {batch} for each data-parallel "
+        f"rank. Nearest valid: train.global_batch_size = {min(ranks)}, or {space.cluster.name}:{batch}"
     )
 
 
@@ -76,7 +73,7 @@ def _numbers(first: int, per_node: int) -> Iterator[int]:
 def _fitting(space: Space, bounds: Bounds, most: float) -> Layout | None:
     """A layout that fits with full recomputation and one sequence at a time, or None."""
     choices = [
-        Choice(replace(layout, recompute="full"), 1, space.batch // shape.dp_replicate, mode)
+        space.choice(replace(layout, recompute="full"), 1, mode)
         for shape in space.shapes
         for layout in space.sharings(shape)
         for mode in space.precisions

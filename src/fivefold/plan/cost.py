@@ -81,7 +81,8 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that a price depends on. layout: of one site, where several train apart. cluster: of all of them."""
+    """Everything that a price depends on. layout: of one site, where several train apart. cluster: of all of them.
+    microbatches: of the rank that has most. sequences: of the global batch, if ranks have unequally many."""
 
     model: ModelSection
     layout: Layout
@@ -91,6 +92,7 @@ class Setting:
     mode: str
     microbatches: int
     sites: Sites = ONE_SITE
+    sequences: int | None = None
 
     @property
     def dtype(self) -> str:

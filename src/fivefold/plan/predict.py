@@ -98,7 +98,7 @@ class Plan:
     def tokens(self) -> int:
         """Tokens per step, over all ranks."""
         s = self.setting
-        return s.microbatches * s.sizes.B * self.layout.dp * s.model.seq_len
+        return (s.sequences or s.microbatches * s.sizes.B * self.layout.dp) * s.model.seq_len
 
     @property
     def tokens_per_s(self) -> float:
@@ -174,8 +174,10 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     assert B is not None
     count = microbatches_per_step(full)
     software = for_recipe(software or of(cluster), recipe)
+    batch = full.train.global_batch_size
+    sequences = batch if batch < count * B * layout.dp else None
     together = setting(
-        full.model, layout, cluster, B, count, mode_of(recipe.precision.mode, cluster), software
+        full.model, layout, cluster, B, count, mode_of(recipe.precision.mode, cluster), software, sequences
     )
     if full.servers.count:
         served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
@@ -201,8 +203,10 @@ def setting(
     microbatches: int,
     mode: str = "bf16",
     software: Software = FIVEFOLD,
+    sequences: int | None = None,
 ) -> Setting:
-    """Builds a setting. B: sequences per microbatch. The cluster is resized to the layout's ranks."""
+    """Builds a setting. B: sequences per microbatch. sequences: see `Setting`. The cluster is resized to the layout's
+    ranks."""
     sizes = Sizes(
         model,
         B,
@@ -219,7 +223,7 @@ def setting(
     )
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)
-    return Setting(model, layout, cluster, software, sizes, mode, microbatches)
+    return Setting(model, layout, cluster, software, sizes, mode, microbatches, sequences=sequences)
 
 
 def price(s: Setting, shared: Parts | None = None) -> Plan:

@@ -73,7 +73,7 @@ class SharedCosts:
         self._hops: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
 
     def setting(self, c: Choice) -> Setting:
-        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.mode, self.software)
+        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.mode, self.software, c.sequences)
 
     def parts(self, c: Choice) -> tuple[Parts, Sums]:
         """Seconds and bytes of a layout's operations."""

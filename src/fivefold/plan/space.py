@@ -21,6 +21,7 @@ from fivefold.recipe import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
 from fivefold.spread.layout import Layout, divisors, problems
+from fivefold.spread.shares import largest
 
 SEQUENCES = ((False, False), (True, False), (True, True))
 """(sp, sp_regather) on a tensor axis."""
@@ -28,12 +29,14 @@ SEQUENCES = ((False, False), (True, False), (True, True))
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with `count` microbatches of `B` sequences per rank. mode: of precision."""
+    """A layout with `count` microbatches of `B` sequences on the rank with most. mode: of precision. sequences: of the
+    global batch, if ranks have unequally many."""
 
     layout: Layout
     B: int
     count: int
     mode: str
+    sequences: int | None = None
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, because bounds are cached by it
@@ -82,7 +85,7 @@ class Space:
         for way in self.ways():
             for pp in self.stages(way):
                 dp = self.cluster.devices // (way.tp * way.cp * pp)
-                if self.batch % dp == 0:
+                if dp <= self.batch:
                     yield replace(way, pp=pp, dp_replicate=dp)
 
     def stages(self, way: Layout) -> list[int]:
@@ -158,17 +161,24 @@ class Space:
                     yield name, virtual
 
     def microbatches(self, shape: Layout) -> list[int]:
-        """Valid sizes of a microbatch, in sequences."""
-        return divisors(self.batch // shape.dp_replicate)
+        """Sizes of a microbatch, in sequences, that give no rank more of them than single sequences would."""
+        dp = shape.dp_replicate
+        most = largest(self.batch, dp)
+        return [B for B in divisors(self.batch) if largest(self.batch // B, dp) * B == most]
+
+    def choice(self, layout: Layout, B: int, mode: str) -> Choice:
+        """A layout with this microbatch size."""
+        count = largest(self.batch // B, layout.dp)
+        unequal = count * B * layout.dp > self.batch
+        return Choice(layout, B, count, mode, self.batch if unequal else None)
 
     def starts(self) -> Iterator[Choice]:
         """The starting choices of a search: everything but schedules and shardings of states."""
         for shape in self.shapes:
             modes = [replace(shape, recompute=recompute) for recompute in self.modes]
             for B in self.microbatches(shape):
-                count = self.batch // shape.dp_replicate // B
                 for changed in modes:
-                    yield from (Choice(changed, B, count, mode) for mode in self.precisions)
+                    yield from (self.choice(changed, B, mode) for mode in self.precisions)
 
     @cached_property
     def size(self) -> int:

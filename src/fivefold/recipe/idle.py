@@ -17,6 +17,7 @@ from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, summing_groups
 from fivefold.spread.servers import SERVER
+from fivefold.spread.shares import largest
 from fivefold.spread.tiers import OFFLOADS
 
 
@@ -198,8 +199,26 @@ PLAIN = Sections()
 
 
 def notes(recipe: Sections) -> list[str]:
-    """One sentence per value that has no effect in the recipe's layout."""
-    return [f"{text} has no effect in this layout: {idle.why}" for idle, text in _idle(recipe) if not idle.by]
+    """One sentence per value that has no effect in the recipe's layout, and one on ranks that wait for others."""
+    found = [
+        f"{text} has no effect in this layout: {idle.why}" for idle, text in _idle(recipe) if not idle.by
+    ]
+    return found + _waiting(recipe)
+
+
+def _waiting(recipe: Sections) -> list[str]:
+    """Says how long ranks wait for the one with the largest share, if shares are unequal."""
+    size, B, layout = recipe.train.global_batch_size, recipe.train.microbatch_size or 1, recipe.layout
+    ranks = layout.dp_replicate * layout.dp_shard
+    most = largest(size // B, ranks) * B
+    if most * ranks == size:
+        return []
+    least = size // B // ranks * B
+    waiting = 1 - size / most / ranks
+    return [
+        f"{ranks} data-parallel ranks share {size} sequences: each has {least} or {most}, and {waiting:.0%} of their "
+        "time is spent waiting"
+    ]
 
 
 def refused(recipe: Sections) -> Iterator[Contradiction]:

@@ -13,6 +13,7 @@ from fivefold.recipe.ramp import ramp, sequences_before, steps_for
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.compression import compressor
+from fivefold.spread.shares import largest
 
 
 def total_steps(recipe: Recipe) -> int:
@@ -39,10 +40,10 @@ def tokens_before(recipe: Recipe, step: int) -> int:
 
 
 def microbatches_per_step(recipe: Recipe) -> int:
-    """Microbatches of a data-parallel rank in an optimizer step."""
+    """Microbatches in an optimizer step of the data-parallel rank that has most."""
     train, layout = recipe.train, recipe.layout
-    share = train.global_batch_size // (layout.dp_replicate * layout.dp_shard)
-    return share // (train.microbatch_size or 1)
+    whole = train.global_batch_size // (train.microbatch_size or 1)
+    return largest(whole, layout.dp_replicate * layout.dp_shard)
 
 
 def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
@@ -62,7 +63,7 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
     train: dict[str, Any] = {
         "steps": steps,
         "tokens": None,
-        "microbatch_size": _microbatch_size(recipe),
+        "microbatch_size": microbatch_size(recipe),
         "val_every": recipe.train.val_every or max(1, steps // 10),
     }
     layout: dict[str, int | None] = {"microbatches": None}
@@ -96,14 +97,30 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
     return resolved
 
 
-def _microbatch_size(recipe: Recipe) -> int:
+def microbatch_size(recipe: Recipe) -> int:
     """The microbatch size: the recipe's, or the one that `layout.microbatches` implies. Without either, it is the
-    largest divisor of a rank's shares up to 8. A pipeline gets at least two microbatches per rank, if possible."""
+    largest up to 8 that divides the batches and gives no rank more sequences than single ones would. A pipeline gets at
+    least two microbatches per rank, if possible."""
     if recipe.train.microbatch_size:
         return recipe.train.microbatch_size
-    dp = recipe.layout.dp_replicate * recipe.layout.dp_shard
     if recipe.layout.microbatches:
+        dp = recipe.layout.dp_replicate * recipe.layout.dp_shard
         return recipe.train.global_batch_size // dp // recipe.layout.microbatches
-    share = math.gcd(recipe.train.global_batch_size, *(size for size, _ in ramp(recipe.train))) // dp
-    most = min(share, 8) if recipe.layout.pp == 1 else max(1, min(8, share // (2 * recipe.layout.pp)))
-    return max(size for size in range(1, most + 1) if share % size == 0)
+    return best_microbatch_size(recipe, 8)
+
+
+def best_microbatch_size(recipe: Recipe, most: int) -> int:
+    """The largest microbatch size up to `most` that delays no step."""
+    dp = recipe.layout.dp_replicate * recipe.layout.dp_shard
+    sizes = [recipe.train.global_batch_size, *(size for size, _ in ramp(recipe.train))]
+    slowest = [largest(size, dp) for size in sizes]
+    share = math.gcd(*slowest)
+    most = min(share, most) if recipe.layout.pp == 1 else max(1, min(most, share // (2 * recipe.layout.pp)))
+
+    def delays_none(B: int) -> bool:
+        return all(
+            size % B == 0 and largest(size // B, dp) * B == least
+            for size, least in zip(sizes, slowest, strict=True)
+        )
+
+    return max(B for B in range(1, most + 1) if delays_none(B))

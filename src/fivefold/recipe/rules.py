@@ -218,27 +218,20 @@ def _optimizer(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def _batch(recipe: Sections) -> Iterator[Contradiction]:
-    size, micro, count = (
-        recipe.train.global_batch_size,
-        recipe.train.microbatch_size,
-        recipe.layout.microbatches,
-    )
+    """Every rank has microbatches, whole ones. Only some kinds of training need equally many on all."""
+    train, count = recipe.train, recipe.layout.microbatches
+    size, micro = train.global_batch_size, train.microbatch_size
     dp = recipe.layout.dp_replicate * recipe.layout.dp_shard
+    equal = count or recipe.servers.count or recipe.sites.count > 1
+    factors = {
+        "layout.dp_replicate": (dp if equal else 1, f"{dp} data-parallel ranks"),
+        "train.microbatch_size": (micro or 1, f"microbatch_size {micro}"),
+        "layout.microbatches": (count or 1, f"{count} microbatches"),
+    }
     keys = {"train.global_batch_size", "layout.dp_replicate", "layout.dp_shard"}
-    equation = f"{dp} data-parallel ranks"
-    unit = dp
-    if micro:
-        keys, equation, unit = (
-            keys | {"train.microbatch_size"},
-            f"{equation} x microbatch_size {micro}",
-            unit * micro,
-        )
-    if count:
-        keys, equation, unit = (
-            keys | {"layout.microbatches"},
-            f"{equation} x {count} microbatches",
-            unit * count,
-        )
+    keys |= {key for key, (factor, _) in factors.items() if factor > 1}
+    equation = " x ".join(words for factor, words in factors.values() if factor > 1)
+    unit = math.prod(factor for factor, _ in factors.values())
     if size % unit:
         near = max(1, round(size / unit)) * unit
         yield (
@@ -248,7 +241,15 @@ def _batch(recipe: Sections) -> Iterator[Contradiction]:
         )
     elif micro and count and size != unit:
         yield keys, f"train.global_batch_size = {size} must be {unit} ({equation})"
-    each = dp * (micro or 1)
+    elif size // (micro or 1) < dp:
+        near = f"train.global_batch_size = {dp * (micro or 1)}"
+        smaller = next((n for n in range(min(size // dp, 4096), 0, -1) if size % n == 0), None)
+        yield (
+            keys,
+            f"train.global_batch_size = {size}{f' in microbatches of {micro}' if micro else ''}: {dp} data-parallel "
+            f"ranks need at least one {'microbatch' if micro else 'sequence'} each. Nearest valid: {near}"
+            + (f", or train.microbatch_size = {smaller}" if micro and smaller else ""),
+        )
     for size in _ramped(recipe):
         if size > recipe.train.global_batch_size:
             yield (
@@ -256,12 +257,14 @@ def _batch(recipe: Sections) -> Iterator[Contradiction]:
                 f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences are more than '
                 f"train.global_batch_size = {recipe.train.global_batch_size}, with which the ramp ends",
             )
-        elif size % each:
+        elif size % (unit // (count or 1)) or size < dp * (micro or 1):
+            each, least = unit // (count or 1), dp * (micro or 1)
+            multiple = f"a multiple of {each}, and " if each > 1 else ""
             yield (
                 keys | {"train.batch_ramp"},
-                f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences must be divisible by {each} '
+                f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences must be {multiple}at least {least} '
                 f"({dp} data-parallel ranks{f' x microbatch_size {micro}' if micro else ''}). Nearest valid: "
-                f"{max(1, round(size / each)) * each}",
+                f"{max(least, round(size / each) * each)}",
             )
     if recipe.train.batch_ramp and recipe.optim.name == "sophia":
         yield (
@@ -519,7 +522,11 @@ def _noise(recipe: Sections) -> Iterator[Contradiction]:
     """The noise scale needs ranks that see the whole gradient of a microbatch, or of their own share."""
     layout, model = recipe.layout, recipe.model
     tied = resolve_model(model, vocab_size=1).tie_embeddings
+    dp = layout.dp_replicate * layout.dp_shard
+    unequal = recipe.train.global_batch_size % (dp * (recipe.train.microbatch_size or 1)) > 0
     parts = (
+        ({"train.global_batch_size", "layout.dp_replicate", "layout.dp_shard"}, unequal, "ranks "
+            "that have unequal shares of the batch"),
         ({"layout.cp"}, layout.cp > 1, "cp: a rank sees parts of sequences"),
         ({"layout.ep"}, layout.ep > 1, "ep: experts get tokens of several ranks at once"),
         ({"layout.sp"}, layout.sp, "sp: gradients of norms are sums over the tensor axis"),

@@ -70,8 +70,9 @@ class TrainSection(Section):
     """Smaller batches of the first steps: `4:100+8:200` has 4 sequences in 100 steps, 8 in the next 200, and
     `global_batch_size` in the others."""
     microbatch_size: int | None = Field(default=None, ge=1)
-    """Sequences that one rank computes at once. Gradients accumulate over microbatches. Unset: a rank's whole
-    share, at most 8."""
+    """Sequences that one rank computes at once. Gradients accumulate over microbatches. It must divide the batch. Ranks
+    take whole microbatches, some perhaps one more than others. Unset: a rank's whole share, at most 8, or fewer where
+    that makes shares more equal."""
     z_loss: float = Field(default=0.0, ge=0)
     """Factor of the squared log-sum-exp of the logits, added to the training loss (z-loss, arXiv 2204.02311, where it
     is 1e-4). It keeps logits from drifting. Validation leaves it out, and so do
@@ -186,7 +187,8 @@ class LayoutSection(Section):
     virtual_stages: int = Field(default=1, ge=1)
     """Pipeline stages per rank."""
     microbatches: int | None = Field(default=None, ge=1)
-    """Microbatches per step and rank. Unset: derived from `global_batch_size` and `microbatch_size`."""
+    """Microbatches per step, equally many on every rank. Unset: derived from `global_batch_size` and
+    `microbatch_size`."""
     recompute: str = "none"
     """Activation recomputation in backward. `selective`: attention's scores, softmax and dropout (arXiv 2205.05198).
     `full`: whole blocks, from their inputs (arXiv 1604.06174). `ops:attention+gate+norm`: the operations named, here

@@ -20,6 +20,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel
 from fivefold.parallel.pipeline import Microbatch
 from fivefold.parallel.replica import gradient_square
+from fivefold.parallel.share import Share
 from fivefold.recipe import OptimSection, Recipe
 from fivefold.step.state import State
 
@@ -120,9 +121,9 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     (scalar); the shares of all ranks add up to it."""
     parallel, mesh = state.parallel, state.mesh
     factor = state.loss_scale.factor if state.loss_scale else None
-    scale = 1 / (
-        len(microbatches) * mesh.size("batch")
-    )  # gradients and losses of all microbatches are summed; this makes the sum a mean
+    share = Share.of(microbatches, mesh)
+    # Gradients and losses of all microbatches are summed; this makes the sum a mean.
+    scale = 1 / (share.total * mesh.size("cp"))
 
     def seeds(microbatch: int, stage: int = 0) -> None:
         """stage: which of this rank's."""
@@ -130,15 +131,21 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
             seed, state.step, microbatch, dropout_rank(mesh) + stage * mesh.sites * mesh.layout.ranks
         )
 
+    def backward(microbatch: int) -> None:
+        """The backward of a microbatch begins."""
+        if parallel.balance is not None:
+            parallel.balance.count(microbatch < share.counted)
+
     for replica in parallel.replicas:
         replica.start_step()
     if parallel.balance is not None:
         parallel.balance.start_step(scale if factor is None else factor * scale)
     with parallel.saving(), scaled(factor):
         if parallel.pipeline is not None:
-            total = parallel.pipeline.forward_backward(microbatches, scale, seeds, parallel.positions, factor)
+            run = parallel.pipeline.forward_backward
+            total = run(microbatches, scale, seeds, parallel.positions, factor, backward)
         else:
-            total = accumulate(state, microbatches, scale, seeds, factor)
+            total = accumulate(state, microbatches, scale, seeds, factor, backward)
     for replica in parallel.replicas:
         replica.finish()
     for reduction in parallel.reductions:
@@ -154,6 +161,7 @@ def accumulate(
     scale: float,
     seeds: Callable[[int], None],
     factor: Tensor | None = None,
+    backward: Callable[[int], None] = lambda microbatch: None,
 ) -> Tensor:
     """Runs forward and backward of one microbatch after the other, if this rank has the whole model. Returns the sum of
     the losses."""
@@ -165,6 +173,7 @@ def accumulate(
                 replica.enable_sync()
         loss = state.module(inputs, targets, **positions(parallel))
         gradient = torch.full_like(loss, scale)
+        backward(index)
         loss.backward(gradient if factor is None else gradient * factor)
         total += loss.detach()
     return total

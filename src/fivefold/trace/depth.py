@@ -22,7 +22,7 @@ from fivefold.kernels.hollow import CPU
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
-from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step, tokens_per_step
+from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
 from fivefold.schedules.memory_timeline import CATEGORIES, MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
 from fivefold.spread.layout import Layout, to_text, validate
@@ -113,7 +113,8 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
     site = site_layout(layout, recipe.sites.count)
     layers, counts = _sizes(recipe, site, rank)
     steps = {(L, m): trace(_with_layers(recipe, L), rank, m, device) for L in layers for m in counts}
-    formula = flops_per_token(recipe.model) * tokens_per_step(recipe) / layout.ranks
+    tokens = count * (recipe.train.microbatch_size or 1) * layout.dp * recipe.model.seq_len
+    formula = flops_per_token(recipe.model) * tokens / layout.ranks
     step = extrapolate(steps, recipe.model.layers, count)
     seconds = time.perf_counter() - began
     result = Exact(to_text(layout), rank, step, list(steps), formula, seconds, device.type)

@@ -1,4 +1,4 @@
-"""A rank's share of the batches: its rows of each global batch and its columns of them, in microbatches."""
+"""A rank's share of the batches: its microbatches of each global batch, and its columns of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from fivefold.errors import UserError
 from fivefold.parallel.context import take
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch
+from fivefold.parallel.share import Share
 from fivefold.recipe import Recipe, batch_size, sequences_before
+from fivefold.spread import shares
 from fivefold.train.job import BatchSource, Job
 
 
@@ -31,7 +33,7 @@ def reader(job: Job, mesh: Mesh, start: int) -> Iterator[Callable[[], tuple[list
     elif train.batch_ramp:
         raise UserError("train.batch_ramp needs the data of a recipe: your own batches have their size")
 
-    def fetch(i: int) -> list[Microbatch]:
+    def fetch(i: int) -> Share:
         return share_of(batches, i, batch_size(train, i), train.microbatch_size or 1, mesh)
 
     with Prefetch(fetch, start, recipe.train.steps) as prefetch:
@@ -52,7 +54,7 @@ def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | Non
     rows, equal = recipe.train.microbatch_size or 1, mesh.layout.divided
     dp = mesh.axis("dp")  # a launch that is one site of several validates by itself
     alone = (dp.index, dp.size) if mesh.apart else None
-    return share_of(batches, 0, size, rows, mesh, equal, alone), token_bytes
+    return rows_of(batches, size, rows, mesh, equal, alone), token_bytes
 
 
 def batches_of(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
@@ -71,27 +73,60 @@ def share_of(
     size: int,
     microbatch: int,
     mesh: Mesh,
+    share: tuple[int, int] | None = None,
+) -> Share:
+    """This rank's microbatches of global batch i, of `size` rows, and its columns of them, on its device.
+
+    share: (index, number of shares) of the batch, if the mesh does not say it.
+    """
+    dp = mesh.axis("dp")
+    assert size % microbatch == 0, f"{size} sequences in microbatches of {microbatch}"
+    index, ranks = share or _place(mesh)
+    whole = size // microbatch
+    mine = shares.share(whole, index, ranks)
+    parts = [range(number * microbatch, (number + 1) * microbatch) for number in mine]
+    empty = shares.largest(whole, ranks) - len(parts) if shares.in_step(mesh.layout) else 0
+    found = [_rows(batches, i, rows, mesh) for rows in parts]
+    found += [_fill(*_rows(batches, i, range(1), mesh), 0, microbatch) for _ in range(empty)]
+    return Share(found, len(parts), whole * dp.size // ranks)
+
+
+def rows_of(
+    batches: BatchSource,
+    size: int,
+    microbatch: int,
+    mesh: Mesh,
     equal: bool = False,
     share: tuple[int, int] | None = None,
 ) -> list[Microbatch]:
-    """This rank's rows of global batch i, of `size` rows, and its columns of them, in microbatches on its device.
+    """This rank's rows of `size` in all, as equally many as can be, in microbatches: for validation, whose caller
+    weighs each by its targets.
 
     equal: all ranks get equally many microbatches, all of them full, filled up with rows that do not count. Where ranks
-    compute a model together, one that has nothing to do still has to take part. share: (index, number of shares) of the
-    rows, if the mesh does not say it.
+    compute a model together, one that has nothing to do still has to take part. share: as in `share_of`.
     """
-    dp = mesh.axis("dp")
-    index, ranks = share or (mesh.site * dp.size + dp.index, mesh.sites * dp.size)
-    start, stop = size * index // ranks, size * (index + 1) // ranks
-    parts = [range(row, min(row + microbatch, stop)) for row in range(start, stop, microbatch)]
+    index, ranks = share or _place(mesh)
+    mine = shares.share(size, index, ranks)
+    parts = [range(row, min(row + microbatch, mine.stop)) for row in mine[::microbatch]]
     if equal:
-        most = -(-size // ranks)  # rows of a rank
-        parts += [range(0)] * (-(-most // microbatch) - len(parts))
+        parts += [range(0)] * (-(-shares.largest(size, ranks) // microbatch) - len(parts))
     found = []
     for rows in parts:
-        inputs, targets = (take(_tensor(x, mesh.device), mesh) for x in batches.batch(i, rows or range(1)))
+        inputs, targets = _rows(batches, 0, rows or range(1), mesh)
         found.append(_fill(inputs, targets, len(rows), microbatch) if equal else (inputs, targets))
     return found
+
+
+def _place(mesh: Mesh) -> tuple[int, int]:
+    """This rank's number among all data-parallel ranks of the run, and their number."""
+    dp = mesh.axis("dp")
+    return mesh.site * dp.size + dp.index, mesh.sites * dp.size
+
+
+def _rows(batches: BatchSource, i: int, rows: range, mesh: Mesh) -> Microbatch:
+    """This rank's columns of these rows of batch i, on its device."""
+    inputs, targets = (take(_tensor(x, mesh.device), mesh) for x in batches.batch(i, rows))
+    return inputs, targets
 
 
 def _fill(inputs: Tensor, targets: Tensor, real: int, rows: int) -> Microbatch:

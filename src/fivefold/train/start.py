@@ -23,6 +23,7 @@ from fivefold.models.card import card_of
 from fivefold.models.recomputation import budget_of
 from fivefold.plan.predict import budget, priced_here
 from fivefold.recipe import Recipe, change, resolve
+from fivefold.recipe.fit import in_layout
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.sites import site_layout
@@ -186,14 +187,11 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     if recipe.sites.count > 1 or recipe.servers.staleness:  # their number changes what is trained
         validate(layout, world, partial(allows, recipe))
     size = world // rest if world % rest == 0 else getattr(layout, axis)
-    validate(replace(layout, **{axis: size}, microbatches=None), world, partial(allows, recipe))
+    wanted = replace(layout, **{axis: size}, microbatches=None)
+    validate(wanted, world, partial(allows, recipe))
     if world == 1 and not nproc and not launched:
         print(f"note: {to_text(layout)} needs {layout.ranks} devices; running on one", file=sys.stderr)
-    changes = [f"layout.{axis}={size}", "layout.microbatches=none"]
-    rows = recipe.train.microbatch_size
-    if rows and recipe.train.global_batch_size % (layout.dp // getattr(layout, axis) * size * rows):
-        changes.append("train.microbatch_size=none")  # it was valid for another layout
-    return change(recipe, changes)
+    return change(in_layout(recipe, wanted))
 
 
 def prepare_data(recipe: Recipe, quiet: bool) -> DataSet:

@@ -1,0 +1,229 @@
+"""Ranks that leave and join: unequal shares of a batch, the layout for fewer ranks, and a run on 4, then 3, then 4."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from layouts import compared, tiny
+from ranks import run_ranks
+from runs import assert_close_tensors, assert_same_tensors, lines, train_rank
+
+from fivefold.checkpoint import store
+from fivefold.errors import UserError
+from fivefold.plan.clusters import parse
+from fivefold.plan.predict import predict
+from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve
+from fivefold.recipe.fit import nearest_layout
+from fivefold.recipe.idle import notes
+from fivefold.spread import shares
+from fivefold.spread.layout import Layout, to_text
+from fivefold.train import share
+
+MOE = ["model.arch=moe", "model.experts=6", "model.experts_per_token=2"]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where text, cache and the references stay."""
+    return tmp_path_factory.mktemp("elastic")
+
+
+def test_shares_are_whole_and_as_equal_as_can_be() -> None:
+    for microbatches in range(1, 30):
+        for ranks in range(1, microbatches + 1):
+            each = [shares.share(microbatches, index, ranks) for index in range(ranks)]
+            assert [number for one in each for number in one] == list(range(microbatches))
+            sizes = {len(one) for one in each}
+            assert max(sizes) == shares.largest(microbatches, ranks)
+            assert min(sizes) >= max(sizes) - 1
+            assert min(sizes) > 0
+
+
+UNEQUAL = [
+    ("dp=3", []), ("dp=3,zero=1", []), ("dp=3,zero=2", []), ("dp=3,zero=3", []), ("dp=3,ep=3", MOE),
+    ("dp=3,ep=3,zero=3", MOE), ("dp=3,ep=3,recompute=full", MOE), ("dp=3,tp=2,sp=true,zero=1", []),
+    ("dp=3,cp=2,zero=3", []), ("dp=3,cp=2,ep=2,zero=2", MOE), ("pp=2,dp=3", []),
+    ("pp=2,dp=3,zero=3,schedule=zbv,virtual_stages=2", []), ("pp=2,dp=3,ep=3,schedule=dualpipev,virtual_stages=2", MOE),
+    ("dp_replicate=3,dp_shard=2,zero=3", []), ("dp_replicate=3,dp_shard=2,zero=1", []),
+    ("dp=3", ["train.microbatch_size=2"]), ("dp=3,zero=3", ["train.microbatch_size=2"]),
+    ("dp=3,ep=3", [*MOE, "train.microbatch_size=2", "model.balance=bias"]),
+    ("dp=3,ep=3", [*MOE, "train.microbatch_size=2", "model.capacity_factor=1.0"]), ("dp=5", []),
+    ("dp=3,zero=2", ["model.arch=bert"]), ("dp=3,zero=3", ["train.batch_ramp=4:1"]),
+]  # fmt: skip
+QUICK = {0, 3, 4, 11, 17}
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [case if i in QUICK else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(UNEQUAL)],
+)
+def test_unequal_shares_compute_what_one_process_computes(
+    room: Path, layout: str, overrides: list[str]
+) -> None:
+    """Eight sequences for three ranks: every loss, the whole gradient, its norm, the weights (the core of `fivefold
+    verify`, fp32, 3 steps)."""
+    recipe = tiny(room, layout, *overrides)
+    dp = Layout.from_recipe(recipe.layout).dp
+    assert recipe.train.global_batch_size // (recipe.train.microbatch_size or 1) % dp, "unequal"
+    found = compared(recipe, folder=room / "-".join(("moe" if "ep=" in layout else "dense", *overrides)))
+    assert found.passed, found
+
+
+def text_of(recipe: Recipe) -> str:
+    return to_text(Layout.from_recipe(recipe.layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "nearest", "says"),
+    [
+        ("dp=4", 3, "dp=3", "3 ranks instead of 4: layout dp=3 for dp=4"),
+        ("dp=4,zero=3", 3, "dp=3,zero=3", "layout dp=3,zero=3"),
+        ("dp=2,zero=3", 1, "dp=1", "1 rank instead of 2"),
+        ("dp_replicate=2,dp_shard=2,zero=2", 3, "dp=3,zero=2", ""),
+        ("dp_replicate=3,dp_shard=2,zero=2", 5, "dp=5,zero=2", ""),
+        ("dp_replicate=3,dp_shard=2,zero=2", 4, "dp_replicate=2,dp_shard=2,zero=2", ""),
+        ("dp=2,tp=2", 3, "tp=2", "1 rank left over"),
+        ("dp=2,tp=2,sp=true,zero=1", 3, "tp=2,sp=true", "1 rank left over"),
+        ("tp=4,sp=true", 3, "tp=2,sp=true", "1 rank left over"),
+        ("tp=2", 1, "dp=1", ""),
+        ("tp=2,sp=true", 1, "dp=1", ""),
+        ("pp=4,schedule=interleaved,virtual_stages=2", 3, "pp=3,schedule=interleaved,virtual_stages=2", ""),
+        ("pp=2,tp=2", 3, "tp=2", "1 rank left over"),
+        ("cp=4", 3, "cp=2", "1 rank left over"),
+        ("dp=4,all_reduce=torus_2d", 3, "dp=3", ""),
+        ("dp=3", 4, "dp=4", "4 ranks instead of 3"),
+        ("dp=2,tp=2", 7, "dp=3,tp=2", "1 rank left over"),
+        ("dp=4", 64, "dp=16", "48 ranks left over"),
+        ("dp=4", 4, "dp=4", ""),
+    ],
+)
+def test_the_nearest_layout_keeps_what_divides_the_model(
+    layout: str, ranks: int, nearest: str, says: str
+) -> None:
+    sets = ["model.layers=8", "model.heads=4", "model.kv_heads=4", "train.global_batch_size=16"]
+    recipe = load("quickstart", sets, layout)
+    found = nearest_layout(recipe, ranks)
+    assert text_of(found.recipe) == nearest
+    assert found.ranks == Layout.from_recipe(found.recipe.layout).ranks <= ranks
+    assert says in found.line
+    assert bool(found.line) == (layout != nearest)
+    again = nearest_layout(change(found.recipe), ranks)  # it is a valid recipe, and nearest to itself
+    assert text_of(again.recipe) == nearest
+
+
+def test_experts_keep_their_division_and_their_microbatches() -> None:
+    """A microbatch's balance loss is part of what is trained; a dense model takes microbatches that delay nobody."""
+    sets = ["model.experts=8", "train.global_batch_size=16", "train.microbatch_size=4"]
+    recipe = load("moe-tiny", sets, "dp=4,ep=2")
+    found = nearest_layout(recipe, 3)
+    assert text_of(found.recipe) == "dp=2,ep=2"
+    assert "1 rank left over" in found.line
+    assert nearest_layout(load("moe-tiny", sets, "dp=4"), 3).recipe.train.microbatch_size == 4
+    other = nearest_layout(load("moe-tiny", sets, "dp=4"), 8)
+    assert (other.recipe.train.microbatch_size, other.ranks) == (2, 8)
+    assert "which changes the balance loss" in other.line
+    dense = nearest_layout(load("quickstart", sets[1:], "dp=4"), 3)
+    assert dense.recipe.train.microbatch_size == 2
+    assert "microbatches of 2 for 4" in dense.line
+
+
+def test_sites_are_not_elastic() -> None:
+    recipe = load("quickstart", ["sync.method=diloco"], "dp=4")
+    with pytest.raises(UserError, match="their number changes what is trained"):
+        nearest_layout(recipe, 3)
+
+
+def test_the_slowest_rank_is_priced() -> None:
+    """16 sequences for 3 ranks: a step takes as long as 6 on each, and sees 16."""
+    sets = [
+        "train.global_batch_size=16",
+        "train.microbatch_size=1",
+        "model.vocab_size=512",
+        "data.tokenizer=bytes",
+    ]
+    recipe = load("quickstart", [*sets, "precision.mode=bf16"], "dp=3")
+    equal = change(recipe, ["train.global_batch_size=18"])
+    plans = [predict(one, parse("h100:3")) for one in (recipe, equal)]
+    assert plans[0].step.seconds == plans[1].step.seconds
+    assert [plan.tokens // recipe.model.seq_len for plan in plans] == [16, 18]
+    assert microbatches_per_step(resolve(recipe, vocab_size=512)) == 6
+    assert any("each has 5 or 6, and 11% of their time is spent waiting" in note for note in notes(recipe))
+    assert not any("waiting" in note for note in notes(equal))
+
+
+TINY = [
+    "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=48", "model.seq_len=16",
+    "data.tokenizer=bytes", "data.val_fraction=0.1", "train.global_batch_size=8", "train.microbatch_size=1",
+    "train.steps=6", "train.val_sequences=7", "train.val_every=6", "train.sample_every=0", "optim.lr=1e-2",
+    "optim.warmup_steps=0", "optim.schedule=constant", "observe.tensorboard=false", "precision.mode=fp32",
+    "optim.eps=1e-4",  # with a tiny one, an element without a gradient moves by rounding alone
+]  # fmt: skip
+
+
+def recipe_of(room: Path, layout: str) -> Recipe:
+    data = tiny(room, "dp=1").data
+    return load("quickstart", [*TINY, f"data.source={data.source}", f"data.cache={data.cache}"], layout)
+
+
+def seen_by_rank(
+    rank: int, world: int, recipe: Recipe, out: Path, resume: bool
+) -> dict[int, list[tuple[int, str]]]:
+    """A run's part on this rank. Returns what it trained on: the row and the hash of each sequence, by step."""
+    seen: dict[int, list[tuple[int, str]]] = {}
+
+    def recorded(batches: Any, i: int, rows: range, mesh: Any) -> Any:
+        found = plain(batches, i, rows, mesh)
+        if batches.shuffle:
+            hashes = (hashlib.sha256(np.asarray(row).tobytes()).hexdigest() for row in found[0])
+            seen.setdefault(i, []).extend(zip(rows, hashes, strict=True))
+        return found
+
+    plain = share._rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(share, "_rows", recorded)
+        assert train_rank(rank, world, recipe, out, resume) is None
+    return seen
+
+
+@pytest.mark.parametrize("zero", ["", pytest.param(",zero=3", marks=pytest.mark.slow)])
+def test_four_ranks_then_three_then_four(room: Path, tmp_path: Path, zero: str) -> None:
+    """Two steps on each number of ranks: the sequences of each global batch and their order, the losses, the norms and
+    the weights are those of four ranks that nothing disturbed."""
+    base = recipe_of(room, f"dp=4{zero}")
+    run_ranks(4, seen_by_rank, base, tmp_path / "whole", False)
+    batches: dict[int, Counter[tuple[int, str]]] = {}
+    for ranks, steps in ((4, 2), (3, 4), (4, 6)):
+        recipe = change(nearest_layout(base, ranks).recipe, [f"train.steps={steps}"])
+        for seen in run_ranks(ranks, seen_by_rank, recipe, tmp_path / "parts", steps > 2):
+            for step in (steps - 2, steps - 1):
+                batches.setdefault(step, Counter()).update(seen[step])
+    undisturbed = run_ranks(1, seen_by_rank, change(base, layout="dp=1"), tmp_path / "one", False)[0]
+    for step in range(6):
+        filling = sum(batches[step].values()) - 8  # an empty microbatch has the first row, and no targets
+        assert filling == (1 if zero and step in (2, 3) else 0)
+        assert set(batches[step]) == set(undisturbed[step])
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert lines(tmp_path / "parts", key)[-1] == pytest.approx(
+            lines(tmp_path / "whole", key)[-1], rel=1e-5
+        )
+    assert lines(tmp_path / "parts", "loss") == pytest.approx(lines(tmp_path / "whole", "loss"), rel=1e-6)
+    found, wanted = (store.load(store.latest(tmp_path / name)) for name in ("parts", "whole"))
+    for kind in ("model", "optimizer"):
+        assert_close_tensors(getattr(found, kind), getattr(wanted, kind))
+
+
+def test_a_run_of_unequal_shares_is_exact_to_the_bit(room: Path, tmp_path: Path) -> None:
+    """Stopped and resumed on three ranks: the same bits."""
+    base = recipe_of(room, "dp=3,zero=2")
+    for steps, out in ((4, "whole"), (2, "parts"), (4, "parts")):
+        recipe = change(base, [f"train.steps={steps}"])
+        resumed = (tmp_path / out).exists()
+        run_ranks(3, seen_by_rank, recipe, tmp_path / out, resumed)
+    a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
+    for kind in ("model", "optimizer"):
+        assert_same_tensors(getattr(a, kind), getattr(b, kind))
