@@ -53,6 +53,7 @@ LIGHT = {
 LIGHT_FILES = (
     "kernels/__init__.py",
     "kernels/sizes.py",
+    *(f"launch/{name}.py" for name in ("exits", "interrupt", "scratch", "verdict")),
     "models/__init__.py",
     "models/*/__init__.py",
     "models/*/card.py",

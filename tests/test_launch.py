@@ -1,12 +1,10 @@
 """Where ranks come from, which layout they get, and that local runs listen on loopback only."""
 
-import contextlib
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from ranks import run_ranks
@@ -328,35 +326,7 @@ def test_local_runs_listen_on_loopback_only_and_leave_no_process(tmp_path):
     assert len(everyone) >= 3, "the command and two ranks"
     assert addresses, "gloo's ranks listen somewhere"
     assert addresses <= {"0100007F", "0" * 24 + "01000000"}, addresses  # 127.0.0.1 and ::1
-    assert process.returncode == 128 + 15, "stopped by SIGTERM, after saving"
+    assert process.returncode == 75, "stopped by SIGTERM, after saving"
     assert list((out / "checkpoints").glob("step-*/manifest.json"))
     time.sleep(0.2)
     assert not any(Path(f"/proc/{pid}").exists() for pid in everyone - {process.pid})
-
-
-def test_a_rank_that_lost_another_did_not_fail_first(tmp_path):
-    """Its message is the verdict only where no rank failed by itself. The agent names one rank."""
-
-    def verdict(rank: int, code: int) -> str:
-        ended = {rank: SimpleNamespace(timestamp=1, exitcode=code)}
-        return str(local._verdict(SimpleNamespace(failures=ended), tmp_path, lambda _: "", None))
-
-    (tmp_path / "lost-0").write_text("rank 0: all_reduce over axis dp timed out")
-    assert "rank 1 failed first (SIGKILL)" in verdict(1, -9)
-    assert verdict(0, 1) == "rank 0: all_reduce over axis dp timed out"
-    (tmp_path / "failed-1").touch()
-    assert "rank 1 failed first (exit code 1)" in verdict(0, 1)
-
-
-def test_a_rank_that_fails_leaves_its_number(clean, tmp_path, capsys):
-    def work(mine: object) -> None:
-        raise KeyError("lost")
-
-    clean.setattr(local.ranks_, "join", lambda: contextlib.nullcontext())
-    clean.setattr(local.signal, "signal", lambda *_: None)
-    clean.setattr(local.sys, "platform", "other")
-    clean.setenv("RANK", "3")
-    with pytest.raises(SystemExit):
-        local._rank_main(work, tmp_path, range(0))
-    assert [file.name for file in tmp_path.iterdir()] == ["failed-3"]
-    assert "KeyError: 'lost'" in capsys.readouterr().err

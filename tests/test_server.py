@@ -24,7 +24,8 @@ from torch import Tensor
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
-from fivefold.launch.local import start_ranks
+from fivefold.launch.local import launch
+from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.models.card import card_of
 from fivefold.observe import worker_picture
 from fivefold.plan.clusters import parse
@@ -322,7 +323,7 @@ def ends(ranks: Any) -> int | None:
 @pytest.mark.slow
 def test_the_launcher_lets_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_TEST_FILE", str(tmp_path / "done"))
-    assert start_ranks(ends, 2, fork=False, expendable=range(1, 2)) is None
+    assert launch(Attempt(ends, 2, expendable=range(1, 2)), fork=False) == Outcome()
     assert (tmp_path / "done").read_text() == "done"
 
 

@@ -17,6 +17,10 @@ class CommunicationError(Exception):
     """A message between ranks timed out or a rank has gone. It names rank, axis, operation and line: exit code 1."""
 
 
+class RankFailed(Exception):
+    """A rank died or hung, and the run was not restarted. One message, which names the rank: exit code 1."""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`; did you mean 'x'?` with the most similar choice, or an empty string."""
     from difflib import get_close_matches

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import shutil
+import socket
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 from fivefold.errors import UserError
 
@@ -198,3 +201,68 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[b
             yield False
             return
         yield True  # closing the file releases the lock, as does the end of the process, whatever ends it
+
+
+LOCK = ".lock"
+LEAVING_S = 30.0  # how long a folder's owner whose launcher was killed may take to leave
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Makes a folder this process's own, and that of the processes forked from it, until they end or leave the block.
+
+    Where the file system has no locks, nothing is checked.
+
+    Raises:
+        UserError: another process has it. The message says which, on what host, since when.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "r+") as f:
+        with contextlib.suppress(OSError):
+            _take(f, folder)
+            f.truncate(0)
+            f.seek(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            f.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}) + "\n")
+            f.flush()
+        yield
+        with contextlib.suppress(OSError):
+            f.truncate(0)
+
+
+def _take(f: TextIO, folder: Path) -> None:
+    """Locks the file. Waits for an owner that has been killed and whose other processes are about to end."""
+    until = time.monotonic() + LEAVING_S
+    while True:
+        try:
+            return fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            f.seek(0)
+            host, pid, since = _owner(f.read(1000))
+        if host != socket.gethostname() or _alive(pid) or time.monotonic() > until:
+            raise UserError(
+                f"{folder} is in use: process {pid} on {host} has trained in it since {since}. Stop it, or wait until "
+                "it ends"
+            )
+        time.sleep(0.1)
+
+
+def _owner(text: str) -> tuple[str, int, str]:
+    """(host, process, time) of a lock's owner. The file may hold anything."""
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        found = json.loads(text)
+        host, since = (str(found.get(key, "?"))[:80] for key in ("host", "since"))
+        if host.isprintable() and since.isprintable():
+            return host, int(found.get("pid", 0)), since
+    return "?", 0, "?"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True

@@ -1,6 +1,6 @@
 """`fivefold`: the list of commands, and how their errors are reported.
 
-Exit codes: 0 success, 1 a check failed, 2 bad input.
+Exit codes: `launch/exits.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from fivefold.cli import (
     train,
     verify,
 )
-from fivefold.errors import CheckFailed, CommunicationError, UserError
+from fivefold.errors import CheckFailed, CommunicationError, RankFailed, UserError
 from fivefold.host.memory import restart_with_huge_pages
+from fivefold.launch.exits import FAILED, USER
 
 # Plain help texts: rich alone takes 0.1 s to import
 app = typer.Typer(
@@ -93,15 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments), prog_name="fivefold")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(USER)
     except OSError as error:  # no permission, full disk, name too long: print the system's message
-        if error.filename is None and error.errno != errno.ENOSPC:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EMFILE, errno.ENFILE):
             raise
         print(f"error: {str(error.filename or 'output')[:200]}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
-    except (CheckFailed, CommunicationError) as error:
+        sys.exit(USER)
+    except (CheckFailed, CommunicationError, RankFailed) as error:
         print(f"failed: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 from fivefold.errors import UserError
+from fivefold.launch.interrupt import Leaving
 
 EXAMPLES = [
     "fivefold train quickstart",
@@ -20,6 +21,7 @@ EXAMPLES = [
 ]
 
 
+@Leaving()
 def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
@@ -85,8 +87,16 @@ def train(
         folder = run_command(loaded, nproc, out, resume, name=path.stem, seat=seat)
     launched = ranks.found()
     if launched is None or launched[0] == 0:  # under torchrun and Slurm every rank gets here
+        from fivefold.observe import restarts
         from fivefold.observe.metrics import read_metrics
         from fivefold.observe.summary import summarize
 
         report = folder / "report.html"
-        print_json({"run": str(folder), "report": str(report), **summarize(read_metrics(folder))})
+        print_json(
+            {
+                "run": str(folder),
+                "report": str(report),
+                **summarize(read_metrics(folder)),
+                **restarts.figures(folder),
+            }
+        )

@@ -229,6 +229,7 @@ def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("loss_scale", "loss scale", lambda v: f"2^{math.log2(v):.0f}"),
         ("skipped_steps", "skipped steps", lambda v: f"{v:.0f}, whose gradients overflowed"),
         ("noise_scale", "noise scale", lambda v: f"{short_number(v)} tokens (about the critical batch size)"),
+        ("restarts", "restarts", str),
         ("nonfinite", "NaN or inf loss", lambda v: f"{v} steps, first at step {figures['nonfinite_step']}"),
     )
 

@@ -110,6 +110,24 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return list(_lines(path))
 
 
+def last_line(run: Path, tail: int = 1 << 16) -> dict[str, Any] | None:
+    """The newest line of a step in a run that may be under way, or None."""
+    try:
+        with (run / FILE).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for raw in reversed(lines[:-1]):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and "step_s" in line:
+            return line
+    return None
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Each complete line of `path` as a dict."""
     for number, (raw, line) in enumerate(_parsed(path), 1):

@@ -14,7 +14,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
-from fivefold.observe import memory_picture, prediction, step_timeline
+from fivefold.observe import memory_picture, prediction, restarts, step_timeline
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, printable, short_number, size
 from fivefold.observe.metrics import read_metrics
@@ -46,6 +46,7 @@ def page(run: Path) -> str:
         _section("Computing and messages", drawn) if (drawn := step_timeline.section(run)) else "",
         _section("Memory over a step", drawn) if (drawn := memory_picture.section(run)) else "",
         _section("Compressed gradients", shown) if (shown := compression(lines)) else "",
+        _section("Restarts", shown) if (shown := restarts.section(run)) else "",
         _section("Samples", samples(lines)),
         _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
         _section("Machine", machine(run / "machine.json")),

@@ -325,6 +325,15 @@ class ObserveSection(Section):
     --run RUN` compares them with the range of each format. That step is slower. 0: none."""
 
 
+class LaunchSection(Section):
+    restarts: int = Field(default=10, ge=0)
+    """Restarts of the local ranks, after one has died or hung, until a newer checkpoint is saved; then they count
+    anew. A death at the same step as the one before counts three times. 0: none."""
+    grace: float = Field(default=30.0, gt=0)
+    """Seconds that ranks have, when a signal stops the run, to finish their step and save, beside the time of two
+    steps. Those that have not left by then are killed."""
+
+
 class Sections(Section):
     """All sections. `Recipe` (recipe.py) also checks what their fields must agree on."""
 
@@ -337,6 +346,7 @@ class Sections(Section):
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
+    launch: LaunchSection = LaunchSection()
 
     @property
     def sites(self) -> Sites:

@@ -16,7 +16,7 @@ from fivefold.kernels import native
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
-from fivefold.observe import prediction
+from fivefold.observe import prediction, restarts
 from fivefold.observe.console import Console
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
@@ -80,7 +80,10 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         stack.enter_context(hooks.memory.tracking)
         if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
             hooks.save(state.step)
-        complete = train_loop(state, recipe, hooks)
+        if _stop_asked(state, interrupt):  # of any rank, before its first step: there is nothing new to save
+            complete = state.step == recipe.train.steps
+        else:
+            complete = train_loop(state, recipe, hooks)
         predicted.conclude(state.mesh, hooks.memory.peak)
         if ranks.first:
             conclude(console, job, complete)
@@ -90,6 +93,12 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         if membership is not None:
             membership.leave(complete)
         return None if complete else interrupt.signal or 15
+
+
+def _stop_asked(state: State, interrupt: Interrupt) -> bool:
+    """True if any rank was asked to stop while it started."""
+    asked = torch.tensor(float(interrupt.wanted()), device=state.mesh.device)
+    return bool(state.mesh.axis("run").all_reduce(asked, "max"))
 
 
 def write_run_files(job: Job) -> None:
@@ -129,9 +138,10 @@ def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
 
 def conclude(console: Console, job: Job, complete: bool) -> None:
     out = job.out
-    figures = summarize(read_metrics(out / "metrics.jsonl"))
+    figures = summarize(read_metrics(out / "metrics.jsonl")) | restarts.figures(out)
     report = write_report(out)
-    paths = {"checkpoint": store.latest(out), "report": report}
+    paths = {"checkpoint": store.latest(out)} if store.checkpoints(out) else {}
+    paths["report"] = report
     if not complete:
         console.note("stopped before the end; everything up to this step is saved")
     predicted = [(row.name, str(row)) for row in prediction.rows(prediction.read(out))]

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from signal import SIGINT, Signals
 
 import torch
 from torch import nn
 
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
-from fivefold.errors import UserError
-from fivefold.files import make_folder
+from fivefold.errors import CommunicationError, UserError
+from fivefold.files import make_folder, owned
+from fivefold.host.files import ensure_open_files
 from fivefold.host.machine import cores, ensure_matmul_rate
 from fivefold.host.memory import keep_few_primitives, keep_freed_memory, return_large_memory
 from fivefold.launch import ranks as ranks_
-from fivefold.launch.local import start_ranks
+from fivefold.launch import verdict
+from fivefold.launch.exits import STOPPED, unsaved
+from fivefold.launch.interrupt import Interrupt, run_complete
+from fivefold.launch.local import launch
+from fivefold.launch.ranks import Ranks
+from fivefold.launch.supervisor import Attempt
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import budget_of
 from fivefold.plan.predict import budget, priced_here
@@ -32,6 +41,7 @@ from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
 from fivefold.train.prediction import add_exact
+from fivefold.train.restart import Restarts, grace_s
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
 
@@ -60,9 +70,11 @@ def run_command(
 
     Raises:
         UserError: the layout, data, folder or checkpoint is not valid.
-        SystemExit: a signal stopped the run (128 + its number), after saving.
+        RankFailed: a rank died or hung too often. The message names it.
+        SystemExit: a signal stopped the run: with STOPPED after saving, else with 128 + its number (`launch/exits.py`).
     """
     launched = ranks_.found()
+    ensure_open_files(launched[1] if launched else nproc or Layout.from_recipe(recipe.layout).ranks)
     if seat is None:
         recipe = _fit_layout(recipe, nproc, launched[1] if launched else None)
     else:
@@ -94,19 +106,49 @@ def run_command(
         keep_few_primitives()
     if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
         ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores())
-    run = run_served if recipe.servers.count else run_rank
-    if launched or world == 1:
-        with ranks_.join() as ranks:
-            stopped = run(job, ranks)
-    else:
-        servers = recipe.servers  # asynchronous training goes on without a worker
-        expendable = range(servers.count, world) if servers.staleness else range(0)
-        stopped = start_ranks(partial(run, job), world, fork, partial(_advice, job, world), expendable)
-    if stopped is not None:
-        raise SystemExit(128 + stopped)
-    if not launched or launched[0] == 0:
-        add_exact(job)
+    with owned(out) if not (launched and launched[0]) else nullcontext():
+        if launched or world == 1:
+            stopped = _run_here(job)
+        else:
+            restarts = Restarts(job, partial(_attempt, world))
+            outcome = launch(restarts.first(), fork, restarts.again)
+            stopped = restarts.conclude(outcome, partial(_advice, job, world))
+        if stopped is not None:
+            raise SystemExit(STOPPED)
+        run_complete()
+        if not launched or launched[0] == 0:
+            with Interrupt():
+                add_exact(job)
     return out
+
+
+def _attempt(world: int, job: Job) -> Attempt:
+    """What local ranks do for a job."""
+    servers = job.recipe.servers  # asynchronous training goes on without a worker
+    expendable = range(servers.count, world) if servers.staleness else range(0)
+    return Attempt(partial(_part(job), job), world, expendable, partial(grace_s, job))
+
+
+def _part(job: Job) -> Callable[[Job, Ranks], int | None]:
+    return run_served if job.recipe.servers.count else run_rank
+
+
+def _run_here(job: Job) -> int | None:
+    """Runs this process's rank, one of a foreign launcher or the only one. Returns the signal that stopped it."""
+    with Interrupt() as interrupt:
+        try:
+            with ranks_.join() as ranks:
+                return _part(job)(job, ranks)
+        except KeyboardInterrupt:
+            raise SystemExit(unsaved(SIGINT)) from None
+        except Exception as error:
+            if interrupt.signal is not None:
+                print(f"stopped by {Signals(interrupt.signal).name}, but not saved: {error}", file=sys.stderr)
+                raise SystemExit(unsaved(interrupt.signal)) from error
+            if verdict.lost(error) and not isinstance(error, UserError | CommunicationError):
+                said = str(error).strip().splitlines()[0][:500]
+                raise CommunicationError(f"this rank lost another one: {said}") from None
+            raise
 
 
 def _within_budget(recipe: Recipe, measured: bool, quiet: bool) -> Recipe:

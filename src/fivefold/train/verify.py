@@ -38,6 +38,7 @@ from fivefold.comm import everyone
 from fivefold.data import DataSet
 from fivefold.errors import UserError
 from fivefold.launch import ranks as ranks_
+from fivefold.launch.exits import unsaved
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.optim import OPTIMIZERS
@@ -154,7 +155,7 @@ def verify(
             side = Side(recipe, data, steps, folder / "layout")
             stopped = start_ranks(partial(compute, side), wanted.ranks, fork)
             if stopped is not None:
-                raise SystemExit(128 + stopped)
+                raise SystemExit(unsaved(stopped))
         else:
             compute(Side(recipe, data, steps, folder / "layout"), alone())
         report = compare_with_one_process(recipe, data, steps, folder)

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# rank.sh MARK COMMAND...: runs one rank. Makes the file MARK if the rank has saved and left (75), because a launcher may
+# hide its exit code.
+set -u
+mark=$1
+shift
+"$@" &
+child=$!
+trap 'kill -TERM "$child" 2>/dev/null' TERM INT
+wait "$child"
+code=$?
+while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the rank
+  wait "$child"
+  code=$?
+done
+if [ "$code" -eq 75 ]; then touch "$mark"; fi
+exit "$code"

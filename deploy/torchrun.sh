@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Runs on each host. torchrun starts all ranks again when one dies, at most ten times.
+#   HOSTS=2 RENDEZVOUS=node0:29500 GLOO_SOCKET_IFNAME=eth0 deploy/torchrun.sh gpt2-124m /shared/runs/gpt2
+# Exit code 75: saved after a signal. Start it again to go on.
+set -u
+recipe=${1:-gpt2-124m}
+run=${2:-/shared/runs/gpt2}
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$run"
+mark=$run/.stopped-$(hostname)-$$
+rm -f "$mark"
+
+torchrun --nnodes "${HOSTS:-1}" --nproc-per-node "${RANKS:-8}" --max-restarts 10 \
+  --rdzv-backend c10d --rdzv-endpoint "${RENDEZVOUS:-localhost:29500}" \
+  --no-python "$here/rank.sh" "$mark" fivefold train "$recipe" --out "$run" --resume-from auto &
+agent=$!
+trap 'kill -TERM "$agent" 2>/dev/null' TERM INT
+wait "$agent"
+code=$?
+while kill -0 "$agent" 2>/dev/null; do
+  wait "$agent"
+  code=$?
+done
+
+if [ -e "$mark" ] && [ "$code" -ne 0 ]; then
+  rm -f "$mark"
+  exit 75
+fi
+rm -f "$mark"
+exit "$code"

@@ -1,0 +1,113 @@
+"""The process of one local rank: sets it up, runs its work, leaves its verdict."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from fivefold.errors import CommunicationError, UserError
+from fivefold.files import NO_ROOM
+from fivefold.launch import ranks as ranks_
+from fivefold.launch import verdict
+from fivefold.launch.exits import FAILED, unsaved
+from fivefold.launch.interrupt import Interrupt, stopping_signals
+from fivefold.launch.ranks import Ranks
+
+_PR_SET_PDEATHSIG = 1  # sys/prctl.h
+_HOPELESS = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. folder: of its attempt. graceful: its work finishes and saves when it is asked to stop, within
+    grace_s; otherwise it ends at once. lifeline: both ends of a pipe that breaks when the launcher ends."""
+
+    rank: int
+    world: int
+    folder: Path
+    graceful: bool
+    grace_s: float
+    launcher: int
+    lifeline: tuple[Connection, Connection]
+
+
+def run_rank(work: Callable[[Ranks], int | None], place: Place) -> None:
+    """Runs `work`, and ends the process with the code of its verdict. It starts with the stopping signals blocked."""
+    numbers = stopping_signals()
+    for number in numbers:  # the launcher's handlers, after a fork
+        signal.signal(number, signal.SIG_DFL)
+    rank, world = place.rank, place.world
+    own = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    os.environ |= {verdict.FOLDER: str(place.folder), ranks_.STORE_FILE: str(place.folder / "store")}
+    with Interrupt(noted=None if place.graceful else _end) as interrupt:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        _follow_launcher(place)
+        code = _run(work, interrupt)
+    raise SystemExit(code)
+
+
+def _end(number: int) -> None:
+    """Ends a rank that has nothing to save. The launcher knows the signal."""
+    os._exit(unsaved(number))
+
+
+def _run(work: Callable[[Ranks], int | None], interrupt: Interrupt) -> int:
+    """Does the work; returns the exit code."""
+    try:
+        with ranks_.join() as ranks:
+            stopped = work(ranks)
+            return verdict.leave("done") if stopped is None else verdict.leave("stopped", str(stopped))
+    except KeyboardInterrupt:
+        return unsaved(signal.SIGINT)
+    except UserError as error:
+        code = verdict.leave("error", str(error))
+    except OSError as error:
+        if error.errno in _HOPELESS:
+            code = verdict.leave("error", f"{error.filename or 'the run'}: {error.strerror}")
+        else:
+            code = _fail(error)
+    except CommunicationError as error:
+        code = verdict.leave("lost", str(error))
+    except Exception as error:
+        code = _fail(error)
+    return code if interrupt.signal is None else unsaved(interrupt.signal)
+
+
+def _fail(error: Exception) -> int:
+    if verdict.lost(error):
+        said = str(error).strip().splitlines() or [""]
+        return verdict.leave("lost", f"rank {os.environ['RANK']} lost another rank: {said[0][:500]}")
+    verdict.leave("failed", "".join(traceback.format_exception(error)))
+    return FAILED
+
+
+def _follow_launcher(place: Place) -> None:
+    """Has this rank stop, and save, when the launcher is killed; and end in any case after the grace time."""
+    ours, theirs = place.lifeline
+    theirs.close()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != place.launcher:  # it ended before
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=_watch_launcher, args=(ours, place.grace_s), name="launcher", daemon=True).start()
+
+
+def _watch_launcher(lifeline: Connection, grace_s: float) -> None:
+    with suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    if sys.platform != "linux":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,236 @@
+"""Starts the ranks of an attempt, passes signals on, waits for them, and ends those that do not end by themselves.
+
+Ranks are forked from a process that has imported torch, so that they start at once, or spawned (GPUs, the Python
+interface). Whatever a rank does, or does not do, the launcher gets its outcome:
+
+- When a rank fails, the others are killed: they could only wait for it. Only if the first one just lost another rank,
+  that one has SETTLE_S to say why.
+- When the run is to stop, ranks finish their step and save. Those that have not left after the grace time are killed.
+  Ranks that were suspended (SIGSTOP) are continued.
+- A rank that has left its verdict has LEAVE_S to end.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from fivefold.host.memory import oom_kills
+from fivefold.launch import verdict
+from fivefold.launch.exits import FAILED, STOPPED, in_words, unsaved
+from fivefold.launch.interrupt import Interrupt, stopping_signals
+from fivefold.launch.rank_process import Place, run_rank
+from fivefold.launch.ranks import Ranks
+
+SETTLE_S = 3.0
+LEAVE_S = 5.0
+POLL_S = 1.0  # between looks for ranks that have left a verdict and do not end
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all ranks. work: what each runs; returns the signal that stopped it, or None. expendable: ranks
+    whose end does not end the others. grace_s: None: a signal ends the ranks at once. Otherwise they finish their step
+    and save, and this says, when a signal comes, how many seconds they have."""
+
+    work: Callable[[Ranks], int | None]
+    world: int
+    expendable: range = range(0)
+    grace_s: Callable[[], float] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended: all three None: its work is done. stopped: the signal after which all ranks have left, with
+    everything saved. failure: a rank failed; then signal is the one that was to stop the run, if any."""
+
+    stopped: int | None = None
+    failure: verdict.Failure | None = None
+    signal: int | None = None
+
+
+class Signals:
+    """The stopping signals that came to the launcher, and a pipe that wakes it up."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        for end in (self.reader, self._writer):
+            os.set_blocking(end, False)
+        self.interrupt = Interrupt(noted=self._note)
+        self.news = 0  # signals that no rank was told
+
+    def _note(self, number: int) -> None:
+        self.news += 1
+        with suppress(OSError):
+            os.write(self._writer, b"x")
+
+    @property
+    def first(self) -> int | None:
+        return self.interrupt.signal
+
+    @property
+    def impatient(self) -> bool:
+        return self.interrupt.impatient
+
+    def wait(self, seconds: float) -> bool:
+        """Waits; True if a signal came."""
+        if self.first is None:
+            wait([self.reader], seconds)
+        return self.first is not None
+
+    def __enter__(self) -> Signals:
+        self.interrupt.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.interrupt.__exit__(*error)
+        os.close(self.reader)
+        os.close(self._writer)
+
+
+class Supervisor:
+    """An attempt that is under way. folder: an empty one, for the ranks' store and verdicts. method: fork or spawn."""
+
+    def __init__(self, attempt: Attempt, folder: Path, method: str, signals: Signals):
+        self.attempt, self.folder, self.signals = attempt, folder, signals
+        self.running: dict[int, BaseProcess] = {}
+        self.ended: dict[int, tuple[float, int]] = {}
+        self.killed: set[int] = set()
+        self.kills = oom_kills()
+        self.kill_at = math.inf  # time.monotonic when all ranks are killed
+        self.spoke_at: dict[int, float] = {}  # when ranks were seen to have left a verdict
+        self.context: Any = multiprocessing.get_context(method)
+
+    def run(self) -> Outcome:
+        """Starts the ranks and waits until all have ended."""
+        ours, theirs = self.context.Pipe(duplex=False)
+        try:
+            self._start((ours, theirs))
+            while self.running:
+                self._pass_on()
+                self._wait()
+                self._collect()
+                self._end_those_that_spoke()
+                if time.monotonic() >= self.kill_at or self.signals.impatient:
+                    self.kill_at = math.inf
+                    self._kill(self.running)
+            return self._outcome()
+        finally:
+            self._kill(self.running)
+            for process in self.running.values():
+                process.join()
+            ours.close()
+            theirs.close()
+
+    def _start(self, lifeline: tuple[Connection, Connection]) -> None:
+        """Starts all ranks. A signal that comes meanwhile is blocked until the rank, or the launcher, can note it."""
+        attempt, numbers = self.attempt, stopping_signals()
+        graceful = attempt.grace_s is not None
+        grace_s = attempt.grace_s() if attempt.grace_s is not None else 0.0
+        for rank in range(attempt.world):
+            place = Place(rank, attempt.world, self.folder, graceful, grace_s, os.getpid(), lifeline)
+            process = self.context.Process(
+                target=run_rank, args=(attempt.work, place), name=f"rank {rank}", daemon=False
+            )
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+            try:
+                process.start()
+            finally:
+                self.running.update({rank: process} if process.pid is not None else {})
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _pass_on(self) -> None:
+        """Tells the ranks that the run is to stop."""
+        if not self.signals.news or self.signals.first is None:
+            return
+        first, self.signals.news = self.signals.first, 0
+        grace_s = self.attempt.grace_s() if self.attempt.grace_s is not None else 0.0
+        self.kill_at = min(self.kill_at, time.monotonic() + grace_s)
+        for process in self.running.values():
+            _send(process, first)
+            _send(process, signal.SIGCONT)
+
+    def _wait(self) -> None:
+        seconds = min(POLL_S, max(0.0, self.kill_at - time.monotonic()))
+        wait([self.signals.reader, *(process.sentinel for process in self.running.values())], seconds)
+        with suppress(BlockingIOError):
+            os.read(self.signals.reader, 4096)
+
+    def _collect(self) -> None:
+        """Notes the ranks that have ended."""
+        for rank, process in list(self.running.items()):
+            code = process.exitcode
+            if code is None:
+                continue
+            self.ended[rank] = time.time(), code
+            del self.running[rank]
+            process.join()
+            if code == 0 or rank in self.killed:
+                continue
+            if not self._vital(rank):
+                print(
+                    f"rank {rank} has ended ({in_words(code)}); the others go on", file=sys.stderr, flush=True
+                )
+            elif self._said(rank, "done", "stopped"):  # the others, too, will soon have done their work
+                continue
+            elif self._said(rank, "lost") or (code == FAILED and not self._said(rank)):
+                self._kill_in(SETTLE_S)
+            else:
+                self._kill_in(0.0)
+
+    def _kill_in(self, seconds: float) -> None:
+        self.kill_at = min(self.kill_at, time.monotonic() + seconds)
+
+    def _said(self, rank: int, *kinds: str) -> bool:
+        """True if the rank has left a verdict of one of these kinds, or of any."""
+        return any((self.folder / f"{kind}-{rank}").exists() for kind in kinds or verdict.CODES)
+
+    def _vital(self, rank: int) -> bool:
+        """True if the end of this rank ends the others."""
+        return rank not in self.attempt.expendable or self._said(rank, "error")
+
+    def _end_those_that_spoke(self) -> None:
+        now = time.monotonic()
+        for rank, process in self.running.items():
+            if self._said(rank) and now - self.spoke_at.setdefault(rank, now) > LEAVE_S:
+                self._kill({rank: process})
+
+    def _kill(self, processes: dict[int, BaseProcess]) -> None:
+        for rank, process in processes.items():
+            self.killed.add(rank)
+            _send(process, signal.SIGKILL)
+
+    def _outcome(self) -> Outcome:
+        vital = {rank: end for rank, end in self.ended.items() if self._vital(rank)}
+        codes = [code for _, code in vital.values()]
+        asked = self.signals.first
+        if all(
+            code in (0, STOPPED) or self._said(rank, "done", "stopped") for rank, (_, code) in vital.items()
+        ):
+            stopped = verdict.read(self.folder, "stopped")
+            return Outcome(stopped=asked or min(map(int, stopped.values()))) if stopped else Outcome()
+        if asked is not None and self.attempt.grace_s is None:
+            return Outcome(stopped=asked)
+        if asked is None:  # it came to a rank
+            asked = next((number for number in stopping_signals() if unsaved(number) in codes), None)
+        memory = self.kills is not None and (oom_kills() or 0) > self.kills
+        return Outcome(
+            failure=verdict.judge(self.folder, vital, self.killed & vital.keys(), memory), signal=asked
+        )
+
+
+def _send(process: BaseProcess, number: int) -> None:
+    with suppress(ProcessLookupError):
+        if process.pid is not None and process.exitcode is None:
+            os.kill(process.pid, number)

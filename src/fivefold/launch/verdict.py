@@ -1,0 +1,133 @@
+"""What ranks say about their end, and which of them failed first. No torch.
+
+A rank leaves a file KIND-RANK in the private folder of its launcher, which makes one message of them all. So nothing is
+printed by a rank that only lost another one.
+
+| Kind | Said by a rank that |
+|---|---|
+| `done` | did its work |
+| `stopped` | was asked to stop, and has saved; the file holds the signal's number |
+| `error` | met an error of the user's, which trying again does not mend |
+| `hung` | found that a message does not end; the file says which, and what rank is missing |
+| `failed` | raised an exception: the traceback |
+| `lost` | could not reach another rank, which may be the one that failed |
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGABRT, SIGKILL
+
+from fivefold.files import own_word
+from fivefold.launch.exits import FAILED, HUNG, STOPPED, USER, in_words
+
+FOLDER = "FIVEFOLD_VERDICTS"  # environment variable of a rank: the folder of its attempt
+CODES = {"done": 0, "stopped": STOPPED, "error": USER, "hung": HUNG, "failed": FAILED, "lost": FAILED}
+SOONER_S = 0.5  # the launcher may see it that much after a survivor's message
+# What gloo, NCCL and torch's stores say when the other end of a connection is gone
+_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+    "Connection was likely closed",
+    "remote process exited",
+    "Timed out waiting",
+    "timed out waiting",
+)
+
+
+def leave(kind: str, text: str = "") -> int:
+    """Leaves this rank's verdict; returns the code to exit with. Without a launcher of ours the text is printed.
+
+    It only writes a small file, so a watchdog's thread may call it while another one hangs."""
+    assert kind in CODES, kind
+    folder, rank = os.environ.get(FOLDER), os.environ.get("RANK", "0")
+    if folder is None:
+        if text and kind not in ("done", "stopped"):
+            print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+        return CODES[kind]
+    path = Path(folder, f"{kind}-{rank}")
+    temporary = path.with_name(f".{path.name}.{own_word()}")
+    with suppress(OSError):  # the exit code says the kind, too
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        temporary.replace(path)
+    return CODES[kind]
+
+
+def lost(error: BaseException) -> bool:
+    """True if this error, or one that it came from, is that another rank has gone."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, RuntimeError | ConnectionError) and any(words in str(found) for words in _GONE):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended an attempt. rank: the one that failed first. kind: that of its file, or "killed" by a signal,
+    "memory": killed because memory ran out, or "ended" without a word. text: one message. more: a traceback."""
+
+    rank: int
+    kind: str
+    text: str
+    more: str = ""
+
+
+def read(folder: Path, kind: str) -> dict[int, str]:
+    """By rank, what those say that left a verdict of this kind."""
+    found = {}
+    for file in folder.glob(f"{kind}-*"):
+        number = file.name.removeprefix(f"{kind}-")
+        if number.isdigit():
+            found[int(number)] = file.read_text(encoding="utf-8", errors="replace")
+    return found
+
+
+def judge(
+    folder: Path, ended: Mapping[int, tuple[float, int]], killed: Collection[int], memory: bool
+) -> Failure:
+    """Names the failure of an attempt. ended: when (time.time) and with which code each rank ended. killed: the ranks
+    that the launcher killed. memory: the system has killed a process of ours because memory ran out."""
+    if errors := read(folder, "error"):
+        rank = min(errors)
+        return Failure(rank, "error", errors[rank])
+    first: list[tuple[float, int, str]] = []
+    said = {kind: read(folder, kind) for kind in ("hung", "failed", "lost")}
+    for kind in ("hung", "failed"):
+        first += [((folder / f"{kind}-{rank}").stat().st_mtime, rank, kind) for rank in said[kind]]
+    spoke = {rank for texts in said.values() for rank in texts}
+    for rank, (at, code) in ended.items():
+        if code and rank not in spoke and rank not in killed:
+            # A signal ends no rank because of another's failure, except the abort of a broken backend.
+            at -= SOONER_S if code < 0 and code != -SIGABRT else 0
+            first.append((at, rank, "killed" if code < 0 else "ended"))
+    if not first:
+        if said["lost"]:
+            rank = min(said["lost"])
+            return Failure(rank, "lost", said["lost"][rank])
+        rank = min(killed)
+        return Failure(rank, "ended", f"rank {rank} did not end by itself, and was killed")
+    _, rank, kind = min(first)
+    if kind == "hung":
+        return Failure(rank, kind, said["hung"][rank])
+    if kind == "failed":
+        trace = said["failed"][rank].rstrip()
+        return Failure(
+            rank, kind, f"rank {rank} failed: {trace.splitlines()[-1][:500] if trace else ''}", trace
+        )
+    code = ended[rank][1]
+    if code == -SIGKILL and memory:
+        return Failure(
+            rank, "memory", f"rank {rank} was killed by the system (SIGKILL), because memory ran out"
+        )
+    what = f"was killed ({in_words(code)})" if code < 0 else f"ended ({in_words(code)}) without a message"
+    return Failure(rank, kind, f"rank {rank} {what}")

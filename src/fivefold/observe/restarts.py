@@ -1,0 +1,61 @@
+"""RUN/restarts.jsonl: a line for each time that the ranks were started again, and why."""
+
+from __future__ import annotations
+
+import json
+import time
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fivefold.observe.format import printable
+
+FILE = "restarts.jsonl"
+
+
+def add(run: Path, **line: Any) -> None:
+    """Appends a line. Fields: kind, why (one message), died_after (the last step of metrics.jsonl), from_step (that of
+    the newest checkpoint, or 0), ranks, wait_s."""
+    text = json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S")} | line, ensure_ascii=False)
+    with (run / FILE).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text + "\n")
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The restarts of a run, oldest first. A line that a crash cut off is left out."""
+    found = []
+    path = run / FILE
+    if path.is_file():
+        for raw in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                found.append(line)
+    return found
+
+
+def figures(run: Path) -> dict[str, int]:
+    """For the summary: the number of restarts, if there were any."""
+    count = len(read(run))
+    return {"restarts": count} if count else {}
+
+
+def section(run: Path, rows: int = 20) -> str:
+    """The restarts as a table for the report; the last ones if there are many. Empty without any."""
+    lines = read(run)
+    if not lines:
+        return ""
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td>{escape(printable(str(line.get(key, '')))[:300])}</td>"
+            for key in ("time", "died_after", "from_step", "ranks", "why")
+        )
+        + "</tr>"
+        for line in lines[-rows:]
+    )
+    head = "".join(f"<th>{name}</th>" for name in ("when", "last step", "restarted from", "ranks", "because"))
+    said = f"<p>{len(lines)} restart{'s' * (len(lines) != 1)}.</p>"
+    return f'{said}<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'

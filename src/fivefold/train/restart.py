@@ -1,0 +1,139 @@
+"""Starts the ranks of a run again after a failure, from the newest checkpoint; says what became of a run.
+
+A budget bounds the restarts: each one costs 1, or 3 where the death repeats the one before (at the same step, with
+nothing saved between), or where memory ran out. A newer checkpoint makes it whole again. So a run that gets on is
+restarted for as long as it takes, and one that cannot get on ends after a few.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from signal import Signals
+
+from fivefold.checkpoint import store
+from fivefold.errors import UserError
+from fivefold.launch.exits import STOPPED, unsaved
+from fivefold.launch.local import as_error
+from fivefold.launch.supervisor import Attempt, Outcome
+from fivefold.launch.verdict import Failure
+from fivefold.observe import restarts as record
+from fivefold.observe.metrics import last_line
+from fivefold.train.job import Job
+
+REPEATED = 3  # what a restart costs after a death that repeats the one before
+LONGEST_S = 60.0  # between two restarts
+
+
+@dataclass
+class Restarts:
+    """The restarts of a run that local ranks train. attempt: returns what the ranks do for a job; it may have other
+    ranks than the first."""
+
+    job: Job
+    attempt: Callable[[Job], Attempt]
+    spent: int = 0
+    deaths: int = 0  # since the newest checkpoint
+    saved: int = 0
+    died_after: int | None = None
+    shown: str = field(default="", repr=False)  # the last traceback that was printed
+
+    def __post_init__(self) -> None:
+        self.budget = self.job.recipe.launch.restarts
+        self.saved = newest(self.job.out)
+
+    def first(self) -> Attempt:
+        return self.attempt(self.job)
+
+    def again(self, failure: Failure) -> tuple[float, Attempt] | None:
+        """Seconds to wait, and the next attempt; None when the budget is used up. Says so, and records it."""
+        saved, died_after = newest(self.job.out), last_step(self.job.out)
+        if saved > self.saved:
+            self.spent = self.deaths = 0
+            self.died_after = None
+        repeated = died_after == self.died_after or failure.kind == "memory"
+        self.saved, self.died_after = saved, died_after
+        self.deaths += 1
+        self.spent += REPEATED if repeated else 1
+        if self.spent > self.budget:
+            return None
+        wait_s = 0.0 if self.deaths == 1 else min(LONGEST_S, 2.0 ** (self.deaths - 2))
+        following = self.attempt(replace(self.job, resume=True))
+        self._say(failure, following.world, wait_s)
+        return wait_s, following
+
+    def _say(self, failure: Failure, ranks: int, wait_s: float) -> None:
+        if failure.more and failure.more != self.shown:
+            print(f"rank {failure.rank} failed:\n{failure.more}", file=sys.stderr)
+            self.shown = failure.more
+        source = f"the checkpoint of step {self.saved}" if self.saved else "step 0"
+        waiting = f" in {wait_s:g} s" if wait_s else ""
+        print(
+            f"{failure.text}, after step {self.died_after}. Starting {ranks} rank(s) again{waiting} from {source} "
+            f"({self.spent} of launch.restarts = {self.budget} used)",
+            file=sys.stderr,
+            flush=True,
+        )
+        with suppress(OSError):
+            record.add(
+                self.job.out,
+                kind=failure.kind,
+                why=failure.text,
+                died_after=self.died_after,
+                from_step=self.saved,
+                ranks=ranks,
+                wait_s=wait_s,
+            )
+
+    def conclude(self, outcome: Outcome, advice: Callable[[bool], str]) -> int | None:
+        """Returns the signal that stopped the run with everything saved, or None if it is complete. advice: what to do,
+        given whether memory ran out.
+
+        Raises:
+            UserError, RankFailed: a rank failed for good.
+            SystemExit: a signal stopped the run, but not all could be saved.
+        """
+        failure = outcome.failure
+        if failure is None:
+            return outcome.stopped
+        saved, trained = newest(self.job.out), last_step(self.job.out)
+        if outcome.signal is not None and (failure.kind != "error" or trained > saved):
+            name = Signals(outcome.signal).name
+            if trained <= saved:
+                print(f"stopped by {name}; nothing is lost: step {saved} is saved", file=sys.stderr)
+                raise SystemExit(STOPPED)
+            print(
+                f"stopped by {name}, but not saved: {failure.text}. The newest checkpoint is of step {saved}; "
+                f"{trained} were trained",
+                file=sys.stderr,
+            )
+            raise SystemExit(unsaved(outcome.signal))
+        more = "" if failure.kind == "error" else advice(failure.kind == "memory")
+        if self.deaths > 1:
+            more = (
+                f", after step {self.died_after}. The ranks died {self.deaths} times without a newer checkpoint, so "
+                f"they are not started again (launch.restarts = {self.budget}){more}"
+            )
+        raise as_error(replace(failure, more="") if failure.more == self.shown else failure, more)
+
+
+def newest(run: Path) -> int:
+    """The step of the newest checkpoint; 0 without one, or if none can be seen."""
+    with suppress(UserError, OSError, ValueError):
+        if found := store.checkpoints(run):
+            return int(found[-1].name.rpartition("-")[2])
+    return 0
+
+
+def last_step(run: Path) -> int:
+    """The last step that the metrics have; 0 without one."""
+    return (last_line(run) or {}).get("step", 0)
+
+
+def grace_s(job: Job) -> float:
+    """Seconds that ranks have now, when a signal comes, to finish their step and save."""
+    step_s = (last_line(job.out) or {}).get("step_s")
+    return job.recipe.launch.grace + 2 * (step_s if isinstance(step_s, float) and step_s > 0 else 0.0)

@@ -1,0 +1,381 @@
+"""The launcher: whatever its ranks do, it ends, names the rank that failed first, and starts the run again.
+
+Real processes and tiny models. Long sweeps over moments and layouts are in tests/chaos/."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Launched, command, last_step
+from ranks import run_ranks
+from runs import assert_same_tensors, lines, train_rank
+from test_train import TINY
+
+from fivefold.checkpoint import store
+from fivefold.cli.main import main
+from fivefold.errors import RankFailed, UserError
+from fivefold.files import owned
+from fivefold.launch import exits, scratch, supervisor, verdict
+from fivefold.launch.local import launch
+from fivefold.launch.ranks import Ranks
+from fivefold.launch.supervisor import Attempt, Outcome
+from fivefold.recipe import change, load
+from fivefold.train.start import run_command
+
+# What ranks do
+
+
+def nothing(ranks: Ranks) -> None:
+    pass
+
+
+def meet(act: Any, ranks: Ranks) -> int | None:
+    """Rank 1 does something; rank 0 waits for it in a message."""
+    import torch.distributed as dist
+
+    if ranks.rank == 1:
+        return act()
+    dist.barrier()
+    return None
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_silently() -> None:
+    os._exit(3)
+
+
+def fail() -> None:
+    raise KeyError("of rank 1")
+
+
+def mistake() -> None:
+    raise UserError("layout.tp = 3 does not divide")
+
+
+def forbidden() -> None:
+    Path("/proc/version").write_text("")
+
+
+def found_hung() -> None:
+    os._exit(verdict.leave("hung", "rank 0 is missing in all_reduce"))
+
+
+def stay(ranks: Ranks) -> None:
+    """A thread keeps the process alive when its work is done."""
+    threading.Thread(target=time.sleep, args=(600,)).start()
+
+
+def deaf(ranks: Ranks) -> None:
+    """It notes signals, and does nothing about them."""
+    print(f"rank {ranks.rank} is here", flush=True)
+    time.sleep(600)
+
+
+def outcome_of(work: Any, grace_s: float | None = None, leave_s: float = 5.0) -> Outcome:
+    supervisor.LEAVE_S = leave_s
+    return launch(Attempt(work, 2, grace_s=None if grace_s is None else lambda: grace_s), fork=True)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "text"),
+    [
+        (die, "killed", "rank 1 was killed (SIGKILL)"),
+        (leave_silently, "ended", "rank 1 ended (exit code 3) without a message"),
+        (fail, "failed", "rank 1 failed: KeyError: 'of rank 1'"),
+        (mistake, "error", "layout.tp = 3 does not divide"),
+        (forbidden, "error", "/proc/version: Permission denied"),
+        (found_hung, "hung", "rank 0 is missing in all_reduce"),
+    ],
+)
+def test_the_rank_that_failed_is_named_once(tmp_path: Path, act: Any, kind: str, text: str) -> None:
+    """Not the survivor, whose connection broke, and without its traceback."""
+    if kind == "error" and act is forbidden and os.geteuid() == 0:
+        text = text.replace("Permission denied", os.strerror(_errno_of_proc()))
+    launched = Launched(tmp_path / "log", outcome_of, partial(meet, act))
+    failure = launched.value().failure
+    assert (failure.rank, failure.kind, failure.text) == (1, kind, text)
+    assert ("KeyError" in failure.more) == (act is fail)
+    assert not launched.said
+
+
+def _errno_of_proc() -> int:
+    try:
+        forbidden()
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
+def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:
+    """One whose thread stays after its work; one that takes no notice of signals, and is suspended besides."""
+    assert Launched(tmp_path / "stay", outcome_of, stay, None, 0.3).value(20) == Outcome()
+    launched = Launched(tmp_path / "deaf", outcome_of, deaf, 0.5)
+    launched.until(lambda: launched.said.count("is here") == 2)
+    launched.send(signal.SIGSTOP, launched.ranks()[0])
+    launched.send(signal.SIGTERM)
+    outcome = launched.value(20)
+    assert outcome.signal == signal.SIGTERM
+    assert "did not end by itself" in outcome.failure.text
+    plain = Launched(tmp_path / "plain", outcome_of, deaf)
+    plain.until(lambda: plain.said.count("is here") == 2)
+    plain.send(signal.SIGTERM)
+    assert plain.value(20) == Outcome(stopped=signal.SIGTERM)
+
+
+def test_folders_of_killed_launchers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "fivefold-other").mkdir()  # not of a launcher
+    code = (
+        "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from fivefold.launch.scratch import scratch_folder\n"
+        "with scratch_folder(): os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert len([*tmp_path.iterdir()]) == 2, "it was left behind"
+    with scratch.scratch_folder() as own:
+        assert {path.name for path in tmp_path.iterdir()} == {"fivefold-other", own.name}
+        assert scratch.remove_stale() == [], "its owner lives"
+    assert [path.name for path in tmp_path.iterdir()] == ["fivefold-other"]
+
+
+# A run folder has one owner
+
+
+def test_a_run_folder_has_one_owner(tmp_path: Path) -> None:
+    with owned(tmp_path):
+        with (
+            pytest.raises(UserError, match=rf"in use: process {os.getpid()} on .* since 20"),
+            owned(tmp_path),
+        ):
+            pass
+        (tmp_path / ".lock").write_text('{"pid": [1], "host": "\\u001b[31m"}')
+        with pytest.raises(UserError, match=r"in use: process 0 on \?"), owned(tmp_path):
+            pass
+    with owned(tmp_path):
+        pass
+    link = tmp_path / "run"
+    link.mkdir()
+    (link / ".lock").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match=r"\.lock"), owned(link):
+        pass
+    assert not (tmp_path / "target").exists()
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+def recipe_of(text: Path, *sets: str) -> list[str]:
+    return [
+        *TINY,
+        f"data.source={text}",
+        f"data.cache={text.parent / 'cache'}",
+        "train.sample_tokens=2",
+        *sets,
+    ]
+
+
+def words(out: Path, text: Path, *sets: str) -> list[str]:
+    return [
+        "train",
+        "quickstart",
+        *(f"--set={one}" for one in recipe_of(text, *sets)),
+        "--nproc=2",
+        f"--out={out}",
+    ]
+
+
+LONG = ("train.steps=40", "checkpoint.every=5", "train.val_every=0")
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(
+        2, train_rank, change(load("quickstart", recipe_of(text, *LONG)), ["layout.dp_replicate=2"]), out
+    )
+    return out
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    ours, theirs = store.load(store.latest(run)), store.load(store.latest(whole))
+    assert_same_tensors(ours.model, theirs.model)
+    assert_same_tensors(ours.optimizer, theirs.optimizer)
+    assert lines(run, "loss") == lines(whole, "loss"), "each step is recorded once"
+
+
+def test_killed_ranks_are_started_again(text: Path, tmp_path: Path, whole: Path) -> None:
+    """Before the first checkpoint, then after one. Nobody does anything, and the weights are the same bits."""
+    out = tmp_path / "run"
+    run = command(tmp_path / "log", *words(out, text, *LONG))
+    run.until(lambda: last_step(out) in range(1, 5) or last_step(out))
+    first = run.ranks()
+    run.send(signal.SIGKILL, first[1])
+    run.until(lambda: {*run.ranks()}.isdisjoint(first) and len(run.ranks()) == 2 and last_step(out) > 10)
+    run.send(signal.SIGKILL, run.ranks()[0])
+    assert run.wait() == exits.DONE, run.said
+    assert_same_run(out, whole)
+    assert "was killed (SIGKILL), after step" in run.said
+    assert "Starting 2 rank(s) again from" in run.said
+    assert "Traceback" not in run.said
+    assert [line["kind"] for line in map(json.loads, (out / "restarts.jsonl").open())] == ["killed"] * 2
+    assert "2 restarts." in (out / "report.html").read_text()
+    assert any(line.split() == ["restarts", "2"] for line in run.said.splitlines())
+
+
+@pytest.mark.parametrize("which", ["launcher", "rank"])
+def test_one_signal_stops_the_run_and_it_resumes(text: Path, tmp_path: Path, whole: Path, which: str) -> None:
+    out = tmp_path / "run"
+    run = command(tmp_path / "log", *words(out, text, *LONG))
+    run.until(lambda: last_step(out) > 2)
+    run.send(signal.SIGTERM, run.ranks()[1] if which == "rank" else None)
+    assert run.wait(20) == exits.STOPPED, run.said
+    assert "stopped before the end" in run.said
+    again = command(tmp_path / "again", "train", str(out), "--resume")
+    assert again.wait() == exits.DONE, again.said
+    assert_same_run(out, whole)
+
+
+def test_a_suspended_rank_does_not_keep_a_run_from_stopping(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = command(tmp_path / "log", *words(out, text, "train.steps=100000"))
+    run.until(lambda: last_step(out) > 2)
+    run.send(signal.SIGSTOP, run.ranks()[1])
+    time.sleep(0.3)
+    run.send(signal.SIGTERM)
+    assert run.wait(20) == exits.STOPPED, run.said
+    assert last_step(out) == store.load(store.latest(out)).meta["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "tp=2"])
+@pytest.mark.parametrize("which", ["launcher", "rank"])
+def test_a_signal_at_any_moment(text: Path, tmp_path: Path, layout: str, which: str) -> None:
+    """From the first moment to the last: the run is complete, or stopped with everything saved; resumed, it ends."""
+    for moment in range(12):
+        out = tmp_path / str(moment)
+        run = command(out.with_suffix(".log"), *words(out, text, "train.steps=12"), f"--layout={layout}")
+        began = time.monotonic()
+        while time.monotonic() - began < 0.25 * moment and run.process.is_alive():
+            time.sleep(0.01)
+        ranks = run.ranks()
+        if run.process.is_alive() and (which == "launcher" or len(ranks) == 2):
+            run.send(signal.SIGTERM, ranks[1] if which == "rank" else None)
+        code = run.wait(30)
+        assert code in (exits.DONE, exits.STOPPED), run.said
+        assert "Traceback" not in run.said
+        if code == exits.DONE:
+            assert last_step(out) == 12
+
+
+class Dying:
+    """Batches of a rank that dies whenever it computes this one."""
+
+    def __init__(self, at: int, how: Any):
+        self.at, self.how = at, how
+
+    def batch(self, i: int, rows: range) -> Any:
+        import numpy as np
+
+        if i == self.at and os.environ.get("RANK") == "1":
+            self.how()
+        x = np.full((len(rows), 16), i % 7, dtype=np.int64)
+        return x, x
+
+
+def train_dying(sets: list[str], out: Path, at: int, how: Any) -> str:
+    from fivefold.train import restart
+
+    restart.LONGEST_S = 0.0
+    more = ["model.vocab_size=300", "train.val_every=0", "checkpoint.every=2"]
+    try:
+        run_command(load("quickstart", [*sets, *more]), nproc=2, out=out, batches=Dying(at, how))
+    except (UserError, RankFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return "complete"
+
+
+def test_a_death_that_repeats_uses_the_budget_up(text: Path, tmp_path: Path) -> None:
+    """1 + 3 of 5, so the third death is the last. One message and one traceback; a user's error is not tried again."""
+    sets = recipe_of(text, "launch.restarts=5", "train.steps=40")
+    run = Launched(tmp_path / "log", train_dying, sets, tmp_path / "run", 7, fail)
+    said = run.value()
+    assert said.startswith("RankFailed: rank 1 failed: KeyError: 'of rank 1', after step ")
+    assert "died 3 times without a newer checkpoint" in said
+    assert "Resume from the last checkpoint" in said
+    assert run.said.count("Traceback") == 1
+    assert run.said.count("Starting 2 rank(s) again") == 2
+    run = Launched(tmp_path / "user", train_dying, sets, tmp_path / "other", 3, mistake)
+    assert run.value() == "UserError: layout.tp = 3 does not divide"
+    assert "again" not in run.said
+
+
+def test_a_second_resume_says_who_has_the_run(text: Path, tmp_path: Path) -> None:
+    """And after a SIGKILL of the launcher, the next one waits for its ranks, which save and leave."""
+    out = tmp_path / "run"
+    run = command(tmp_path / "log", *words(out, text, "train.steps=100000", "checkpoint.every=5"))
+    run.until(lambda: last_step(out) > 7)
+    second = command(tmp_path / "second", "train", str(out), "--resume")
+    assert second.wait() == exits.USER
+    assert f"{out} is in use: process {run.pid} on " in second.said
+    ranks = run.ranks()
+    run.send(signal.SIGKILL)
+    third = command(
+        tmp_path / "third", "train", str(out), "--resume", f"--set=train.steps={last_step(out) + 60}"
+    )
+    assert third.wait() == exits.DONE, third.said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    steps = lines(out, "step")
+    assert len(lines(out, "loss")) == max(steps)
+
+
+def test_too_few_files_are_one_message(text: Path, tmp_path: Path) -> None:
+    """`ulimit -n 16` with two ranks."""
+    program = " ".join([sys.executable, "-m", "fivefold.cli.main", *words(tmp_path / "run", text)])
+    limited = f"ulimit -n 16; exec {program}"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120)
+    assert done.returncode == exits.USER, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "open files" in done.stderr
+
+
+def test_exit_codes_of_a_signal_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While data is prepared nothing can be lost. A signal after the last step changes nothing."""
+    from fivefold.train import start
+
+    def preparing(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(start, "run_command", preparing)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "quickstart", f"--out={tmp_path / 'run'}"])
+    assert stopped.value.code == exits.STOPPED
+
+    def complete(*_: Any, **__: Any) -> None:
+        start.run_complete()
+        preparing()
+
+    monkeypatch.setattr(start, "run_command", complete)
+    with pytest.raises(SystemExit) as done:
+        main(["train", "quickstart", f"--out={tmp_path / 'run'}"])
+    assert done.value.code == exits.DONE
