@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.errors import UserError
+    from fivefold.errors import RankFailed, UserError
     from fivefold.observe.metrics import read_metrics
     from fivefold.recipe import Recipe, change, load, shipped, to_toml
     from fivefold.spread.layout import Layout
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Layout",
+    "RankFailed",
     "Recipe",
     "Run",
     "UserError",
@@ -42,6 +43,7 @@ __all__ = [
 
 _HOMES = {
     "Layout": "fivefold.spread.layout",
+    "RankFailed": "fivefold.errors",
     "Recipe": "fivefold.recipe",
     "Run": "fivefold.train.api",
     "UserError": "fivefold.errors",

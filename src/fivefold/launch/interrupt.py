@@ -87,11 +87,13 @@ class Leaving(contextlib.ContextDecorator):
 
     def __enter__(self) -> Leaving:
         self.code = STOPPED
+        _leaving.append(self)
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._leave) for number in stopping_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
+        _leaving.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if self._before:
@@ -105,11 +107,13 @@ class Leaving(contextlib.ContextDecorator):
         raise SystemExit(self.code)
 
 
+_leaving: list[Leaving] = []  # the commands that are under way in this process
+
+
 def run_complete() -> None:
     """From now on a signal that ends the command does so with DONE."""
-    around = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    if isinstance(around, Leaving):
-        around.code = DONE
+    for command in _leaving:
+        command.code = DONE
 
 
 def ignore_signals() -> None:

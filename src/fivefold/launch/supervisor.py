@@ -52,7 +52,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: all three None: its work is done. stopped: the signal after which all ranks have left, with
+    """How an attempt ended. All three None: its work is done. stopped: the signal after which all ranks have left, with
     everything saved. failure: a rank failed; then signal is the one that was to stop the run, if any."""
 
     stopped: int | None = None
@@ -219,7 +219,8 @@ class Supervisor:
             code in (0, STOPPED) or self._said(rank, "done", "stopped") for rank, (_, code) in vital.items()
         ):
             stopped = verdict.read(self.folder, "stopped")
-            return Outcome(stopped=asked or min(map(int, stopped.values()))) if stopped else Outcome()
+            numbers = [int(text) for text in stopped.values() if text.isdigit()]
+            return Outcome(stopped=asked or min(numbers, default=signal.SIGTERM)) if stopped else Outcome()
         if asked is not None and self.attempt.grace_s is None:
             return Outcome(stopped=asked)
         if asked is None:  # it came to a rank

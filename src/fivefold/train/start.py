@@ -106,9 +106,9 @@ def run_command(
         keep_few_primitives()
     if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
         ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores())
-    with owned(out) if not (launched and launched[0]) else nullcontext():
+    with owned(out) if not (launched and launched[0]) else nullcontext(), Interrupt() as interrupt:
         if launched or world == 1:
-            stopped = _run_here(job)
+            stopped = _run_here(job, interrupt)
         else:
             restarts = Restarts(job, partial(_attempt, world))
             outcome = launch(restarts.first(), fork, restarts.again)
@@ -117,8 +117,7 @@ def run_command(
             raise SystemExit(STOPPED)
         run_complete()
         if not launched or launched[0] == 0:
-            with Interrupt():
-                add_exact(job)
+            add_exact(job)
     return out
 
 
@@ -133,22 +132,21 @@ def _part(job: Job) -> Callable[[Job, Ranks], int | None]:
     return run_served if job.recipe.servers.count else run_rank
 
 
-def _run_here(job: Job) -> int | None:
+def _run_here(job: Job, interrupt: Interrupt) -> int | None:
     """Runs this process's rank, one of a foreign launcher or the only one. Returns the signal that stopped it."""
-    with Interrupt() as interrupt:
-        try:
-            with ranks_.join() as ranks:
-                return _part(job)(job, ranks)
-        except KeyboardInterrupt:
-            raise SystemExit(unsaved(SIGINT)) from None
-        except Exception as error:
-            if interrupt.signal is not None:
-                print(f"stopped by {Signals(interrupt.signal).name}, but not saved: {error}", file=sys.stderr)
-                raise SystemExit(unsaved(interrupt.signal)) from error
-            if verdict.lost(error) and not isinstance(error, UserError | CommunicationError):
-                said = str(error).strip().splitlines()[0][:500]
-                raise CommunicationError(f"this rank lost another one: {said}") from None
-            raise
+    try:
+        with ranks_.join() as ranks:
+            return _part(job)(job, ranks)
+    except KeyboardInterrupt:
+        raise SystemExit(unsaved(SIGINT)) from None
+    except Exception as error:
+        if interrupt.signal is not None:
+            print(f"stopped by {Signals(interrupt.signal).name}, but not saved: {error}", file=sys.stderr)
+            raise SystemExit(unsaved(interrupt.signal)) from error
+        if verdict.lost(error) and not isinstance(error, UserError | CommunicationError):
+            said = str(error).strip().splitlines()[0][:500]
+            raise CommunicationError(f"this rank lost another one: {said}") from None
+        raise
 
 
 def _within_budget(recipe: Recipe, measured: bool, quiet: bool) -> Recipe:
