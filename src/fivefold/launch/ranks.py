@@ -22,8 +22,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import UserError
+from fivefold.errors import CommunicationError, UserError
 from fivefold.host import cores
+from fivefold.launch import verdict
 
 STORE_FILE = "FIVEFOLD_STORE_FILE"  # set by launch/local.py for the ranks it starts
 SPARE_POLL_S = 1.0
@@ -98,6 +99,7 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
 
     Raises:
         UserError: a variable of the launcher is wrong, or the other ranks cannot be reached.
+        CommunicationError: one of our launcher's ranks has ended.
     """
     rank, launched, local_rank, local_world = found() or (0, 1, 0, 1)
     world = members or launched
@@ -123,10 +125,10 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
                     backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
                 )
         except RuntimeError as error:
-            said = str(error).splitlines()[0][:300]
-            raise UserError(
-                f"rank {rank} cannot reach the other ranks: {said}.{_interfaces(backend)}"
-            ) from error
+            said = f"rank {rank} cannot reach the other ranks: {str(error).splitlines()[0][:300]}"
+            if verdict.FOLDER in os.environ:  # ranks of our launcher: one of them has ended
+                raise CommunicationError(said) from error
+            raise UserError(f"{said}.{_interfaces(backend)}") from error
     try:
         yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
     finally:
