@@ -174,10 +174,17 @@ OTHER_WRITES = {  # what is written another way, and why
     ("checkpoint/hf.py", "save_file"): "safetensors' own; the folder is flushed before it gets its name",
     ("checkpoint/write.py", "save_file"): "safetensors' own; flushed after it",
     ("parallel/offload/disk.py", "os.open"): "files without a name",
-    ("launch/local.py", "write_text"): "verdicts of ranks in a temporary folder of the launcher",
+    **dict.fromkeys(
+        [
+            ("launch/verdict.py", "write_text"),
+            ("launch/verdict.py", "temporary.replace"),
+            ("launch/local.py", "mkdir"),
+        ]
+        + [("launch/scratch.py", call) for call in ("open", "os.open", "os.replace", "shutil.rmtree")],
+        "a temporary folder of the launcher, gone with it",
+    ),
     ("observe/console.py", "os.open"): "the null device",
     ("trace/worker.py", "fdopen"): "its own output",
-    ("launch/local.py", "touch"): "verdicts of ranks in a temporary folder of the launcher",
 }
 
 

@@ -216,7 +216,7 @@ def owned(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process has it. The message says which, on what host, since when.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / LOCK
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "r+") as f:
         with contextlib.suppress(OSError):

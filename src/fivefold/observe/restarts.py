@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fivefold.files import Lines
 from fivefold.observe.format import printable
 
 FILE = "restarts.jsonl"
@@ -16,9 +17,8 @@ FILE = "restarts.jsonl"
 def add(run: Path, **line: Any) -> None:
     """Appends a line. Fields: kind, why (one message), died_after (the last step of metrics.jsonl), from_step (that of
     the newest checkpoint, or 0), ranks, wait_s."""
-    text = json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S")} | line, ensure_ascii=False)
-    with (run / FILE).open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text + "\n")
+    with Lines(run / FILE) as file:
+        file.write(json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S")} | line))
 
 
 def read(run: Path) -> list[dict[str, Any]]:
