@@ -74,13 +74,14 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             console.note(state.forgotten)
         for note in settle(state, job, resumed):
             console.note(note)
+        leaving = _stop_asked(state, interrupt)  # before the first step: there is nothing new to save
         batches = stack.enter_context(reader(job, state.mesh, state.step))
         hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted)
         rank.hooks = hooks
         stack.enter_context(hooks.memory.tracking)
         if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
             hooks.save(state.step)
-        if _stop_asked(state, interrupt):  # of any rank, before its first step: there is nothing new to save
+        if leaving:
             complete = state.step == recipe.train.steps
         else:
             complete = train_loop(state, recipe, hooks)
