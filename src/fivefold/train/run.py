@@ -81,10 +81,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         stack.enter_context(hooks.memory.tracking)
         if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
             hooks.save(state.step)
-        if leaving:
-            complete = state.step == recipe.train.steps
-        else:
-            complete = train_loop(state, recipe, hooks)
+        complete = state.step == recipe.train.steps if leaving else train_loop(state, recipe, hooks)
         predicted.conclude(state.mesh, hooks.memory.peak)
         if ranks.first:
             conclude(console, job, complete)
