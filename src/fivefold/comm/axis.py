@@ -11,6 +11,7 @@ belongs here:
 - counting: `counters` are told of each message (`trace/traffic.py` is one);
 - time-outs: a message that fails is a `CommunicationError` that names rank, axis, operation and the caller's line
   (with NCCL, its watchdog ends the process instead);
+- hangs: `progress.py` notes what has begun and what is waited for, and `watchdog.py` reads it;
 - timelines: `watch.py` notes when messages begin and end, in a step that is measured;
 - algorithms: `sum_scatter` is an all-to-all with a local sum on CPUs, and the backend's reduce-scatter on GPUs.
 
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.failure import Place, caller, verdict
+from fivefold.comm.progress import Ops, progress
 from fivefold.comm.watch import UNIT, Work, watched
 from fivefold.errors import CommunicationError
 from fivefold.launch.ranks import Ranks
@@ -70,10 +72,12 @@ class Axis:
         device: torch.device,
         group: dist.ProcessGroup | None,
         timeout_s: float = 600,
+        watched: bool = True,
     ):
         assert (group is None) == (len(ranks) == 1), f"a group for {len(ranks)} ranks of axis {name}"
         self.name, self.ranks, self.index, self.size = name, tuple(ranks), index, len(ranks)
         self.device, self.group, self.timeout_s, self.purpose = device, group, timeout_s, ""
+        self.ops: Ops | None = progress.ops(group) if group is not None and watched else None
 
     @property
     def rank(self) -> int:
@@ -188,11 +192,11 @@ class Axis:
 
     def start_send(self, x: Tensor, to: int, tag: int = 0) -> Started:
         """Sends x (contiguous) to the rank with this index. gloo matches messages by tag, NCCL by their order."""
-        return self._start("send", x, x, _send, x, to, tag)
+        return self._start("send", x, x, _send, x, to, tag, peers=(to,))
 
     def start_receive(self, out: Tensor, source: int, tag: int = 0) -> Started:
         """Receives `out` (contiguous) from the rank with this index."""
-        return self._start("receive", out, out, _receive, out, source, tag)
+        return self._start("receive", out, out, _receive, out, source, tag, peers=(source,))
 
     def start_exchange(self, leaving: Tensor, to: int, arriving: Tensor, source: int) -> Started:
         """Sends one tensor to a rank and receives another from a rank, by index. Both are contiguous. Returns
@@ -201,7 +205,10 @@ class Axis:
             return Started(self, "exchange", arriving.copy_(leaving))
         if counters:
             _count(self, "send", leaving)
-        return self._start("receive", arriving, arriving, _exchange, leaving, to, arriving, source)
+        peers = (source, to)
+        return self._start(
+            "receive", arriving, arriving, _exchange, leaving, to, arriving, source, peers=peers
+        )
 
     def start_moves(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
@@ -213,7 +220,7 @@ class Axis:
             for _, operation, x, _ in messages[:-1]:
                 _count(self, operation, x)
         _, operation, x, _ = messages[-1]
-        return self._start(operation, x, x, _move, messages)
+        return self._start(operation, x, x, _move, messages, peers=tuple(message[3] for message in messages))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Gives every rank the x of the rank with this index, in place."""
@@ -238,14 +245,23 @@ class Axis:
             raise CommunicationError(text) from error
 
     def _start(
-        self, operation: str, result: Tensor, larger: Tensor, function: Callable[..., Any], *arguments: Any
+        self,
+        operation: str,
+        result: Tensor,
+        larger: Tensor,
+        function: Callable[..., Any],
+        *arguments: Any,
+        peers: tuple[int, ...] = (),
     ) -> Started:
-        """Starts `function`, which returns a handle to wait for. larger: the larger of its input and output."""
+        """Starts `function`, which returns a handle to wait for. larger: the larger of its input and output. peers: of
+        a send or receive, by index."""
         frame = sys._getframe(2)
         while frame.f_code.co_filename == __file__:  # `start`
             assert frame.f_back is not None
             frame = frame.f_back
         started = Started(self, operation, result, arguments, frame.f_code, frame.f_lasti)
+        if self.ops is not None:
+            started.begin(self.ops, peers)
         if counters:
             _count(self, operation, larger)
         watch = watched.now
@@ -267,8 +283,12 @@ class Axis:
         """Calls `function`, which waits itself."""
         if counters:
             _count(self, operation, larger)
-        watch = watched.now
+        watch, ops = watched.now, self.ops
         began = watch.clock() if watch else 0.0
+        entered = 0.0
+        if ops is not None:
+            ops.begun += 1
+            entered = progress.enter((self, operation, ops, ops.begun, (), None))
         try:
             function(*arguments, group=self.group)
         except RuntimeError as error:
@@ -276,6 +296,8 @@ class Axis:
             raise
         finally:
             _handed_over()
+            if ops is not None:
+                progress.leave(entered)
         if watch:
             watch.waited(self, operation, began)
 
@@ -311,7 +333,9 @@ def everyone(ranks: Ranks) -> Axis:
 class Started:
     """A message that has started. Calling it waits, and returns its result."""
 
-    __slots__ = ("axis", "code", "instruction", "kept", "operation", "result", "work")
+    __slots__ = (
+        "axis", "code", "instruction", "kept", "number", "operation", "ops", "peers", "result", "work",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -326,22 +350,41 @@ class Started:
         self.kept = kept  # keeps its tensors alive until they are sent
         self.code, self.instruction = code, instruction  # where it started: `failure.Place`
         self.work: Work | None = None
+        self.ops: Ops | None = None  # see `progress.Waiting`
+        self.number, self.peers = 0, ()
 
     @classmethod
     def here(cls, axis: Axis, operation: str, result: Tensor) -> Started:
-        """A message that the caller's caller starts."""
+        """A sum of many messages that the caller's caller starts, and a thread drives."""
         frame = sys._getframe(2)
-        return cls(axis, operation, result, (), frame.f_code, frame.f_lasti)
+        started = cls(axis, operation, result, (), frame.f_code, frame.f_lasti)
+        if axis.ops is not None and axis.group is not None:
+            started.begin(progress.ops(axis.group, beside=True), ())
+        return started
+
+    def begin(self, ops: Ops, peers: tuple[int, ...]) -> None:
+        """Notes that it begins. A send or receive (`peers`) has no number: other ranks of the group have no part."""
+        self.ops, self.peers = ops, peers
+        if not peers:
+            ops.begun += 1
+            self.number = ops.begun
+        progress.moved += 1
 
     def __call__(self) -> Tensor:
         if self.work is not None:
+            ops, entered = self.ops, 0.0
+            if ops is not None:
+                began = self.code, self.instruction
+                entered = progress.enter((self.axis, self.operation, ops, self.number, self.peers, began))
             try:
                 self.work.wait()
             except RuntimeError as error:
                 assert self.code is not None
-                place = Place(self.code, self.instruction)
-                self.axis.explain(self.operation, place, error)
+                self.axis.explain(self.operation, Place(self.code, self.instruction), error)
                 raise
+            finally:
+                if ops is not None:
+                    progress.leave(entered)
             self.work, self.kept = None, ()
         return self.result
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from fivefold.comm.axis import Axis
 from fivefold.comm.private import gloo_group
+from fivefold.comm.progress import progress
 from fivefold.errors import CommunicationError, UserError
 
 POLL_S = 0.02
@@ -170,7 +171,7 @@ class Membership:
                 group = gloo_group(self.store, name, index, size, self.address, patience)
             except RuntimeError as error:
                 raise CommunicationError(f"site {self.seat.site} cannot reach the others: {error}") from error
-        return Axis("sites", meeting.members, index, CPU, group, self.patience_s)
+        return Axis("sites", meeting.members, index, CPU, group, self.patience_s, watched=False)
 
     def vote(self, meeting: Meeting, received: bool) -> bool:
         """Says whether this rank received everything. Returns whether all ranks of all members did."""
@@ -283,6 +284,7 @@ class Membership:
         return json.loads(self._ask(self.store.get, key))
 
     def _has(self, key: str) -> bool:
+        progress.mark()  # other launches take as long as they are given
         return self._ask(self.store.check, [key])
 
     def _set(self, key: str, **what: Any) -> None:

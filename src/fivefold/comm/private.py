@@ -24,3 +24,9 @@ def gloo_group(
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_group_name(name)  # pyright: ignore[reportArgumentType]
     return group
+
+
+def default_store() -> dist.Store:
+    """The store in which the ranks of this launch have met. Without it: ranks of several hosts that hang would wait for
+    gloo's time-out."""
+    return dist.distributed_c10d._get_default_store()

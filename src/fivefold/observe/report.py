@@ -14,7 +14,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
-from fivefold.observe import memory_picture, prediction, restarts, step_timeline
+from fivefold.observe import memory_picture, prediction, restarts, slow, step_timeline
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, printable, short_number, size
 from fivefold.observe.metrics import read_metrics
@@ -47,6 +47,7 @@ def page(run: Path) -> str:
         _section("Memory over a step", drawn) if (drawn := memory_picture.section(run)) else "",
         _section("Compressed gradients", shown) if (shown := compression(lines)) else "",
         _section("Restarts", shown) if (shown := restarts.section(run)) else "",
+        _section("Slow ranks", shown) if (shown := slow.section(lines)) else "",
         _section("Samples", samples(lines)),
         _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
         _section("Machine", machine(run / "machine.json")),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.comm import Axis, Summation
+from fivefold.comm.progress import progress
 from fivefold.comm.sum import agreed
 from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
@@ -156,5 +157,6 @@ def _new_group(
         return dist.group.WORLD
     timeout = timedelta(seconds=ranks.timeout_s)  # gloo's default is 30 minutes
     # torch names a group of its members alone by the number of groups that they have
-    group = dist.new_group(list(members), timeout, use_local_synchronization=not everywhere)
+    with progress.joining(range(ranks.world) if everywhere else members):
+        group = dist.new_group(list(members), timeout, use_local_synchronization=not everywhere)
     return group if isinstance(group, dist.ProcessGroup) else None

@@ -9,6 +9,7 @@ With `sync.overlap` the sites train on while a sum is under way.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from fivefold.comm import Axis, Beside, Started
 from fivefold.comm.membership import Meeting, Membership
+from fivefold.comm.progress import progress
 from fivefold.errors import CommunicationError
 from fivefold.kernels.quantize import Quantizer
 from fivefold.optim.outer import OuterOptimizer
@@ -175,17 +177,18 @@ class Outer:
         """Holds a meeting until an attempt counts, then takes the outer step."""
         membership, means, state = self.membership, {}, {}
         assert membership is not None
-        while True:
-            try:
-                axis, received = membership.axis(meeting), True
-                state = self._hand_over(meeting, axis)
-                copies = {names: flat.to(axis.device, copy=True) for names, flat in flats.items()}
-                means = self._means(copies, axis, len(meeting.giving))
-            except CommunicationError:
-                received = False
-            if membership.vote(meeting, received):
-                break
-            meeting = membership.again(meeting)
+        with progress.phase("meeting the other sites", math.inf):  # which have their own patience
+            while True:
+                try:
+                    axis, received = membership.axis(meeting), True
+                    state = self._hand_over(meeting, axis)
+                    copies = {names: flat.to(axis.device, copy=True) for names, flat in flats.items()}
+                    means = self._means(copies, axis, len(meeting.giving))
+                except CommunicationError:
+                    received = False
+                if membership.vote(meeting, received):
+                    break
+                meeting = membership.again(meeting)
         if membership.seat.site in meeting.new:
             self._take(state)
         for fragment in due:

@@ -320,6 +320,10 @@ class ObserveSection(Section):
     """The step whose timeline is measured: computing and messages of each rank, on CPUs; with pp > 1 also the pipeline,
     action by action. RUN/traces gets the times, and the planned ones; `fivefold draw RUN` and the report draw them.
     0: none."""
+    hang_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
+    """Seconds that a message between ranks may take, or three usual steps if they are longer. After that the run says
+    which rank is missing, writes the stacks of all ranks into RUN/traces, and ends. A rank that starts, compiles, saves
+    or samples has ten times as long. 0: only the backend's limit of 10 minutes."""
     histogram_step: int = Field(default=0, ge=0)
     """The step whose weights, activations and gradients are counted by exponent, into RUN/traces. `fivefold formats
     --run RUN` compares them with the range of each format. That step is slower. 0: none."""

@@ -12,6 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fivefold.comm import Axis
+from fivefold.comm.progress import progress
 from fivefold.kernels.loss import scaled
 from fivefold.optim import learning_rate
 from fivefold.optim.clip import clip_scale
@@ -22,6 +24,7 @@ from fivefold.parallel.pipeline import Microbatch
 from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.share import Share
 from fivefold.recipe import OptimSection, Recipe
+from fivefold.spread.seconds import SECONDS, SHARED_EVERY
 from fivefold.step.state import State
 
 OWN = ("loss", "norm", "stop", "skipped")
@@ -31,12 +34,15 @@ class Done:
     """A step that the host has queued. On a GPU it may not have run yet.
 
     Its figures travel to the host behind it. Reading one waits for this step alone, and not for later ones. So a loop
-    that reads them after it has queued the next step keeps the GPU busy. lr: the learning rate.
+    that reads them after it has queued the next step keeps the GPU busy. lr: the learning rate. seconds: a row of
+    `SECONDS` for each rank.
     """
 
-    def __init__(self, lr: float, figures: Mapping[str, Tensor]):
-        self.lr, self._names = lr, tuple(figures)
+    def __init__(self, lr: float, figures: Mapping[str, Tensor], seconds: Tensor | None = None):
+        self.lr, self._names, self._ranks = lr, tuple(figures), 0 if seconds is None else len(seconds)
         device = torch.stack([figure.double() for figure in figures.values()])
+        if seconds is not None:
+            device = torch.cat([device, seconds.flatten()])
         self._host = device.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if device.is_cuda else None
         if self._arrived is not None:
@@ -45,12 +51,14 @@ class Done:
     def wait(self) -> None:
         """Waits until the step is done."""
         if self._arrived is not None:
+            began = progress.enter((None, "step", None, 0, (), None))
             self._arrived.synchronize()
+            progress.leave(began)
 
     @cached_property
     def _figures(self) -> dict[str, float]:
         self.wait()
-        return dict(zip(self._names, self._host.tolist(), strict=True))
+        return dict(zip(self._names, self._host.tolist(), strict=not self._ranks))
 
     @property
     def loss(self) -> float:
@@ -71,6 +79,12 @@ class Done:
     def skipped(self) -> int:
         """Steps skipped in a row, up to this one."""
         return int(self._figures["skipped"])
+
+    @property
+    def seconds(self) -> list[list[float]]:
+        """A row of `SECONDS` for each rank of the site, in every SHARED_EVERY-th step; else none."""
+        self.wait()
+        return self._host[len(self._names) :].view(self._ranks, len(SECONDS)).tolist() if self._ranks else []
 
     @property
     def more(self) -> dict[str, float]:
@@ -94,7 +108,8 @@ def take_step(
     assert recipe.train.steps, "a resolved recipe has steps"
     share = forward_backward(state, microbatches, recipe.train.seed)
     more = dict(inspect() or {})
-    loss, own_norm, stop = agree(state, share, stop_wanted())
+    seconds = own_seconds(state.mesh.axis("all"), state.step)
+    loss, own_norm, stop = agree(state, share, stop_wanted(), seconds)
     scaling = state.loss_scale
     if scaling is not None:
         own_norm = own_norm / scaling.factor
@@ -113,7 +128,7 @@ def take_step(
         state.outer.step(state.step, recipe.train.steps)
     own = zip(OWN, (loss, norm, stop, state.counts[1]), strict=True)
     balance = state.parallel.balance
-    return Done(lr, {**dict(own), **(balance.figures if balance else {}), **more})
+    return Done(lr, {**dict(own), **(balance.figures if balance else {}), **more}, seconds)
 
 
 def forward_backward(state: State, microbatches: list[Microbatch], seed: int) -> Tensor:
@@ -167,6 +182,7 @@ def accumulate(
     the losses."""
     parallel, total = state.parallel, torch.zeros((), device=state.mesh.device)
     for index, (inputs, targets) in enumerate(microbatches):
+        progress.mark()
         seeds(index)
         if index == len(microbatches) - 1:
             for replica in parallel.replicas:
@@ -239,18 +255,34 @@ def rate(optim: OptimSection, step: int, steps: int) -> float:
     )  # fmt: skip
 
 
-def agree(state: State, share: Tensor, stop: bool) -> tuple[Tensor, Tensor, Tensor]:
+def own_seconds(axis: Axis, step: int) -> Tensor | None:
+    """This rank's row of a table that, summed, says how long each rank computed and waited (n, 5); None in steps that
+    share nothing."""
+    if axis.size == 1 or (step + 1) % SHARED_EVERY:
+        return None
+    rows = torch.zeros(axis.size, len(SECONDS), dtype=torch.float64)
+    rows[axis.index] = torch.tensor(progress.share(), dtype=torch.float64)
+    return rows.to(axis.device, non_blocking=True)
+
+
+def agree(
+    state: State, share: Tensor, stop: bool, seconds: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(mean loss, norm of the whole gradient, > 0 if any rank was asked to stop), equal on all ranks of a site: fp64
     scalars.
 
-    share: this rank's share of the loss. One message sums everything; where states are not divided, all ranks have the
-    same norm already.
+    share: this rank's share of the loss. seconds: is summed, too. One message sums everything; where states are not
+    divided, all ranks have the same norm already.
     """
     mesh = state.mesh
     square = gradient_square(state.parallel.replicas, mesh)
     sums = torch.stack([share.double(), torch.full_like(square, float(stop)), square])
-    mesh.axis("all").all_reduce(sums if mesh.layout.divided else sums[:2])
-    loss, stopping, square = sums.unbind()
+    if seconds is not None:
+        sums = torch.cat([seconds.flatten(), sums])
+    mesh.axis("all").all_reduce(sums if mesh.layout.divided else sums[:-1])
+    if seconds is not None:
+        seconds.copy_(sums[:-3].view_as(seconds))
+    loss, stopping, square = sums[-3:].unbind()
     return loss.float().double(), square.sqrt(), stopping
 
 
@@ -276,6 +308,7 @@ def evaluate(state: State, microbatches: list[Microbatch], token_bytes: Tensor |
         losses = (state.module(*microbatch, **positions(parallel)) for microbatch in microbatches)
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
     for loss, (_, targets) in zip(losses, microbatches, strict=False):
+        progress.mark()
         counted = targets >= 0
         sums[0] += loss.double() * counted.sum()
         sums[1] += counted.sum()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.checkpoint import store
+from fivefold.comm.progress import progress
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.host.machine import device_peak, peak_memory_bytes
@@ -23,6 +24,7 @@ from fivefold.observe import number_formats, step_timeline
 from fivefold.observe.console import Console
 from fivefold.observe.metrics import MetricsWriter
 from fivefold.observe.pipeline_trace import write_pipeline_trace
+from fivefold.observe.slow import SlowRanks
 from fivefold.parallel.pipeline import Microbatch
 from fivefold.recipe import Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
@@ -83,6 +85,8 @@ class RunHooks:
         self.counter: Counter | None = None
         self.inspected = -1
         self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
+        self.validated = False
+        self.slow = SlowRanks(self.state.mesh.layout)
 
     def begin_step(self) -> None:
         self.predicted.begin_step(self.state)
@@ -121,8 +125,12 @@ class RunHooks:
         line |= self.speed.figures(line["step"], line["step_s"])
         if self.noise:
             line |= self.noise.figures(line["grad_norm"], line.pop(SQUARES))
+        if slow := self.slow.add(line.pop("rank_seconds", [])):
+            line["slow_rank"] = slow.figures
         self._write(line)
         self.console.step(line)
+        if slow:
+            self.console.note(f"step {line['step']}: {slow}")
         pipeline = self.state.parallel.pipeline
         traced = line["step"] == self.job.recipe.observe.trace_step
         if self.ranks.first and traced and pipeline is not None and pipeline.recorded is not None:
@@ -152,10 +160,12 @@ class RunHooks:
         job = self.job
         if job.val_batches is None and (job.data is None or job.data.val is None):
             return  # nothing is held out, on any rank
-        # Perhaps no microbatches for this rank: it still takes part.
-        microbatches, token_bytes = validation_set(job, self.state.mesh)
-        with self._common_weights():
-            line = {"step": step, **evaluate(self.state, microbatches, token_bytes)}
+        with nullcontext() if self.validated else progress.phase("the first validation"):  # it may compile
+            # Perhaps no microbatches for this rank: it still takes part.
+            microbatches, token_bytes = validation_set(job, self.state.mesh)
+            with self._common_weights():
+                line = {"step": step, **evaluate(self.state, microbatches, token_bytes)}
+        self.validated = True
         if errors := self.state.compression_errors():
             line |= {"compression_error": fmean(errors.values()), "compression_errors": errors}
         self._write(line)
@@ -172,7 +182,7 @@ class RunHooks:
         ):
             return
         try:
-            with self._common_weights():
+            with progress.phase("sampling"), self._common_weights():
                 text = sampled(self.state, self.job, step, tokenizer)
         except UserError as error:  # a diverged model cannot write; the run continues
             self.console.note(f"step {step}: no sample: {error}")
@@ -188,7 +198,8 @@ class RunHooks:
         if self.metrics is not None:
             self.metrics.flush()
         meta = identity(self.job) | {"tokens": tokens_before(self.job.recipe, step)}
-        save_state(self.state, self.job.out, meta, self.job.recipe.checkpoint.keep_last)
+        with progress.phase("saving"):
+            save_state(self.state, self.job.out, meta, self.job.recipe.checkpoint.keep_last)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None and (problem := self.metrics.write(line)):

@@ -10,14 +10,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.recipe import Recipe
+from fivefold.recipe import Recipe, batch_size
 from fivefold.step.state import State
 from fivefold.step.step import Done, take_step
 
@@ -60,8 +61,9 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
     Raises:
         UserError: loss or gradient stay not finite for MAX_SKIPPED steps.
     """
-    train = recipe.train
+    train, first = recipe.train, True
     assert train.steps, "a resolved recipe has steps"
+    progress.step = state.step
     if behind is None:
         behind = int(state.mesh.device.type != "cpu")
     with _Late(hooks, behind) as late:
@@ -72,7 +74,10 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
             if state.parallel.pipeline is not None:
                 state.parallel.pipeline.recording = traced
             hooks.begin_step()
-            done = take_step(state, recipe, microbatches, hooks.stop_wanted, hooks.inspect)
+            slower = first or is_slower(recipe, state.step)
+            with progress.phase("a slower step") if slower else nullcontext():
+                done = take_step(state, recipe, microbatches, hooks.stop_wanted, hooks.inspect)
+            first = False
             last, saving = state.step == train.steps, due(recipe.checkpoint.every, state.step)
             validating = last or due(train.val_every, state.step)
             sampling = last or due(train.sample_every, state.step)
@@ -132,6 +137,7 @@ class _Late:
                 done.wait()
                 now = time.perf_counter()
                 line["step_s"], self.began = now - self.began, now
+                progress.end_step(line["step"], line["step_s"], line["data_wait_s"])
 
     def _record(self, left: int) -> None:
         """Records all steps but the last `left`."""
@@ -142,6 +148,8 @@ class _Late:
                 self.skipped, self.read = done.skipped, line["step"]
             self.stop = self.stop or done.stop
             found = {"step": line["step"], "loss": done.loss, "grad_norm": done.norm, **line, **done.more}
+            if done.seconds:
+                found["rank_seconds"] = done.seconds
             self.hooks.record(found, done.skipped)
 
     def __enter__(self) -> _Late:
@@ -151,6 +159,13 @@ class _Late:
         """An error in a step must not lose the line of the one before."""
         with suppress(Exception):
             self._record(0)
+
+
+def is_slower(recipe: Recipe, step: int) -> bool:
+    """True if a step (0, 1, ...) is measured, or compiles for batches of another size."""
+    observe, train = recipe.observe, recipe.train
+    measured = step + 1 in (observe.trace_step, observe.memory_step, observe.histogram_step)
+    return measured or batch_size(train, step) != batch_size(train, max(0, step - 1))
 
 
 def due(every: int, step: int) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from fivefold.checkpoint import store
+from fivefold.comm.progress import progress
+from fivefold.comm.watchdog import watching
 from fivefold.files import make_folder, write_atomically
 from fivefold.host.machine import describe
 from fivefold.kernels import native
@@ -41,6 +43,9 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
     with told(job, ranks.rank, ranks.local_world) as rank, ExitStack() as stack:
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
+        stack.enter_context(watching(ranks, recipe.observe.hang_s, job.out / "traces"))
+        starting = stack.enter_context(ExitStack())
+        starting.enter_context(progress.phase("starting"))
         state = build_state(recipe, ranks, job.module, job.seat.site if job.seat else None)
         stack.callback(state.parallel.close)
         resumed = job.resume and resume(state, job)
@@ -81,10 +86,12 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         stack.enter_context(hooks.memory.tracking)
         if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
             hooks.save(state.step)
+        starting.close()
         complete = state.step == recipe.train.steps if leaving else train_loop(state, recipe, hooks)
-        predicted.conclude(state.mesh, hooks.memory.peak)
-        if ranks.first:
-            conclude(console, job, complete)
+        with progress.phase("writing the report"):
+            predicted.conclude(state.mesh, hooks.memory.peak)
+            if ranks.first:
+                conclude(console, job, complete)
         state.mesh.axis(
             "run"
         ).barrier()  # the ranks leave together: a launcher stops the others when one is gone

@@ -1,0 +1,190 @@
+"""What this rank has begun, what it waits for, and since when: notes that every message leaves, for `watchdog.py`.
+
+Only memory of this process is written: two attributes and a dict per message, about half a microsecond. The watchdog's
+thread reads them once a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from time import perf_counter
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fivefold.comm.failure import Place
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+LONGER = 10.0
+"""Work that ranks do apart, such as saving or compiling, may take so many times as long as a message."""
+USUAL = 31  # steps whose longest, but for a tenth, is the usual one
+FRAMES = 12  # of a rank's last known place
+Began = tuple[CodeType | None, int]
+Waiting = tuple["Ranks | None", str, "Ops | None", int, tuple[int, ...], Began | None]
+"""What a thread waits for: axis, operation, its group and number there, the other ends of a send or receive (by index),
+and where it began (as a `Place`) if it is waited for elsewhere. No axis: the device."""
+
+
+class Ranks(Protocol):
+    """What a wait needs of an `Axis`."""
+
+    name: str
+    ranks: tuple[int, ...]
+    purpose: str
+
+
+class Joining:
+    """An axis that does not exist yet."""
+
+    def __init__(self, ranks: Sequence[int]):
+        self.name, self.ranks, self.purpose = "new", tuple(ranks), ""
+
+
+class Ops:
+    """The collectives that this rank has begun over a process group. All its ranks begin them in one order, so a
+    number names one of them on every rank."""
+
+    __slots__ = ("begun", "group")
+
+    def __init__(self, group: str):
+        self.group, self.begun = group, 0
+
+
+@dataclass
+class Window:
+    """Seconds of this rank since it last shared them: all, in messages, for data, and beside the steps."""
+
+    began: float
+    steps: int = 0
+    messages: float = 0.0
+    data: float = 0.0
+    apart: float = 0.0
+
+
+class Progress:
+    """Notes of one process. moved: grows with everything that gets done. main: the thread that trains. usual_s: seconds
+    of a usual step."""
+
+    def __init__(self) -> None:
+        self.moved, self.main, self.step, self.usual_s = 0, get_ident(), 0, 0.0
+        self.waits: dict[int, Waiting] = {}
+        self.groups: dict[str, Ops] = {}
+        self.phases: list[tuple[str, float]] = []
+        self.started = False
+        self.steps: deque[float] = deque(maxlen=USUAL)
+        self.window = Window(perf_counter())
+        # share of the time that the network held up messages, and to whom (sockets.py)
+        self.sending: tuple[float, int] = 0.0, 0
+
+    def start(self) -> None:
+        """A run begins in this thread."""
+        self.main, self.step, self.usual_s = get_ident(), 0, 0.0
+        self.steps.clear()
+        self.started = False
+        self.waits.clear()
+        self.phases.clear()
+        self.window = Window(perf_counter())
+
+    def ops(self, group: dist.ProcessGroup, beside: bool = False) -> Ops:
+        """beside: of the sums that a thread drives, each of which is many messages."""
+        name = f"{group.group_name}/beside" if beside else group.group_name
+        return self.groups.setdefault(name, Ops(name))
+
+    def enter(self, waiting: Waiting) -> float:
+        """This thread waits from now on. Returns the time, for `leave`."""
+        self.moved += 1
+        self.waits[get_ident()] = waiting
+        return perf_counter()
+
+    def leave(self, began: float) -> None:
+        thread = get_ident()
+        self.waits.pop(thread, None)
+        self.moved += 1
+        if thread == self.main and not self.phases:
+            self.window.messages += perf_counter() - began
+
+    @contextmanager
+    def joining(self, ranks: Sequence[int]) -> Iterator[None]:
+        """These ranks make a process group together."""
+        name = f"new {sorted(ranks)}"
+        ops = self.groups.setdefault(name, Ops(name))
+        ops.begun += 1
+        began = self.enter((Joining(ranks), "new_group", ops, ops.begun, (), None))
+        try:
+            yield
+        finally:
+            self.leave(began)
+
+    def mark(self) -> None:
+        """Something got done that is no message."""
+        self.moved += 1
+
+    @contextmanager
+    def phase(self, name: str, patience: float = LONGER) -> Iterator[None]:
+        """Work that this rank does while others may wait for it. patience: how many times as long as for a message they
+        wait."""
+        self.phases.append((name, patience))
+        self.moved += 1
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.phases.remove((name, patience))
+            self.moved += 1
+            if not self.phases:
+                self.window.apart += perf_counter() - began
+
+    def end_step(self, step: int, seconds: float, data_s: float) -> None:
+        """A step is done. data_s: waited for its batch. The first one, which compiles, is not usual."""
+        self.step = step
+        self.moved += 1
+        if self.started:
+            self.steps.append(seconds)
+            self.usual_s = sorted(self.steps)[int(0.9 * len(self.steps))]
+        self.started = True
+        self.window.steps += 1
+        self.window.data += data_s
+
+    def share(self) -> tuple[float, ...]:
+        """This rank's `spread.seconds.SECONDS` per step since the last call."""
+        now, window, (sending, to) = perf_counter(), self.window, self.sending
+        self.window, steps = Window(now), max(1, window.steps)
+        passed = now - window.began - window.apart
+        computed = max(0.0, passed - window.messages - window.data)
+        return (
+            computed / steps,
+            window.data / steps,
+            window.messages / steps,
+            sending * passed / steps,
+            float(to),
+        )
+
+    def places(self, thread: int | None = None) -> list[str]:
+        """Where a thread is (None: the one that trains), innermost first."""
+        frame, found = sys._current_frames().get(self.main if thread is None else thread), list[str]()
+        while frame is not None and len(found) < FRAMES:
+            found.append(f"{Place(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}")
+            frame = frame.f_back
+        return found
+
+
+progress = Progress()
+"""Of this process."""
+
+
+def in_group(waiting: Waiting) -> dict[str, Any]:
+    """The facts of a wait over an axis, as plain data."""
+    axis, operation, ops, number, peers, began = waiting
+    if axis is None:
+        return {"operation": operation}
+    return {
+        "operation": operation, "axis": axis.name, "purpose": axis.purpose, "ranks": list(axis.ranks),
+        "group": ops.group if ops else "", "number": number, "peers": [axis.ranks[i] for i in peers],
+        "began": str(Place(began[0], began[1])) if began and began[0] else "",
+    }  # fmt: skip

@@ -1,0 +1,250 @@
+"""Finds a message that does not end, names the rank that is missing, and ends this rank, so that all can start again.
+
+    with watching(ranks, hang_s=30, traces=out / "traces"):
+        train()
+
+A thread of each rank posts once a second what the rank has begun and what it waits for (`progress.py`, `board.py`).
+When its rank has waited for as long as a message may take, it reads the others' posts and judges (`hang.py`). The first
+rank with a verdict collects the stacks of all ranks of its machine, says it, and all leave (`launch/exits.py`). gloo's
+own time-out, 10 minutes, stays the last resort.
+
+A message may take `hang_s`, or three usual steps if they are longer. Work that ranks do apart has more time
+(`Progress.phase`). Time counts only while this thread runs, so a machine that sleeps finds no hang when it wakes up.
+
+After SIGTERM or Ctrl-C a message has a third of the time: a rank that cannot reach the end of its step, because
+another one is missing, leaves with 128 + signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from fivefold.comm.board import Board, Files, Store
+from fivefold.comm.hang import Judge, Post, Seen, Verdict, Wait
+from fivefold.comm.private import default_store
+from fivefold.comm.progress import in_group, progress
+from fivefold.comm.sockets import Sending
+from fivefold.files import make_folder, remove, write_atomically
+from fivefold.host import machine_id
+from fivefold.launch import verdict
+from fivefold.launch.exits import unsaved
+from fivefold.launch.ranks import STORE_FILE, Ranks
+
+STEPS = 3  # usual steps that a message may take
+TICKS, TICK_S = 10, 1.0  # looks in the time that a message may take; most seconds between two
+STOPPING = 3  # after a signal, a message may take so many times less
+ROUNDS = 10  # posts to a store in the time that a message may take
+STACKS_S = 0.5  # for other ranks to write their stacks
+LEAVE_S = 2.0  # for the rank with the verdict to write it
+_SIGNAL = (
+    signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+)  # batch systems send the usual ones
+
+
+@contextlib.contextmanager
+def watching(ranks: Ranks, hang_s: float, traces: Path) -> Iterator[None]:
+    """Watches this rank inside the block, which trains in the thread that calls it. hang_s: 0: it does not. traces: the
+    folder for stacks."""
+    progress.start()
+    if not hang_s:
+        yield
+        return
+    watchdog = Watchdog(ranks, hang_s, traces, board_of(ranks, hang_s)).start()
+    try:
+        yield
+    finally:
+        watchdog.close()
+
+
+def board_of(ranks: Ranks, hang_s: float) -> Board | None:
+    """Where these ranks post; None for one rank."""
+    if ranks.world == 1:
+        return None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if path := os.environ.get(STORE_FILE):
+        return Files(Path(f"{path}.ranks{attempt}"), ranks.rank, min(TICK_S, hang_s / TICKS))
+    return Store(default_store(), ranks.rank, hang_s / ROUNDS)
+
+
+class Watchdog:
+    """Watches one rank, in a thread of its own."""
+
+    def __init__(self, ranks: Ranks, hang_s: float, traces: Path, board: Board | None):
+        self.ranks, self.hang_s, self.traces, self.board = ranks, hang_s, traces, board
+        self.host, self.tick_s = machine_id().decode(), min(TICK_S, hang_s / TICKS)
+        self.signal: int | None = None
+        self._beat, self._moved, self._still_s, self._signal_s = 0, -1, 0.0, 0.0
+        self._seen: dict[int, Seen] = {}
+        self._answers, self._unanswered_s = 0, 0.0
+        self._stack, self._stack_path = tempfile.mkstemp(prefix="fivefold-stack-")
+        if sys.platform == "linux":  # so nothing stays behind, whatever ends this process
+            remove(Path(self._stack_path))
+            self._stack_path = f"/proc/{os.getpid()}/fd/{self._stack}"
+        faulthandler.register(_SIGNAL, self._stack, all_threads=True)
+        self._bell, self._wake = socket.socketpair()
+        self._before = _ring(self._wake)
+        self._sending = Sending()
+        self.cpu_s = 0.0
+        """Processor seconds of the thread."""
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._before)
+        self._wake.shutdown(socket.SHUT_RDWR)
+        if self._thread.ident is not None:
+            self._thread.join()
+        for end in (self._bell, self._wake):
+            end.close()
+        faulthandler.unregister(_SIGNAL)
+        os.close(self._stack)
+        if sys.platform != "linux":
+            remove(Path(self._stack_path))
+        if self.board is not None:
+            self.board.close()
+
+    @property
+    def limit_s(self) -> float:
+        """How long a message may take."""
+        return max(self.hang_s / (STOPPING if self.signal else 1), STEPS * progress.usual_s)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while True:
+            if select.select([self._bell], [], [], self.tick_s)[0]:
+                rung = self._bell.recv(64)
+                if not rung:
+                    return
+                self._note(rung)
+            now = time.monotonic()
+            self._look(min(now - last, 2 * self.tick_s))
+            last, self.cpu_s = now, time.thread_time()
+
+    def _note(self, rung: bytes) -> None:
+        for number in rung:
+            if self.signal is None and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self.signal = number
+
+    def _look(self, seconds: float) -> None:
+        """seconds: that have passed."""
+        if self.board is not None and seconds:
+            held_s, to = self._sending.look()
+            progress.sending = min(1.0, held_s / seconds), to
+        moved = progress.moved
+        self._still_s = self._still_s + seconds if moved == self._moved else 0.0
+        self._moved, self._beat = moved, self._beat + 1
+        own = self._post()
+        self._seen[self.ranks.rank] = Seen(own)
+        stuck = self.signal is not None and own.wait is None and self._still_s >= self.limit_s * own.patience
+        if self.board is not None:
+            self.board.post(json.dumps(own.to_json()))
+            asked = own.wait is not None and self._still_s >= self.limit_s / 2
+            if asked or len(self._seen) < self.ranks.world:
+                self._read(seconds if asked else 0.0)
+            else:
+                self._unanswered_s = 0.0
+        stuck = stuck or (own.wait is not None and self._still_s >= self.limit_s)
+        if stuck and (found := self._judge()) is not None:
+            self._leave(found)
+
+    def _post(self) -> Post:
+        phase, patience = progress.phases[-1] if progress.phases else ("", 1.0)
+        waiting, at, wait = progress.waits.get(progress.main), progress.places(), None
+        if waiting is not None:
+            inner = next((place for place in at if not place.startswith("fivefold/comm/")), "")
+            wait = Wait(**{**in_group(waiting), "at": inner.split(" in ")[0]})
+        begun = {name: ops.begun for name, ops in progress.groups.copy().items()}
+        return Post(
+            self.ranks.rank, self.host, os.getpid(), self._beat, progress.step, phase, patience, self._still_s, wait,
+            begun, tuple(at), self._stack_path, int(_SIGNAL),
+        )  # fmt: skip
+
+    def _read(self, seconds: float) -> None:
+        """Reads what others have posted. seconds: that count as silence of those who have not."""
+        assert self.board is not None
+        others = [rank for rank in range(self.ranks.world) if rank != self.ranks.rank]
+        found = self.board.read(others)
+        answered = self.board.answers > self._answers
+        self._answers = self.board.answers
+        self._unanswered_s = 0.0 if answered else self._unanswered_s + seconds
+        for rank, content in found.items():
+            post, (before, silent_s) = Post.parse(content), self._seen.get(rank, Seen(None))
+            same = before is not None and before.beat == post.beat
+            self._seen[rank] = Seen(post, silent_s + seconds if same else 0.0)
+
+    def _judge(self) -> Verdict | None:
+        silence_s = max(self.limit_s / 3, 3 * self.board.every_s) if self.board else 0.0
+        if self._unanswered_s >= silence_s:
+            return self._lost()
+        return Judge(self.ranks.rank, self.host, self.limit_s, silence_s).verdict(self._seen)
+
+    def _lost(self) -> Verdict | None:
+        """The store does not answer, which is where rank 0 is."""
+        silent = {
+            rank: Seen(seen.post, max(seen.silent_s, self._unanswered_s))
+            for rank, seen in self._seen.items()
+            if (post := seen.post) and (first := self._seen[0].post) and post.host == first.host
+        }
+        return Judge(self.ranks.rank, self.host, self.limit_s, 0.0).verdict(self._seen | silent)
+
+    def _leave(self, found: Verdict) -> None:
+        """Says the verdict, unless another rank does so, and ends this process."""
+        code = verdict.CODES["hung"] if self.signal is None else unsaved(self.signal)
+        if self.board is not None and not self.board.claim():
+            time.sleep(LEAVE_S)  # the other rank says it, and whoever started us ends us
+            os._exit(code)
+        text = found.text
+        with contextlib.suppress(OSError):
+            text = f"{text}. Stacks of all ranks: {self._stacks(text)}"
+        verdict.leave("hung", text)
+        os._exit(code)
+
+    def _stacks(self, text: str) -> Path:
+        """Writes the stacks of all ranks on this machine. Of those that do not answer, what they posted last."""
+        posts = [seen.post for _, seen in sorted(self._seen.items()) if seen.post]
+        here = [post for post in posts if post.host == self.host]
+        for post in here:
+            with contextlib.suppress(OSError):
+                os.kill(post.pid, post.signal)
+        time.sleep(STACKS_S)
+        parts = [text]
+        for post in posts:
+            stack = ""
+            with contextlib.suppress(OSError):
+                stack = Path(post.stack).read_text() if post in here else ""
+            last = "".join(f"  {place}\n" for place in post.at)
+            parts.append(
+                f"rank {post.rank}, process {post.pid}\n"
+                + (stack or f"last posted, innermost first:\n{last}")
+            )
+        make_folder(self.traces)
+        several = len({post.host for post in posts}) > 1
+        name = f"hang-step-{progress.step}" + f"-{self.host.split(' ')[0]}" * several
+        path = self.traces / f"{name}.txt"
+        write_atomically(path, "\n\n".join(parts) + "\n")
+        return path
+
+
+def _ring(wake: socket.socket) -> int:
+    """Has signals ring at the socket; returns the descriptor where they did before. Only the main thread can ask for
+    that."""
+    wake.setblocking(False)
+    if threading.current_thread() is not threading.main_thread():
+        return -1
+    return signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)

@@ -1,0 +1,333 @@
+"""Ranks that hang are named, and slow ones; nobody is named where all make progress."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hanging import codes, start, train
+from namespaces import Hosts, Unavailable
+from ranks import run_ranks
+from runs import lines, train_rank
+from test_train import TINY, text, tiny  # noqa: F401
+
+from fivefold.comm.axis import Axis
+from fivefold.comm.hang import Judge, Post, Seen, Wait
+from fivefold.comm.progress import progress
+from fivefold.comm.watchdog import Watchdog
+from fivefold.launch.exits import HUNG
+from fivefold.launch.ranks import Ranks
+from fivefold.observe.slow import SlowRanks, section
+from fivefold.spread.layout import Layout
+from fivefold.spread.seconds import SECONDS
+
+CPU = torch.device("cpu")
+
+
+def waits(
+    group: str, number: int, ranks: tuple[int, ...], operation: str = "all_reduce", **more: Any
+) -> Wait:
+    return Wait(operation, group, "", ranks, group, number, at="fivefold/step/step.py:7", **more)
+
+
+def post(rank: int, wait: Wait | None, still_s: float = 31, host: str = "here 1", **more: Any) -> Post:
+    found = {"begun": {wait.group: wait.number} if wait else {}, "at": ("user.py:3 in work",), **more}
+    return Post(
+        rank,
+        host,
+        os.getpid(),
+        1,
+        12,
+        found.pop("phase", ""),
+        found.pop("patience", 1),
+        still_s,
+        wait,
+        **found,
+    )
+
+
+def judged(*posts: Post | None, silent: dict[int, float] | None = None) -> tuple[tuple[int, ...], str] | None:
+    seen = {rank: Seen(one, (silent or {}).get(rank, 0.0)) for rank, one in enumerate(posts)}
+    return Judge(0, "here 1", 30, 10).verdict(seen)
+
+
+PAIR, TP = (0, 1), (0, 1, 2, 3)
+
+
+def test_the_end_of_the_chain_is_missing() -> None:
+    """Rank 0 waits for rank 2, which waits for rank 3."""
+    posts = [
+        post(0, waits("dp0", 5, (0, 2))), post(1, waits("dp1", 5, (1, 3))),
+        post(2, waits("tp1", 9, (2, 3)), begun={"dp0": 4, "tp1": 9}), post(3, None, begun={"dp1": 4, "tp1": 8}),
+    ]  # fmt: skip
+    missing, said = judged(*posts) or ((), "")
+    assert missing == (3,)
+    assert said.startswith(
+        "rank 3 is missing: it has done nothing for 31 s, after step 12, at user.py:3 in work. "
+    )
+    assert "Rank 0 waits in all_reduce over axis dp0 (ranks 0, 2), at fivefold/step/step.py:7" in said
+    assert judged(*posts[:3], replace(posts[3], still_s=29)) is None, "it still does something"
+    assert judged(*posts[:3], replace(posts[3], phase="saving", patience=10)) is None
+    assert judged(*posts[:3], replace(posts[3], still_s=301, phase="saving", patience=10))
+    assert judged(*posts[:3], None, silent={3: 11})
+
+
+def test_a_receive_waits_for_its_sender() -> None:
+    receive = waits("pp", 0, (0, 1, 2), "receive", peers=(2,))
+    assert judged(post(0, receive), post(1, None, 0), post(2, None, 99))[0] == (2,)  # type: ignore[index]
+    assert judged(post(0, receive), post(1, None, 99), post(2, None, 0)) is None
+
+
+def test_nobody_is_missing() -> None:
+    """All wait: for each other, in different messages, or for a network that brings nothing."""
+    a, b = waits("a", 1, PAIR), waits("b", 1, PAIR)
+    both = post(0, a, begun={"a": 1, "b": 0}), post(1, b, begun={"a": 0, "b": 1})
+    assert judged(*both) == ((), judged(*both)[1])  # type: ignore[index]
+    assert "ranks wait for each other: rank 0 waits in all_reduce over axis a" in judged(*both)[1]  # type: ignore[index]
+    assert judged(both[0], replace(both[1], still_s=1)) is None
+    other = post(1, waits("a", 1, PAIR, "broadcast"))
+    assert "different messages" in judged(post(0, a), other)[1]  # type: ignore[index]
+    far = post(1, a, host="there 2")
+    assert judged(post(0, a), far)[0] == (1,)  # type: ignore[index]
+    assert "messages of rank 1 on host there do not arrive" in judged(post(0, a), far)[1]  # type: ignore[index]
+
+
+def test_a_host_that_is_silent_and_a_process_that_is() -> None:
+    wait = waits("a", 3, PAIR)
+    far = post(1, wait, host="there 2")
+    assert "nothing is heard of its host there for 11 s" in judged(post(0, wait), far, silent={1: 11})[1]  # type: ignore[index]
+    busy = post(1, None, 15, begun={"a": 2}, patience=10)  # of this machine: something holds its interpreter
+    assert judged(post(0, wait), busy, silent={1: 20}) is None
+    assert "it has ended" in judged(post(0, wait), replace(busy, pid=2**22 + 1), silent={1: 20})[1]  # type: ignore[index]
+
+
+class Board:
+    """Others' posts, as a test says."""
+
+    every_s, answers = 1.0, 0
+
+    def __init__(self, posts: dict[int, Post]):
+        self.posts = posts
+
+    def post(self, said: str) -> None:
+        self.said = json.loads(said)
+
+    def read(self, ranks: Any) -> dict[int, dict[str, Any]]:
+        self.answers += 1
+        self.posts = {rank: replace(one, beat=one.beat + 1) for rank, one in self.posts.items()}
+        return {rank: one.to_json() for rank, one in self.posts.items()}
+
+    def claim(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+class Left(Exception):
+    pass
+
+
+@pytest.fixture
+def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+    """Of rank 0, whose thread waits; rank 1 has done nothing for a day. Its time passes when a test says so."""
+    monkeypatch.setattr(Watchdog, "_leave", lambda self, verdict: (_ for _ in ()).throw(Left(verdict.text)))
+    progress.start()
+    other = post(1, None, 86400, begun={"0": 0})
+    found = Watchdog(Ranks(0, 2, 0, 2, CPU), 30, tmp_path, Board({1: other}))  # type: ignore[arg-type]
+    yield found
+    found.close()
+    progress.start()
+
+
+class Group:
+    group_name = "0"
+
+
+def pass_time(watchdog: Watchdog, seconds: int) -> int | None:
+    """When it leaves."""
+    for second in range(seconds):
+        try:
+            watchdog._look(1.0)
+        except Left:
+            return second
+    return None
+
+
+def enter() -> None:
+    axis = Axis("all", [0, 1], 0, CPU, Group())  # type: ignore[arg-type]
+    assert axis.ops is not None
+    axis.ops.begun += 1
+    progress.enter((axis, "all_reduce", axis.ops, axis.ops.begun, (), None))
+
+
+def test_how_long_a_message_may_take(watchdog: Watchdog) -> None:
+    assert pass_time(watchdog, 1000) is None, "it waits for nothing"
+    enter()
+    assert pass_time(watchdog, 1000) == 30
+    progress.mark()
+    for seconds in (300.0, *[20.0] * 10, 300.0):  # the first one compiles
+        progress.end_step(1, seconds, 0.0)
+    assert pass_time(watchdog, 1000) == 60, "three usual steps"
+
+
+def test_no_alarm_while_the_missing_rank_works_apart_or_moves(watchdog: Watchdog) -> None:
+    enter()
+    board = watchdog.board
+    assert isinstance(board, Board)
+    board.posts[1] = replace(board.posts[1], still_s=100, phase="saving", patience=10)
+    assert pass_time(watchdog, 400) is None
+    board.posts[1] = replace(board.posts[1], still_s=1, patience=1)
+    assert pass_time(watchdog, 400) is None
+    board.posts[1] = replace(board.posts[1], still_s=100)
+    assert pass_time(watchdog, 400) == 0
+
+
+def test_a_signal_shortens_the_wait_also_of_the_rank_that_hangs(watchdog: Watchdog) -> None:
+    watchdog._note(bytes([signal.SIGTERM]))
+    assert pass_time(watchdog, 100) == 10, "it hangs itself"
+    enter()
+    assert pass_time(watchdog, 100) == 10
+    with progress.phase("saving"):
+        progress.waits.clear()
+        assert pass_time(watchdog, 200) == 100
+
+
+def test_a_rank_that_is_stopped_is_named(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Rank 0 waits for rank 2 on the data axis, rank 2 for rank 3 on the tensor axis, and rank 3 is stopped."""
+    recipe = tiny(text, "layout.dp_replicate=2", "layout.tp=2", "observe.hang_s=2", "train.steps=50")
+    ranks = start(4, tmp_path, train, recipe, tmp_path / "run", 3, 4, "stopped")
+    assert codes(ranks) == [HUNG] * 3 + [None]
+    (said,) = [file.read_text() for file in tmp_path.glob("hung-*")]
+    assert said.startswith("rank 3 is missing: it is stopped (SIGSTOP). It was last seen after step ")
+    assert re.search(r"waits? in \w+ over axis \w+ \(ranks [0-3, ]+\).*, at fivefold/\w+/\w+\.py:\d+", said)
+    stacks = (tmp_path / "run/traces/hang-step-4.txt").read_text()
+    assert stacks.startswith("rank 3 is missing")
+    assert stacks.count("Thread 0x") >= 3 * 2, "of the ranks that can"
+    assert "rank 3, process" in stacks
+    assert "last posted, innermost first:\n  fivefold" in stacks
+
+
+def test_a_rank_that_loops_is_named_to_torchrun(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Its ranks meet in a store, and nobody reads their verdicts."""
+    recipe = tiny(text, "layout.dp_replicate=2", "observe.hang_s=2", "train.steps=50")
+    ranks = start(2, tmp_path, train, recipe, tmp_path / "run", 1, 4, "busy", store=True)
+    assert codes(ranks) == [HUNG, None]
+    said = (tmp_path / "error-0.txt").read_text()
+    assert "rank 1 is missing: it has done nothing for 2 s, after step 4, at " in said
+    assert re.search(r"hanging.py:\d+ in hang", said), "the line where it is"
+    assert "hanging.py" in (tmp_path / "run/traces/hang-step-4.txt").read_text()
+
+
+def test_ranks_that_wait_for_a_stuck_one_can_be_stopped(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    """So can the stuck one, if it does not hold the interpreter."""
+    recipe = tiny(text, "layout.dp_replicate=2", "observe.hang_s=6", "train.steps=50")
+    ranks = start(2, tmp_path, train, recipe, tmp_path / "run", 1, 4, "busy")
+    while not (tmp_path / "run/metrics.jsonl").exists() or len(lines(tmp_path / "run", "loss")) < 4:
+        time.sleep(0.05)
+    for process in ranks:
+        os.kill(process.pid, signal.SIGTERM)
+    for process in ranks:
+        process.join(30)
+    assert [process.exitcode for process in ranks] == [128 + signal.SIGTERM] * 2
+    (said,) = [file.read_text() for file in tmp_path.glob("hung-*")]
+    assert said.startswith("rank 1 is missing: it has done nothing for ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", ["0", "1kbit"])
+def test_a_host_that_cannot_be_reached_is_named(text: Path, tmp_path: Path, rate: str) -> None:  # noqa: F811
+    """On both sides of a link that is down, or carries next to nothing."""
+    run = tmp_path / "run"
+    sets = (*TINY, f"data.source={text}", f"data.cache={tmp_path / 'cache'}", "layout.dp_replicate=4")
+    sets += ("observe.hang_s=6", "train.steps=100000", "train.val_every=100000")
+    command = [sys.executable, "-m", "fivefold.cli.main", "train", "quickstart", "--out", str(run)]
+    command += [f"--set={setting}" for setting in sets]
+
+    def lose(_: Any) -> None:
+        deadline = time.monotonic() + 90
+        while not (run / "metrics.jsonl").exists() or len(lines(run, "step_s")) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        hosts.connect(1, up=rate != "0", rate=None if rate == "0" else rate)
+
+    try:
+        with Hosts(2, "200mbit") as hosts:
+            env = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+            done = hosts.run(command, 2, capture=True, timeout_s=100, env=env, meanwhile=lose)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    assert done.code
+    here, there = done.err
+    verdicts = [
+        [line for line in said.splitlines() if re.search("rank [0-3]: ", line)] for said in (here, there)
+    ]
+    assert "rank 2 is missing: nothing is heard of its host host1" in verdicts[0][0] or (
+        "messages of ranks 2, 3 on host host1 do not arrive" in verdicts[0][0]
+    )
+    assert "rank 0 is missing: nothing is heard of its host host0" in verdicts[1][0] or (
+        "messages of ranks 0, 1 on host host0 do not arrive" in verdicts[1][0]
+    )
+
+
+def slow_run(rank: int, world: int, recipe: Any, out: Path) -> None:
+    from fivefold.train import loop
+
+    take_step = loop.take_step
+
+    def slower(*arguments: Any) -> Any:
+        time.sleep(0.04 * rank)
+        return take_step(*arguments)
+
+    loop.take_step = slower
+    try:
+        train_rank(rank, world, recipe, out)
+    finally:
+        loop.take_step = take_step
+
+
+def test_a_slow_rank_is_named_within_50_steps(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    recipe = tiny(text, "layout.dp_replicate=2", "train.steps=50")
+    run_ranks(2, slow_run, recipe, tmp_path / "run")
+    (found,) = lines(tmp_path / "run", "slow_rank")
+    assert found["rank"] == 1
+    assert found["computing"] > 0.8 * 0.04
+    assert found["computing"] > 10 * (found["data"] + found["network"])
+    assert "Slow ranks" in (tmp_path / "run/report.html").read_text()
+
+
+def rows(*seconds: dict[str, float]) -> list[list[float]]:
+    usual = {"computing": 1.0, "data": 0.0, "messages": 0.1, "network": 0.01, "to": 0.0}
+    return [[(usual | row)[kind] for kind in SECONDS] for row in seconds]
+
+
+def test_the_share_of_the_delay() -> None:
+    slow = SlowRanks(Layout(dp_replicate=3))
+    late = rows({"messages": 1}, {"computing": 1.6, "data": 0.4}, {"messages": 1})
+    assert slow.add(late) is None, "the first window has the first steps"
+    assert slow.add(late) is None, "once may be chance"
+    said = "rank 1 is slow: the others wait 1 s of a step of 2.1 s for it (computing 60%, data 40%)"
+    assert str(slow.add(late)) == said
+    assert slow.add(late) is None, "said once"
+    assert slow.add(rows({}, {}, {})) is None
+    held = rows({}, {}, {"messages": 2, "network": 1.5, "to": (10 << 24) + (77 << 16) + 2})
+    found = [slow.add(held) for _ in range(2)][1]
+    assert str(found).endswith("for it (network 100%, to 10.77.0.2)")
+    assert found is not None
+    page = section([{"step": 40, "slow_rank": found.figures}])
+    assert "<td>2</td>" in page
+    assert section([]) == ""
+
+
+def test_stages_of_a_pipeline_need_not_take_equally_long() -> None:
+    slow, uneven = SlowRanks(Layout(pp=2)), rows({}, {"computing": 2})
+    assert [slow.add(uneven) for _ in range(5)] == [None] * 5
+    slower = rows({"computing": 1.9}, {"computing": 2})
+    assert [slow.add(slower) for _ in range(2)][1].rank == 0  # type: ignore[union-attr]
