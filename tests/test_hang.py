@@ -212,7 +212,7 @@ def test_a_rank_that_is_stopped_is_named(text: Path, tmp_path: Path) -> None:  #
     assert stacks.startswith("rank 3 is missing")
     assert stacks.count("Thread 0x") >= 3 * 2, "of the ranks that can"
     assert "rank 3, process" in stacks
-    assert "last posted, innermost first:\n  fivefold" in stacks
+    assert "last posted, innermost first:\n  " in stacks
 
 
 def test_a_rank_that_loops_is_named_to_torchrun(text: Path, tmp_path: Path) -> None:  # noqa: F811
