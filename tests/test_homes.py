@@ -172,7 +172,6 @@ MODULES = {
 }
 OTHER_WRITES = {  # what is written another way, and why
     ("checkpoint/hf.py", "save_file"): "safetensors' own; the folder is flushed before it gets its name",
-    ("checkpoint/write.py", "save_file"): "safetensors' own; flushed after it",
     ("parallel/offload/disk.py", "os.open"): "files without a name",
     **dict.fromkeys(
         [

@@ -3,7 +3,7 @@ the same layout with the same bits."""
 
 from __future__ import annotations
 
-import json
+import errno
 import shutil
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import torch
 from ranks import run_ranks
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
-from fivefold.checkpoint import store
+from fivefold.checkpoint import store, write
+from fivefold.checkpoint.manifest import MANIFEST, unreadable
 from fivefold.comm import all_or_none
 from fivefold.data import prepare
 from fivefold.errors import UserError
@@ -304,7 +305,11 @@ def test_a_damaged_file_stops_every_rank(base: Recipe, tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     recipe = change(base, ["train.steps=2"], "dp=2,zero=1")
     said = run_ranks(2, error_of, recipe, tmp_path)
-    assert said == [f"{damaged} is damaged: its content does not match the hash in the manifest"] * 2
+    assert said[0] == said[1]
+    assert said[0].splitlines()[0].startswith(f"{tmp_path} has no valid checkpoint")
+    assert said[0].splitlines()[1] == (
+        f"  {damaged} is damaged: its content does not match the hash in the manifest"
+    )
 
 
 def error_of(rank: int, world: int, recipe: Recipe, out: Path) -> str:
@@ -336,24 +341,29 @@ def error_at(rank: int, world: int, recipe: Recipe, folders: list[Path]) -> str:
 
 
 def test_what_one_rank_cannot_read_stops_every_rank(base: Recipe, tmp_path: Path) -> None:
-    """Each with the same message, at once: the manifest on one rank's disk; a tensor that only the last stage has."""
+    """Each with the same message, at once: a manifest that one rank may not read; a tensor of another shape that only
+    the last stage has."""
     train(base, "pp=2", tmp_path, 1)
     recipe = change(base, ["train.steps=2"], "pp=2")
     said = run_ranks(2, error_with_another_manifest, recipe, tmp_path)
-    why = "not a manifest of format 3, the one that this version reads"
-    assert said == [f"{store.latest(tmp_path) / store.MANIFEST}: {why}"] * 2
-    manifest = store.latest(tmp_path) / store.MANIFEST
-    found = json.loads(manifest.read_text())
-    found["tensors"]["model"]["norm.weight"]["shape"] = [33]
-    manifest.write_text(json.dumps(found))
+    folder = store.latest(tmp_path)
+    assert said == [f"{folder / MANIFEST} cannot be read: Permission denied"] * 2
+    saved = store.load(folder)
+    saved.model["norm.weight"] = torch.ones(33)
+    write.save_whole(folder, saved.model, saved.optimizer, saved.meta)
     said = run_ranks(2, error_of, recipe, tmp_path)
     why = "these weights do not fit the model: norm.weight"
-    assert said == [f"{manifest.parent} does not fit the recipe: {why}"] * 2
+    assert said == [f"{folder} does not fit the recipe: {why}"] * 2
 
 
 def error_with_another_manifest(rank: int, world: int, recipe: Recipe, out: Path) -> str:
+    read = store.read
+
+    def forbidden(folder: Path) -> object:
+        raise unreadable(folder / MANIFEST, PermissionError(errno.EACCES, "Permission denied"))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "FORMAT", 2 if rank == 0 else 3)
+        patch.setattr(store, "read", forbidden if rank == 1 else read)
         return error_of(rank, world, recipe, out)
 
 

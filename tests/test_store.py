@@ -1,12 +1,18 @@
 """Checkpoints: what is written comes back, and every damage is one clear error."""
 
 import errno
+import hashlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from runs import mend
+from safetensors.torch import load_file, save_file
 
-from fivefold.checkpoint import store, write
+from fivefold.checkpoint import keep, manifest, store, write
+from fivefold.checkpoint.manifest import Damaged
 from fivefold.errors import UserError
 
 
@@ -17,6 +23,20 @@ def saved(tmp_path):
     folder = store.folder_of(tmp_path, 7)
     write.save_whole(folder, model, moments, {"step": 7, "tokens": 99}, max_shard_bytes=16)
     return folder, model, moments
+
+
+def fill(folder, name, value):
+    """Puts a number into the first file of a tensor, and mends all hashes."""
+    path = next(folder.glob(f"{name}-*"))
+    tensors = load_file(path)
+    tensors["b" if name == "model" else "exp_avg.b"][1, 2] = value
+    save_file(tensors, path)
+
+    def mended(found):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        found["files"][path.name] = {"sha256": digest, "bytes": path.stat().st_size}
+
+    mend(folder, mended)
 
 
 def test_round_trip(saved):
@@ -68,20 +88,16 @@ def test_a_disk_that_fails_is_named(saved, monkeypatch):
 
 
 def test_a_tensor_with_a_hole_is_not_read(tmp_path):
-    """Two pieces of three: what they hold can be read, the whole cannot."""
     w = torch.arange(12.0).view(6, 2)
     pieces = [write.Piece("w", w[i : i + 2], (6, 2), ((i, i + 2), (0, 2))) for i in (0, 2, 4)]
-    folder = write.save(store.folder_of(tmp_path, 1), pieces, [], {})
+    folder = write.save(store.folder_of(tmp_path, 1), pieces, [], {"step": 1})
     assert torch.equal(store.load(folder).model["w"], w)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["tensors"]["model"]["w"]["pieces"][1]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
     reader = store.Reader(folder)
-    assert torch.equal(reader.read("model", "w", ((0, 2), (0, 2))), w[:2])
+    assert torch.equal(reader.read("model", "w", ((1, 4), (1, 2))), w[1:4, 1:])
     assert reader.read("model", "w", ((3, 3), (0, 2))).shape == (0, 2)
-    for box, says in ((None, "hold 8 of the 12 elements"), (((1, 4), (0, 2)), "hold 2 of the 6 elements")):
-        with pytest.raises(UserError, match=rf"manifest\.json: .*model tensor 'w'.* {says}"):
-            reader.read("model", "w", box)
+    mend(folder, lambda found: found["tensors"]["model"]["w"]["pieces"].pop(1))
+    with pytest.raises(Damaged, match=r"manifest\.json .*model tensor 'w'.* hold 8 of its 12 elements"):
+        store.Reader(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 99, "files": {}, "meta": {}}', '{"format": 1}'])
@@ -94,21 +110,15 @@ def test_bad_manifests(saved, text):
 
 def test_a_manifest_cannot_name_files_elsewhere(saved):
     folder, *_ = saved
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"] = {"../model.safetensors": {"bytes": 1, "sha256": ""}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    mend(folder, lambda found: found["files"].update({"../m.safetensors": {"bytes": 1, "sha256": "0" * 64}}))
     with pytest.raises(UserError, match="outside its folder"):
         store.load(folder)
 
 
 def test_a_manifest_that_does_not_list_a_file(saved):
     folder, *_ = saved
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["files"]["model-00000-00001.safetensors"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(
-        UserError, match=r"manifest\.json: .*'model-00000-00001\.safetensors'.* not among its files"
-    ):
+    mend(folder, lambda found: found["files"].pop("model-00000-00001.safetensors"))
+    with pytest.raises(Damaged, match=r"'model-00000-00001\.safetensors'.* not among its files"):
         store.load(folder)
 
 
@@ -117,13 +127,235 @@ def test_latest_and_prune(tmp_path):
         store.latest(tmp_path)
     for step in (5, 20, 100):
         write.save_whole(store.folder_of(tmp_path, step), {"w": torch.ones(1)}, None, {"step": step})
-    (tmp_path / "checkpoints" / "step-00000200").mkdir()  # not whole: no manifest
+    home = tmp_path / "checkpoints"
+    for other in ("step-00000200.bak", "step-200", ".step-00000200.writing", "damaged-step-00000200"):
+        (home / other).mkdir()
     assert store.latest(tmp_path).name == "step-00000100"
-    store.prune(tmp_path, 2)
+    keep.prune(tmp_path, 1, every=10)
     assert [p.name for p in store.checkpoints(tmp_path)] == ["step-00000020", "step-00000100"]
+    assert not (home / ".step-00000200.writing").exists()
+    keep.prune(tmp_path, 1)
+    assert [p.name for p in store.checkpoints(tmp_path)] == ["step-00000100"]
+    assert (home / "step-00000200.bak").exists()
+    (home / "step-00000200").mkdir()
+    with pytest.raises(
+        Damaged, match=r"step-00000200 is not a complete checkpoint: it has no manifest\.json"
+    ):
+        store.load(store.latest(tmp_path))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(UserError, match="cannot write the checkpoint"):
         write.save_whole(store.folder_of(tmp_path, 1), {"w": torch.ones(1)}, None, {})
+
+
+def test_no_room_on_the_disk(saved, monkeypatch):
+    folder, model, _ = saved
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
+    with pytest.raises(UserError, match=r"it needs 0 MiB, and the disk has 1 MiB free\. Make room"):
+        write.save_whole(folder, model, None, {"step": 7})
+    assert store.load(folder).optimizer, "the one before is as it was"
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+# Damage
+
+
+def test_every_bit_of_a_manifest_counts(saved):
+    folder, *_ = saved
+    path = folder / "manifest.json"
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(UserError):
+            manifest.parse(bytes(changed), path)
+    assert manifest.parse(content, path).meta == {"step": 7, "tokens": 99}
+
+
+def swapped(found):
+    """`b` and a tensor of the same shape each under the other's key."""
+    tensors = found["tensors"]
+    one, other = tensors["model"]["b"]["pieces"][0], tensors["optimizer"]["exp_avg.b"]["pieces"][0]
+    one["key"], other["key"] = other["key"], one["key"]
+
+
+def deep(found):
+    found["tensors"]["model"]["b"]["shape"] = json.loads("[" * 100 + "]" * 100)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (swapped, "has a piece with the key 'exp_avg.b' instead of 'b'"),
+        (lambda m: m["meta"].update(step=-3), "meta.step must be a whole number >= 0, not -3"),
+        (lambda m: m["meta"].update(step=8), "meta.step is 8, but the folder is called step-00000007"),
+        (lambda m: m["meta"].pop("step"), "meta.step is missing"),
+        (lambda m: m["meta"].update(step=True), "whole number"),
+        (lambda m: m["meta"].update(tokens=1e9), "whole number"),
+        (lambda m: m.update(format=2), "a hash of its own, and format is 2"),
+        (lambda m: m.update(meta=[]), "meta must be an object"),
+        (lambda m: m["tensors"].update(other={}), "tensors must have the parts"),
+        (lambda m: m["tensors"]["model"]["b"].update(dtype="F8"), "has the dtype 'F8'"),
+        (lambda m: m["tensors"]["model"]["b"].update(dtype="F16"), "is of torch.float32, shape"),
+        (lambda m: m["tensors"]["model"]["b"].update(shape=[5, 3]), "has a piece at"),
+        (lambda m: m["tensors"]["model"]["b"]["pieces"].append(m["tensors"]["model"]["b"]["pieces"][0]), "hold 30 of"),
+        (lambda m: m["tensors"]["model"].pop("b"), "does not have the tensors that the manifest names: 'b'"),
+        (lambda m: m["files"]["model-00000-00001.safetensors"].update(bytes=-1), "whole number >= 0"),
+        (lambda m: m["files"]["model-00000-00001.safetensors"].update(sha256="x"), "64 hexadecimal digits"),
+        (deep, "must be a whole number"),
+    ],
+)  # fmt: skip
+def test_a_manifest_with_a_mended_hash_is_checked_too(saved, change, says):
+    folder, *_ = saved
+    mend(folder, change)
+    with pytest.raises(Damaged, match=re.escape(says)):
+        store.load(folder)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"format": ' + b"9" * 5000 + b"}", b"\xff", b"", b"null"])
+def test_what_is_no_manifest_is_one_clear_error(saved, text):
+    folder, *_ = saved
+    (folder / "manifest.json").write_bytes(text)
+    with pytest.raises(Damaged, match=r"manifest\.json is damaged"):
+        store.load(folder)
+
+
+def test_pieces_may_not_overlap(tmp_path):
+    """Two rows twice and two never: as many elements as the tensor has."""
+    boxes = [((0, 2), (0, 2)), ((2, 4), (0, 1)), ((2, 4), (1, 2)), ((4, 6), (0, 2))]
+    pieces = [write.Piece("w", torch.zeros([b - a for a, b in box]), (6, 2), box) for box in boxes]
+    folder = write.save(store.folder_of(tmp_path, 1), pieces, [], {"step": 1})
+
+    def overlap(found):
+        piece = found["tensors"]["model"]["w"]["pieces"][3]
+        piece["box"], piece["key"] = [[1, 3], [0, 2]], "w[1:3,0:2]"
+
+    mend(folder, overlap)
+    with pytest.raises(Damaged, match="'w' has pieces that overlap"):
+        store.Reader(folder)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(float("nan"), "not finite"), (float("-inf"), "not finite"), (1e38, r"holds 1.0e\+38")],
+)
+def test_numbers_that_no_state_has_are_refused(saved, kind, value, says):
+    """Where hashes are mended, and by whoever would write them."""
+    folder, model, moments = saved
+    fill(folder, kind, value)
+    with pytest.raises(Damaged, match=rf"{kind}-00000-00001\.safetensors is damaged: '.*b' .*{says}"):
+        store.load(folder)
+    (model["b"] if kind == "model" else moments["exp_avg.b"])[0, 0] = value
+    with pytest.raises(UserError, match=rf"cannot write the checkpoint .* '.*b' .*{says}"):
+        write.save_whole(folder, model, moments, {"step": 7})
+    assert not list(folder.parent.glob(".*")), "nothing incomplete is left"
+
+
+HEADERS = [
+    b"\xff" * 8,
+    (2**40).to_bytes(8, "little"),
+    b"{}",
+    b"[]" + b" " * 6,
+    b"[" * 8000,
+    b'{"b": 1}',
+    b'{"b": {"dtype": "F32", "shape": [-3, -5], "data_offsets": [0, 60]}}',
+    b'{"b": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 6000]}}',
+    b'{"b": {"dtype": "PICKLE", "shape": [3, 5], "data_offsets": [0, 60]}}',
+    b'{"b": {"dtype": "F32", "shape": "3", "data_offsets": {}}}',
+]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_damaged_header_is_one_clear_error(saved, header):
+    folder, *_ = saved
+    path = folder / "model-00000-00001.safetensors"
+    path.write_bytes(header if len(header) == 8 else len(header).to_bytes(8, "little") + header + bytes(60))
+
+    def mended(found):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        found["files"][path.name] = {"sha256": digest, "bytes": path.stat().st_size}
+
+    mend(folder, mended)
+    with pytest.raises(Damaged, match=r"model-00000-00001\.safetensors is damaged"):
+        store.load(folder)
+
+
+def test_what_cannot_be_read_is_not_absent(saved, monkeypatch):
+    folder, *_ = saved
+    run = folder.parent.parent
+
+    def forbidden(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", forbidden)
+        with pytest.raises(UserError, match="the checkpoints cannot be read: Permission denied"):
+            store.checkpoints(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, *_, **__: forbidden(path))
+        with pytest.raises(UserError, match=r"manifest\.json cannot be read: Permission denied") as error:
+            store.load(folder)
+        assert not isinstance(error.value, Damaged)
+
+
+# Older formats
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_older_formats_load(saved, version):
+    folder, model, moments = saved
+    path = folder / "manifest.json"
+    found = json.loads(path.read_text()) | {"format": version}
+    del found["sha256"]
+    for tensors in found["tensors"].values():
+        for entry in tensors.values():
+            del entry["dtype"]
+    if version == 1:
+        del found["tensors"]
+    path.write_text(json.dumps(found))
+    loaded = store.load(folder)
+    assert all(torch.equal(loaded.model[name], tensor) for name, tensor in model.items())
+    assert torch.equal(loaded.optimizer["exp_avg.b"], moments["exp_avg.b"])
+    assert f"is of format {version}: its manifest carries no hash of its own" in store.Reader(folder).note
+    fill_old = next(folder.glob("optimizer-*"))
+    fill_old.write_bytes(fill_old.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(Damaged, match="does not match the hash"):
+        store.load(folder)
+
+
+def test_pieces_of_format_2_load(tmp_path, monkeypatch):
+    """Their keys had a number instead of the box."""
+    w = torch.arange(12.0).view(6, 2)
+    pieces = [write.Piece("w", w[i : i + 3], (6, 2), ((i, i + 3), (0, 2))) for i in (0, 3)]
+    folder = write.save(store.folder_of(tmp_path, 1), pieces, [], {"step": 1})
+    path, file = folder / "manifest.json", next(folder.glob("model-*"))
+    tensors = load_file(file)
+    save_file({f"w#{number}": tensor for number, tensor in enumerate(tensors.values())}, file)
+    found = json.loads(path.read_text()) | {"format": 2}
+    del found["sha256"]
+    found["files"][file.name] = {"sha256": store.sha256(file), "bytes": file.stat().st_size}
+    for number, piece in enumerate(found["tensors"]["model"]["w"]["pieces"]):
+        piece["key"] = f"w#{number}"
+    path.write_text(json.dumps(found))
+    assert torch.equal(store.load(folder).model["w"], w)
+
+
+# Copies
+
+
+def test_copies_are_checked(saved, tmp_path):
+    folder, model, _ = saved
+    out = keep.copy(folder, tmp_path / "backup")
+    assert torch.equal(store.load(out).model["b"], model["b"])
+    with pytest.raises(UserError, match="exists already"):
+        keep.copy(folder, tmp_path / "backup")
+    assert keep.verify(folder) == ""
+    path = next(folder.glob("optimizer-*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert "does not match the hash" in keep.verify(folder)
+    with pytest.raises(Damaged):
+        keep.copy(folder, tmp_path / "other")
+    assert list((tmp_path / "other").iterdir()) == []

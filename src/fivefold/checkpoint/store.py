@@ -1,11 +1,11 @@
-"""A checkpoint on disk: safetensors shards and a JSON manifest with the hash of every file.
+"""A checkpoint on disk: safetensors shards and a JSON manifest with the hash of every file (docs/checkpoint-format.md).
 
 Every rank writes the pieces of tensors that it owns. The manifest says where each piece lies in its tensor. So a
 checkpoint knows no layout, and a reader can ask for any box of any tensor.
 
 A folder is written (`write.py`) under a temporary name, flushed to disk and renamed, so a folder called step-... is
-complete. Every file is checked against the manifest before it is read. A truncated or changed file is an error that
-names it.
+complete. Every file is checked against the manifest before it is read: its bytes, its tensors' names, shapes and
+dtypes, and that all numbers are finite. A truncated or changed file is an error that names it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,42 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from fivefold.checkpoint.manifest import (
+    DTYPES,
+    KINDS,
+    Box,
+    Damaged,
+    Entry,
+    File,
+    Manifest,
+    Stored,
+    folder_name,
+    read,
+    step_of,
+    unreadable,
+)
+from fivefold.checkpoint.manifest import MANIFEST as MANIFEST
 from fivefold.errors import UserError
-from fivefold.files import remove
+from fivefold.host import cores
 
-FORMAT = 2
-MANIFEST = "manifest.json"
-KINDS = ("model", "optimizer")
-
-Box = tuple[tuple[int, int], ...]
+MOST_HEADER = 1 << 28
+"""Bytes of a safetensors header."""
+LARGEST = 1e30
+"""No number of a checkpoint is beyond it. In fp32 the square of a weight or gradient would not be finite any more."""
+CHUNK = 1 << 20
+"""Bytes that are hashed at once; they stay in a core's cache."""
+MOST_THREADS = 8
 
 
 @dataclass
@@ -42,92 +61,165 @@ class Checkpoint:
 
 
 class Reader:
-    """Reads any part of any tensor of a checkpoint. Each file is checked against the manifest before its first use."""
+    """Reads any part of any tensor of a checkpoint. Each file is checked against the manifest before its first use.
 
-    def __init__(self, folder: Path):
-        self.folder, self.manifest = folder, read_manifest(folder)
-        self.meta: dict[str, Any] = self.manifest["meta"]
+    Tensors that it returns may lie in memory-mapped files: copy what shall be changed. finite: refuses numbers that no
+    training state has.
+    """
+
+    def __init__(self, folder: Path, *, finite: bool = True):
+        self.folder, self.finite = folder, finite
+        self.manifest, self.content = read(folder)
+        self.meta: dict[str, Any] = self.manifest.meta
         self._checked: set[str] = set()
+        self._open: dict[str, dict[str, Tensor]] = {}
+        if self.manifest.format == 1:
+            self.manifest = self._with_tensors(self.manifest)
+
+    @property
+    def note(self) -> str:
+        """What the checkpoint's format cannot promise, in words."""
+        if self.manifest.format >= 3:
+            return ""
+        return f"{self.folder} is of format {self.manifest.format}: its manifest carries no hash of its own"
 
     def names(self, kind: str) -> list[str]:
-        return list(self.manifest["tensors"][kind])
+        return list(self.manifest.tensors[kind])
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
         """The shape of a tensor. Raises KeyError if the checkpoint lacks it."""
-        return tuple(self.manifest["tensors"][kind][name]["shape"])
+        return self.manifest.tensors[kind][name].shape
 
     def read(self, kind: str, name: str, box: Box | None = None) -> Tensor:
         """The elements of a tensor in a box (None: all).
 
         Raises:
             KeyError: the checkpoint has no such tensor.
-            UserError: a file is missing, truncated or changed, or no file has some of the elements.
+            UserError: a file is missing, truncated or changed.
         """
-        shape = self.shape(kind, name)
-        box = all_of(shape) if box is None else box
-        sizes, out, filled = [stop - start for start, stop in box], None, 0
+        box = all_of(self.shape(kind, name)) if box is None else box
+        sizes, out = [stop - start for start, stop in box], None
         for piece, common in self._pieces(kind, name, box):
-            found = self._slice(piece, _within(common, piece["box"]))
+            self.check(piece.file)
+            found = self._tensors(piece.file)[piece.key][_within(common, piece.box)]
             if common == tuple(box):
                 return found
             out = torch.empty(sizes, dtype=found.dtype) if out is None else out
-            out[tuple(_within(common, box))] = found
-            filled += found.numel()
-        if filled != math.prod(sizes):
-            raise UserError(
-                f"{self.folder / MANIFEST}: the pieces of {kind} tensor '{name}', shape {list(shape)}, hold {filled} "
-                f"of the {math.prod(sizes)} elements in {[list(span) for span in box]}: the checkpoint is incomplete"
-            )
+            out[_within(common, box)] = found
         return torch.empty(sizes) if out is None else out  # None: an empty box
 
     @property
     def files(self) -> list[str]:
         """Names of all files except the manifest."""
-        return list(self.manifest["files"])
+        return list(self.manifest.files)
 
     def files_of(self, kind: str, name: str, box: Box | None = None) -> set[str]:
         """The files that a read opens."""
         box = all_of(self.shape(kind, name)) if box is None else box
-        return {piece["file"] for piece, _ in self._pieces(kind, name, box)}
+        return {piece.file for piece, _ in self._pieces(kind, name, box)}
 
-    def check(self, file: str) -> None:
-        """Compares a file with the manifest, once.
+    def check(self, *files: str, threads: int = 1) -> None:
+        """Checks files, each once: their bytes, and the tensors in them.
 
         Raises:
-            UserError: it is missing, truncated or changed, or the manifest has no hash of it.
+            Damaged: one is missing, truncated or changed, or holds numbers that no checkpoint has.
+            UserError: one cannot be read.
         """
-        if file not in self.manifest["files"]:
-            raise UserError(
-                f"{self.folder / MANIFEST}: tensors refer to '{file}', which is not among its files"
-            )
-        if file not in self._checked:
-            _verify(self.folder / file, self.manifest["files"][file])
-            self._checked.add(file)
+        left = [file for file in dict.fromkeys(files) if file not in self._checked]
+        left.sort(key=lambda file: self.manifest.files[file].bytes, reverse=True)
+        if threads > 1 and len(left) > 1:
+            with ThreadPoolExecutor(min(threads, len(left))) as pool:
+                list(pool.map(self._check, left))
+        else:
+            for file in left:
+                self._check(file)
+        self._checked.update(left)
 
     def trust(self, files: Iterable[str]) -> None:
         """Marks files as checked, because another process that reads the same disk has checked them."""
         self._checked.update(files)
 
-    def _pieces(self, kind: str, name: str, box: Box) -> Iterator[tuple[dict[str, Any], Box]]:
-        """The pieces that overlap a box, each with its overlap."""
-        for piece in self.manifest["tensors"][kind][name]["pieces"]:
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True))
+    def _pieces(self, kind: str, name: str, box: Box) -> Iterator[tuple[Stored, Box]]:
+        """The pieces that overlap a box, each with its overlap. Raises ValueError: the box lies beyond the tensor."""
+        entry = self.manifest.tensors[kind][name]
+        if len(box) != len(entry.shape) or any(s[1] > size for s, size in zip(box, entry.shape, strict=True)):
+            raise ValueError(f"{kind} tensor {name!r:.120} has the shape {list(entry.shape)}")
+        for piece in entry.pieces:
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True))
             if all(start < stop for start, stop in common):
                 yield piece, common
 
-    def _slice(self, piece: dict[str, Any], where: list[slice]) -> Tensor:
-        self.check(piece["file"])
-        with safe_open(self.folder / piece["file"], framework="pt") as file:
-            return file.get_slice(piece["key"])[tuple(where)] if where else file.get_tensor(piece["key"])
+    def _check(self, file: str) -> None:
+        _verify(self.folder / file, self.manifest.files[file])
+        wrong = self._wrong(file)
+        if wrong:
+            raise Damaged(f"{self.folder / file} is damaged: {wrong}")
+
+    def _wrong(self, file: str) -> str:
+        """What the tensors of a file have that the manifest does not say, or no checkpoint has."""
+        tensors, wanted = self._tensors(file), self._wanted.get(file, {})
+        if wanted.keys() != tensors.keys():
+            odd = sorted(wanted.keys() ^ tensors.keys())
+            return f"it does not have the tensors that the manifest names: {odd[0]!r:.120}"
+        for key, (name, shape, dtype) in wanted.items():
+            tensor = tensors[key]
+            if tuple(tensor.shape) != shape or (dtype and str(tensor.dtype) != f"torch.{DTYPES[dtype]}"):
+                return (
+                    f"{name!r:.120} is of {tensor.dtype}, shape {list(tensor.shape)}, unlike in the manifest"
+                )
+            if self.finite and (why := odd_numbers(tensor)):
+                return f"{name!r:.120} {why}"
+        return ""
+
+    @cached_property
+    def _wanted(self) -> dict[str, dict[str, tuple[str, tuple[int, ...], str | None]]]:
+        """{file: {key: (tensor, shape of the piece, dtype)}}"""
+        found: dict[str, dict[str, tuple[str, tuple[int, ...], str | None]]] = {}
+        for tensors in self.manifest.tensors.values():
+            for name, entry in tensors.items():
+                for piece in entry.pieces:
+                    sizes = tuple(stop - start for start, stop in piece.box)
+                    found.setdefault(piece.file, {})[piece.key] = (name, sizes, entry.dtype)
+        return found
+
+    def _tensors(self, file: str) -> dict[str, Tensor]:
+        """The tensors of a file, mapped into memory."""
+        if file not in self._open:
+            self._open[file] = _mapped(self.folder / file)
+        return self._open[file]
+
+    def _with_tensors(self, manifest: Manifest) -> Manifest:
+        """The manifest of format 1 with the tensors, which are whole in its files."""
+        tensors: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+        for file in manifest.files:
+            kind = file.partition("-")[0]
+            if kind in tensors:
+                _verify(self.folder / file, manifest.files[file])
+                for name, tensor in self._tensors(file).items():
+                    piece = Stored(file, name, all_of(tensor.shape))
+                    tensors[kind][name] = Entry(tuple(tensor.shape), None, (piece,))
+        return replace(manifest, tensors=tensors)
+
+
+def odd_numbers(tensor: Tensor) -> str:
+    """Why no checkpoint may hold this tensor; empty if it may."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return ""
+    low, high = torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float())
+    if low >= -LARGEST and high <= LARGEST:
+        return ""
+    if not bool(tensor.isfinite().all()):
+        return "holds numbers that are not finite"
+    return f"holds {max(-low.item(), high.item()):.1e}; the largest number of a checkpoint is {LARGEST:.0e}"
 
 
 def all_of(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def _within(inner: Sequence[tuple[int, int]], outer: Sequence[Sequence[int]]) -> list[slice]:
+def _within(inner: Sequence[tuple[int, int]], outer: Sequence[Sequence[int]]) -> tuple[slice, ...]:
     """The slices of `outer` that `inner` covers."""
-    return [slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True)]
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True))
 
 
 def load(folder: Path, kinds: Sequence[str] = KINDS) -> Checkpoint:
@@ -138,39 +230,23 @@ def load(folder: Path, kinds: Sequence[str] = KINDS) -> Checkpoint:
     """
     reader = Reader(folder)
     checkpoint = Checkpoint({}, {}, reader.meta)
+    reader.check(*(file for file in reader.files if file.startswith(tuple(kinds))), threads=threads())
     for kind in kinds:
         target = checkpoint.model if kind == "model" else checkpoint.optimizer
         target.update({name: reader.read(kind, name) for name in reader.names(kind)})
     return checkpoint
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: {"format", "meta", "files": {name: {"sha256", "bytes"}}, "tensors": {kind:
-    {name: {"shape", "pieces": [{"file", "key", "box"}]}}}}.
-
-    Raises:
-        UserError: it is missing, not JSON, or of an unknown format.
-    """
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    known = isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    if not known or not all(isinstance(manifest.get(key), dict) for key in ("files", "meta", "tensors")):
-        raise UserError(f"{path}: not a manifest of format {FORMAT}, the one that this version reads")
-    if any(Path(name).name != name for name in manifest["files"]):
-        raise UserError(f"{path}: it names a file outside its folder")
-    return manifest
+def threads(processes: int = 1) -> int:
+    """Threads that check files in each of so many processes of this machine."""
+    return max(1, min(MOST_THREADS, cores() // processes))
 
 
 def latest(run: Path) -> Path:
     """The newest checkpoint of a run.
 
     Raises:
-        UserError: the run has none.
+        UserError: the run has none, or its folder cannot be read.
     """
     found = checkpoints(run)
     if not found:
@@ -179,34 +255,85 @@ def latest(run: Path) -> Path:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    return sorted(p for p in (run / "checkpoints").glob("step-*") if (p / MANIFEST).is_file())
+    """The checkpoints of a run, oldest first: all folders that are called exactly like one. They may be damaged.
+
+    Raises:
+        UserError: they cannot be read. "There is none" would be another answer.
+    """
+    home = run / "checkpoints"
+    try:
+        found = [path for path in home.iterdir() if step_of(path.name) is not None and path.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{home}: the checkpoints cannot be read: {error.strerror}") from None
+    return sorted(found, key=lambda path: step_of(path.name) or 0)
 
 
 def folder_of(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step:08d}"
+    return run / "checkpoints" / folder_name(step)
 
 
-def prune(run: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and incomplete ones of killed processes."""
-    for old in (*checkpoints(run)[:-keep], *(run / "checkpoints").glob(".step-*")):
-        remove(old)
-
-
-def _verify(path: Path, expected: Mapping[str, Any]) -> None:
-    if not path.is_file():
-        raise UserError(f"{path} is missing, though the manifest names it")
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        raise UserError(f"{path} is damaged: {size} bytes, the manifest says {expected['bytes']}")
+def _verify(path: Path, expected: File) -> None:
+    """Raises:
+    Damaged: the file is missing, or its bytes are others.
+    UserError: it cannot be read.
+    """
     try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            raise Damaged(f"{path} is damaged: {size} bytes, the manifest says {expected.bytes}")
         found = sha256(path)
+    except FileNotFoundError:
+        raise Damaged(f"{path} is missing, though the manifest names it") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if found != expected["sha256"]:
-        raise UserError(f"{path} is damaged: its content does not match the hash in the manifest")
+        raise unreadable(path, error) from None
+    if found != expected.sha256:
+        raise Damaged(f"{path} is damaged: its content does not match the hash in the manifest")
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(chunk):
+            digest.update(chunk[:size])
+    return digest.hexdigest()
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, without a copy.
+
+    Raises:
+        Damaged: it is not one.
+        UserError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MOST_HEADER:
+                raise Damaged(f"{path} is damaged: a header of {size} bytes")
+            header = json.loads(file.read(size))
+            # A private mapping may be written to, as torch asks; nothing does, and nothing would reach the file.
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        header.pop("__metadata__", None)
+        return {key: _tensor(content, 8 + size, about) for key, about in header.items()}
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise Damaged(f"{path} is damaged: not a safetensors file: {error!r:.200}") from None
+
+
+def _tensor(content: mmap.mmap, begin: int, about: Any) -> Tensor:
+    """A tensor of a file, by its entry in the header. Raises ValueError and others if the entry is not valid."""
+    dtype, shape = getattr(torch, DTYPES[about["dtype"]]), about["shape"]
+    start, stop = about["data_offsets"]
+    if any(type(n) is not int or n < 0 for n in (start, stop, *shape)):
+        raise ValueError("a header with numbers that are not whole")
+    count = math.prod(shape)
+    if count * dtype.itemsize != stop - start or begin + stop > len(content):
+        raise ValueError("a header that does not fit the file")
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype, count=count, offset=begin + start).view(shape)

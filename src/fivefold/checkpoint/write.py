@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from fivefold.checkpoint.store import FORMAT, KINDS, MANIFEST, Box, all_of, sha256
+from fivefold.checkpoint.manifest import DTYPES, KINDS, MANIFEST, Box, join, key_of, to_bytes
+from fivefold.checkpoint.store import all_of, odd_numbers
 from fivefold.comm import ALONE, Axis, all_or_none
 from fivefold.errors import UserError
-from fivefold.files import flush, make_folder, remove, rename, write
+from fivefold.files import flush, make_folder, remove, rename, stream
+from fivefold.files import write as write_file
 
-MAX_SHARD_BYTES = 2 << 30
+MAX_SHARD_BYTES = 256 << 20
+"""Of a file. Several are hashed at once when they are read."""
+CHUNK = 4 << 20
+"""Bytes that are hashed and written at once."""
+SPARE_BYTES = 16 << 20
+"""Of a disk, beside what is written: manifest, names, metrics."""
+_CODES = {name: code for code, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -32,13 +40,166 @@ class Piece:
     box: Box
 
     @property
-    def whole(self) -> bool:
-        return all(span == (0, size) for span, size in zip(self.box, self.shape, strict=True))
+    def key(self) -> str:
+        return key_of(self.name, self.shape, self.box)
+
+
+Pieces = Mapping[str, Iterable[Piece]]
+"""What a rank owns: "model" and "optimizer"."""
 
 
 def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Each tensor as one piece."""
     return [Piece(n, t, tuple(t.shape), all_of(t.shape)) for n, t in tensors.items()]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint that the ranks of `axis` write to a disk that they share. `begin` and `save` are called by all of
+    them together. `write_part` and `finish` send no messages, so a thread may call them.
+
+    finite: refuses numbers that no training state has, which `store.Reader` would refuse as well. before,
+    after: called on the first rank before and after the folder gets its name.
+    """
+
+    folder: Path
+    pieces: Pieces
+    meta: Mapping[str, Any]
+    axis: Axis = ALONE
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    finite: bool = True
+    before: Callable[[], None] = lambda: None
+    after: Callable[[], object] = lambda: None
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder.with_name(f".{self.folder.name}.writing")
+
+    @property
+    def first(self) -> bool:
+        return self.axis.index == 0
+
+    def save(self) -> Path:
+        """Writes the checkpoint and returns its folder. It replaces an older one of the same name.
+
+        Raises:
+            UserError: the disk is full, the folder cannot be written, or numbers are not finite. Nothing incomplete is
+                left, and an older checkpoint is as before.
+        """
+        try:
+            self.begin()
+            with all_or_none(self.axis):
+                self.write_part()
+            with all_or_none(self.axis):
+                if self.first:
+                    self.finish()
+        finally:
+            self.abandon()
+        return self.folder
+
+    def begin(self) -> None:
+        """Makes the temporary folder, if the disk has room for the pieces of all ranks.
+
+        Raises:
+            UserError: it has not. On all ranks.
+        """
+        own = sum(piece.tensor.nbytes for pieces in self.pieces.values() for piece in pieces)
+        needed = int(self.axis.all_reduce(torch.tensor(own, dtype=torch.int64, device=self.axis.device)))
+        with all_or_none(self.axis), self._explained():
+            if self.first:
+                remove(self.temporary)  # of a process that was killed
+                make_folder(self.temporary)
+                free = shutil.disk_usage(self.temporary).free
+                if free < needed + SPARE_BYTES:
+                    remove(self.temporary)
+                    raise UserError(
+                        f"cannot write the checkpoint {self.folder}: it needs {_mib(needed)}, and the disk has "
+                        f"{_mib(free)} free. Make room there, or keep fewer (checkpoint.keep_last)"
+                    )
+
+    def write_part(self) -> None:
+        """Writes this rank's files and a list of their content."""
+        with self._explained():
+            listed: dict[str, Any] = {"files": {}, "tensors": []}
+            for kind in KINDS:
+                for number, shard in enumerate(_shards(self.pieces[kind], self.max_shard_bytes), 1):
+                    name = f"{kind}-{self.axis.index:05d}-{number:05d}.safetensors"
+                    listed["files"][name] = self._write_shard(self.temporary / name, shard)
+                    listed["tensors"] += [
+                        [kind, p.name, p.shape, _code(p.tensor), name, p.box] for p in shard
+                    ]
+            part = self._part(self.axis.index)
+            unready = part.with_name(f".{part.name}")
+            write_file(unready, json.dumps(listed))
+            rename(unready, part)
+
+    def ready(self) -> bool:
+        """True if all ranks have written their parts."""
+        return all(self._part(rank).exists() for rank in range(self.axis.size))
+
+    def finish(self) -> None:
+        """Joins the lists of all ranks into the manifest, checks that nothing is missing, and gives the folder its
+        name. The first rank does it."""
+        with self._explained():
+            parts = [json.loads(self._part(rank).read_bytes()) for rank in range(self.axis.size)]
+            manifest = join(parts, self.meta)
+            for kind in KINDS:
+                for name, entry in manifest.tensors[kind].items():
+                    held = sum(_size(piece.box) for piece in entry.pieces)
+                    wanted = _size(all_of(entry.shape))
+                    assert held == wanted, f"{name}: {held} elements written of {entry.shape}"
+            for rank in range(self.axis.size):
+                remove(self._part(rank))
+            write_file(self.temporary / MANIFEST, to_bytes(manifest))
+            flush(self.temporary / MANIFEST)
+            flush(self.temporary)
+            self.before()
+            old = self.folder.with_name(f".{self.folder.name}.replaced")
+            if self.folder.exists():
+                rename(self.folder, old)
+            rename(self.temporary, self.folder)
+            remove(old)
+            self.after()
+
+    def abandon(self) -> None:
+        """Removes what is not complete."""
+        if self.first:
+            remove(self.temporary)
+
+    def _part(self, rank: int) -> Path:
+        return self.temporary / f"part-{rank:05d}.json"
+
+    def _write_shard(self, path: Path, shard: list[Piece]) -> dict[str, Any]:
+        """Writes a safetensors file and returns its hash and size."""
+        header, start = {}, 0
+        for piece in shard:
+            stop = start + piece.tensor.nbytes
+            shape = [b - a for a, b in piece.box]
+            header[piece.key] = {
+                "dtype": _code(piece.tensor),
+                "shape": shape,
+                "data_offsets": [start, stop],
+            }
+            start = stop
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
+        digest = hashlib.sha256()
+        with stream(path) as file:
+            _put(file, digest, len(text).to_bytes(8, "little") + text)
+            for piece in shard:
+                tensor = piece.tensor.detach().cpu().contiguous()
+                if self.finite and (why := odd_numbers(tensor)):
+                    raise UserError(f"cannot write the checkpoint {self.folder}: {piece.name!r:.120} {why}")
+                _put(file, digest, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        flush(path)
+        return {"sha256": digest.hexdigest(), "bytes": 8 + len(text) + start}
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"cannot write the checkpoint {self.folder}: {error}") from error
 
 
 def save(
@@ -49,29 +210,12 @@ def save(
     *,
     axis: Axis = ALONE,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    finite: bool = True,
 ) -> Path:
-    """Writes a checkpoint and returns its folder. It replaces an older one of the same name.
-
-    Every rank of the axis calls it with its own pieces, which make up each tensor exactly once. The ranks share the
-    disk.
-
-    Raises:
-        UserError: the disk is full or the folder cannot be written. Nothing incomplete is left.
-    """
-    temporary, first = folder.with_name(f".{folder.name}.writing"), axis.index == 0
-    try:
-        with all_or_none(axis), _explained(folder):
-            if first:
-                _clear(temporary)
-        with all_or_none(axis), _explained(folder):
-            _write_part(temporary, axis.index, (model, optimizer), max_shard_bytes)
-        with all_or_none(axis), _explained(folder):
-            if first:
-                _finish(temporary, folder, axis.size, meta)
-    finally:
-        if first:
-            remove(temporary)
-    return folder
+    """Writes a checkpoint and returns its folder: see `Writing`. Every rank of the axis calls it with its own pieces,
+    which make up each tensor exactly once."""
+    pieces = {"model": list(model), "optimizer": list(optimizer)}
+    return Writing(folder, pieces, meta, axis, max_shard_bytes, finite).save()
 
 
 def save_whole(
@@ -86,70 +230,42 @@ def save_whole(
     return save(folder, *pieces, meta, max_shard_bytes=max_shard_bytes)
 
 
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write the checkpoint {folder}: {error}") from error
+def _put(file: IO[bytes], digest: Any, content: bytes | memoryview) -> None:
+    for start in range(0, len(content), CHUNK):
+        chunk = content[start : start + CHUNK]
+        digest.update(chunk)
+        file.write(chunk)
 
 
-def _clear(temporary: Path) -> None:
-    remove(temporary)  # of a process that was killed
-    make_folder(temporary)
-
-
-def _write_part(
-    folder: Path, rank: int, kinds: tuple[Iterable[Piece], Iterable[Piece]], max_bytes: int
-) -> None:
-    """Writes one rank's files and a list of their content."""
-    listed: dict[str, Any] = {"files": {}, "tensors": []}
-    for kind, pieces in zip(KINDS, kinds, strict=True):
-        for index, shard in enumerate(_shards(pieces, max_bytes), 1):
-            name = f"{kind}-{rank:05d}-{index:05d}.safetensors"
-            save_file({k: p.tensor.detach().cpu().contiguous() for k, p in shard.items()}, folder / name)
-            size, digest = (folder / name).stat().st_size, sha256(folder / name)
-            listed["files"][name] = {"sha256": digest, "bytes": size}
-            listed["tensors"] += [[kind, p.name, p.shape, name, key, p.box] for key, p in shard.items()]
-            flush(folder / name)
-    write(folder / f"part-{rank:05d}.json", json.dumps(listed))
-
-
-def _finish(temporary: Path, folder: Path, ranks: int, meta: Mapping[str, Any]) -> None:
-    """Joins the lists of all ranks into the manifest, checks that nothing is missing, and gives the folder its name."""
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "meta": dict(meta),
-        "files": {},
-        "tensors": {k: {} for k in KINDS},
-    }
-    for rank in range(ranks):
-        part = temporary / f"part-{rank:05d}.json"
-        listed = json.loads(part.read_text(encoding="utf-8"))
-        remove(part)
-        manifest["files"] |= listed["files"]
-        for kind, name, shape, file, key, box in listed["tensors"]:
-            entry = manifest["tensors"][kind].setdefault(name, {"shape": shape, "pieces": []})
-            entry["pieces"].append({"file": file, "key": key, "box": box})
-    for kind in KINDS:
-        for name, entry in manifest["tensors"][kind].items():
-            held = sum(math.prod(stop - start for start, stop in piece["box"]) for piece in entry["pieces"])
-            assert held == math.prod(entry["shape"]), f"{name}: {held} elements written of {entry['shape']}"
-    write(temporary / MANIFEST, json.dumps(manifest) + "\n")
-    flush(temporary / MANIFEST)
-    flush(temporary)
-    remove(folder)
-    rename(temporary, folder)
-
-
-def _shards(pieces: Iterable[Piece], max_bytes: int) -> list[dict[str, Piece]]:
-    """Pieces by their key in a file. The key is the tensor's name if the piece is the whole tensor."""
-    shards: list[dict[str, Piece]] = []
+def _shards(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
+    """The pieces of each file: those with the largest elements first, so that all begin at a multiple of their size."""
+    shard: list[Piece] = []
     size = 0
-    for number, piece in enumerate(pieces):
-        if not shards or size + piece.tensor.nbytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][piece.name if piece.whole else f"{piece.name}#{number}"] = piece
+    for piece in pieces:
+        if shard and size + piece.tensor.nbytes > max_bytes:
+            yield sorted(shard, key=_element_size, reverse=True)
+            shard, size = [], 0
+        shard.append(piece)
         size += piece.tensor.nbytes
-    return shards
+    if shard:
+        yield sorted(shard, key=_element_size, reverse=True)
+
+
+def _element_size(piece: Piece) -> int:
+    return piece.tensor.element_size()
+
+
+def _code(tensor: Tensor) -> str:
+    """safetensors' name of a tensor's dtype."""
+    return _CODES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def _size(box: Box) -> int:
+    size = 1
+    for start, stop in box:
+        size *= stop - start
+    return size
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):,.0f} MiB"

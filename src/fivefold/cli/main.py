@@ -16,6 +16,7 @@ import typer
 from fivefold.cli import (
     bench,
     check,
+    checkpoints,
     collectives,
     draw,
     export,
@@ -58,6 +59,7 @@ for name, module, function in (
     ("tokenize", tokenize, tokenize.tokenize),
     ("generate", generate, generate.generate),
     ("report", report, report.report),
+    ("checkpoints", checkpoints, checkpoints.checkpoints),
     ("export", export, export.export),
     ("import", import_, import_.import_),
 ):

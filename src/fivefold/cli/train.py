@@ -18,6 +18,8 @@ EXAMPLES = [
     "fivefold train shakespeare --set data.source=my.txt --set train.steps=500",
     "fivefold train quickstart --nproc 4 --out runs/first",
     "fivefold train runs/first --resume",
+    "fivefold train quickstart --out runs/first --resume-from auto",
+    "fivefold train runs/first --resume-from runs/first/checkpoints/step-00000040",
 ]
 
 
@@ -55,6 +57,15 @@ def train(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|PATH",
+            show_default=False,
+            help="auto: resume if the run has a checkpoint, else start it. PATH: resume from this checkpoint; later "
+            "ones of the run are set aside.",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Train a recipe.
@@ -65,13 +76,14 @@ def train(
     from fivefold.recipe import load
 
     path = Path(recipe)
-    if resume and (path / "recipe.toml").is_file():  # `fivefold train RUN --resume`
+    again = resume or resume_from is not None
+    if again and (path / "recipe.toml").is_file():  # `fivefold train RUN --resume`
         out, path = out or path, path / "recipe.toml"
         recipe = str(path)
     try:
         loaded = load(recipe, set_ or [], layout)
     except UserError:
-        if not resume or layout is None:
+        if not again or layout is None:
             raise
         # The saved microbatch size fitted a rank's share in the old layout; let it be chosen again.
         loaded = load(recipe, ["train.microbatch_size=none", *(set_ or [])], layout)
@@ -81,10 +93,10 @@ def train(
 
     seat = seat_of(loaded, site, meet)
     if not json:
-        run_command(loaded, nproc, out, resume, name=path.stem, seat=seat)
+        run_command(loaded, nproc, out, resume, resume_from, name=path.stem, seat=seat)
         return
     with contextlib.redirect_stdout(sys.stderr):  # the forked ranks inherit it
-        folder = run_command(loaded, nproc, out, resume, name=path.stem, seat=seat)
+        folder = run_command(loaded, nproc, out, resume, resume_from, name=path.stem, seat=seat)
     launched = ranks.found()
     if launched is None or launched[0] == 0:  # under torchrun and Slurm every rank gets here
         from fivefold.observe import restarts

@@ -90,6 +90,26 @@ def limit() -> Limit | None:
     return min(found, key=lambda one: one.bytes)
 
 
+def available() -> int | None:
+    """Bytes that all processes of this machine, or of this control group, may still take together. None where the
+    system does not tell."""
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        words = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()
+        found.append(int(words[0]) << 10)
+    for file, size in _group_limits():
+        with suppress(OSError, ValueError):
+            used = "memory.current" if file.name == "memory.max" else "memory.usage_in_bytes"
+            stat = (file.parent / "memory.stat").read_text().split()
+            found.append(
+                size - int((file.parent / used).read_text()) + int(stat[stat.index("inactive_file") + 1])
+            )
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        found.append(address_space - _own()[1])
+    return max(0, min(found)) if found else None
+
+
 def oom_kills() -> int | None:
     """Number of processes of this control group that the system has killed because memory ran out; None if it does not
     say."""

@@ -85,6 +85,10 @@ class Console:
         """Prints a line of prose, such as how to resume."""
         self._say(printable(text), "cyan")
 
+    def alarm(self, text: str) -> None:
+        """Prints a line that must not be missed."""
+        self._say(f"alarm: {printable(text)}", "bold red")
+
     def summary(
         self,
         figures: Mapping[str, Any],

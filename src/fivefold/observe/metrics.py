@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,12 @@ class MetricsWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Flushes and closes the files. Further calls do nothing."""
-        self._file.close()
+        """Flushes and closes the files. Further calls do nothing. A full disk was said where lines were written."""
+        with suppress(OSError):
+            self._file.close()
         if self._events:
-            self._events.close()
+            with suppress(OSError):
+                self._events.close()
             self._events = None
 
     def __enter__(self) -> MetricsWriter:

@@ -23,6 +23,9 @@ from fivefold.observe.sections import commands, compression, machine, recipe_tex
 from fivefold.observe.summary import column, summarize
 from fivefold.recipe import Recipe, count_parameters, load
 
+ALARMS = 20
+"""Lines of alarms in the report: the last ones."""
+
 
 def write_report(run: Path | str) -> Path:
     """Writes `run`/report.html from the run's metrics.jsonl, recipe.toml and machine.json, and returns its path.
@@ -94,11 +97,15 @@ def _in_words(recipe: Recipe | None, figures: Mapping[str, Any]) -> str:
 
 
 def _alarm(figures: Mapping[str, Any]) -> str:
-    if "nonfinite" not in figures:
-        return ""
-    count, first = figures["nonfinite"], figures["nonfinite_step"]
-    words = f"The loss was NaN or infinite in {count:,} steps, first at step {first:,}."
-    return f'<p class="alarm" role="alert">{words}</p>'
+    words = []
+    if "nonfinite" in figures:
+        count, first = figures["nonfinite"], figures["nonfinite_step"]
+        words.append(f"The loss was NaN or infinite in {count:,} steps, first at step {first:,}.")
+    alarms = figures.get("alarms", [])
+    words += [f"Step {step:,}: {escape(printable(text))}" for step, text in alarms[-ALARMS:]]
+    if len(alarms) > ALARMS:
+        words.append(f"{len(alarms) - ALARMS:,} earlier alarms are in metrics.jsonl.")
+    return "".join(f'<p class="alarm" role="alert">{text}</p>' for text in words)
 
 
 def _headline(figures: Mapping[str, Any]) -> str:

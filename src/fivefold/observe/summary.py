@@ -27,7 +27,8 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     val_loss (last), best_val_loss, best_val_step, val_bits_per_byte (last), best_val_bits_per_byte,
     tokens_per_s and mfu (medians, after the first tenth of the steps, where caches and compilers warm up),
     data_wait (share of the time in steps), noise_scale (last; in tokens), loss_scale and skipped_steps (last),
-    peak_memory_bytes, nonfinite (number of steps whose loss is NaN or infinite), nonfinite_step (the first).
+    alarms (step, text), peak_memory_bytes, nonfinite (number of steps whose loss is NaN or infinite), nonfinite_step
+    (the first).
     """
     found: dict[str, Any] = {}
     steps, losses = column(lines, "loss")
@@ -44,6 +45,8 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in ("noise_scale", "loss_scale", "skipped_steps"):
         if values := finite(column(lines, key)[1]):
             found[key] = values[-1]
+    if alarms := [(line["step"], str(line["alarm"])) for line in lines if "alarm" in line]:
+        found["alarms"] = alarms
     memory = finite(column(lines, "peak_memory_bytes")[1])
     if memory:
         found["peak_memory_bytes"] = max(memory)

@@ -300,6 +300,11 @@ class CheckpointSection(Section):
     """Steps between checkpoints. 0: only at the end of the run, and when it is interrupted."""
     keep_last: int = Field(default=2, ge=1)
     """Number of checkpoints to keep. Older ones are removed."""
+    keep_every: int = Field(default=0, ge=0)
+    """Checkpoints of steps that this number divides stay, too. 0: none."""
+    asynchronous: bool = True
+    """Write checkpoints beside the steps that follow, from a copy in host memory. Where that has no room for the copy,
+    the step waits. The last checkpoint of a run is always written at once."""
 
 
 class ObserveSection(Section):

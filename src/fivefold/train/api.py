@@ -106,10 +106,12 @@ def resume(
     model: nn.Module | None = None,
     data: BatchSource | None = None,
     val_data: BatchSource | None = None,
+    checkpoint: Path | str | None = None,
 ) -> Run:
     """Resumes a run from its last checkpoint, bit for bit.
 
-    `recipe`: a changed recipe, such as one with more steps; None: the run's own. Other arguments are those of `train`.
+    `recipe`: a changed recipe, such as one with more steps; None: the run's own. `checkpoint`: folder of the checkpoint
+    to go back to; later ones are set aside. Other arguments are those of `train`.
     """
     recipe = recipe or Run(out).recipe
     return Run(
@@ -117,7 +119,8 @@ def resume(
             recipe,
             nproc,
             Path(out),
-            resume=True,
+            True,
+            checkpoint,
             fork=False,
             module=model,
             batches=data,

@@ -8,26 +8,33 @@ machine may see other bytes, from its own disk or cache, so it checks for itself
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from fivefold.checkpoint import store
-from fivefold.comm import Axis
+from fivefold.checkpoint.manifest import MANIFEST, Damaged, step_of
+from fivefold.comm import Axis, all_or_none, told
 from fivefold.errors import UserError
 from fivefold.host import machine_id
 from fivefold.parallel.mesh import Mesh
 
 
-def assert_same(checkpoint: store.Reader | None, mesh: Mesh) -> None:
-    """Refuses to resume if ranks see different checkpoints. None: this rank sees none. All ranks call it.
+def assert_same(folders: list[Path], mesh: Mesh) -> None:
+    """Refuses to resume if ranks see different checkpoints: their names, and the manifest of the newest. All ranks
+    call it.
+
+    folders: newest first.
 
     Raises:
         UserError: they differ, for example because the disk is not shared.
     """
     if mesh.size("run") == 1:
         return
-    step = -1 if checkpoint is None else int(checkpoint.meta.get("step", 0))
-    number = 0 if checkpoint is None else _number((checkpoint.folder / store.MANIFEST).read_bytes())
+    step = _step(folders[0]) if folders else -1
+    number = _number(b"\n".join([*(folder.name.encode() for folder in folders), *map(_content, folders[:1])]))
     extremes = torch.tensor([step, -step, number, -number], device=mesh.device)
     mesh.axis("run").all_reduce(extremes, "max")
     last, first, high, low = extremes.tolist()
@@ -38,21 +45,50 @@ def assert_same(checkpoint: store.Reader | None, mesh: Mesh) -> None:
         raise UserError(f"ranks see different checkpoints of step {step}. Is the disk shared?")
 
 
-def check_files(checkpoint: store.Reader, needed: set[str], here: Axis) -> None:
-    """Checks this rank's share of the files that any rank of its machine needs. All these ranks call it, and read only
-    if none has found damage (`comm.all_or_none`).
+def _step(folder: Path) -> int:
+    return step_of(folder.name) or 0
+
+
+def _content(folder: Path) -> bytes:
+    try:
+        return (folder / MANIFEST).read_bytes()
+    except OSError:
+        return b""
+
+
+@contextmanager
+def damaged_together(axis: Axis) -> Iterator[None]:
+    """Like `all_or_none`, and damage that one rank finds is damage on all of them.
 
     Raises:
-        UserError: a file is missing, truncated or changed.
+        Damaged: on all ranks.
     """
-    if here.size == 1:
-        return  # the reader checks each file when it opens it
-    files = sorted(checkpoint.files)
-    wanted = torch.tensor([file in needed for file in files], dtype=torch.int32, device=here.device)
+    said = ""
+    with all_or_none(axis):
+        try:
+            yield
+        except Damaged as error:
+            said = str(error)
+    finder = int(axis.all_reduce(torch.tensor(axis.index if said else -1, device=axis.device), "max"))
+    if finder >= 0:
+        raise Damaged(told(said or "-", finder, axis))
+
+
+def check_files(checkpoint: store.Reader, needed: set[str], here: Axis, run: Axis) -> None:
+    """Checks this rank's share of the files that any rank of its machine needs, in several threads. All ranks of the
+    run call it. here: the axis of those on this machine.
+
+    Raises:
+        Damaged: a file is missing, truncated or changed. On all ranks.
+    """
+    with all_or_none(run):
+        files = sorted(checkpoint.files)
+        wanted = torch.tensor([file in needed for file in files], dtype=torch.int32, device=here.device)
     here.all_reduce(wanted, "max")
     shared = [number for number, anybody in enumerate(wanted.tolist()) if anybody]
-    for number in shared[here.index :: here.size]:
-        checkpoint.check(files[number])
+    with damaged_together(run):
+        mine = [files[number] for number in shared[here.index :: here.size]]
+        checkpoint.check(*mine, threads=store.threads(here.size))
     checkpoint.trust(files[number] for number in shared)
 
 

@@ -38,7 +38,8 @@ from fivefold.train.job import Job
 from fivefold.train.memory import MemoryWatch
 from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
-from fivefold.train.saved import identity, save_state
+from fivefold.train.saved import identity
+from fivefold.train.saver import Saver
 from fivefold.train.share import validation_set
 
 SQUARES = "partial_squares"  # the figure of a step that `NoiseScale.take` returns
@@ -87,8 +88,10 @@ class RunHooks:
         self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
         self.validated = False
         self.slow = SlowRanks(self.state.mesh.layout)
+        self.saver = Saver(self.state, self.job, self.alarm, self.flush, self.ranks.local_world)
 
     def begin_step(self) -> None:
+        self.saver.poll()
         self.predicted.begin_step(self.state)
         self.memory.begin_step(self.state)
         traced = self.state.step + 1 == self.job.recipe.observe.trace_step
@@ -104,6 +107,7 @@ class RunHooks:
 
     def inspect(self) -> dict[str, Tensor]:
         self.inspected = self.state.step
+        self.saver.before_update()
         if self.counter is not None:
             self._write_histogram(self.counter)
             self.counter = None
@@ -174,6 +178,9 @@ class RunHooks:
     def sample(self, step: int) -> None:
         job = self.job
         tokenizer = job.data.tokenizer if job.data is not None else None
+        if self.state.mesh.layout.divided:
+            with progress.phase("saving"):
+                self.saver.settle()  # the sample is written by the checkpoint of this step
         if (
             not self.ranks.first
             or tokenizer is None
@@ -194,12 +201,19 @@ class RunHooks:
         """The sites' common weights, if there are several sites; otherwise there is nothing to change."""
         return self.state.outer.common() if self.state.outer else nullcontext()
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, ends: bool) -> None:
+        with progress.phase("saving"):
+            self.saver.save(identity(self.job) | {"tokens": tokens_before(self.job.recipe, step)}, ends)
+
+    def alarm(self, step: int, text: str) -> None:
+        """Says on the console and in the report what must not be missed."""
+        self.console.alarm(f"step {step}: {text}")
+        self._write({"step": step, "alarm": text})
+
+    def flush(self) -> None:
+        """Forces the metrics to the disk: a checkpoint that survives a power cut needs those before it."""
         if self.metrics is not None:
             self.metrics.flush()
-        meta = identity(self.job) | {"tokens": tokens_before(self.job.recipe, step)}
-        with progress.phase("saving"):
-            save_state(self.state, self.job.out, meta, self.job.recipe.checkpoint.keep_last)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None and (problem := self.metrics.write(line)):

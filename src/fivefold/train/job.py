@@ -26,7 +26,9 @@ class Job:
     """The job of every rank.
 
     recipe: resolved. data: the recipe's data set, or None if the user brings `batches`. module: the user's own model,
-    in fp32 on the CPU, the same on every rank. seat: this launch's site, if each site is a launch of its own."""
+    in fp32 on the CPU, the same on every rank. resume: goes on from the newest valid checkpoint; without one it starts
+    from step 0. resume_from: the checkpoint to go on from instead, while the run has no newer one. seat: this launch's
+    site, if each site is a launch of its own."""
 
     recipe: Recipe
     out: Path
@@ -37,3 +39,4 @@ class Job:
     resume: bool = False
     resume_command: str = ""
     seat: Seat | None = None
+    resume_from: Path | None = None

@@ -49,7 +49,9 @@ class Hooks(Protocol):
 
     def validate(self, step: int) -> None: ...
     def sample(self, step: int) -> None: ...
-    def save(self, step: int) -> None: ...
+    def save(self, step: int, ends: bool) -> None:
+        """Saves the state. ends: no step follows, so it is saved when this returns, or this raises UserError."""
+        ...
 
 
 def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = None) -> bool:
@@ -84,7 +86,8 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
             late.add(state.step, done, waited, at_once=saving or validating or sampling or traced)
             diverged = late.skipped >= MAX_SKIPPED
             if late.stop or diverged or last or saving:
-                hooks.save(state.step)  # save first, because the sender of a signal may not wait long
+                # Save first, because the sender of a signal may not wait long
+                hooks.save(state.step, ends=late.stop or diverged or last)
             if diverged:
                 raise UserError(
                     f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step "

@@ -48,7 +48,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         starting.enter_context(progress.phase("starting"))
         state = build_state(recipe, ranks, job.module, job.seat.site if job.seat else None)
         stack.callback(state.parallel.close)
-        resumed = job.resume and resume(state, job)
+        resumed = resume(state, job) if job.resume else None
         if ranks.world > 1 and job.module is not None and not resumed:
             make_equal(state)
         membership = join(state, job) if job.seat else None
@@ -75,17 +75,22 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             console.note(
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
             )
+        for note in resumed.notes if resumed else ():
+            console.note(note)
         if state.forgotten:
             console.note(state.forgotten)
-        for note in settle(state, job, resumed):
+        for note in settle(state, job, resumed is not None):
             console.note(note)
         leaving = _stop_asked(state, interrupt)  # before the first step: there is nothing new to save
         batches = stack.enter_context(reader(job, state.mesh, state.step))
         hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted)
         rank.hooks = hooks
+        stack.callback(hooks.saver.close)
+        for text in resumed.alarms if resumed else ():
+            hooks.alarm(state.step, text)
         stack.enter_context(hooks.memory.tracking)
         if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
-            hooks.save(state.step)
+            hooks.save(state.step, ends=True)
         starting.close()
         complete = state.step == recipe.train.steps if leaving else train_loop(state, recipe, hooks)
         with progress.phase("writing the report"):

@@ -5,6 +5,7 @@ It writes the pieces that it owns into a checkpoint, and reads the parts that it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint import store, write
+from fivefold.checkpoint import keep, store, write
+from fivefold.checkpoint.manifest import DTYPES, Damaged
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
 from fivefold.optim.card import COMPENSATION
@@ -25,27 +27,29 @@ from fivefold.spread.layout import to_text
 from fivefold.spread.parts import Part, boxes, local_shape
 from fivefold.spread.tiers import NOT_OFFLOADED
 from fivefold.step.state import State
-from fivefold.train.checked import assert_same, check_files, machine_axis
+from fivefold.train.checked import assert_same, check_files, damaged_together, machine_axis
 from fivefold.train.job import Job
+from fivefold.train.loop import MAX_SKIPPED
+from fivefold.train.meta import Meta, meta_of
 
 OUTER = "outer."  # prefix of the outer optimizer's states
 OFFLOADED_SHARD_BYTES = 64 << 20  # a shard is in memory while it is written
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
 
 
-def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) -> Path:
-    """Writes a checkpoint of the state, with `meta`, into the run folder, and removes those beyond `keep_last`.
+def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
+    """The checkpoint of the state as it is now, with `meta`, for the run folder. Each rank writes its own pieces.
 
-    All ranks call it, and each writes its own pieces.
+    What updates do not change, but other parts of a step do, is copied: buffers, residuals of compression.
     """
     counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
-    measured: dict[str, Any] = {"noise": list(state.noise)} if any(state.noise) else {}
+    known = any(state.noise) and all(map(math.isfinite, state.noise))
+    measured: dict[str, Any] = {"noise": list(state.noise)} if known else {}
     if bool(state.norms[0]):
         measured["norms"] = state.norms.tolist()
     if state.loss_scale is not None:
         measured["loss_scale"] = state.loss_scale.values.tolist()
-    folder, run = store.folder_of(out, state.step), state.mesh.axis("run")
-    whole = counts | measured | _compression(state) | meta
+    whole = {**counts, **measured, **_compression(state), **meta}
     if state.outer is None:
         model, optimizer = owned_pieces(state, state.masters()), moment_pieces(state)
     else:
@@ -56,15 +60,20 @@ def save_state(state: State, out: Path, meta: dict[str, Any], keep_last: int) ->
             "fragments": state.outer.sites.fragments,
             "aligned": state.outer.aligned,
         }
-    optimizer += write.whole_pieces(state.unsent())
+    optimizer += _copies(write.whole_pieces(state.unsent()))
     shard = write.MAX_SHARD_BYTES if state.parallel.disk is None else OFFLOADED_SHARD_BYTES
-    pieces = [*model, *buffer_pieces(state)], optimizer
-    write.save(folder, *pieces, whole, axis=run, max_shard_bytes=shard)
-    if state.parallel.disk is not None:
-        state.parallel.disk.drop()
-    if run.index == 0:
-        store.prune(out, keep_last)
-    return folder
+    pieces = {"model": [*model, *_copies(buffer_pieces(state))], "optimizer": optimizer}
+    folder = store.folder_of(out, state.step)
+    return write.Writing(folder, pieces, whole, state.mesh.axis("run"), shard)
+
+
+def _copies(pieces: list[write.Piece]) -> list[write.Piece]:
+    return [replace(piece, tensor=piece.tensor.detach().clone()) for piece in pieces]
+
+
+def prune(job: Job) -> None:
+    """Removes checkpoints that the recipe does not keep."""
+    keep.prune(job.out, job.recipe.checkpoint.keep_last, job.recipe.checkpoint.keep_every)
 
 
 def _pieces_of_site(state: State, outer: Outer) -> tuple[list[write.Piece], list[write.Piece]]:
@@ -153,32 +162,91 @@ def buffer_pieces(state: State) -> list[write.Piece]:
     return write.whole_pieces(buffers) if first else []
 
 
-def resume(state: State, job: Job) -> bool:
-    """Loads the latest checkpoint. Returns False if there is none yet. All ranks call it."""
-    checkpoint = None
-    with all_or_none(state.mesh.axis("run")):
-        if store.checkpoints(job.out):
-            checkpoint = store.Reader(store.latest(job.out))
-    assert_same(checkpoint, state.mesh)
-    if checkpoint is None:
-        return False
-    folder, meta, steps = checkpoint.folder, checkpoint.meta, job.recipe.train.steps or 0
-    with all_or_none(state.mesh.axis("run")):  # each machine prepares its own data
-        for key, now in identity(job).items():
-            if key in meta and meta[key] != now:
-                if key == FINGERPRINT:
-                    raise UserError(
-                        f"the data changed since {folder}, so the run cannot resume exactly. Restore the data, or "
-                        "start a new run"
-                    )
+@dataclass(frozen=True)
+class Resumed:
+    """folder: the checkpoint that was loaded. notes, alarms: what there is to say about it, and about others that were
+    damaged."""
+
+    folder: Path
+    notes: list[str]
+    alarms: list[str]
+
+
+def resume(state: State, job: Job) -> Resumed | None:
+    """Loads the newest valid checkpoint. Returns None if there is none yet. All ranks call it.
+
+    A damaged one is set aside, and the one before it is loaded.
+
+    Raises:
+        UserError: the checkpoints cannot be read, all are damaged, or the run cannot resume from the newest valid one.
+            On all ranks.
+    """
+    run, damages = state.mesh.axis("run"), dict[Path, str]()
+    with all_or_none(run):
+        folders = _candidates(job)
+    assert_same(folders, state.mesh)
+    for folder in folders:
+        try:
+            with damaged_together(run):
+                checkpoint = store.Reader(folder)
+                meta_of(checkpoint)
+            with all_or_none(run):  # each machine prepares its own data
+                _assert_identity(job, checkpoint)
+            load_checkpoint(state, checkpoint)
+        except Damaged as error:
+            damages[folder] = str(error)
+            continue
+        steps = job.recipe.train.steps or 0
+        if state.step > steps:
+            raise UserError(f"train.steps = {steps}, but {folder} is beyond it; set at least {state.step}")
+        notes = [checkpoint.note] if checkpoint.note else []
+        return Resumed(folder, notes, _set_aside(damages, run.index == 0, state.step))
+    if not folders:
+        return None
+    raise UserError(
+        f"{job.out} has no valid checkpoint. Start a new run, or put a copy back\n"
+        + "\n".join(f"  {text}" for text in damages.values())
+    )
+
+
+def _candidates(job: Job) -> list[Path]:
+    """The checkpoints from which a run may go on, newest first: none before the one that the user chose."""
+    folders, chosen = store.checkpoints(job.out)[::-1], job.resume_from
+    if chosen is None:
+        return folders
+    mine = [folder.resolve() for folder in folders]
+    if chosen.resolve() in mine:
+        return folders[: mine.index(chosen.resolve()) + 1]
+    return [*folders, chosen]
+
+
+def _set_aside(damages: Mapping[Path, str], first: bool, step: int) -> list[str]:
+    """Sets damaged checkpoints aside, on the first rank. Returns what to say."""
+    said = []
+    for folder, text in damages.items():
+        where = ""
+        if first:
+            try:
+                where = f", set aside as {keep.set_aside(folder, keep.DAMAGED).name}"
+            except OSError as error:
+                where = f", which cannot be renamed ({error.strerror})"
+        said.append(f"{text}. Resumed from step {step} instead of {folder.name}{where}")
+    return said
+
+
+def _assert_identity(job: Job, checkpoint: store.Reader) -> None:
+    folder, meta = checkpoint.folder, checkpoint.meta
+    for key, now in identity(job).items():
+        if key in meta and meta[key] != now:
+            if key == FINGERPRINT:
                 raise UserError(
-                    f"{folder} was trained with {key} = {meta[key]}, and now it is {now}, so the run cannot resume "
-                    "exactly. Undo the change, or start a new run"
+                    f"the data changed since {folder}, so the run cannot resume exactly. Restore the data, or start a "
+                    "new run"
                 )
-    load_checkpoint(state, checkpoint)
-    if state.step > steps:
-        raise UserError(f"train.steps = {steps}, but {folder} is beyond it; set at least {state.step}")
-    return True
+            raise UserError(
+                f"{folder} was trained with {key} = {meta[key]!s:.80}, and now it is {now}, so the run cannot resume "
+                "exactly. Undo the change, or start a new run"
+            )
 
 
 def identity(job: Job) -> dict[str, Any]:
@@ -205,29 +273,31 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     All ranks call it and read their own parts.
 
     Raises:
-        UserError: a name is missing, unknown, or has another shape; a file is damaged. On all ranks.
+        Damaged: a file is damaged. On all ranks, before anything has changed.
+        UserError: a name is missing, unknown, or has another shape. On all ranks.
     """
+    meta = meta_of(checkpoint)
     parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
     masters = state.masters()
     with all_or_none(state.mesh.axis("run")):
         try:
             _fits(state, checkpoint, parts, buffers)
-            source = _source(state, checkpoint)
+            source = _source(state, checkpoint.folder, meta)
             needed = _files(checkpoint, {name: parts[name] for name in masters}, source)
             needed |= _moment_files(state, checkpoint, source)
             needed.update(*(checkpoint.files_of("model", name) for name in buffers))
-            unsent = _unsent(state, checkpoint)
-            needed.update(*(checkpoint.files_of("optimizer", name) for name in unsent))
+            unsent = _unsent(state, meta)
+            whole = {name: store.all_of(tensor.shape) for name, tensor in unsent.items()}
+            needed.update(*(checkpoint.files_of("optimizer", name, box) for name, box in whole.items()))
         except (ValueError, KeyError) as error:
             raise UserError(f"{checkpoint.folder} does not fit the recipe: {error}") from None
     here = machine_axis(state.mesh)
+    check_files(checkpoint, needed, here, state.mesh.axis("run"))
     with all_or_none(state.mesh.axis("run")):
-        check_files(checkpoint, needed, here)
-    with all_or_none(state.mesh.axis("run")):
-        _load(state, checkpoint, parts, buffers, source)
+        _load(state, checkpoint, meta, parts, buffers, source)
         for name, tensor in unsent.items():
-            tensor.copy_(checkpoint.read("optimizer", name))
+            tensor.copy_(checkpoint.read("optimizer", name, whole[name]))
 
 
 @dataclass(frozen=True)
@@ -246,35 +316,32 @@ class Source:
         return {self.weights, self.common, *self.outer.values()}
 
 
-def _source(state: State, checkpoint: store.Reader) -> Source:
+def _source(state: State, folder: Path, meta: Meta) -> Source:
     """Raises UserError if the checkpoint has sites with different weights, and another number of them than this run."""
-    meta, site = checkpoint.meta, state.mesh.index("sites")
-    saved = meta.get("sites") or {"count": 1, "aligned": True}
-    count, aligned = int(saved["count"]), bool(saved["aligned"])
-    if count != state.mesh.size("sites") and not aligned:
-        raise UserError(_between(checkpoint.folder, saved, int(meta["step"]), state.mesh.size("sites")))
-    updated = int(meta.get("updates", meta["step"]))
-    before = _moments_at(site % count)  # a site that joins takes the moments of another
+    site = state.mesh.index("sites")
+    if meta.sites != state.mesh.size("sites") and not meta.aligned:
+        raise UserError(_between(folder, meta, state.mesh.size("sites")))
+    before = _moments_at(site % meta.sites)  # a site that joins takes the moments of another
     return Source(
-        ("model", "") if aligned else ("optimizer", _weights_at(site)),
-        before if updated else None,
+        ("model", "") if meta.aligned else ("optimizer", _weights_at(site)),
+        before if meta.updates else None,
         ("model", ""),
         {name: ("optimizer", f"{OUTER}{name}.") for name in (state.outer.state_names if state.outer else ())},
     )
 
 
-def _between(folder: Path, saved: dict[str, Any], step: int, sites: int) -> str:
+def _between(folder: Path, meta: Meta, sites: int) -> str:
     """The message for a checkpoint whose sites have different weights."""
-    every = int(saved["every"])
+    step, every = meta.step, meta.every
     near = [n for n in (step // every * every, (step // every + 1) * every) if n]
     where = (
         f"{' or '.join(map(str, near))} (multiples of sync.every = {every})"
-        if saved["fragments"] == 1
-        else f"0 or the last, as sync.fragments = {saved['fragments']} never synchronise together"
+        if meta.fragments == 1
+        else f"0 or the last, as sync.fragments = {meta.fragments} never synchronise together"
     )
     return (
-        f"{folder} lies between outer steps: its {saved['count']} sites have different weights, so it resumes with as "
-        f"many sites only, and now there are {sites}. Nearest valid: {saved['count']} sites, or a checkpoint of step "
+        f"{folder} lies between outer steps: its {meta.sites} sites have different weights, so it resumes with as "
+        f"many sites only, and now there are {sites}. Nearest valid: {meta.sites} sites, or a checkpoint of step "
         f"{where}"
     )
 
@@ -288,17 +355,24 @@ def _fits(state: State, checkpoint: store.Reader, parts: dict[str, Part], buffer
     whole_model = len(state.parallel.stages) == 1 and state.mesh.size("pp") == 1
     wrong = sorted(set(shapes) - saved | (saved - set(shapes) if whole_model else set()))
     wrong += [name for name in shapes if name in saved and checkpoint.shape("model", name) != shapes[name]]
+    wrong += [name for name in parts if name in saved and not _real(checkpoint, "model", name)]
     if wrong:
         raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
 
 
-def _unsent(state: State, checkpoint: store.Reader) -> dict[str, Tensor]:
+def _real(checkpoint: store.Reader, kind: str, name: str) -> bool:
+    """False for a tensor of whole numbers. Formats before 3 do not say."""
+    dtype = checkpoint.manifest.tensors[kind][name].dtype
+    return dtype is None or getattr(torch, DTYPES[dtype]).is_floating_point
+
+
+def _unsent(state: State, meta: Meta) -> dict[str, Tensor]:
     """The tensors of compression that the checkpoint has. In another layout residuals start from zero."""
-    here, saved = _compression(state).get("compression"), checkpoint.meta.get("compression")
+    here, saved = _compression(state).get("compression"), meta.compression
     if here is None:
         return {}
-    if saved is None or saved["layout"] != here["layout"]:
-        of = f"the layout {saved['layout']}" if saved else "a run without compression"
+    if saved is None or saved != here["layout"]:
+        of = f"the layout {saved}" if saved else "a run without compression"
         state.forgotten = f"compression: residuals start from zero, because the checkpoint is of {of}"
         return {}
     return state.unsent()
@@ -307,20 +381,21 @@ def _unsent(state: State, checkpoint: store.Reader) -> dict[str, Tensor]:
 def _load(
     state: State,
     checkpoint: store.Reader,
+    meta: Meta,
     parts: dict[str, Part],
     buffers: dict[str, Tensor],
     source: Source,
 ) -> None:
-    masters, meta, disk = state.masters(), checkpoint.meta, state.parallel.disk
-    updates = int(meta.get("updates", meta["step"]))
-    state.go_to(int(meta["step"]))
-    state.set_counts(updates, int(meta.get("skipped", 0)))
-    if "norms" in meta:
-        state.norms = torch.tensor(meta["norms"], dtype=torch.float64, device=state.mesh.device)
-    if state.loss_scale is not None and "loss_scale" in meta:
-        state.loss_scale.set(*meta["loss_scale"])
-    gradient, trace = meta.get("noise", (0.0, 0.0))  # older checkpoints have none
-    state.noise = float(gradient), float(trace)
+    masters, disk = state.masters(), state.parallel.disk
+    state.go_to(meta.step)
+    # A run that ended because of skipped steps starts to count again; otherwise it would end after its next step.
+    state.set_counts(meta.updates, meta.skipped if meta.skipped < MAX_SKIPPED else 0)
+    if meta.norms is not None:
+        state.norms = torch.tensor(meta.norms, dtype=torch.float64, device=state.mesh.device)
+    if state.loss_scale is not None and meta.loss_scale is not None:
+        state.loss_scale.set(*meta.loss_scale)
+    gradient, trace = meta.noise or (0.0, 0.0)
+    state.noise = gradient, trace
     for name, weight in masters.items():
         weight.copy_(_read(checkpoint, source.weights, name, parts[name]))
         if disk is not None:
@@ -337,7 +412,7 @@ def _load(
             for (moment, name), part in _moment_parts(state, checkpoint, source.moments)
         }
         for replica in state.parallel.replicas:
-            replica.updater.load(Lazily(found), updates, state.step)
+            replica.updater.load(Lazily(found), meta.updates, state.step)
     if state.outer is not None:
         _load_outer(state.outer, checkpoint, parts, source)
 
@@ -385,7 +460,7 @@ def _moment_parts(
 
 def _has(checkpoint: store.Reader, where: tuple[str, str], name: str) -> bool:
     kind, before = where
-    return before + name in checkpoint.manifest["tensors"][kind]
+    return before + name in checkpoint.manifest.tensors[kind]
 
 
 def _files(checkpoint: store.Reader, parts: dict[str, Part], source: Source) -> set[str]:

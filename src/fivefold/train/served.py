@@ -40,7 +40,8 @@ from fivefold.train.job import Job
 from fivefold.train.loop import MAX_SKIPPED, due
 from fivefold.train.prediction import Prediction
 from fivefold.train.run import conclude, introduce, write_run_files
-from fivefold.train.saved import identity, resume, save_state
+from fivefold.train.saved import identity, resume
+from fivefold.train.saver import Saver
 from fivefold.train.share import batches_of, share_of, validation_set
 
 WORKERS = "workers.jsonl"
@@ -84,7 +85,7 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     recipe, optim = job.recipe, job.recipe.optim
     steps, servers = recipe.train.steps or 0, recipe.servers
     state, shards = server_state(recipe, ranks)
-    resumed = job.resume and resume(state, job)
+    resumed = resume(state, job) if job.resume else None
     norms = state.mesh.new_axis("norms", list(range(servers.count)), apart=True)
     server = Server(
         shards,
@@ -96,7 +97,7 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     )
     server.start(state.step)
     if not ranks.first:
-        return _follow(job, state, server)
+        return _follow(job, state, server, Saver(state, job, lambda step, text: None, beside=False))
     with ExitStack() as stack:
         console = stack.enter_context(
             Console(steps, start_step=state.step, log_every=recipe.observe.log_every)
@@ -110,7 +111,11 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
             console.note(
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
             )
+        for note in resumed.notes if resumed else ():
+            console.note(note)
         leader = Leader(job, ranks, state, server, console, metrics, interrupt)
+        for text in resumed.alarms if resumed else ():
+            leader.alarm(state.step, text)
         complete = leader.run()
         predicted.conclude(state.mesh)
         conclude(console, job, complete)
@@ -131,7 +136,7 @@ def _figures(axis: Axis, server: Server, step: int) -> tuple[float, float]:
     return square, skipped
 
 
-def _follow(job: Job, state: State, server: Server) -> bool:
+def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
     """Does what the first server says. Returns True if the run is complete."""
     axis = state.mesh.axis("run")
     while True:
@@ -141,16 +146,16 @@ def _follow(job: Job, state: State, server: Server) -> bool:
                 _figures(axis, server, state.step)
             state.step += 1
         elif command == SAVE:
-            _save(job, state, *map(int, numbers[:2]))
+            _save(job, state, saver, *map(int, numbers[:3]))
         else:
             server.close()
             return bool(numbers[0])
 
 
-def _save(job: Job, state: State, updates: int, skipped: int) -> None:
+def _save(job: Job, state: State, saver: Saver, updates: int, skipped: int, ends: int) -> None:
     state.set_counts(updates, skipped)
     tokens = state.step * job.recipe.train.global_batch_size * job.recipe.model.seq_len
-    save_state(state, job.out, identity(job) | {"tokens": tokens}, job.recipe.checkpoint.keep_last)
+    saver.save(identity(job) | {"tokens": tokens}, bool(ends))
 
 
 @dataclass
@@ -180,6 +185,7 @@ class Leader:
         self.applied: list[tuple[Note, int]] = []  # those of the step that is not complete
         self.reports: list[dict[str, Any]] = []
         self.updates, self.skipped = self.state.updates, self.state.skipped
+        self.saver = Saver(self.state, self.job, self.alarm, self.metrics.flush, beside=False)
         self.began = time.perf_counter()
 
     def run(self) -> bool:
@@ -217,7 +223,7 @@ class Leader:
             self.stopping, self.chores = True, []
             self.shares.limit = max(self.state.step, self.shares.highest + 1)
             if self.shares.limit == self.state.step:
-                self._save()
+                self._save(ends=True)
 
     def _hand_out(self) -> None:
         for worker in sorted(self.idle):
@@ -323,7 +329,7 @@ class Leader:
         if self.skipped >= MAX_SKIPPED:
             self.stopping, self.chores = True, []
         if self.shares.oldest == self.shares.limit and not self.applied:
-            self._save()
+            self._save(ends=self.stopping or self.state.step == self.steps)
             if not self.stopping:
                 self._set_limit()
         if self.skipped >= MAX_SKIPPED:
@@ -361,10 +367,14 @@ class Leader:
             else:
                 self.console.validation(found)
 
-    def _save(self) -> None:
-        _tell(self.state.mesh.axis("run"), SAVE, self.updates, self.skipped)
-        self.metrics.flush()
-        _save(self.job, self.state, self.updates, self.skipped)
+    def _save(self, ends: bool) -> None:
+        _tell(self.state.mesh.axis("run"), SAVE, self.updates, self.skipped, ends)
+        _save(self.job, self.state, self.saver, self.updates, self.skipped, ends)
+
+    def alarm(self, step: int, text: str) -> None:
+        """Says on the console and in the report what must not be missed."""
+        self.console.alarm(f"step {step}: {text}")
+        self.metrics.write({"step": step, "alarm": text})
 
 
 def _work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from signal import SIGINT, Signals
 import torch
 from torch import nn
 
+from fivefold.checkpoint.keep import go_back
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import CommunicationError, UserError
@@ -45,12 +47,15 @@ from fivefold.train.restart import Restarts, grace_s
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
 
+AUTO = "auto"  # `--resume-from auto`
+
 
 def run_command(
     recipe: Recipe,
     nproc: int | None = None,
     out: Path | None = None,
     resume: bool = False,
+    resume_from: Path | str | None = None,
     *,
     name: str = "run",
     fork: bool = True,
@@ -63,6 +68,7 @@ def run_command(
 
     nproc: local ranks to start; None: as many as the layout says. Under torchrun or Slurm their ranks are used.
     out: run folder; None: a new one, runs/NAME-N. resume: continue from its last checkpoint.
+    resume_from: AUTO: continue if there is a checkpoint, else start. A path: continue from this checkpoint.
     fork: forks local ranks. This is quick, but only safe in a process that has used neither torch's threads nor a GPU,
     such as the command line's. Otherwise ranks are spawned, and their arguments are pickled.
     module, batches, val_batches: the user's own model and data instead of the recipe's.
@@ -91,14 +97,16 @@ def run_command(
             )
         recipe = resolve(recipe, vocab_size=recipe.model.vocab_size or 2)
     recipe = _within_budget(recipe, launched is None, quiet=bool(launched and launched[0]))
-    out = _run_folder(out, name, resume, launched[0] if launched else None)
+    out = _run_folder(out, name, resume, resume_from is not None, launched[0] if launched else None)
+    chosen = None if resume_from is None or resume_from == AUTO else Path(resume_from)
     own = module is not None or batches is not None
     command = (
         f"fivefold.resume({str(out)!r}, ...)"
         if own
         else shlex.join(["fivefold", "train", str(out), "--resume", *(seat.options if seat else ())])
     )
-    job = Job(recipe, out, data, module, batches, val_batches, resume, command, seat)
+    again = resume or resume_from is not None
+    job = Job(recipe, out, data, module, batches, val_batches, again, command, seat, chosen)
     layout = Layout.from_recipe(recipe.layout)
     world = (site_layout(layout, recipe.sites.count) if seat else layout).ranks + recipe.servers.count
     return_large_memory() if OFFLOADS[layout.offload].disk else keep_freed_memory()
@@ -107,6 +115,9 @@ def run_command(
     if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
         ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores())
     with owned(out) if not (launched and launched[0]) else nullcontext(), Interrupt() as interrupt:
+        if chosen is not None and not (launched and launched[0]) and not _restarted():
+            for moved in go_back(out, chosen):
+                print(f"note: later than {chosen.name}, so it is set aside: {moved}", file=sys.stderr)
         if launched or world == 1:
             stopped = _run_here(job, interrupt)
         else:
@@ -241,11 +252,18 @@ def prepare_data(recipe: Recipe, quiet: bool) -> DataSet:
         return prepare(recipe, progress)
 
 
-def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | None) -> Path:
-    """The run folder. A given one must be new, or hold the run to resume. Rank 0 of a launcher checks that."""
+def _restarted() -> bool:
+    """True if torchrun has started these ranks again: the command's own words were obeyed the first time."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
+def _run_folder(out: Path | None, name: str, resume: bool, either: bool, launched_rank: int | None) -> Path:
+    """The run folder. A given one must be new, or hold the run to resume (either: it may be both). Rank 0 of a launcher
+    checks that."""
     if out is None:
-        if resume:
-            raise UserError("--resume needs the run's folder: fivefold train RUN --resume, or --out RUN")
+        if resume or either:
+            option = "--resume" if resume else "--resume-from"
+            raise UserError(f"{option} needs the run's folder: fivefold train RUN {option}, or --out RUN")
         if launched_rank is not None:
             raise UserError("ranks of torchrun or Slurm need a common run folder; add --out DIR")
         number = 1
@@ -261,7 +279,11 @@ def _run_folder(out: Path | None, name: str, resume: bool, launched_rank: int | 
         raise UserError(f"--out {out}: this is a file, not a folder")
     if resume and not (out / "recipe.toml").is_file():
         raise UserError(f"--resume: {out} is not a run folder (it has no recipe.toml)")
-    if not resume and any((out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")):
+    if (
+        not resume
+        and not either
+        and any((out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints"))
+    ):
         raise UserError(f"{out} already holds a run; add --resume to resume it, or choose another --out")
     return out
 

@@ -231,7 +231,7 @@ def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
     def write_first_gradient() -> None:
         if state.step == 0:
             pieces = owned_pieces(state, state.gradients())
-            write.save(side.folder / "first", pieces, [], {}, axis=state.mesh.axis("run"))
+            write.save(side.folder / "first", pieces, [], {}, axis=state.mesh.axis("run"), finite=False)
 
     try:
         for step in range(side.steps):
@@ -241,7 +241,9 @@ def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
             found["grad_norm"].append(done.norm)
         moments = moment_pieces(state)
         weights = owned_pieces(state, state.masters()) + buffer_pieces(state)
-        write.save(side.folder / "end", weights, moments, found, axis=state.mesh.axis("run"))
+        write.save(
+            side.folder / "end", weights, moments, found, axis=state.mesh.axis("run"), finite=False
+        )  # what diverged is compared, too
     finally:
         state.parallel.close()
 
@@ -275,12 +277,12 @@ def _differences(
 ) -> Iterator[tuple[tuple[str, str], float]]:
     """((kind, where), relative difference) of everything that both sides wrote. second: the optimizer's second moment.
     together: see _weight_differences."""
-    mine, theirs = store.Reader(side / "end"), store.Reader(reference / "end")
+    mine, theirs = (store.Reader(one / "end", finite=False) for one in (side, reference))
     for kind in ("loss", "grad_norm"):
         for step, (a, b) in enumerate(zip(mine.meta[kind], theirs.meta[kind], strict=True), 1):
             yield (kind, f"step {step}"), _relative(torch.tensor(a), torch.tensor(b))
     yield from _weight_differences(mine, theirs, second, together)
-    mine, theirs = store.Reader(side / "first"), store.Reader(reference / "first")
+    mine, theirs = (store.Reader(one / "first", finite=False) for one in (side, reference))
     for name in _names(mine, theirs):
         yield ("gradients", name), _relative(mine.read("model", name), theirs.read("model", name))
 

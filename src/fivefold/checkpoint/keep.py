@@ -1,0 +1,129 @@
+"""The checkpoints of a run: which stay, which are set aside, and copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fivefold.checkpoint.manifest import MANIFEST, Damaged, step_of
+from fivefold.checkpoint.store import Reader, checkpoints, latest, threads
+from fivefold.errors import UserError
+from fivefold.files import flush, make_folder, own_word, remove, rename, stream
+
+DAMAGED, LATER = "damaged", "later"
+"""Before the names of checkpoints that are set aside: damaged ones, and those after one that a run went back to."""
+CHUNK = 4 << 20
+
+
+def prune(run: Path, last: int, every: int = 0) -> list[Path]:
+    """Removes all checkpoints but the newest `last` and those of steps that `every` divides (0: none). Also removes
+    what killed processes left of incomplete ones. Returns the checkpoints that were removed."""
+    old = old_ones(checkpoints(run), last, every)
+    for folder in (*old, *(run / "checkpoints").glob(".step-*")):
+        remove(folder)
+    return old
+
+
+def old_ones(folders: Sequence[Path], last: int, every: int) -> list[Path]:
+    """Those that `prune` removes. folders: oldest first."""
+    return [folder for folder in folders[:-last] if not every or (step_of(folder.name) or 0) % every]
+
+
+def set_aside(folder: Path, why: str) -> Path:
+    """Renames a checkpoint, so that no run takes it. why: DAMAGED or LATER. Returns its new path.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    target = folder.with_name(f"{why}-{folder.name}")
+    number = 2
+    while target.exists():
+        target = folder.with_name(f"{why}-{folder.name}-{number}")
+        number += 1
+    rename(folder, target)
+    return target
+
+
+def aside(run: Path) -> list[Path]:
+    """The folders that were set aside."""
+    home = run / "checkpoints"
+    return sorted(path for why in (DAMAGED, LATER) for path in home.glob(f"{why}-step-*"))
+
+
+def go_back(run: Path, chosen: Path) -> list[Path]:
+    """Sets aside the checkpoints of a run that are later than a chosen one, so that the run goes on from that. A run
+    without any may go on from another run's. Returns the new names of those set aside.
+
+    Raises:
+        UserError: `chosen` is no checkpoint, is damaged, or is another run's and this run has its own.
+    """
+    if (chosen / "checkpoints").is_dir():
+        raise UserError(
+            f"--resume-from {chosen}: this is a run; name one of its checkpoints: {latest(chosen)}"
+        )
+    Reader(chosen)
+    own = checkpoints(run)
+    names = [folder.resolve() for folder in own]
+    if chosen.resolve() not in names:
+        if own:
+            raise UserError(
+                f"--resume-from {chosen}: this is not a checkpoint of {run}, which has its own, up to {own[-1]}. Name "
+                "one of them, or another run folder"
+            )
+        return []
+    moved = []
+    for folder in own[names.index(chosen.resolve()) + 1 :]:
+        try:
+            moved.append(set_aside(folder, LATER))
+        except OSError as error:
+            raise UserError(f"{folder} cannot be set aside: {error.strerror}") from None
+    return moved
+
+
+def verify(folder: Path) -> str:
+    """Reads and checks all files of a checkpoint. Returns what is wrong, or nothing.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    try:
+        reader = Reader(folder)
+        reader.check(*reader.files, threads=threads())
+    except Damaged as error:
+        return str(error)
+    return ""
+
+
+def copy(folder: Path, target: Path) -> Path:
+    """Copies a checkpoint into the folder `target`, under its own name, and checks the copy. Returns it.
+
+    Raises:
+        UserError: the checkpoint is damaged, `target` has one of this name, or it cannot be written.
+    """
+    out = target / folder.name
+    if out.exists():
+        raise UserError(f"{out} exists already")
+    reader = Reader(folder)
+    temporary = target / f".{folder.name}.{own_word()}"
+    try:
+        make_folder(temporary)
+        for name in (*reader.files, MANIFEST):
+            _copy_file(folder / name, temporary / name)
+        copied = Reader(temporary)
+        if copied.content != reader.content:
+            raise Damaged(f"{folder} changed while it was copied")
+        copied.check(*copied.files, threads=threads())
+        flush(temporary)
+        rename(temporary, out)
+    except OSError as error:
+        raise UserError(f"cannot copy {folder} to {out}: {error}") from None
+    finally:
+        remove(temporary)
+    return out
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    with source.open("rb") as one, stream(target) as other:
+        while chunk := one.read(CHUNK):
+            other.write(chunk)
+    flush(target)

@@ -1,0 +1,120 @@
+"""`fivefold checkpoints RUN`: lists, verifies, prunes and copies a run's checkpoints."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fivefold.cli.options import JsonOption, RunArgument, print_json, require_run
+from fivefold.errors import CheckFailed, UserError
+
+EXAMPLES = [
+    "fivefold checkpoints runs/first",
+    "fivefold checkpoints runs/first --verify",
+    "fivefold checkpoints runs/first --copy /backup/first --step 40",
+    "fivefold checkpoints runs/first --prune",
+]
+
+
+def checkpoints(
+    run: RunArgument,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every file and compare it with the manifest.")
+    ] = False,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune",
+            help="Remove those that checkpoint.keep_last and keep_every do not keep, and those set aside.",
+        ),
+    ] = False,
+    copy: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default=False, help="Copy a checkpoint into this folder, checked."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", show_default=False, help="With --copy: its step. [default: the newest]"
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List, verify, prune or copy the checkpoints of a run.
+
+    Checkpoints that were set aside (damaged-..., later-...) are listed, too. No run resumes from one unless you rename
+    it.
+    """
+    require_run(run)
+    from fivefold.checkpoint import keep, store
+
+    found: dict[str, Any] = {"run": str(run)}
+    if step is not None and copy is None:
+        raise UserError("--step: only with --copy")
+    if copy is not None:
+        source = store.latest(run) if step is None else store.folder_of(run, step)
+        found["copied"] = str(keep.copy(source, copy))
+    if prune:
+        found["removed"] = [str(folder) for folder in _prune(run)]
+    found["checkpoints"] = [_row(folder, verify) for folder in (*store.checkpoints(run), *keep.aside(run))]
+    print_json(found) if json else _print(found)
+    damaged = [row for row in found["checkpoints"] if row["damage"] and not row["aside"]]
+    if damaged:
+        raise CheckFailed(f"{len(damaged)} checkpoints are damaged: {', '.join(r['name'] for r in damaged)}")
+
+
+def _prune(run: Path) -> list[Path]:
+    from fivefold.checkpoint import keep, store
+    from fivefold.files import remove
+    from fivefold.recipe import load
+
+    kept = load(str(run / "recipe.toml")).checkpoint
+    old = [*keep.old_ones(store.checkpoints(run), kept.keep_last, kept.keep_every), *keep.aside(run)]
+    for folder in old:
+        remove(folder)
+    return old
+
+
+def _row(folder: Path, verify: bool) -> dict[str, Any]:
+    """What there is to say about a checkpoint. damage: what is wrong, as far as it was looked at."""
+    from fivefold.checkpoint import keep, store
+    from fivefold.checkpoint.manifest import MANIFEST, Damaged, step_of
+
+    row: dict[str, Any] = {"name": folder.name, "aside": step_of(folder.name) is None, "damage": ""}
+    try:
+        reader = store.Reader(folder)
+    except Damaged as error:
+        return row | {"damage": str(error)}
+    when = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).astimezone()
+    row |= {
+        "step": reader.meta.get("step"),
+        "tokens": reader.meta.get("tokens"),
+        "format": reader.manifest.format,
+        "files": len(reader.files),
+        "bytes": reader.manifest.bytes,
+        "saved": when.isoformat(timespec="seconds"),
+    }
+    return row | {"damage": keep.verify(folder), "verified": True} if verify else row
+
+
+def _print(found: dict[str, Any]) -> None:
+    from fivefold.observe.format import size
+
+    if "copied" in found:
+        print(f"copied to {found['copied']}")
+    for folder in found.get("removed", ()):
+        print(f"removed {folder}")
+    if not found["checkpoints"]:
+        print(f"{found['run']} has no checkpoint yet")
+    for row in found["checkpoints"]:
+        parts = [f"{row['name']:<24}"]
+        if "bytes" in row:
+            parts += [f"{size(row['bytes']):>10}", f"format {row['format']}", row["saved"]]
+        if row["damage"]:
+            parts.append(row["damage"])
+        elif row.get("verified"):
+            parts.append("verified")
+        print("  ".join(parts))

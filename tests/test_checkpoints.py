@@ -1,0 +1,400 @@
+"""Checkpoints of runs: written beside the steps, failing saves, damaged ones, going back, and the command."""
+
+import errno
+import json
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import assert_same_tensors, lines, ranks_of, train_rank
+from typer.testing import CliRunner
+
+from fivefold.checkpoint import background, store, write
+from fivefold.cli.main import app, main
+from fivefold.data import prepare
+from fivefold.errors import UserError
+from fivefold.observe.report import page
+from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.step.state import build_state
+from fivefold.train import saver
+from fivefold.train.job import Job
+from fivefold.train.meta import meta_of
+from fivefold.train.run import run_rank
+from fivefold.train.saved import resume
+from fivefold.train.start import run_command
+
+TINY = [
+    "model.layers=1", "model.dim=16", "model.heads=2", "model.kv_heads=2", "model.seq_len=16",
+    "data.tokenizer=bytes", "data.val_fraction=0.1", "train.global_batch_size=4", "train.microbatch_size=2",
+    "train.steps=6", "train.val_sequences=4", "train.sample_tokens=4", "train.sample_every=0", "optim.lr=1e-2",
+    "optim.schedule=constant", "observe.tensorboard=false", "layout.dp_replicate=1", "checkpoint.every=2",
+    "checkpoint.keep_last=9",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Recipe:
+    folder = tmp_path_factory.mktemp("data")
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    return load("quickstart", [*TINY, f"data.source={text}", f"data.cache={folder / 'cache'}"])
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory) -> Path:
+    """A run without disturbances, whose saves wait."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train_rank(0, 1, change(recipe, ["checkpoint.asynchronous=false"]), out)
+    return out
+
+
+def names(run: Path) -> list[str]:
+    return sorted(p.name for p in (run / "checkpoints").iterdir())
+
+
+def assert_same_checkpoints(run: Path, other: Path) -> None:
+    """The same steps with the same content."""
+    assert [p.name for p in store.checkpoints(run)] == [p.name for p in store.checkpoints(other)]
+    for one, two in zip(store.checkpoints(run), store.checkpoints(other), strict=True):
+        assert store.Reader(one).manifest.files == store.Reader(two).manifest.files, one.name
+
+
+# Beside the steps
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_save_beside_the_steps_holds_the_state_of_its_step(recipe, tmp_path, monkeypatch, world):
+    """Though the copy begins late, and the file is written later still."""
+    two = change(recipe, [f"layout.dp_replicate={world}", "train.microbatch_size=1"])
+    late = change(two, ["checkpoint.asynchronous=false"])
+    run_ranks(world, train_rank, late, tmp_path / "waits")
+    said = run_ranks(world, slow_copies, two, tmp_path / "beside")
+    assert all(threads >= {"checkpoint"} for threads in said)
+    assert_same_checkpoints(tmp_path / "beside", tmp_path / "waits")
+    assert not list((tmp_path / "beside" / "checkpoints").glob(".*"))
+
+
+def slow_copies(rank: int, world: int, recipe: Recipe, out: Path) -> set[str]:
+    """Trains with copies that begin when the next step is almost done. Returns the threads that copied."""
+    run, seen = background.Copy.run, set[str]()
+
+    def slowly(copy: background.Copy) -> write.Pieces:
+        seen.add(threading.current_thread().name)
+        time.sleep(0.1)
+        return run(copy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background.Copy, "run", slowly)
+        train_rank(rank, world, recipe, out)
+    return seen
+
+
+def test_at_most_one_save_is_under_way(recipe, tmp_path, monkeypatch):
+    under_way, most = 0, 0
+    part = write.Writing.write_part
+
+    def slow_part(writing):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        time.sleep(0.05)
+        part(writing)
+        under_way -= 1
+
+    monkeypatch.setattr(write.Writing, "write_part", slow_part)
+    train_rank(0, 1, change(recipe, ["checkpoint.every=1"]), tmp_path / "run")
+    assert most == 1
+    assert names(tmp_path / "run") == [f"step-{step:08d}" for step in range(1, 7)]
+
+
+def test_without_room_for_a_copy_the_step_waits(recipe, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "available", lambda: 1000)
+    monkeypatch.setattr(background.Copy, "run", lambda copy: pytest.fail("there is no room for a copy"))
+    train_rank(0, 1, recipe, tmp_path / "run")
+    assert_same_checkpoints(tmp_path / "run", whole)
+
+
+# Saves that fail
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "model-00000-00001.safetensors")
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_save_that_fails_is_an_alarm_and_the_next_one_works(
+    recipe, whole, tmp_path, monkeypatch, capsys, asynchronous
+):
+    part = write.Writing.write_part
+
+    def full_once(writing):
+        with writing._explained():
+            full() if writing.meta["step"] == 4 else part(writing)
+
+    monkeypatch.setattr(write.Writing, "write_part", full_once)
+    out = tmp_path / "run"
+    assert train_rank(0, 1, change(recipe, [f"checkpoint.asynchronous={asynchronous}"]), out) is None
+    assert names(out) == ["step-00000002", "step-00000006"], "nothing incomplete is left"
+    assert lines(out, "loss") == lines(whole, "loss")
+    (alarm,) = lines(out, "alarm")
+    assert re.search(r"cannot write the checkpoint .*step-00000004: .*No space left on device", alarm)
+    assert "the next save tries again" in alarm
+    assert re.search(f"alarm: step [456]: {alarm[:20]}", capsys.readouterr().out)
+    assert "No space left on device" in page(out)
+
+
+def test_a_failed_save_at_the_end_is_an_error(recipe, tmp_path, monkeypatch):
+    part = write.Writing.write_part
+
+    def full_later(writing):
+        with writing._explained():
+            full() if writing.meta["step"] > 2 else part(writing)
+
+    monkeypatch.setattr(write.Writing, "write_part", full_later)
+    with pytest.raises(UserError, match=r"cannot write the checkpoint .*step-00000006"):
+        train_rank(0, 1, recipe, tmp_path / "run")
+    assert names(tmp_path / "run") == ["step-00000002"]
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all(recipe, tmp_path):
+    """The last rank has no part in step 4. The first neither waits for it for ever nor keeps what is incomplete."""
+    two = change(recipe, ["layout.dp_shard=2", "layout.zero=1", "train.microbatch_size=1"])
+    assert run_ranks(2, fails_once, two, tmp_path / "run") == [None, None]
+    assert names(tmp_path / "run") == ["step-00000002", "step-00000006"]
+    (alarm,) = lines(tmp_path / "run", "alarm")
+    assert "step-00000004: [Errno 28] No space left on device" in alarm
+
+
+def fails_once(rank: int, world: int, recipe: Recipe, out: Path) -> int | None:
+    part = write.Writing.write_part
+
+    def full_once(writing: write.Writing) -> None:
+        with writing._explained():
+            full() if writing.meta["step"] == 4 and rank == world - 1 else part(writing)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write.Writing, "write_part", full_once)
+        return train_rank(rank, world, recipe, out)
+
+
+# Damaged ones
+
+
+def copy_of(run: Path, folder: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(run, folder / "run"))
+
+
+def cut(folder: Path) -> None:
+    path = next(folder.glob("optimizer-*"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path) -> None:
+    content = bytearray((folder / "manifest.json").read_bytes())
+    content[len(content) // 2] ^= 4
+    (folder / "manifest.json").write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, lambda folder: (folder / "manifest.json").unlink()])
+def test_the_one_before_a_damaged_checkpoint_is_used(recipe, whole, tmp_path, capsys, damage):
+    run = copy_of(whole, tmp_path)
+    damage(store.latest(run))
+    train_rank(0, 1, recipe, run, resume=True)
+    assert names(run) == ["damaged-step-00000006", *(f"step-0000000{n}" for n in (2, 4, 6))]
+    assert_same_checkpoints(run, whole)
+    assert lines(run, "loss") == lines(whole, "loss"), "the rows of steps that ran again are there once"
+    (alarm,) = lines(run, "alarm")
+    assert "Resumed from step 4 instead of step-00000006, set aside as damaged-step-00000006" in alarm
+    assert alarm in capsys.readouterr().out
+
+
+def test_ranks_agree_on_the_checkpoint_before(recipe, tmp_path):
+    """Only one of them reads the damaged file."""
+    two = change(recipe, ["layout.dp_replicate=2", "train.microbatch_size=1", "checkpoint.keep_last=2"])
+    run_ranks(2, train_rank, two, tmp_path / "run")
+    before = store.load(store.latest(tmp_path / "run"))
+    cut(store.latest(tmp_path / "run"))
+    assert run_ranks(2, train_rank, two, tmp_path / "run", True) == [None, None]
+    after = store.load(store.latest(tmp_path / "run"))
+    assert_same_tensors(after.model, before.model)
+    assert "damaged-step-00000006" in names(tmp_path / "run")
+
+
+def test_if_all_are_damaged_nothing_is_touched(recipe, whole, tmp_path):
+    run = copy_of(whole, tmp_path)
+    for folder in store.checkpoints(run):
+        cut(folder)
+    before, metrics = names(run), (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"(?s)has no valid checkpoint.*step-00000006.*step-00000002"):
+        train_rank(0, 1, recipe, run, resume=True)
+    assert names(run) == before
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_damage_is_found_before_weights_change(recipe, whole, tmp_path, monkeypatch):
+    """Here in the last file that is read."""
+    run = copy_of(whole, tmp_path)
+    for folder in store.checkpoints(run)[:-1]:
+        cut(folder)
+    cut(store.latest(run))
+    data = prepare(recipe)
+    resolved = resolve(recipe, vocab_size=data.vocab_size)
+    state = build_state(resolved, ranks_of(0, 1))
+    before = {name: weight.clone() for name, weight in state.masters().items()}
+    with pytest.raises(UserError, match="no valid checkpoint"):
+        resume(state, Job(resolved, run, data, resume=True))
+    assert_same_tensors(state.masters(), before)
+
+
+@pytest.mark.parametrize(
+    "change_",
+    [{"noise": [1, "x"]}, {"norms": [1]}, {"sites": []}, {"sites": {"count": 0}}, {"loss_scale": 3}],
+)
+def test_other_values_of_a_manifest_are_checked(whole, change_):
+    reader = store.Reader(store.latest(whole))
+    reader.meta.update(change_)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: "):
+        meta_of(reader)
+
+
+# Going back, and on
+
+
+def test_resume_from_a_chosen_checkpoint(recipe, whole, tmp_path, capsys):
+    run = copy_of(whole, tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", str(run), "--resume-from", str(run / "checkpoints" / "step-00000002")])
+    assert not stop.value.code
+    assert names(run) == [
+        *(f"later-step-0000000{n}" for n in (4, 6)),
+        *(f"step-0000000{n}" for n in (2, 4, 6)),
+    ]
+    assert_same_checkpoints(run, whole)
+    assert lines(run, "loss") == lines(whole, "loss")
+    said = capsys.readouterr()
+    assert "later than step-00000002, so it is set aside" in said.err
+    assert "resuming after step 2" in said.out
+    with pytest.raises(UserError, match=r"is not a checkpoint of .*, which has its own"):
+        run_command(recipe, out=run, resume_from=whole / "checkpoints" / "step-00000002")
+    with pytest.raises(UserError, match="this is a run; name one of its checkpoints"):
+        run_command(recipe, out=run, resume_from=whole)
+    with pytest.raises(UserError, match="there is no such folder"):
+        run_command(recipe, out=run, resume_from=tmp_path / "nothing")
+
+
+def test_a_chosen_checkpoint_that_is_damaged_is_an_error(recipe, whole, tmp_path):
+    """The user chose it, so no older one is taken."""
+    run = copy_of(whole, tmp_path)
+    cut(run / "checkpoints" / "step-00000004")
+    with pytest.raises(UserError, match="has no valid checkpoint"):
+        run_command(recipe, out=run, resume_from=run / "checkpoints" / "step-00000004")
+
+
+def test_a_new_run_from_another_runs_checkpoint(recipe, whole, tmp_path):
+    out = run_command(recipe, out=tmp_path / "new", resume_from=whole / "checkpoints" / "step-00000004")
+    assert names(out) == ["step-00000006"]
+    assert store.Reader(store.latest(out)).manifest.files == store.Reader(store.latest(whole)).manifest.files
+
+
+def test_resume_from_auto_starts_or_goes_on(recipe, whole, tmp_path, capsys):
+    out = tmp_path / "run"
+    run_command(change(recipe, ["train.steps=2"]), out=out, resume_from="auto")
+    assert "no checkpoint yet: starting from step 0" in capsys.readouterr().out
+    run_command(recipe, out=out, resume_from="auto")
+    assert "resuming after step 2" in capsys.readouterr().out
+    assert_same_checkpoints(out, whole)
+
+
+def test_a_run_that_ended_by_skipped_steps_may_go_on(recipe, tmp_path):
+    class Diverges(torch.nn.Module):
+        bad = 0
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, inputs, targets):
+            loss = (self.weight * inputs.float().mean()).square().sum()
+            return loss * torch.nan if Diverges.bad else loss
+
+    Diverges.bad, out = 1, tmp_path / "run"
+    with pytest.raises(UserError, match="not finite in 5 steps in a row"):
+        run_command(change(recipe, ["train.steps=9"]), out=out, module=Diverges())
+    Diverges.bad = 0
+    module = Diverges()
+    assert store.Reader(store.latest(out)).meta["skipped"] == 5
+    data = prepare(recipe)
+    resolved = resolve(change(recipe, ["train.steps=9"]), vocab_size=data.vocab_size)
+    job = Job(resolved, out, data, module, resume=True)
+
+    class OnceBad(Diverges):
+        def forward(self, inputs, targets):
+            Diverges.bad = len(lines(out, "loss")) == 5  # the first step after resuming
+            return super().forward(inputs, targets)
+
+    module.__class__ = OnceBad
+    assert run_rank(job, ranks_of(0, 1)) is None, "one more bad step does not end it"
+    assert store.Reader(store.latest(out)).meta["step"] == 9
+
+
+def test_keep_every(recipe, tmp_path):
+    every = change(recipe, ["checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.keep_every=3"])
+    train_rank(0, 1, change(every, ["train.steps=7"]), tmp_path / "run")
+    assert names(tmp_path / "run") == [f"step-0000000{n}" for n in (3, 6, 7)]
+
+
+# The command
+
+
+def command(*arguments: object) -> tuple[int, dict]:
+    done = CliRunner().invoke(app, ["checkpoints", *map(str, arguments), "--json"], catch_exceptions=True)
+    return done.exit_code, json.loads(done.stdout or "{}")
+
+
+def test_the_command_lists_verifies_copies_and_prunes(recipe, whole, tmp_path):
+    run = copy_of(whole, tmp_path)
+    code, found = command(run, "--verify")
+    assert code == 0
+    assert [row["step"] for row in found["checkpoints"]] == [2, 4, 6]
+    assert all(row["verified"] and not row["damage"] and row["format"] == 3 for row in found["checkpoints"])
+    code, found = command(run, "--copy", tmp_path / "backup", "--step", 4)
+    assert found["copied"] == str(tmp_path / "backup" / "step-00000004")
+    assert store.load(Path(found["copied"])).meta["step"] == 4
+    cut(run / "checkpoints" / "step-00000002")
+    assert command(run)[0] == 0, "without --verify only manifests are read"
+    code, found = command(run, "--verify")
+    assert code == 1
+    assert "bytes, the manifest says" in found["checkpoints"][0]["damage"]
+    (run / "checkpoints" / "later-step-00000009").mkdir()
+    text = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(text.replace("keep_last = 9", "keep_last = 1"))
+    assert [Path(p).name for p in command(run, "--prune")[1]["removed"]] == [
+        "step-00000002",
+        "step-00000004",
+        "later-step-00000009",
+    ]
+    assert names(run) == ["step-00000006"]
+
+
+def test_the_format_can_be_read_with_numpy_alone(whole):
+    """The code of docs/checkpoint-format.md."""
+    text = (Path(__file__).parent.parent / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
+    reads, checks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len([line for line in reads.splitlines() if line.startswith("    ")]) == 10
+    assert "torch" not in reads
+    known: dict[str, object] = {}
+    exec(reads + checks, known)
+    folder = store.latest(whole)
+    found, wanted = known["read"](folder), store.load(folder)  # type: ignore[operator]
+    both = {**wanted.model, **wanted.optimizer}
+    assert found.keys() == both.keys()
+    assert all(torch.equal(torch.from_numpy(found[name].copy()), tensor) for name, tensor in both.items())
+    flip(copy := copy_of(whole, whole.parent / "changed") / "checkpoints" / folder.name)
+    assert known["intact"](folder)  # type: ignore[operator]
+    assert not known["intact"](copy)  # type: ignore[operator]
