@@ -44,6 +44,7 @@ def meet(act: Any, ranks: Ranks) -> int | None:
     """Rank 1 does something; rank 0 waits for it in a message."""
     import torch.distributed as dist
 
+    dist.barrier()
     if ranks.rank == 1:
         return act()
     dist.barrier()
@@ -76,6 +77,9 @@ def found_hung() -> None:
 
 def stay(ranks: Ranks) -> None:
     """A thread keeps the process alive when its work is done."""
+    import torch.distributed as dist
+
+    dist.barrier()
     threading.Thread(target=time.sleep, args=(600,)).start()
 
 
@@ -234,12 +238,11 @@ def test_killed_ranks_are_started_again(text: Path, tmp_path: Path, whole: Path)
     assert any(line.split() == ["restarts", "2"] for line in run.said.splitlines())
 
 
-@pytest.mark.parametrize("which", ["launcher", "rank"])
-def test_one_signal_stops_the_run_and_it_resumes(text: Path, tmp_path: Path, whole: Path, which: str) -> None:
+def test_one_signal_to_one_rank_stops_the_run_and_it_resumes(text: Path, tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
     run = command(tmp_path / "log", *words(out, text, *LONG))
     run.until(lambda: last_step(out) > 2)
-    run.send(signal.SIGTERM, run.ranks()[1] if which == "rank" else None)
+    run.send(signal.SIGTERM, run.ranks()[1])
     assert run.wait(20) == exits.STOPPED, run.said
     assert "stopped before the end" in run.said
     again = command(tmp_path / "again", "train", str(out), "--resume")
@@ -247,10 +250,15 @@ def test_one_signal_stops_the_run_and_it_resumes(text: Path, tmp_path: Path, who
     assert_same_run(out, whole)
 
 
-def test_a_suspended_rank_does_not_keep_a_run_from_stopping(text: Path, tmp_path: Path) -> None:
+def test_a_run_in_use_is_refused_and_a_suspended_rank_does_not_keep_it_from_stopping(
+    text: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     run = command(tmp_path / "log", *words(out, text, "train.steps=100000"))
     run.until(lambda: last_step(out) > 2)
+    second = command(tmp_path / "second", "train", str(out), "--resume")
+    assert second.wait() == exits.USER
+    assert f"{out} is in use: process {run.pid} on " in second.said
     run.send(signal.SIGSTOP, run.ranks()[1])
     time.sleep(0.3)
     run.send(signal.SIGTERM)
@@ -273,7 +281,8 @@ def test_a_signal_at_any_moment(text: Path, tmp_path: Path, layout: str, which: 
         if run.process.is_alive() and (which == "launcher" or len(ranks) == 2):
             run.send(signal.SIGTERM, ranks[1] if which == "rank" else None)
         code = run.wait(30)
-        assert code in (exits.DONE, exits.STOPPED), run.said
+        begun = out.exists()  # before, the process dies by the signal as every other one
+        assert code in (exits.DONE, exits.STOPPED) or (code == -signal.SIGTERM and not begun), run.said
         assert "Traceback" not in run.said
         if code == exits.DONE:
             assert last_step(out) == 12
@@ -307,40 +316,34 @@ def train_dying(sets: list[str], out: Path, at: int, how: Any) -> str:
 
 
 def test_a_death_that_repeats_uses_the_budget_up(text: Path, tmp_path: Path) -> None:
-    """1 + 3 of 5, so the third death is the last. One message and one traceback; a user's error is not tried again."""
-    sets = recipe_of(text, "launch.restarts=5", "train.steps=40")
+    """1 + 3 of 3, so the second death is the last. One message and one traceback; a user's error is not tried again."""
+    sets = recipe_of(text, "launch.restarts=3", "train.steps=40")
     run = Launched(tmp_path / "log", train_dying, sets, tmp_path / "run", 7, fail)
     said = run.value()
     assert said.startswith("RankFailed: rank 1 failed: KeyError: 'of rank 1', after step ")
-    assert "died 3 times without a newer checkpoint" in said
+    assert "died 2 times without a newer checkpoint" in said
     assert "Resume from the last checkpoint" in said
     assert run.said.count("Traceback") == 1
-    assert run.said.count("Starting 2 rank(s) again") == 2
+    assert run.said.count("Starting 2 rank(s) again") == 1
     run = Launched(tmp_path / "user", train_dying, sets, tmp_path / "other", 3, mistake)
     assert run.value() == "UserError: layout.tp = 3 does not divide"
     assert "again" not in run.said
 
 
-def test_a_second_resume_says_who_has_the_run(text: Path, tmp_path: Path) -> None:
-    """And after a SIGKILL of the launcher, the next one waits for its ranks, which save and leave."""
+@pytest.mark.slow
+def test_the_next_start_waits_for_ranks_whose_launcher_was_killed(text: Path, tmp_path: Path) -> None:
+    """They save and leave."""
     out = tmp_path / "run"
-    run = command(
-        tmp_path / "log",
-        *words(out, text, "train.steps=100000", "checkpoint.every=5", "optim.warmup_steps=0"),
-    )
+    sets = ("train.steps=100000", "checkpoint.every=5", "optim.warmup_steps=0")
+    run = command(tmp_path / "log", *words(out, text, *sets))
     run.until(lambda: last_step(out) > 7)
-    second = command(tmp_path / "second", "train", str(out), "--resume")
-    assert second.wait() == exits.USER
-    assert f"{out} is in use: process {run.pid} on " in second.said
     ranks = run.ranks()
     run.send(signal.SIGKILL)
-    third = command(
-        tmp_path / "third", "train", str(out), "--resume", f"--set=train.steps={last_step(out) + 60}"
-    )
-    assert third.wait() == exits.DONE, third.said
+    more = f"--set=train.steps={last_step(out) + 60}"
+    again = command(tmp_path / "again", "train", str(out), "--resume", more)
+    assert again.wait() == exits.DONE, again.said
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    steps = lines(out, "step")
-    assert len(lines(out, "loss")) == max(steps)
+    assert len(lines(out, "loss")) == max(lines(out, "step"))
 
 
 def test_too_few_files_are_one_message(text: Path, tmp_path: Path) -> None:
