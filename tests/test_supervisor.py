@@ -26,7 +26,7 @@ from fivefold.checkpoint import store
 from fivefold.cli.main import main
 from fivefold.errors import RankFailed, UserError
 from fivefold.files import owned
-from fivefold.launch import exits, scratch, supervisor, verdict
+from fivefold.launch import exits, interrupt, scratch, supervisor, verdict
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.supervisor import Attempt, Outcome
@@ -90,7 +90,7 @@ def deaf(ranks: Ranks) -> None:
 
 
 def outcome_of(work: Any, grace_s: float | None = None, leave_s: float = 5.0) -> Outcome:
-    supervisor.LEAVE_S = leave_s
+    supervisor.LEAVE_S, interrupt.PATIENCE_S = leave_s, 0
     return launch(Attempt(work, 2, grace_s=None if grace_s is None else lambda: grace_s), fork=True)
 
 
@@ -127,7 +127,25 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:
     plain = Launched(tmp_path / "plain", outcome_of, deaf)
     plain.until(lambda: plain.said.count("is here") == 2)
     plain.send(signal.SIGTERM)
-    assert plain.value(20) == Outcome(stopped=signal.SIGTERM)
+    assert plain.value(20) == Outcome(stopped=signal.SIGTERM), "they have nothing to save"
+
+
+def test_a_second_ctrl_c_and_a_killed_launcher_end_deaf_ranks(tmp_path: Path) -> None:
+    launched = Launched(tmp_path / "twice", outcome_of, deaf, 600.0)
+    launched.until(lambda: launched.said.count("is here") == 2)
+    for _ in range(2):
+        launched.send(signal.SIGINT)
+        time.sleep(0.3)
+    assert launched.value(20).signal == signal.SIGINT
+    launched = Launched(tmp_path / "killed", outcome_of, deaf, 0.5)
+    launched.until(lambda: launched.said.count("is here") == 2)
+    ranks = launched.ranks()
+    launched.send(signal.SIGKILL)
+    launched.wait()
+    end = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in ranks):
+        assert time.monotonic() < end, "they are still there"
+        time.sleep(0.05)
 
 
 def test_folders_of_killed_launchers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ class MetricsWriter:
         folder = Path(folder)
         make_folder(folder)
         path = folder / FILE
-        self.damaged = _drop_after(path, step) if path.exists() else 0
+        self.damaged = drop_after(path, step) if path.exists() else 0
         self._file = Lines(path)  # a killed run loses at most the line that it was writing
         self._events = _Events(folder / "tensorboard", step) if tensorboard else None
         self._told = False
@@ -157,7 +157,7 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
                 yield raw, {key: math.nan if value is None else value for key, value in line.items()}
 
 
-def _drop_after(path: Path, step: int) -> int:
+def drop_after(path: Path, step: int) -> int:
     """Rewrites `path` without the lines after `step` and without damaged ones. A crash here loses nothing.
 
     Returns the number of damaged lines before kept ones."""

@@ -25,7 +25,7 @@ from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.observe.console import Console
-from fivefold.observe.metrics import MetricsWriter
+from fivefold.observe.metrics import MetricsWriter, drop_after
 from fivefold.parallel.link import Kind, Note, links
 from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.server import Event, Server
@@ -191,7 +191,10 @@ class Leader:
     def run(self) -> bool:
         """Trains to the last step. Returns False if it was stopped before."""
         self._set_limit()
-        with Lines(self.job.out / WORKERS) as self.lines:
+        path = self.job.out / WORKERS
+        if path.exists():  # as in metrics.jsonl: these steps run again
+            drop_after(path, self.state.step)
+        with Lines(path) as self.lines:
             while not self._over():
                 self._hand_out()
                 self._wait()
