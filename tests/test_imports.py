@@ -53,7 +53,7 @@ LIGHT = {
 LIGHT_FILES = (
     "kernels/__init__.py",
     "kernels/sizes.py",
-    *(f"launch/{name}.py" for name in ("exits", "interrupt", "scratch", "verdict")),
+    *(f"launch/{name}.py" for name in ("exits", "interrupt", "restarted", "scratch", "verdict")),
     "models/__init__.py",
     "models/*/__init__.py",
     "models/*/card.py",

@@ -12,6 +12,7 @@ import typer
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 from fivefold.errors import UserError
 from fivefold.launch.interrupt import Leaving
+from fivefold.launch.restarted import in_pod
 
 EXAMPLES = [
     "fivefold train quickstart",
@@ -76,6 +77,8 @@ def train(
     from fivefold.recipe import load
 
     path = Path(recipe)
+    if in_pod() and out is not None and not resume and resume_from is None:
+        resume_from = "auto"
     again = resume or resume_from is not None
     if again and (path / "recipe.toml").is_file():  # `fivefold train RUN --resume`
         out, path = out or path, path / "recipe.toml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 COUNTS = {"TORCHELASTIC_RESTART_COUNT": "torchrun", "SLURM_RESTART_COUNT": "Slurm"}
 
@@ -16,7 +17,6 @@ def restarted_by() -> str | None:
     return None
 
 
-def may_go_on() -> bool:
-    """True if a run that is there is to be resumed without being asked for: the ranks have been started before, or they
-    are in a pod of Kubernetes, which does not know whether it is the first."""
-    return restarted_by() is not None or "KUBERNETES_SERVICE_HOST" in os.environ
+def in_pod() -> bool:
+    """True in a pod of Kubernetes where nobody types: it may be a retry, and does not know."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ and not sys.stdin.isatty()

@@ -120,6 +120,19 @@ class Restarts:
         raise as_error(replace(failure, more="") if failure.more == self.shown else failure, more)
 
 
+def note_restart(run: Path, launcher: str, ranks: int) -> None:
+    """Records that a foreign launcher has started the ranks again."""
+    with suppress(OSError):
+        record.add(
+            run,
+            kind="launcher",
+            why=f"{launcher} started the ranks again",
+            died_after=last_step(run),
+            from_step=newest(run),
+            ranks=ranks,
+        )
+
+
 def newest(run: Path) -> int:
     """The step of the newest checkpoint; 0 without one, or if none can be seen."""
     with suppress(UserError, OSError, ValueError):

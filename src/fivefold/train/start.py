@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from fivefold.launch.exits import STOPPED, unsaved
 from fivefold.launch.interrupt import Interrupt, run_complete
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
+from fivefold.launch.restarted import restarted_by
 from fivefold.launch.supervisor import Attempt
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import budget_of
@@ -43,7 +43,7 @@ from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
 from fivefold.train.prediction import add_exact
-from fivefold.train.restart import Restarts, grace_s
+from fivefold.train.restart import Restarts, grace_s, note_restart
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
 
@@ -68,7 +68,8 @@ def run_command(
 
     nproc: local ranks to start; None: as many as the layout says. Under torchrun or Slurm their ranks are used.
     out: run folder; None: a new one, runs/NAME-N. resume: continue from its last checkpoint.
-    resume_from: AUTO: continue if there is a checkpoint, else start. A path: continue from this checkpoint.
+    resume_from: AUTO: continue if there is a checkpoint, else start; the default for ranks that torchrun or Slurm have
+    started again. A path: continue from this checkpoint.
     fork: forks local ranks. This is quick, but only safe in a process that has used neither torch's threads nor a GPU,
     such as the command line's. Otherwise ranks are spawned, and their arguments are pickled.
     module, batches, val_batches: the user's own model and data instead of the recipe's.
@@ -79,7 +80,9 @@ def run_command(
         RankFailed: a rank died or hung too often. The message names it.
         SystemExit: a signal stopped the run: with STOPPED after saving, else with 128 + its number (`launch/exits.py`).
     """
-    launched = ranks_.found()
+    launched, restarted = ranks_.found(), restarted_by()
+    if restarted and not resume and resume_from is None:
+        resume_from = AUTO
     ensure_open_files(launched[1] if launched else nproc or Layout.from_recipe(recipe.layout).ranks)
     if seat is None:
         recipe = _fit_layout(recipe, nproc, launched[1] if launched else None)
@@ -115,9 +118,11 @@ def run_command(
     if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
         ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores())
     with owned(out) if not (launched and launched[0]) else nullcontext(), Interrupt() as interrupt:
-        if chosen is not None and not (launched and launched[0]) and not _restarted():
+        if chosen is not None and not (launched and launched[0]) and not restarted:
             for moved in go_back(out, chosen):
                 print(f"note: later than {chosen.name}, so it is set aside: {moved}", file=sys.stderr)
+        if restarted and not (launched and launched[0]):
+            note_restart(job.out, restarted, world)
         if launched or world == 1:
             stopped = _run_here(job, interrupt)
         else:
@@ -250,11 +255,6 @@ def prepare_data(recipe: Recipe, quiet: bool) -> DataSet:
         return prepare(recipe)
     with progress_bar() as progress:
         return prepare(recipe, progress)
-
-
-def _restarted() -> bool:
-    """True if torchrun has started these ranks again: the command's own words were obeyed the first time."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
 def _run_folder(out: Path | None, name: str, resume: bool, either: bool, launched_rank: int | None) -> Path:
