@@ -18,7 +18,7 @@ TO_TEST := $(VENV)/.installed-test
 LISTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-chaos check format clean
+.PHONY: help train test test-all test-chaos check audit sbom format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -46,6 +46,14 @@ check: $(TO_TEST)  ## format, lint, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_imports.py
+
+audit: $(TO_TEST)  ## installed versions and files against their pins; known vulnerabilities, if the index answers
+	$(BIN)/python .ci/dependencies.py check
+	$(BIN)/python .ci/dependencies.py known
+
+sbom: $(TO_TEST)  ## dist/sbom.json: all components, for a release
+	@mkdir -p dist
+	$(BIN)/python .ci/dependencies.py sbom dist/sbom.json
 
 format: $(TO_TEST)  ## format the code and mend what ruff can
 	$(BIN)/ruff format .

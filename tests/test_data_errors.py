@@ -183,7 +183,6 @@ def test_sources_that_do_not_exist(tmp_path: Path, look):
 def test_tokenizers_that_do_not_exist(tmp_path: Path, look):
     path = write(tmp_path / "a.txt", "text " * 100)
     for tokenizer, part in {
-        "bpe:many": "N must be a whole number",
         "bpe:100": "at least 257",
         "byte": "must be bpe:N, bytes, chars, or the path",
     }.items():

@@ -1,6 +1,7 @@
 """Where ranks come from, which layout they get, and that local runs listen on loopback only."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from test_train import TINY
 
 from fivefold.cli.train import train
 from fivefold.errors import UserError
-from fivefold.launch import local, ranks
+from fivefold.launch import local, network, ranks
 from fivefold.recipe import Recipe, load, resolve, to_toml
 from fivefold.spread.layout import Layout, to_text
 from fivefold.train import start
@@ -123,20 +124,52 @@ def launched_on_two_hosts(clean) -> None:
     for name, value in values.items():
         clean.setenv(name, value)
     clean.setattr(ranks.torch, "set_num_threads", lambda count: None)
-    clean.setattr(ranks.socket, "gethostname", lambda: "node7")
-    clean.setattr(ranks.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    clean.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
 
 
 def test_a_host_whose_name_is_loopback_is_refused(clean):
-    """As on Debian, where the host's name is 127.0.1.1: gloo would listen where no other host reaches it."""
+    """As on Debian, where the host's name is 127.0.1.1: no other host could reach it."""
     launched_on_two_hosts(clean)
-    clean.setattr(ranks.socket, "gethostbyname", {"node7": "127.0.1.1"}.__getitem__)
+    clean.setenv("MASTER_ADDR", "127.0.1.1")
     clean.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with (
-        pytest.raises(UserError, match=r"node7 stands for 127.0.1.1. Set GLOO_SOCKET_IFNAME .*: eth0, ib0\)"),
+        pytest.raises(UserError, match=r"reach 127.0.1.1 from 127.* Set GLOO_SOCKET_IFNAME .*: eth0, ib0\)"),
         ranks.join(),
     ):
         pass
+    with pytest.raises(UserError, match=r"127.0.1.1 stands for the loopback interface"):
+        network.listening("127.0.1.1", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_store_listens_at_one_address_only(clean):
+    """PyTorch's own listens on every interface."""
+    before = listening({os.getpid()})
+    descriptor = network.listening("127.0.0.1", 0, alone=True)
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        port = copy.getsockname()[1]
+    values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in values.items():
+        clean.setenv(name, value)
+    os.close(descriptor)
+    store = ranks._store(0, 1, 10)
+    store.set("key", "value")
+    found = listening({os.getpid()}) - before
+    assert found == {"0100007F"}, found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_interface_towards_another_host(clean):
+    assert network.interface_of("127.0.0.1") == ""
+    try:
+        address = network.own_address("192.0.2.1")  # nothing is sent
+    except UserError:
+        pytest.skip("no way to other hosts")
+    name = network.interface_of(address)
+    assert name in [name for _, name in socket.if_nameindex()]
+    clean.setenv("NCCL_SOCKET_IFNAME", "")
+    network.name_interface("nccl", "192.0.2.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={name}"
 
 
 def test_ranks_that_cannot_be_reached_are_one_message(clean, tmp_path):

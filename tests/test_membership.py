@@ -18,6 +18,7 @@ from test_sites import resolved, simulated
 from fivefold.checkpoint import store
 from fivefold.comm import ALONE
 from fivefold.comm.membership import Meeting, Membership, Seat
+from fivefold.comm.sealed import SECRET
 from fivefold.data import prepare
 from fivefold.errors import CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
@@ -160,6 +161,37 @@ def test_who_is_a_member() -> None:
     assert zero.vote(Meeting(6, False, 1, (0,), ()), True)
     with pytest.raises(UserError, match="site 1 came too late to the outer step after inner step 6"):
         one.meet(6, 1)
+
+
+def test_a_secret_that_the_sites_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it nobody makes a site believe anything: neither who is a member, nor where gloo listens."""
+    monkeypatch.setenv(SECRET, "of both sites, and long")
+    port = free_port()
+    zero, one = member(port, 0), member(port, 1)
+    thread, came = beside(one.come, 0, "same")
+    meeting = zero.come(0, "same")
+    thread.join(20)
+    assert came == [meeting]
+    thread, axes = beside(one.axis, meeting)  # gloo reads the sealed store, too
+    mine = zero.axis(meeting)
+    thread.join(20)
+    thread, done = beside(axes[0].all_reduce, torch.ones(2))
+    mine.all_reduce(found := torch.ones(2))
+    thread.join(20)
+    assert len(done) == 1
+    assert found.tolist() == [2.0, 2.0]
+
+    monkeypatch.delenv(SECRET)
+    stranger = member(port, 1)
+    stranger._set("members/3/0", step=3, first=False, attempt=0, members=[0], new=[])
+    with pytest.raises(UserError, match=f"'members/3/0' was not written with our {SECRET}"):
+        zero._meeting("members/3/0", 5)
+    zero._set("members/4/0", step=4, first=False, attempt=0, members=[0], new=[])
+    with pytest.raises(UserError, match=f"not understood; do all sites have the same {SECRET}"):
+        stranger._meeting("members/4/0", 5)
+    monkeypatch.setenv(SECRET, "short")
+    with pytest.raises(UserError, match="5 characters; use at least 16"):
+        member(port, 1)
 
 
 def test_options(tmp_path: Path) -> None:

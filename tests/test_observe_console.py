@@ -11,8 +11,9 @@ from itertools import count
 
 import pytest
 
+from fivefold.errors import printable
 from fivefold.observe.console import Console
-from fivefold.observe.format import duration, printable, short_number, size
+from fivefold.observe.format import duration, short_number, size
 
 LINE = {
     "tokens": 4096,

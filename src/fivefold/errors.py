@@ -1,23 +1,68 @@
-"""The errors that a user sees. They carry one clear message and never a traceback on the command line."""
+"""The errors that a user sees. They carry one clear message and never a traceback on the command line.
+
+Messages quote what others wrote: file names, keys, values. So every message is made printable and short when it is
+raised. Whoever prints it, or passes it on in a file, needs no care.
+"""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
 
+LONGEST_MESSAGE = 4000
+"""Characters of an error message."""
+LONGEST_WORD = 100
+"""Characters of a word for which a similar one is searched. The search takes quadratic time."""
 
-class UserError(ValueError):
+
+def printable(text: str) -> str:
+    """`text` with escapes (`\\x1b`) for everything that could control a terminal.
+
+    Kept: printable characters, newlines, tabs. Escaped: C0 and C1 controls (a terminal obeys escape
+    sequences), format characters (they reverse or hide text: "Trojan Source", arXiv 2111.00169), lone
+    surrogates, and separators that end a line outside of `\\n`.
+    """
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(_escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def shortened(text: str, most: int) -> str:
+    """`text`, or its beginning and its end (which has the advice) if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    middle = f" [... {len(text):,} characters ...] "
+    kept = most - len(middle)
+    return f"{text[: kept * 3 // 4]}{middle}{text[-(kept - kept * 3 // 4) :]}"
+
+
+class _Message(Exception):
+    """An error with a message that can be printed on any terminal."""
+
+    def __init__(self, message: object = "") -> None:
+        text = printable(shortened(str(message), LONGEST_MESSAGE))
+        super().__init__(shortened(text, LONGEST_MESSAGE))  # escapes are longer than what they stand for
+
+
+class UserError(_Message, ValueError):
     """Bad input: a recipe key, a file, a layout. The command line prints the message and exits with 2."""
 
 
-class CheckFailed(Exception):
+class CheckFailed(_Message):
     """A check failed, such as `fivefold verify` beyond its tolerance. The exit code is 1."""
 
 
-class CommunicationError(Exception):
+class CommunicationError(_Message):
     """A message between ranks timed out or a rank has gone. It names rank, axis, operation and line: exit code 1."""
 
 
-class RankFailed(Exception):
+class RankFailed(_Message):
     """A rank died or hung, and the run was not restarted. One message, which names the rank: exit code 1."""
 
 
@@ -25,5 +70,5 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`; did you mean 'x'?` with the most similar choice, or an empty string."""
     from difflib import get_close_matches
 
-    near = get_close_matches(word, list(choices), n=1)
+    near = get_close_matches(word[:LONGEST_WORD], list(choices), n=1)
     return f"; did you mean '{near[0]}'?" if near else ""

@@ -15,14 +15,15 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, BinaryIO, TextIO
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, shortened
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
 
@@ -73,7 +74,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def stream(path: Path) -> IO[bytes]:
     """A new or emptied file to write bytes to."""
-    file = open(path, "wb")  # noqa: SIM115
+    file = open(inside(path), "wb")  # noqa: SIM115
     watch("write", path)
     return file
 
@@ -87,7 +88,7 @@ class Lines:
     def __init__(self, path: Path):
         self.path, self.error = path, ""
         self._left = b""
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file = open(inside(path), "ab", buffering=0)  # noqa: SIM115
         watch("write", path)
 
     def write(self, line: str) -> None:
@@ -119,7 +120,7 @@ class Lines:
 def make_folder(path: Path, *, new: bool = False, mode: int = 0o777) -> None:
     """Makes a folder and those above it, and flushes their names. new: raises FileExistsError if it is there."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(mode, parents=True, exist_ok=not new)
+    inside(path).mkdir(mode, parents=True, exist_ok=not new)
     for folder in reversed(missing):
         watch("folder", folder)
         flush(folder.parent)
@@ -130,6 +131,7 @@ def rename(source: Path, target: Path) -> None:
 
     The content has to be flushed before.
     """
+    inside(target.parent)
     os.replace(source, target)
     watch("rename", source, target)
     for folder in {source.parent, target.parent}:
@@ -138,6 +140,7 @@ def rename(source: Path, target: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a file or folder if it is there. What cannot be removed stays."""
+    inside(path.parent)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -191,7 +194,7 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[b
     Yields False if the file system has no locks. Then callers may do the same work twice. That is safe, because results
     are deterministic and appear by a rename.
     """
-    with open(path, "w") as f:
+    with open(inside(path), "w") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -266,3 +269,154 @@ def _alive(pid: int) -> bool:
     except (OSError, OverflowError):
         return True
     return True
+
+
+# Folders and files that others may have made
+
+MOST_JSON = 16 << 20
+"""Bytes of a JSON file. Objects in memory take about 20 times as much."""
+MOST_TRACE = 256 << 20
+"""Bytes of a step's timeline."""
+LONGEST_NUMBER = 40
+"""Digits of a whole number in a JSON file."""
+BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What code raises that finds other JSON than it expects."""
+
+_guarded: dict[Path, tuple[Path, ...]] = {}
+"""Guarded folders, and where files in them may lie."""
+
+
+def guard(folder: Path, *, look: bool = True) -> None:
+    """From now on, nothing in this folder is opened, written or removed through a link that leads out of it.
+
+    A run folder or a model may come from anybody, and a link in it would let them choose which file we overwrite. The
+    folder itself may be a link. A snapshot of a Hugging Face cache may link to the blobs beside it.
+
+    look: goes through the folder now, and refuses such links, and whatever is neither a file nor a folder (a pipe
+    would block who opens it).
+
+    Raises:
+        UserError: the folder has one.
+    """
+    home = folder.absolute()
+    real = Path(os.path.realpath(home))
+    blobs = (real.parent.parent / "blobs",) if real.parent.name == "snapshots" else ()
+    _guarded[home] = (real, *blobs)
+    if look:
+        _look_through(home)
+
+
+def _look_through(folder: Path) -> None:
+    waiting = [folder] if folder.is_dir() else []
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_symlink():
+                    inside(path)
+                elif entry.is_dir(follow_symlinks=False):
+                    waiting.append(path)
+                elif not entry.is_file(follow_symlinks=False):
+                    raise UserError(f"{path} is neither a file nor a folder. Remove it")
+
+
+def inside(path: Path) -> Path:
+    """Returns `path`, after a check that no link leads it out of a guarded folder.
+
+    Raises:
+        UserError: one does.
+    """
+    if not _guarded:
+        return path
+    absolute = Path(os.path.abspath(path))
+    for home, allowed in _guarded.items():
+        if home in absolute.parents:
+            real = Path(os.path.realpath(absolute))
+            if not any(place == real or place in real.parents for place in allowed):
+                raise UserError(
+                    f"{path} leads out of {home}, to {real}. Links in run folders and models are not followed: put "
+                    "the file itself there"
+                )
+    return path
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a regular file to read bytes. It never waits, as a pipe would let it, and a device is refused.
+
+    Raises:
+        UserError: it is no regular file, or a link leads it out of a guarded folder.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(inside(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UserError(f"{path} is not a regular file")
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes.
+
+    Raises:
+        UserError: it is no regular file, or larger.
+        OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise UserError(f"{path} has more than {most:,} bytes, the most that is read")
+    return content
+
+
+def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UserError: it is not a regular file, too large, not JSON, or not an object.
+        OSError: it cannot be read.
+    """
+    try:
+        content = parse_json(read_bytes(path, most))
+    except UserError:
+        raise
+    except BROKEN as error:
+        raise UserError(f"{path}: not JSON: {shortened(str(error), 200)}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object, but {_kind(content)}")
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, without numbers of more than LONGEST_NUMBER digits, which would not fit into a float.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON, has such numbers, or is nested too deeply.
+    """
+    return json.loads(text, parse_int=_whole_number)
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a whole number of {len(digits):,} digits; at most {LONGEST_NUMBER}")
+    return int(digits)
+
+
+def _kind(content: object) -> str:
+    return {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(
+        type(content), "a number"
+    )
+
+
+@contextlib.contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """Inside the block, JSON that has other fields than expected is a UserError that names the file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BROKEN as error:
+        what = f"{type(error).__name__}: {shortened(str(error), 200)}"
+        raise UserError(f"{path} is damaged, or was not written by Fivefold ({what})") from None

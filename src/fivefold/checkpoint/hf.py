@@ -15,8 +15,18 @@ from torch import Tensor
 from fivefold.checkpoint import store, write
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
-from fivefold.files import flush_all, make_folder, own_word, remove, rename
-from fivefold.files import write as write_file
+from fivefold.files import (
+    flush_all,
+    guard,
+    make_folder,
+    own_word,
+    read_json,
+    remove,
+    rename,
+)
+from fivefold.files import (
+    write as write_file,
+)
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.precision import torch_dtype
@@ -45,6 +55,7 @@ def export_run(
     Raises:
         UserError: the run has no checkpoint, or `out` exists and is not empty.
     """
+    guard(run)
     recipe = load(run / "recipe.toml")
     state = store.load(checkpoint or store.latest(run), kinds=("model",)).model
     if dtype is not None:
@@ -70,6 +81,7 @@ def import_folder(source: Path, out: Path) -> Path:
     Raises:
         UserError: Fivefold cannot compute the model exactly. The message names the keys, weights or files.
     """
+    guard(source)
     config = _read_json(source / "config.json")
     model = from_hf_config(config)
     state = from_hf(_read_weights(source), model)
@@ -205,14 +217,9 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return content
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 from fivefold.errors import UserError
-from fivefold.files import make_folder, write
+from fivefold.files import guard, make_folder, understood, write
 
 if TYPE_CHECKING:
     from fivefold.recipe import Recipe
@@ -57,9 +57,12 @@ def draw(
     a step (observe.memory_step).
     """
     if (Path(recipe) / "recipe.toml").is_file():
+        guard(Path(recipe))
         if set_ or layout or cluster:
             raise UserError(f"{recipe} is a run: leave --set, --layout and --cluster out")
-        return _show(*of_run(Path(recipe)), out, json)
+        with understood(Path(recipe) / "traces"):
+            drawn = of_run(Path(recipe))
+        return _show(*drawn, out, json)
     from fivefold.observe import layout_picture
     from fivefold.recipe import expected_vocab_size, load, resolve
     from fivefold.schedules.pipeline import to_svg, to_text

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import JsonOption, RunArgument, print_json, require_run
-from fivefold.errors import UserError
+from fivefold.errors import UserError, printable
 
 EXAMPLES = [
     "fivefold generate runs/first --prompt 'def main('",
@@ -37,7 +37,6 @@ def generate(
     Uses the weights of the run's last checkpoint.
     """
     require_run(run)
-    from fivefold.observe.format import printable
     from fivefold.train.generate import Sampling, generate_text, open_run
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

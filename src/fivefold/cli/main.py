@@ -31,7 +31,7 @@ from fivefold.cli import (
     train,
     verify,
 )
-from fivefold.errors import CheckFailed, CommunicationError, RankFailed, UserError
+from fivefold.errors import CheckFailed, CommunicationError, RankFailed, UserError, printable
 from fivefold.host.memory import restart_with_huge_pages
 from fivefold.launch.exits import FAILED, USER
 
@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:  # no permission, full disk, name too long: print the system's message
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EMFILE, errno.ENFILE):
             raise
-        print(f"error: {str(error.filename or 'output')[:200]}: {error.strerror}", file=sys.stderr)
+        name = printable(str(error.filename or "output")[:200])
+        print(f"error: {name}: {error.strerror}", file=sys.stderr)
         sys.exit(USER)
     except (CheckFailed, CommunicationError, RankFailed) as error:
         print(f"failed: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.errors import UserError
+from fivefold.files import guard
 
 
 def _recipe_names() -> list[str]:
@@ -61,6 +62,7 @@ def require_run(folder: Path) -> Path:
         UserError: it does not; the message names runs nearby.
     """
     if (folder / "recipe.toml").is_file():
+        guard(folder)
         return folder
     what = "has no recipe.toml" if folder.is_dir() else "there is no such folder"
     runs = _run_folders()

@@ -11,6 +11,7 @@ import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 from fivefold.errors import UserError
+from fivefold.files import guard
 from fivefold.launch.interrupt import Leaving
 from fivefold.launch.restarted import in_pod
 
@@ -81,6 +82,7 @@ def train(
         resume_from = "auto"
     again = resume or resume_from is not None
     if again and (path / "recipe.toml").is_file():  # `fivefold train RUN --resume`
+        guard(path)
         out, path = out or path, path / "recipe.toml"
         recipe = str(path)
     try:

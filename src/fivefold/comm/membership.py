@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -33,10 +32,13 @@ import torch.distributed as dist
 from fivefold.comm.axis import Axis
 from fivefold.comm.private import gloo_group
 from fivefold.comm.progress import progress
+from fivefold.comm.sealed import SECRET, sealed
 from fivefold.errors import CommunicationError, UserError
+from fivefold.launch import network
 
 POLL_S = 0.02
 CPU = torch.device("cpu")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -102,19 +104,24 @@ class Membership:
         self._new: set[int] = set()  # those of them that have no common state yet
         self._tokens: dict[int, str] = {}  # the starts of sites that site 0 has answered
         self.store = self._connect()
-        self.address = _own_address(seat)
+        self.address = network.own_address(seat.host)
 
     def _connect(self) -> dist.Store:
         serves = self.hosts and self.leads
         wait = timedelta(seconds=self.patience_s if not self.hosts else min(60.0, self.inside.timeout_s))
+        seat, at = self.seat, None
+        if serves:  # at this address only
+            at = network.listening(seat.host, seat.port, alone=seat.host in LOOPBACK)
         try:
-            store = dist.TCPStore(self.seat.host, self.seat.port, None, serves, wait, wait_for_workers=False)
+            store = dist.TCPStore(
+                seat.host, seat.port, None, serves, wait, wait_for_workers=False, master_listen_fd=at
+            )
         except RuntimeError as error:
             said = str(error).splitlines()[0][:200]
             why = "cannot serve the other sites" if serves else "finds no site 0"
             raise UserError(f"site {self.seat.site} {why} at {self.seat}: {said}") from None
         store.set_timeout(timedelta(seconds=self.inside.timeout_s))
-        return store
+        return sealed(store)
 
     def come(self, step: int, digest: str) -> Meeting:
         """Asks to join, after inner step `step`, with a common state of this digest. Returns the first meeting: sites
@@ -281,7 +288,14 @@ class Membership:
             if time.monotonic() > until:
                 raise CommunicationError(f"site 0 at {self.seat} has not answered for {limit:g} s")
             time.sleep(POLL_S)
-        return json.loads(self._ask(self.store.get, key))
+        try:
+            return json.loads(self._ask(self.store.get, key))
+        except UserError:
+            raise
+        except ValueError:
+            raise UserError(
+                f"a message to '{key}' is not understood; do all sites have the same {SECRET}?"
+            ) from None
 
     def _has(self, key: str) -> bool:
         progress.mark()  # other launches take as long as they are given
@@ -298,11 +312,3 @@ class Membership:
             raise CommunicationError(
                 f"site {self.seat.site}: site 0 at {self.seat} has ended, or cannot be reached. The store said: {said}"
             ) from error
-
-
-def _own_address(seat: Seat) -> str:
-    """The address of this host on the way to site 0."""
-    kind, *_, where = socket.getaddrinfo(seat.host, seat.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as way:
-        way.connect(where)  # sends nothing
-        return way.getsockname()[0]

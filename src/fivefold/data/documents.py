@@ -125,6 +125,8 @@ def _json_document(file: int, at: int, line: bytes, text_key: str) -> Document |
         return Bad(file, at, f"not JSON: {error.msg} (character {error.pos})")
     except RecursionError:
         return Bad(file, at, "not JSON: nested too deeply")
+    except ValueError:  # Python reads no numbers of more than 4300 digits
+        return Bad(file, at, "not JSON: a number is too long")
     if not isinstance(value, dict):
         return Bad(file, at, f"a JSON {type(value).__name__}; expected an object with the field {text_key!r}")
     return document_of(file, at, value, text_key)

@@ -137,10 +137,8 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: P
 
 
 def check_tokenizer(spec: str, mask: bool) -> None:
-    """Raises UserError unless data.tokenizer is `bpe:N`, `bytes`, `chars` or an existing path."""
+    """Raises UserError unless data.tokenizer is `bpe:N` with enough tokens, `bytes`, `chars` or an existing path."""
     if spec.startswith("bpe:"):
-        if not spec[4:].isdecimal():
-            raise UserError(f"data.tokenizer = {spec!r}: N must be a whole number, as in bpe:4096")
         check_bpe_size(int(spec[4:]), mask)
     elif spec not in ("bytes", "chars") and not (spec and Path(spec).expanduser().exists()):
         raise UserError(

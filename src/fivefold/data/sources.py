@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable
@@ -140,7 +141,10 @@ def _of_kind(spec: str, root: Path, paths: list[Path]) -> Source:
 
 def _file(path: Path, root: Path) -> File:
     try:
-        size = path.stat().st_size
+        state = path.stat()
+        size = state.st_size
+        if not stat.S_ISREG(state.st_mode):  # a pipe blocks its reader, and a device may have no end
+            raise UserError(f"data.source: {path} is not a regular file")
     except OSError:
         size = -1  # a dangling link; its reader reports it as a bad document
     return File(path.relative_to(root).as_posix(), path.absolute(), KINDS[path.suffix.lower()], size)

@@ -18,7 +18,7 @@ from fivefold.data.fingerprint import Memo, remembered
 from fivefold.data.sources import nearest
 from fivefold.data.tokens import DataSet, Shard, Tokens
 from fivefold.errors import UserError
-from fivefold.files import cache_folder, writable
+from fivefold.files import BROKEN, cache_folder, open_file, writable
 from fivefold.recipe import Recipe
 
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.
@@ -84,7 +84,8 @@ def find_files(spec: str) -> list[Path]:
 def read_header(path: Path, dtype: str) -> Shard:
     """Where the ids lie in a file, and their dtype. `dtype` is that of a .bin without a header."""
     try:
-        return _npy(path) if path.suffix == ".npy" else _bin(path, dtype)
+        with open_file(path):  # a pipe would block
+            return _npy(path) if path.suffix == ".npy" else _bin(path, dtype)
     except OSError as error:
         raise UserError(f"data.source: {path}: cannot be read: {error.strerror}") from None
 
@@ -116,7 +117,12 @@ def _bin(path: Path, dtype: str) -> Shard:
 def _npy(path: Path) -> Shard:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:  # numpy's message names the fault: magic, header or size
+    except (
+        *BROKEN,
+        EOFError,
+        MemoryError,
+        SyntaxError,
+    ) as error:  # it names the fault: magic, header or size
         raise UserError(f"data.source: {path}: not a complete .npy file: {error}") from None
     if array.ndim != 1 or array.dtype.name not in NPY_DTYPES:
         raise UserError(

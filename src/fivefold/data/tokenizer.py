@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
+from fivefold.data import foreign
 from fivefold.errors import UserError
-from fivefold.files import write_atomically
+from fivefold.files import parse_json, read_bytes, read_json, write_atomically
 
 END, MASK = "<|end|>", "<|mask|>"
 KNOWN_ENDS = [END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]"]
@@ -133,14 +134,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, mask: bool = False) -> Toke
     """
     special = [END, MASK] if mask else [END]
     check_bpe_size(vocab_size, mask)
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
-        [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    inner = _plain("bpe", models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[AddedToken(t, special=True, normalized=False) for t in special],
@@ -163,42 +157,56 @@ def check_bpe_size(vocab_size: int, mask: bool) -> None:
 def bytes_tokenizer(mask: bool = False) -> Tokenizer:
     """A tokenizer of UTF-8 bytes: ids 0 to 255 are the bytes, 256 is the end token, 257 the mask."""
     letters = byte_letters()
-    inner = tokenizers.Tokenizer(models.BPE({letters[b]: b for b in range(256)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    return _with_special(inner, mask)
+    return _with_special(_plain("bytes", models.BPE({letters[b]: b for b in range(256)}, [])), mask)
 
 
 def chars_tokenizer(characters: Iterable[str], mask: bool = False) -> Tokenizer:
     """A tokenizer with one id per character, in code-point order (as nanoGPT's), then the special tokens."""
     vocab = {c: i for i, c in enumerate(sorted(set(characters)))}
-    inner = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<|unknown|>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
-    inner.decoder = decoders.Fuse()  # type: ignore[assignment]
-    return _with_special(inner, mask)
+    return _with_special(_plain("chars", models.WordLevel(vocab, unk_token="<|unknown|>")), mask)
+
+
+def _plain(kind: Literal["bpe", "bytes", "chars"], model: Any) -> tokenizers.Tokenizer:
+    """A tokenizer without special tokens."""
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner: Any = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer, inner.decoder = {
+        "bpe": (
+            pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), spelled]),
+            decoders.ByteLevel(),
+        ),
+        "bytes": (spelled, decoders.ByteLevel()),
+        "chars": (pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()),
+    }[kind]
+    return inner
 
 
 def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
     """Loads a Hugging Face tokenizer.json, or the one in a folder.
 
     tokenizer_config.json beside it names the end and mask tokens (eos_token, mask_token). Without it the usual names
-    are tried. mask: a mask token is required. Raises UserError if the file or a token is missing.
+    are tried. mask: a mask token is required. Raises UserError if the file or a token is missing, or if the file takes
+    too much memory or time (`foreign.py`).
     """
     path = path / "tokenizer.json" if path.is_dir() else path
     config_path = path.with_name("tokenizer_config.json")
     try:
-        spec = json.loads(path.read_text("utf-8"))
-        config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+        content = read_bytes(path, foreign.MOST_BYTES)
+        spec = parse_json(content)
+        config = read_json(config_path) if config_path.exists() else {}
+        foreign.require_harmless(path, content, spec, _is_ours(spec))
         vocab = tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
+        end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
+        named_mask = config.get("mask_token")
+        mask_token = _find_token(path, vocab, named_mask, KNOWN_MASKS, "mask") if mask or named_mask else None
+        _mark_special(spec, vocab, [end] if mask_token is None else [end, mask_token])
+        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), end, mask_token)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None
     except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
-        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from None
-    end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
-    named_mask = config.get("mask_token")
-    mask_token = _find_token(path, vocab, named_mask, KNOWN_MASKS, "mask") if mask or named_mask else None
-    _mark_special(spec, vocab, [end] if mask_token is None else [end, mask_token])
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), end, mask_token)
+        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json: {str(error)[:300]}") from None
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
@@ -250,6 +258,19 @@ def _mark_special(spec: dict[str, Any], vocab: dict[str, int], tokens: list[str]
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             spec["added_tokens"].append({"id": vocab[token], "content": token, **flags, "special": True})
     spec["added_tokens"].sort(key=lambda entry: entry["id"])
+
+
+def _is_ours(spec: Any) -> bool:
+    """True if a tokenizer.json has no parts but those of `_plain`. Its vocabulary may be any."""
+    parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    plain = [json.loads(_plain(kind, models.BPE()).to_str()) for kind in ("bpe", "bytes", "chars")]
+    known = [[one[part] for part in parts] for one in plain]
+    return (
+        isinstance(spec, dict)
+        and isinstance(spec.get("model"), dict)
+        and spec["model"].get("type") in ("BPE", "WordLevel")
+        and [spec.get(part) for part in parts] in known
+    )
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import gc
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from fivefold.errors import CommunicationError, UserError
 from fivefold.host import cores
-from fivefold.launch import verdict
+from fivefold.launch import network, verdict
 
 STORE_FILE = "FIVEFOLD_STORE_FILE"  # set by launch/local.py for the ranks it starts
 SPARE_POLL_S = 1.0
@@ -115,9 +114,9 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
     if launched > 1:
         atexit.unregister(_free_groups)  # of a join before
         atexit.register(_free_groups)
-        if device.type == "cpu" and world > local_world:
-            _check_address()
         backend = "nccl" if device.type == "cuda" else "gloo"
+        if world > local_world and not network.is_named(backend):
+            network.name_interface(backend, _master()[0])
         try:
             store = _store(rank, launched, timeout_s)
             if world > 1:
@@ -128,7 +127,7 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
             said = f"rank {rank} cannot reach the other ranks: {str(error).splitlines()[0][:300]}"
             if verdict.FOLDER in os.environ:  # ranks of our launcher: one of them has ended
                 raise CommunicationError(said) from error
-            raise UserError(f"{said}.{_interfaces(backend)}") from error
+            raise UserError(f"{said}.{network.interfaces(backend)}") from error
     try:
         yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
     finally:
@@ -161,24 +160,6 @@ def schedule_as_batch() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _check_address() -> None:
-    """Refuses a host whose name stands for the loopback interface: gloo would listen there, and no other host could
-    reach it."""
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(name)
-        if address.startswith("127.") and not os.environ.get("GLOO_SOCKET_IFNAME"):
-            raise UserError(
-                f"other hosts cannot reach this one by its name: {name} stands for {address}.{_interfaces('gloo')}"
-            )
-
-
-def _interfaces(backend: str) -> str:
-    """What to do about the network: the sentence that ends an error."""
-    names = ", ".join(name for _, name in socket.if_nameindex() if name != "lo")
-    return f" Set {backend.upper()}_SOCKET_IFNAME to the network interface between the hosts (here: {names or 'none'})"
-
-
 def _free_groups() -> None:
     """Frees the process groups, which waits for gloo's threads.
 
@@ -195,7 +176,10 @@ def _store(rank: int, world: int, timeout_s: float) -> dist.Store:
     host, port = _master()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     master, timeout = rank == 0 and not shared, timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, port, world, is_master=master, timeout=timeout, wait_for_workers=False)
+    launched = found()
+    on_one_host = launched is None or launched[1] == launched[3]
+    at = network.listening(host, port, alone=on_one_host) if master else None
+    store = dist.TCPStore(host, port, world, master, timeout, wait_for_workers=False, master_listen_fd=at)
     return dist.PrefixStore(_round(store, rank, world, timeout_s), store)
 
 

@@ -23,11 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGABRT, SIGKILL
 
+from fivefold.errors import printable, shortened
 from fivefold.files import own_word
 from fivefold.launch.exits import FAILED, HUNG, STOPPED, USER, in_words
 
 FOLDER = "FIVEFOLD_VERDICTS"  # environment variable of a rank: the folder of its attempt
 CODES = {"done": 0, "stopped": STOPPED, "error": USER, "hung": HUNG, "failed": FAILED, "lost": FAILED}
+LONGEST_TEXT = 20_000
+"""Characters of a rank's last words: a traceback."""
 SOONER_S = 0.5  # the launcher may see it that much after a survivor's message
 # What gloo, NCCL and torch's stores say when the other end of a connection is gone
 _GONE = (
@@ -48,6 +51,7 @@ def leave(kind: str, text: str = "") -> int:
 
     It only writes a small file, so a watchdog's thread may call it while another one hangs."""
     assert kind in CODES, kind
+    text = printable(shortened(text, LONGEST_TEXT))  # it quotes what others wrote
     folder, rank = os.environ.get(FOLDER), os.environ.get("RANK", "0")
     if folder is None:
         if text and kind not in ("done", "stopped"):

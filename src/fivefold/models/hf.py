@@ -121,7 +121,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
         problems = exchange.problems(config) if hasattr(exchange, "problems") else []
     except KeyError as error:
         raise UserError(f"config.json: key {error} is missing") from error
-    except (AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"config.json: a value has the wrong type: {error}") from error
     for key, allowed in exchange.SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:

@@ -105,8 +105,8 @@ MODES: dict[str, str | None] = {"none": "nothing", "selective": None, "full": "b
 """The region that each mode of `layout.recompute` repeats. None: the program says it (`Program.selective`)."""
 PREFIX = "ops:"
 BUDGET = "budget:"
-_BUDGET = re.compile(rf"{BUDGET}(\d+(?:\.\d+)?)(B|KiB|MiB|GiB|TiB)")
-_RUN = re.compile(r"(.+)\*([1-9]\d{0,5})")
+_BUDGET = re.compile(rf"{BUDGET}(\d{{1,15}}(?:\.\d{{1,15}})?)(B|KiB|MiB|GiB|TiB)", re.ASCII)
+_RUN = re.compile(r"(.+)\*([1-9]\d{0,5})", re.ASCII)
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**10 * GIB}
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ def of_blocks(recompute: str, layers: int) -> tuple[str, ...]:
 
 def _fitted(runs: list[tuple[str, int]], layers: int) -> list[str]:
     """The first modes of so many blocks; the last run is made longer or shorter."""
-    modes = [mode for mode, number in runs for _ in range(min(number, layers))]
+    modes = [mode for mode, number in runs[:layers] for _ in range(min(number, layers))]
     return (modes + [runs[-1][0]] * layers)[:layers]
 
 

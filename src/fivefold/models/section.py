@@ -18,6 +18,19 @@ else:
     Arch = Literal[ARCHITECTURES]
 
 
+# Limits, several times beyond what anybody trains. Whoever reads a recipe or a config.json may do work in proportion.
+MOST_LAYERS = 4096
+WIDEST = 1 << 20
+"""Features, heads."""
+LONGEST = 1 << 27
+"""Tokens of a sequence."""
+MOST_IDS = 1 << 22
+"""Ids of a vocabulary."""
+MOST_EXPERTS = 1 << 14
+LARGEST = 1 << 53
+"""Any other whole number: so a float holds it exactly."""
+
+
 class Section(BaseModel):
     """A section of a recipe: strict types, no unknown keys, no infinities, no change after creation.
 
@@ -40,34 +53,34 @@ class ModelSection(Section):
 
     arch: Arch = "llama"
     """Architecture."""
-    layers: int = Field(default=6, ge=1)
+    layers: int = Field(default=6, ge=1, le=MOST_LAYERS)
     """L: number of transformer blocks."""
-    dim: int = Field(default=384, ge=1)
+    dim: int = Field(default=384, ge=1, le=WIDEST)
     """D: width of the model. Must be divisible by `heads`, unless `head_dim` is set."""
-    heads: int = Field(default=6, ge=1)
+    heads: int = Field(default=6, ge=1, le=WIDEST)
     """H: number of query heads."""
-    kv_heads: int | None = Field(default=None, ge=1)
+    kv_heads: int | None = Field(default=None, ge=1, le=WIDEST)
     """K: number of key-value heads (grouped-query attention, arXiv 2305.13245). It must divide `heads`."""
-    head_dim: int | None = _of("free_heads", None, ge=1)
+    head_dim: int | None = _of("free_heads", None, ge=1, le=WIDEST)
     """d: width of a head, if it is not D / H."""
     attention_bias: bool = _of("attention_biases", False)
     """The projections of attention have biases."""
-    query_rank: int | None = _of("latent_attention", None, ge=0)
+    query_rank: int | None = _of("latent_attention", None, ge=0, le=WIDEST)
     """Width of the latent vector that a token's queries are made from (MLA, arXiv 2405.04434). 0: they are made from
     the block's input itself."""
-    kv_rank: int | None = _of("latent_attention", None, ge=1)
+    kv_rank: int | None = _of("latent_attention", None, ge=1, le=WIDEST)
     """Width of the latent vector that a token's keys and values are made from."""
-    nope_dim: int | None = _of("latent_attention", None, ge=1)
+    nope_dim: int | None = _of("latent_attention", None, ge=1, le=WIDEST)
     """Width of the part of each query and key head without positions."""
-    rope_dim: int | None = _of("latent_attention", None, ge=2)
+    rope_dim: int | None = _of("latent_attention", None, ge=2, le=WIDEST)
     """Width of the part with rotary positions. All heads of a token share this part of the key."""
-    value_dim: int | None = _of("latent_attention", None, ge=1)
+    value_dim: int | None = _of("latent_attention", None, ge=1, le=WIDEST)
     """Width of a value head. At most `nope_dim + rope_dim`."""
-    ffn_dim: int | None = Field(default=None, ge=1)
+    ffn_dim: int | None = Field(default=None, ge=1, le=WIDEST)
     """F: inner width of the feed-forward layer (with experts: of the `dense_layers`)."""
-    vocab_size: int | None = Field(default=None, ge=2)
+    vocab_size: int | None = Field(default=None, ge=2, le=MOST_IDS)
     """V: size of the vocabulary. Unset: the tokenizer's, rounded up to a multiple of 64."""
-    seq_len: int = Field(default=256, ge=2)
+    seq_len: int = Field(default=256, ge=2, le=LONGEST)
     """T: tokens per training sequence."""
     tie_embeddings: bool | None = None
     """The output layer shares the embedding's weight."""
@@ -89,22 +102,22 @@ class ModelSection(Section):
     """Only with `rope_factor`."""
     rope_high: float = _of("rotary", 4.0, gt=0)
     """Only with `rope_factor`. Above `rope_low`."""
-    rope_context: int = _of("rotary", 8192, ge=1)
+    rope_context: int = _of("rotary", 8192, ge=1, le=LONGEST)
     """Tokens of the context before it was stretched. Only with `rope_factor`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights. Projections back into the residual stream get this divided by
     sqrt(2 L) (GPT-2)."""
-    experts: int | None = _of("has_experts", None, ge=1)
+    experts: int | None = _of("has_experts", None, ge=1, le=MOST_EXPERTS)
     """E: routed experts per block."""
-    experts_per_token: int | None = _of("has_experts", None, ge=1)
+    experts_per_token: int | None = _of("has_experts", None, ge=1, le=MOST_EXPERTS)
     """Routed experts per token."""
-    shared_experts: int | None = _of("has_experts", None, ge=0)
+    shared_experts: int | None = _of("has_experts", None, ge=0, le=MOST_EXPERTS)
     """Additional experts that compute every token (DeepSeekMoE, arXiv 2401.06066)."""
-    expert_ffn_dim: int | None = _of("has_experts", None, ge=1)
+    expert_ffn_dim: int | None = _of("has_experts", None, ge=1, le=WIDEST)
     """Inner width of an expert."""
-    dense_layers: int = _of("has_experts", 0, ge=0)
+    dense_layers: int = _of("has_experts", 0, ge=0, le=MOST_LAYERS)
     """Number of first blocks with an ordinary feed-forward layer instead of experts."""
     router_score: Literal["softmax", "sigmoid"] | None = _of("has_experts", None)
     """Function from the router's logits to a token's scores: `softmax` (Mixtral), `sigmoid` (DeepSeek-V3)."""
@@ -112,9 +125,9 @@ class ModelSection(Section):
     """Divide the scores of a token's experts by their sum."""
     router_scale: float = _of("has_experts", 1.0, gt=0)
     """Factor on the results of the routed experts (DeepSeek-V3: 2.5)."""
-    expert_groups: int = _of("has_experts", 1, ge=1)
+    expert_groups: int = _of("has_experts", 1, ge=1, le=MOST_EXPERTS)
     """Groups of experts, of which a token uses only some (DeepSeek-V3: 8). Must divide `experts`."""
-    groups_per_token: int = _of("has_experts", 1, ge=1)
+    groups_per_token: int = _of("has_experts", 1, ge=1, le=MOST_EXPERTS)
     """Groups of experts that a token uses: those whose two best experts have the highest sum of scores (DeepSeek-V3:
     4)."""
     balance: Literal["aux", "bias", "none"] | None = _of("has_experts", None)

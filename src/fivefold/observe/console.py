@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.observe.format import duration, printable, short_number, size
+from fivefold.errors import printable
+from fivefold.observe.format import duration, short_number, size
 
 # Seconds between redraws of the bar. A redraw takes about a millisecond, and steps may take less.
 _REDRAW_S = 0.25

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import unicodedata
+
+from fivefold.errors import printable as printable
 
 
 def short_number(value: float) -> str:
@@ -40,21 +41,3 @@ def duration(seconds: float) -> str:
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     return f"{days}d{h:02d}h" if days else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
-
-
-def printable(text: str) -> str:
-    """`text` with escapes (`\\x1b`) for everything that could control a terminal.
-
-    Kept: printable characters, newlines, tabs. Escaped: C0 and C1 controls (a terminal obeys escape
-    sequences), format characters (they reverse or hide text: "Trojan Source", arXiv 2111.00169), lone
-    surrogates, and separators that end a line outside of `\\n`.
-    """
-    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
-        return text
-    return "".join(_escaped(c) for c in text)
-
-
-def _escaped(character: str) -> str:
-    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return character
-    return character.encode("unicode_escape").decode("ascii")

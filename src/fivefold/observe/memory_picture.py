@@ -9,7 +9,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from fivefold.files import make_folder, write_atomically
+from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
 from fivefold.observe.format import size
 from fivefold.observe.scale import linear_scale
 from fivefold.schedules.memory_timeline import CATEGORIES, PHASES, MemoryTimeline, from_json
@@ -164,7 +164,8 @@ def read(run: Path, rank: int = 0) -> list[tuple[str, MemoryTimeline]]:
 
 def _named(paths: Sequence[Path]) -> Iterator[tuple[str, MemoryTimeline]]:
     for path in paths:
-        found = from_json(json.loads(path.read_text(encoding="utf-8")))
+        with understood(path):
+            found = from_json(read_json(path, MOST_TRACE))
         yield f"step {found.step:,}, rank {found.rank}", found
 
 

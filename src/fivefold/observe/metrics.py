@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.files import Lines, make_folder, stream, write_atomically
+from fivefold.files import Lines, make_folder, open_file, parse_json, stream, write_atomically
 
 FILE = "metrics.jsonl"
+LONGEST_LINE = 16 << 20
 
 # TensorBoard groups charts by the part before the slash.
 _TAGS = {
@@ -143,18 +144,35 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Each complete line of `path` with its values, or None if it is damaged. It reads bytes, so that a cut UTF-8
     character is harmless."""
-    with path.open("rb") as file:
-        for raw in file:
-            if not raw.endswith(b"\n"):
+    with open_file(path) as file:
+        while raw := file.readline(LONGEST_LINE):
+            if not raw.endswith(b"\n") and len(raw) < LONGEST_LINE:
                 return
             try:
-                line = json.loads(raw)
+                line = parse_json(raw)
             except (ValueError, RecursionError):
                 line = None
-            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            if not _is_line(line):
                 yield raw, None
             else:
                 yield raw, {key: math.nan if value is None else value for key, value in line.items()}
+
+
+def _is_line(line: Any) -> bool:
+    """True for an object with an integer `step`, numbers, and text (not for a key of `_TAGS`)."""
+    return (
+        isinstance(line, dict)
+        and isinstance(line.get("step"), int)
+        and all(_is_metric(key, value) for key, value in line.items())
+    )
+
+
+def _is_metric(key: str, value: Any) -> bool:
+    """True for null and numbers; outside of `_TAGS` also for text, and for a list or numbers by name."""
+    if key in _TAGS:
+        return value is None or isinstance(value, int | float)
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return all(part is None or isinstance(part, int | float | str) for part in parts)
 
 
 def drop_after(path: Path, step: int) -> int:

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from fivefold.errors import UserError
-from fivefold.files import make_folder, write_atomically
+from fivefold.files import make_folder, read_json, understood, write_atomically
 from fivefold.host.devices import SHEETS
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import BLOCKS, FORMATS, Format
@@ -109,8 +109,9 @@ def read(run: Path) -> tuple[int, Histogram]:
             f"{run}: no step's numbers were counted. Train with --set observe.histogram_step=N, such as 3, which "
             f"writes {run / 'traces'}"
         )
-    found = json.loads(paths[-1].read_text(encoding="utf-8"))
-    return found["step"], from_json(found["kinds"])
+    with understood(paths[-1]):
+        found = read_json(paths[-1])
+        return int(found["step"]), from_json(found["kinds"])
 
 
 def histogram_text(found: Histogram, columns: int = 100) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from fivefold.errors import UserError
+from fivefold.files import read_json
 from fivefold.observe.format import size
 from fivefold.observe.summary import column, finite
 
@@ -28,10 +29,9 @@ class Comparison(NamedTuple):
 def read(run: Path) -> dict[str, Any]:
     """The content of plan.json; {} if it is missing or broken."""
     try:
-        found = json.loads((run / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(run / "plan.json")
+    except (OSError, UserError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def step_seconds(lines: Sequence[dict[str, Any]]) -> float | None:

@@ -12,12 +12,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import UserError
-from fivefold.files import write_atomically
+from fivefold.errors import UserError, printable
+from fivefold.files import guard, understood, write_atomically
 from fivefold.observe import memory_picture, prediction, restarts, slow, step_timeline
 from fivefold.observe.document import asset, document
-from fivefold.observe.format import duration, printable, short_number, size
-from fivefold.observe.metrics import read_metrics
+from fivefold.observe.format import duration, short_number, size
+from fivefold.observe.metrics import FILE, read_metrics
 from fivefold.observe.run_charts import run_charts
 from fivefold.observe.sections import commands, compression, machine, recipe_text, sampled, samples
 from fivefold.observe.summary import column, summarize
@@ -33,6 +33,7 @@ def write_report(run: Path | str) -> Path:
     Raises: UserError if `run` has no readable metrics. The other files may be missing.
     """
     run = Path(run)
+    guard(run)
     path = run / "report.html"
     write_atomically(path, page(run))
     return path
@@ -41,19 +42,27 @@ def write_report(run: Path | str) -> Path:
 def page(run: Path) -> str:
     """The page as HTML."""
     lines, recipe = read_metrics(run), _recipe(run / "recipe.toml")
-    figures = summarize(lines)
+    with understood(run / FILE):
+        figures = summarize(lines)
+        curves = run_charts(lines) + _table(lines) if lines else ""
+    with understood(run / "plan.json"):
+        predicted = prediction.section(prediction.read(run))
+    with understood(run / "traces"):
+        messages, memory = step_timeline.section(run), memory_picture.section(run)
+    with understood(run / "machine.json"):
+        facts = machine(run / "machine.json")
     name = printable(run.resolve().name)
     sections = [
-        _section("Curves", run_charts(lines) + _table(lines)) if lines else "",
-        _section("Predicted and measured", prediction.section(prediction.read(run))),
-        _section("Computing and messages", drawn) if (drawn := step_timeline.section(run)) else "",
-        _section("Memory over a step", drawn) if (drawn := memory_picture.section(run)) else "",
+        _section("Curves", curves) if curves else "",
+        _section("Predicted and measured", predicted),
+        _section("Computing and messages", messages) if messages else "",
+        _section("Memory over a step", memory) if memory else "",
         _section("Compressed gradients", shown) if (shown := compression(lines)) else "",
         _section("Restarts", shown) if (shown := restarts.section(run)) else "",
         _section("Slow ranks", shown) if (shown := slow.section(lines)) else "",
         _section("Samples", samples(lines)),
         _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
-        _section("Machine", machine(run / "machine.json")),
+        _section("Machine", facts),
         _section("Next steps", commands(run, recipe)),
     ]
     body = f"""<header>

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fivefold.errors import printable
 from fivefold.files import Lines
-from fivefold.observe.format import printable
 
 FILE = "restarts.jsonl"
 

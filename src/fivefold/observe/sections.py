@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from fivefold.errors import UserError, printable
+from fivefold.files import read_bytes, read_json
 from fivefold.models.card import card_of
-from fivefold.observe.format import printable, size
+from fivefold.observe.format import size
 from fivefold.recipe import Recipe, explain
+from fivefold.recipe.load import MOST_BYTES
 
 _MOST_SAMPLES = 8
 _LONGEST_SAMPLE = 4000
@@ -66,7 +68,7 @@ def recipe_text(path: Path, recipe: Recipe | None) -> str:
         return '<p class="none">This run has no recipe.toml.</p>'
     known = {field.key: field for field in explain(recipe)} if recipe else {}
     section, blocks = "", [""]
-    for line in path.read_text("utf-8", "replace").splitlines():
+    for line in read_bytes(path, MOST_BYTES).decode("utf-8", "replace").splitlines():
         text = escape(printable(line))
         if line.startswith("["):
             section = line.strip("[] ")
@@ -85,10 +87,10 @@ def recipe_text(path: Path, recipe: Recipe | None) -> str:
 def machine(path: Path) -> str:
     """machine.json as a list of facts."""
     try:
-        facts = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        facts = read_json(path)
+    except (OSError, UserError):
         facts = None
-    if not isinstance(facts, dict) or not facts:
+    if not facts:
         return '<p class="none">This run has no machine.json.</p>'
     rows = [f"<dt>{escape(_label(k))}</dt><dd>{escape(_fact(k, v))}</dd>\n" for k, v in facts.items()]
     return f'<dl class="facts">\n{"".join(rows)}</dl>'

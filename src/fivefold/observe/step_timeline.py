@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fivefold.files import make_folder, write_atomically
+from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
 from fivefold.schedules.overlap import StepTimeline, from_json
 from fivefold.schedules.overlap_draw import summary, to_svg, to_text
 
@@ -29,7 +29,8 @@ def read(run: Path) -> list[tuple[str, StepTimeline]]:
     paths = [path for path in paths if path.name.split("-")[2] == paths[-1].name.split("-")[2]]
     measured, planned = [], []
     for path in paths:
-        found = from_json(json.loads(path.read_text(encoding="utf-8")))
+        with understood(path):
+            found = from_json(read_json(path, MOST_TRACE))
         if path.stem.endswith(PLANNED):
             planned.append((PLANNED, found))
         else:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
+from fivefold.files import read_bytes
 from fivefold.host.devices import BY_NAME, GB, sheet_of
 from fivefold.plan import measured
 from fivefold.plan.devices import Cluster, Device, Link, Storage, Wiring, of_table
 from fivefold.precision import DTYPES
+from fivefold.recipe.load import MOST_BYTES
+from fivefold.spread.layout import MOST_RANKS
 
-MOST_DEVICES = 1_000_000
 RATED = tuple(dtype.name for dtype in DTYPES.values() if dtype.stored)
 """The dtypes whose rates a cluster has."""
 
@@ -138,8 +140,8 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
             f"cluster '{text}': '{count}' is not a number of devices; write 64, or 8x4 for 8 nodes of 4"
         )
     devices = int(found[1]) * int(found[2] or 1)
-    if not 1 <= devices <= MOST_DEVICES:
-        limit = f"at most {MOST_DEVICES:,}" if devices else "at least 1"
+    if not 1 <= devices <= MOST_RANKS:
+        limit = f"at most {MOST_RANKS:,}" if devices else "at least 1"
         raise UserError(f"cluster '{text}': {devices:,} devices; {limit}")
     if found[2] and not cluster.connected:
         raise UserError(f"cluster '{text}': this machine is one node; write local:{devices}")
@@ -157,8 +159,8 @@ class _Key:
 
 
 _KEYS = {
-    "devices": _Key(most=MOST_DEVICES),
-    "devices_per_node": _Key(most=MOST_DEVICES),
+    "devices": _Key(most=MOST_RANKS),
+    "devices_per_node": _Key(most=MOST_RANKS),
     "memory_gb": _Key(GB),
     "memory_bandwidth_tb_s": _Key(1e12),
     **{f"{dtype}_tflops": _Key(1e12) for dtype in RATED},
@@ -170,13 +172,13 @@ _KEYS = {
     "inter_gb_s": _Key(GB),
     "inter_share": _Key(most=1.0),
     "inter_latency_us": _Key(1e-6, above=-1e-9),
-    "nics_per_node": _Key(most=MOST_DEVICES),
-    "nvlink_domain": _Key(most=MOST_DEVICES),
+    "nics_per_node": _Key(most=MOST_RANKS),
+    "nvlink_domain": _Key(most=MOST_RANKS),
     "pcie_gb_s": _Key(GB),
     "pcie_latency_us": _Key(1e-6, above=-1e-9),
-    "nodes_per_leaf": _Key(most=MOST_DEVICES),
+    "nodes_per_leaf": _Key(most=MOST_RANKS),
     "oversubscription": _Key(above=1 - 1e-9),
-    "hosts_per_machine": _Key(most=MOST_DEVICES),
+    "hosts_per_machine": _Key(most=MOST_RANKS),
     "host_gb_s": _Key(GB),
     "host_memory_gb": _Key(GB),
     "host_bandwidth_gb_s": _Key(GB),
@@ -264,7 +266,7 @@ def links(path: Path) -> tuple[Cluster, bool]:
 def _read(path: Path) -> tuple[str | None, dict[str, float], tuple[int, ...]]:
     """(base, values in SI units, sizes of the torus) of a file."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_bytes(path, MOST_BYTES).decode("utf-8"))
     except OSError as error:
         raise UserError(f"cluster '{path}': cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -275,7 +277,7 @@ def _read(path: Path) -> tuple[str | None, dict[str, float], tuple[int, ...]]:
     if base != LOCAL and "hosts_per_machine" in table:
         raise UserError(f"cluster '{path}': hosts_per_machine: only with base = \"{LOCAL}\"")
     sizes = isinstance(torus, list) and all(
-        isinstance(size, int) and 1 < size <= MOST_DEVICES for size in torus
+        isinstance(size, int) and 1 < size <= MOST_RANKS for size in torus
     )
     if not sizes:
         raise UserError(

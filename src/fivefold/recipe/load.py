@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.errors import UserError, did_you_mean
+from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
+from fivefold.files import read_bytes
 from fivefold.recipe import words
 from fivefold.recipe.migrate import migrate
 from fivefold.recipe.recipe import Recipe
@@ -18,6 +19,8 @@ from fivefold.recipe.rules import contradictions
 from fivefold.recipe.words import KEYS, SECTIONS, none_unsets, plain_type
 from fivefold.spread.layout import parse as parse_layout
 
+MOST_BYTES = 256 << 10
+"""Size of a recipe's file. A long one has 5 KiB."""
 _SHIPPED = Path(__file__).parent.parent / "recipes"
 
 
@@ -93,7 +96,7 @@ def find(name_or_path: str | Path) -> Path:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_bytes(path, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text at byte {error.start}") from None
     except OSError as error:
@@ -172,12 +175,15 @@ class _Draft:
             key, equals, raw = (part.strip() for part in text.partition("="))
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
-                self.problems.append(f"--set {text}: must have the form section.key=value")
+                self.problems.append(
+                    f"--set {shortened(text, LONGEST_WORD)}: must have the form section.key=value"
+                )
                 continue
             values = self.table.setdefault(section, {})
             if not isinstance(values, dict):
                 continue  # the file has `section = ...`, which is reported as such
-            self.origins |= {key: f"--set {text}", section: self.origins.get(section, f"--set {text}")}
+            origin = f"--set {shortened(text, LONGEST_WORD)}"
+            self.origins |= {key: origin, section: self.origins.get(section, origin)}
             if raw.lower() == "none" and key in KEYS and none_unsets(KEYS[key]):
                 values.pop(name, None)
             else:

@@ -5,10 +5,13 @@ Where a step begins in the data is a function of the recipe and the step, as its
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from fivefold.errors import UserError
 from fivefold.recipe.schema import TrainSection
+
+_PHASE = re.compile(r"0*([1-9]\d{0,8}):0*([1-9]\d{0,14})", re.ASCII)
 
 
 def ramp(train: TrainSection) -> list[tuple[int, int]]:
@@ -19,13 +22,12 @@ def ramp(train: TrainSection) -> list[tuple[int, int]]:
     """
     found = []
     for part in filter(None, (train.batch_ramp or "").split("+")):
-        size, colon, steps = part.partition(":")
-        if not (colon and size.isdecimal() and steps.isdecimal() and int(size) and int(steps)):
+        if not (phase := _PHASE.fullmatch(part)):
             raise UserError(
                 f'train.batch_ramp = "{train.batch_ramp}": must be sizes with their number of steps, such as '
                 '"4:100+8:200"'
             )
-        found.append((int(size), int(steps)))
+        found.append((int(phase[1]), int(phase[2])))
     return found
 
 

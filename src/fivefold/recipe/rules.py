@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from fivefold.errors import UserError
 from fivefold.models.card import Contradiction, card_of, resolve_model, round_up
 from fivefold.models.recomputation import budget_of, of_blocks
 from fivefold.models.rules import lacks, model_rules
-from fivefold.models.section import ModelSection
+from fivefold.models.section import MOST_IDS, ModelSection
 from fivefold.optim import DEFAULT, FIELDS, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.precision import MASTER, PRECISIONS
@@ -19,16 +20,19 @@ from fivefold.recipe.ramp import ramp, steps_for
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
 from fivefold.schedules.compression import NONE
-from fivefold.spread.layout import Layout, problems
+from fivefold.spread.layout import Layout, divisors, largest_divisor, problems
 from fivefold.spread.servers import SERVER
 from fivefold.spread.tiers import OFFLOADS
 
 R = TypeVar("R", bound=Sections)
+_BPE = re.compile(r"bpe:(\d{1,7})", re.ASCII)
 
 
 def contradictions(recipe: Sections) -> Iterator[Contradiction]:
     """Yields every rule that a recipe breaks. Its single fields are valid."""
     yield from model_rules(recipe.model, recipe.layout.tp)
+    yield from _texts(recipe)
+    yield from _vocabulary(recipe)
     yield from _generates(recipe)
     yield from _experts(recipe)
     yield from _length(recipe)
@@ -60,6 +64,27 @@ def allows(recipe: Sections, layout: Layout) -> bool:
     return not any(contradictions(with_layout(recipe, layout)))
 
 
+def _texts(recipe: Sections) -> Iterator[Contradiction]:
+    """Texts become paths, and parts of a TOML file."""
+    for section, fields in recipe:
+        for name, value in fields:
+            if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
+                yield (
+                    {f"{section}.{name}"},
+                    f"{section}.{name} must be valid Unicode, without the character 0",
+                )
+
+
+def _vocabulary(recipe: Sections) -> Iterator[Contradiction]:
+    spec = recipe.data.tokenizer
+    bpe = _BPE.fullmatch(spec)
+    if spec.startswith("bpe:") and (bpe is None or int(bpe[1]) > MOST_IDS):
+        yield (
+            {"data.tokenizer"},
+            f"data.tokenizer = {toml_value(spec)}: N must be a whole number, as in bpe:4096, and at most {MOST_IDS}",
+        )
+
+
 def _generates(recipe: Sections) -> Iterator[Contradiction]:
     if not card_of(recipe.model).causal and recipe.train.sample_every:
         yield (
@@ -80,7 +105,7 @@ def _experts(recipe: Sections) -> Iterator[Contradiction]:
         return
     experts = card_of(model).defaults()["experts"] if model.experts is None else model.experts
     if experts % layout.ep:
-        nearest = max(n for n in range(1, layout.ep + 1) if experts % n == 0)
+        nearest = largest_divisor(experts, layout.ep)
         yield (
             {"model.experts", "layout.ep"},
             f"layout.ep = {layout.ep} must divide model.experts = {experts}: each rank has whole experts. "
@@ -306,7 +331,7 @@ def _sites(recipe: Sections) -> Iterator[Contradiction]:
             'without momentum. Nearest valid: leave it out, or sync.method = "diloco"',
         )
     if sync.sites and replicas % sync.sites:
-        nearest = max(n for n in range(1, min(sync.sites, replicas) + 1) if replicas % n == 0)
+        nearest = largest_divisor(replicas, sync.sites)
         yield (
             {"sync.sites", "layout.dp_replicate"},
             f"sync.sites = {sync.sites} must divide layout.dp_replicate = {replicas}: a site has whole replicas. "
@@ -441,7 +466,7 @@ def _tensor(recipe: Sections) -> Iterator[Contradiction]:
     divided["vocab_size"] = (model.vocab_size or tp, "each rank has the same number of rows")
     if layout.sp:
         divided["seq_len"] = (model.seq_len // layout.cp, "with sp, each rank has the same number of tokens")
-    fitting = max(n for n in range(1, tp + 1) if not any(size % n for size, _ in divided.values()))
+    fitting = largest_divisor(math.gcd(*(size for size, _ in divided.values())), tp)
     for name, (size, why) in divided.items():
         if size % tp:
             over = f" / layout.cp = {size}" if name == "seq_len" and layout.cp > 1 else ""
@@ -460,7 +485,7 @@ def _features(recipe: Sections) -> Iterator[Contradiction]:
     F, tp = card_of(resolve_model(recipe.model, vocab_size=1)).expert_features()[1], recipe.layout.tp
     if not recipe.layout.sp and F % (8 * tp) and F % 8 == 0:
         name, _ = card_of(recipe.model).expert_features()
-        fitting = max(n for n in range(1, tp + 1) if F % (8 * n) == 0)
+        fitting = largest_divisor(F // 8, tp)
         yield (
             {f"model.{name}", "layout.tp", "layout.sp"},
             f"8 x layout.tp = {8 * tp} must divide model.{name} = {F}: each rank has some features of every expert, in "
@@ -473,6 +498,8 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
     """Ranks of the context axis have the same number of tokens, and whole heads with `ulysses`."""
     T, layout, kv_heads = recipe.model.seq_len, recipe.layout, recipe.model.kv_heads or recipe.model.heads
     cp, ulysses = layout.cp, layout.cp_method == "ulysses"
+    if cp == 1:
+        return
     keys = {"model.seq_len", "layout.cp", "layout.cp_method"}
 
     def fits(ranks: int) -> bool:
@@ -480,21 +507,21 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
             ulysses and kv_heads % (ranks * layout.tp)
         )
 
-    nearest = max((ranks for ranks in range(1, cp + 1) if fits(ranks)), default=1)
-    if cp > 1 and not ulysses and T % (2 * cp):
+    nearest = max((ranks for ranks in divisors(T) if ranks <= cp and fits(ranks)), default=1)
+    if not ulysses and T % (2 * cp):
         more = -(-T // (2 * cp)) * 2 * cp
         yield (
             keys,
             f"2 x layout.cp = {2 * cp} must divide model.seq_len = {T}: a ring rank has a chunk from the front "
             f"and one from the back. Nearest valid: layout.cp = {nearest}, or model.seq_len = {more}",
         )
-    if cp > 1 and ulysses and T % cp:
+    if ulysses and T % cp:
         yield (
             keys,
             f"layout.cp = {cp} must divide model.seq_len = {T}: each rank has the same number of tokens. "
             f"Nearest valid: layout.cp = {nearest}, or model.seq_len = {-(-T // cp) * cp}",
         )
-    if cp > 1 and ulysses and kv_heads % (cp * layout.tp):
+    if ulysses and kv_heads % (cp * layout.tp):
         name = "kv_heads" if recipe.model.kv_heads else "heads"
         yield (
             {f"model.{name}", "layout.cp", "layout.tp", "layout.cp_method"},
@@ -506,16 +533,18 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
 def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
     """The nearest value of a model field that `ranks` divides and the model allows."""
     size = getattr(model, name) or 0
-    multiples = range(ranks, max(size, model.heads) + ranks, ranks)
+    above = -(-size // ranks) * ranks
     if name == "heads":  # heads of even width, as many as divide the model's
-        multiples = [n for n in multiples if model.dim % (2 * n) == 0]
+        found = [n for n in divisors(model.dim) if model.dim % (2 * n) == 0]
     elif name == "kv_heads":
-        multiples = [n for n in multiples if model.heads % n == 0]
+        found = divisors(model.heads)
     elif name == "vocab_size":
-        multiples = [n for n in multiples if n >= size]  # the existing tokens
+        found = [above]  # the existing tokens
     elif name == "seq_len":
         return None  # another length would change what is trained
-    return min(multiples, key=lambda n: abs(n - size), default=None)
+    else:
+        found = [n for n in (above - ranks, above) if n]
+    return min((n for n in found if n % ranks == 0), key=lambda n: abs(n - size), default=None)
 
 
 def _noise(recipe: Sections) -> Iterator[Contradiction]:
@@ -566,9 +595,9 @@ def expected_vocab_size(recipe: Sections) -> int | None:
     tokenizer files."""
     if recipe.model.vocab_size:
         return recipe.model.vocab_size
-    kind, _, size = recipe.data.tokenizer.partition(":")
     if recipe.data.source.startswith("tokens:"):
         return None
-    if kind == "bytes":
+    if recipe.data.tokenizer == "bytes":
         return round_up(257, 64)  # 256 bytes and the end token
-    return round_up(int(size), 64) if kind == "bpe" and size.isdecimal() else None
+    bpe = _BPE.fullmatch(recipe.data.tokenizer)
+    return round_up(int(bpe[1]), 64) if bpe else None

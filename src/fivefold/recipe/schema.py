@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fivefold.models.section import ModelSection, Section
+from fivefold.models.section import LARGEST, MOST_LAYERS, ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
@@ -19,6 +19,7 @@ from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
 from fivefold.spread.buckets import BUCKET_BYTES
+from fivefold.spread.layout import MOST_RANKS
 from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
 from fivefold.spread.sites import ONE_SITE, Sites
 from fivefold.spread.tiers import NOT_OFFLOADED
@@ -31,6 +32,8 @@ else:
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
     SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+MOST_SEQUENCES = 1 << 30
+"""Sequences of a batch."""
 
 
 class DataSection(Section):
@@ -50,7 +53,7 @@ class DataSection(Section):
     """Share of documents that may be unreadable (not UTF-8, broken JSON). They are counted and skipped. If there are
     more, the run stops with an error that names file and offset. (Each megabyte of a long text is a document.)
     Empty documents are skipped without limit."""
-    max_epochs: int = Field(default=0, ge=0)
+    max_epochs: int = Field(default=0, ge=0, le=LARGEST)
     """Maximum number of passes over the training set; a run that needs more is an error. 0: no limit. Each pass is
     shuffled anew."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
@@ -60,16 +63,16 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=LARGEST)
     """Number of optimizer steps. Set exactly one of `steps` and `tokens`."""
-    tokens: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=1, le=LARGEST)
     """Number of tokens to train on, rounded up to whole steps."""
-    global_batch_size: int = Field(default=16, ge=1)
+    global_batch_size: int = Field(default=16, ge=1, le=MOST_SEQUENCES)
     """Sequences per optimizer step, over all ranks."""
     batch_ramp: str = ""
     """Smaller batches of the first steps: `4:100+8:200` has 4 sequences in 100 steps, 8 in the next 200, and
     `global_batch_size` in the others."""
-    microbatch_size: int | None = Field(default=None, ge=1)
+    microbatch_size: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
     """Sequences that one rank computes at once. Gradients accumulate over microbatches. It must divide the batch. Ranks
     take whole microbatches, some perhaps one more than others. Unset: a rank's whole share, at most 8, or fewer where
     that makes shares more equal."""
@@ -79,15 +82,15 @@ class TrainSection(Section):
     modules of your own."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Seed of the initial weights, the order of the data and dropout."""
-    val_every: int = Field(default=0, ge=0)
+    val_every: int = Field(default=0, ge=0, le=LARGEST)
     """Steps between validations. 0: ten validations per run."""
-    val_sequences: int = Field(default=64, ge=1)
+    val_sequences: int = Field(default=64, ge=1, le=MOST_SEQUENCES)
     """Sequences per validation (the same ones every time)."""
-    sample_every: int = Field(default=0, ge=0)
+    sample_every: int = Field(default=0, ge=0, le=LARGEST)
     """Steps between samples of generated text. 0: at the end only."""
     sample_prompt: str = ""
     """Prompt of a sample."""
-    sample_tokens: int = Field(default=128, ge=1)
+    sample_tokens: int = Field(default=128, ge=1, le=LARGEST)
     """Length of a sample in tokens."""
 
 
@@ -103,7 +106,7 @@ class OptimSection(Section):
     """Peak learning rate."""
     min_lr: float | None = Field(default=None, ge=0)
     """Learning rate at the end of the schedule. Unset: a tenth of `lr`; `constant` has none."""
-    warmup_steps: int | None = Field(default=None, ge=0)
+    warmup_steps: int | None = Field(default=None, ge=0, le=LARGEST)
     """Steps in which the learning rate grows linearly from 0. Unset: 2% of the run, between 1 and 2000."""
     lr_embeddings: float | None = Field(default=None, gt=0)
     """Peak learning rate of embeddings and of the output layer. Unset: `lr`."""
@@ -113,7 +116,7 @@ class OptimSection(Section):
     """Learning rate after warm-up. `cosine` and `linear` decay to `min_lr`. `wsd` (warm-up, stable, decay: arXiv
     2404.06395) stays at `lr` and decays linearly in the last `decay_fraction`. `constant` stays at `lr`. `restarts`
     decays by a cosine again and again (SGDR, arXiv 1608.03983)."""
-    restart_steps: int | None = Field(default=None, ge=1)
+    restart_steps: int | None = Field(default=None, ge=1, le=LARGEST)
     """Steps of the first cycle of `restarts`. Unset: a quarter of the run."""
     restart_growth: float = Field(default=1.0, ge=1)
     """Length of a cycle of `restarts` relative to the one before."""
@@ -143,11 +146,11 @@ class OptimSection(Section):
     gamma: float | None = Field(default=None, gt=0)
     """Factor of the curvature: the smaller, the more elements move by the whole learning rate. `sophia` only. Unset:
     0.05."""
-    estimate_every: int | None = Field(default=None, ge=1)
+    estimate_every: int | None = Field(default=None, ge=1, le=LARGEST)
     """Steps between estimates of the curvature. `sophia` only. Unset: 10."""
-    basis_every: int | None = Field(default=None, ge=1)
+    basis_every: int | None = Field(default=None, ge=1, le=LARGEST)
     """Steps between updates of the preconditioner's eigenbasis. `soap` only. Unset: 10."""
-    ns_steps: int | None = Field(default=None, ge=1)
+    ns_steps: int | None = Field(default=None, ge=1, le=LARGEST)
     """Newton-Schulz iterations by which a matrix is made orthogonal. `muon` only. Unset: 5."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient. 0: no clipping."""
@@ -157,36 +160,36 @@ class OptimSection(Section):
 
 
 class LayoutSection(Section):
-    dp_replicate: int = Field(default=1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel replicas (DDP)."""
-    dp_shard: int = Field(default=1, ge=1)
+    dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel ranks that shard states (ZeRO)."""
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel ranks."""
     sp: bool = False
     """Megatron sequence parallelism on the tensor axis."""
     sp_regather: bool = False
     """With `sp`: keep only a rank's piece of the inputs that are gathered, and gather them again in backward, as
     Megatron-LM does (arXiv 2205.05198). Less memory for one more gather per attention and feed-forward."""
-    cp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks. Each has a part of every sequence."""
     cp_method: Literal["ring", "ulysses"] = "ring"
     """Context-parallel attention: `ring` sends keys and values round the ranks (arXiv 2310.01889), `ulysses` exchanges
     heads for sequence by all-to-all (arXiv 2309.14509)."""
-    pp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Pipeline-parallel ranks."""
-    ep: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks, taken from the data and context axes."""
-    expert_chunks: int = Field(default=1, ge=1)
+    expert_chunks: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
     """With `ep`: parts into which each expert's rows are cut. While experts compute one, the all-to-alls of the others
     are under way."""
     zero: int = Field(default=0, ge=0, le=3)
     """ZeRO stage."""
     schedule: str = "1f1b"
     """Pipeline schedule."""
-    virtual_stages: int = Field(default=1, ge=1)
+    virtual_stages: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """Pipeline stages per rank."""
-    microbatches: int | None = Field(default=None, ge=1)
+    microbatches: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
     """Microbatches per step, equally many on every rank. Unset: derived from `global_batch_size` and
     `microbatch_size`."""
     recompute: str = "none"
@@ -206,7 +209,7 @@ class LayoutSection(Section):
     """Sums gradients over replicas with fewer bytes, and adds what was left out to the next step's (error feedback,
     arXiv 1901.09847). `int8`, `int4`; `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth;
     `randk:0.01`, a random hundredth; `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
-    compress_after: int | None = Field(default=None, ge=0)
+    compress_after: int | None = Field(default=None, ge=0, le=LARGEST)
     """First steps of the run, whose sums are not compressed. Unset: a tenth of the run, but none with `int8` and
     `int4`."""
     all_reduce: AllReduce = AUTO
@@ -218,7 +221,7 @@ class LayoutSection(Section):
     """ZeRO++ (arXiv 2306.10209), for less traffic between nodes: some of `weights` (gathered as int8), `hier` (each
     node keeps a copy of what was gathered until the weights change) and `gradients` (summed as int4 inside the nodes,
     then across; `gradients:int8`), such as `weights,hier,gradients`. Needs zero = 3."""
-    ranks_per_node: int | None = Field(default=None, ge=1)
+    ranks_per_node: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     """Ranks that `zeropp` takes as a node. Unset: those of a machine."""
     bucket_mib: float = Field(default=BUCKET_BYTES / 2**20, ge=0, allow_inf_nan=False)
     """Minimum MiB of fp32 gradients per bucket. Replicas sum a bucket while backward computes the others (zero = 0).
@@ -232,13 +235,13 @@ class SyncSection(Section):
     `local` and `diloco`: the replicas are sites that train apart. Every so many steps they take their mean weights
     (local SGD, arXiv 1805.09767), or a step of an outer optimizer with Nesterov's momentum towards them (DiLoCo, arXiv
     2311.08105)."""
-    every: int = Field(default=50, ge=1)
+    every: int = Field(default=50, ge=1, le=LARGEST)
     """Inner steps between two outer steps. `local` and `diloco` only."""
-    sites: int | None = Field(default=None, ge=1)
+    sites: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     """Number of sites. Replicas within a site sum gradients in every step. Unset: each replica is a site."""
-    fragments: int = Field(default=1, ge=1)
+    fragments: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """Parts of the model that synchronise in turn, each once in `every` steps (streaming DiLoCo, arXiv 2501.18512)."""
-    overlap: int = Field(default=0, ge=0)
+    overlap: int = Field(default=0, ge=0, le=LARGEST)
     """Inner steps that a site takes while the sum of an outer gradient is under way. It then takes the middle between
     its own and the common weights (arXiv 2501.18512). 0: it waits."""
     patience: float = Field(default=60.0, gt=0)
@@ -250,19 +253,19 @@ class SyncSection(Section):
     """Learning rate of the outer step. Unset: 1.0 for `local` (the mean weights), 0.7 for `diloco`."""
     outer_momentum: float | None = Field(default=None, gt=0, lt=1)
     """Momentum of the outer step. `diloco` only. Unset: 0.9."""
-    servers: int = Field(default=1, ge=1)
+    servers: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Number of parameter servers: processes beside the layout's ranks, before them. Each keeps a share of the rows of
     every parameter. `server` only."""
-    staleness: int = Field(default=0, ge=UNBOUNDED)
+    staleness: int = Field(default=0, ge=UNBOUNDED, le=LARGEST)
     """0: synchronous. Each step has the mean gradient of all workers. N: a worker's gradient is applied by itself, and
     its weights lack no update of steps more than N before (arXiv 1312.7869). -1: unbounded; workers never wait for each
     other. `server` only."""
     order: Order = "priority"
     """Which message goes first. `fifo`: the gradient that is ready first. `priority`: the layer nearest to the input,
     which the next forward needs first (ByteScheduler, SOSP 2019). `server` only."""
-    partition: int = Field(default=1 << 20, ge=1 << 10)
+    partition: int = Field(default=1 << 20, ge=1 << 10, le=LARGEST)
     """Bytes of fp32 of the parts into which messages are cut. `server` only."""
-    credits: int = Field(default=4, ge=1)
+    credits: int = Field(default=4, ge=1, le=LARGEST)
     """Parts of messages that a worker may have under way in each direction. `server` only."""
 
 
@@ -274,7 +277,7 @@ class PrecisionSection(Section):
     loss_scale: float = Field(default=2.0**16, ge=1, le=2.0**24)
     """Factor on the loss at the start, a power of two. `fp16` only. An overflow halves it and skips the step (arXiv
     1710.03740)."""
-    loss_scale_every: int = Field(default=2000, ge=1)
+    loss_scale_every: int = Field(default=2000, ge=1, le=LARGEST)
     """Steps without an overflow after which the factor doubles. `fp16` only."""
     reduce: Dtype = "fp32"
     """Dtype in which gradients are summed over ranks. `bf16_pure` always takes bf16."""
@@ -288,19 +291,19 @@ class PrecisionSection(Section):
     fp8_backward: Fp8Gradient = "e5m2"
     """Format of gradients in `mode = "fp8"`. `e5m2` has the wider range, `e4m3` is finer, but small gradients round
     differently where a layout cuts a tile."""
-    fp8_skip_first: int = Field(default=0, ge=0)
+    fp8_skip_first: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """First blocks that stay in bf16 in `mode = "fp8"`. Embedding, output layer, norms, routers and attention's own
     matmuls always do."""
-    fp8_skip_last: int = Field(default=0, ge=0)
+    fp8_skip_last: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """Last blocks that stay in bf16 in `mode = "fp8"`."""
 
 
 class CheckpointSection(Section):
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=0, ge=0, le=LARGEST)
     """Steps between checkpoints. 0: only at the end of the run, and when it is interrupted."""
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: int = Field(default=2, ge=1, le=LARGEST)
     """Number of checkpoints to keep. Older ones are removed."""
-    keep_every: int = Field(default=0, ge=0)
+    keep_every: int = Field(default=0, ge=0, le=LARGEST)
     """Checkpoints of steps that this number divides stay, too. 0: none."""
     asynchronous: bool = True
     """Write checkpoints beside the steps that follow, from a copy in host memory. Where that has no room for the copy,
@@ -308,7 +311,7 @@ class CheckpointSection(Section):
 
 
 class ObserveSection(Section):
-    log_every: int = Field(default=1, ge=1)
+    log_every: int = Field(default=1, ge=1, le=LARGEST)
     """Steps between console lines."""
     tensorboard: bool = True
     """Write TensorBoard event files into RUN/tensorboard."""
@@ -316,12 +319,12 @@ class ObserveSection(Section):
     """Measure the gradient noise scale (arXiv 1812.06162). Batches larger than this number of tokens save few steps.
     The metric is `noise_scale`, averaged over about 50 steps. Not supported with cp, ep, sp, tp under ZeRO, or a
     pipeline whose first and last stage share the embedding."""
-    memory_step: int = Field(default=0, ge=0)
+    memory_step: int = Field(default=0, ge=0, le=LARGEST)
     """The step whose tensors are tracked, beside those of the first step; both are slower. RUN/traces gets the bytes of
     each category over time; `fivefold draw RUN` and the report draw them. From the second step on, plan.json gets the
     peak of rank 0. On GPUs RUN/traces gets PyTorch's own memory snapshots instead. 0: none; the report has the peak
     memory of the process."""
-    trace_step: int = Field(default=0, ge=0)
+    trace_step: int = Field(default=0, ge=0, le=LARGEST)
     """The step whose timeline is measured: computing and messages of each rank, on CPUs; with pp > 1 also the pipeline,
     action by action. RUN/traces gets the times, and the planned ones; `fivefold draw RUN` and the report draw them.
     0: none."""
@@ -329,13 +332,13 @@ class ObserveSection(Section):
     """Seconds that a message between ranks may take, or three usual steps if they are longer. After that the run says
     which rank is missing, writes the stacks of all ranks into RUN/traces, and ends. A rank that starts, compiles, saves
     or samples has ten times as long. 0: only the backend's limit of 10 minutes."""
-    histogram_step: int = Field(default=0, ge=0)
+    histogram_step: int = Field(default=0, ge=0, le=LARGEST)
     """The step whose weights, activations and gradients are counted by exponent, into RUN/traces. `fivefold formats
     --run RUN` compares them with the range of each format. That step is slower. 0: none."""
 
 
 class LaunchSection(Section):
-    restarts: int = Field(default=10, ge=0)
+    restarts: int = Field(default=10, ge=0, le=LARGEST)
     """Restarts of the local ranks, after one has died or hung, until a newer checkpoint is saved; then they count
     anew. A death at the same step as the one before counts three times. 0: none."""
     grace: float = Field(default=30.0, gt=0)

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from fivefold.errors import did_you_mean
 from fivefold.models.rules import meaning
+from fivefold.models.section import LARGEST
 from fivefold.precision.formats import FORMATS
 from fivefold.recipe.schema import Section, Sections
 
@@ -69,7 +70,10 @@ def _allowed(annotation: Any, metadata: Any) -> str:
         inner, info = get_args(annotation)
         return _allowed(inner, info.metadata)
     bounds = [
-        f"{sign} {getattr(m, name)}" for m in metadata for name, sign in _SIGNS.items() if hasattr(m, name)
+        f"{sign} {bound}"
+        for m in metadata
+        for name, sign in _SIGNS.items()
+        if (bound := getattr(m, name, LARGEST)) != LARGEST
     ]
     return f"{_WORDS[annotation]} {' and '.join(bounds)}".strip()
 
@@ -107,8 +111,10 @@ def bad_value(key: str, value: Any) -> str:
     hint, type_ = "", plain_type(KEYS[key])
     if isinstance(value, str):
         hint = did_you_mean(value, [choice for choice in get_args(type_) if isinstance(choice, str)])
-    elif isinstance(value, float) and type_ is int and value.is_integer():
+    elif isinstance(value, float) and type_ is int and value.is_integer() and abs(value) <= LARGEST:
         hint = f": write {int(value)}"
+    elif isinstance(value, int) and value > LARGEST and "<=" not in allowed(KEYS[key]):
+        hint = f" and <= {LARGEST}"
     if key == "precision.mode" and value in SHOWN:
         hint = "; `fivefold formats` shows it, and nothing trains in it"
     return f"{key} = {short(value)}: must be {allowed(KEYS[key])}{hint}"
@@ -145,7 +151,7 @@ def list_problems(name: str, problems: Sequence[str]) -> str:
 
 def short(value: Any) -> str:
     """A value as TOML writes it, cut to 60 characters."""
-    text = toml_value(value)
+    text = toml_value(value[:60] if isinstance(value, list | tuple) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -177,4 +183,7 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    return repr(value)
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no numbers of more than 4300 digits
+        return f"a number of {value.bit_length()} bits"

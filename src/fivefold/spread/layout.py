@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import combinations, islice
 from typing import Any, Protocol
 
-from fivefold.errors import UserError, did_you_mean
+from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
 from fivefold.schedules.collectives import choose
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE, problem
@@ -24,6 +24,10 @@ from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
 from fivefold.spread.zeropp import zeropp
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MOST_RANKS = 1_000_000
+"""Ranks of a layout: ten times as many as the largest run had so far."""
+MANY_DIVISORS = 40
+"""Numbers of ranks with more divisors can be divided between the axes in more than 10,000 ways."""
 
 
 class LayoutFields(Protocol):
@@ -225,7 +229,8 @@ def parse(text: str) -> dict[str, int | float | bool | str]:
     defaults = asdict(Layout())
     found: dict[str, int | float | bool | str] = {}
     problems = []
-    for part in _parts(text):
+    for whole in _parts(text):
+        part = shortened(whole, LONGEST_WORD)
         key, equals, value = (p.strip() for p in part.partition("="))
         if not equals or not value:
             problems.append(f"'{part}' is not of the form key=value")
@@ -244,7 +249,7 @@ def parse(text: str) -> dict[str, int | float | bool | str]:
         found["dp_shard" if found.get("zero", 0) else "dp_replicate"] = found.pop("dp")
     if problems:
         keys = ", ".join(["dp", *defaults])
-        raise UserError(f"layout '{text}': {'; '.join(problems)} (keys: {keys})")
+        raise UserError(f"layout '{shortened(text, 2 * LONGEST_WORD)}': {'; '.join(problems)} (keys: {keys})")
     return found
 
 
@@ -330,6 +335,10 @@ def equation(layout: Layout) -> str:
 
 def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     """Yields the errors of a layout that do not depend on the model: (fields, message)."""
+    if layout.ranks > MOST_RANKS:
+        used = [axis for axis in AXES if getattr(layout, axis) > 1]
+        yield {*used}, f"{' x '.join(used)} = {layout.ranks:,} ranks; at most {MOST_RANKS:,}"
+        return
     if layout.dp_shard > 1 and layout.zero == 0:
         yield (
             {"dp_shard", "zero"},
@@ -484,11 +493,29 @@ def nearest(
         replace(layout, zero=zero, all_reduce=all_reduce, zeropp=plus, **dict(zip(AXES, sizes, strict=True)))
         for all_reduce in dict.fromkeys((layout.all_reduce, AUTO))
         for plus in dict.fromkeys((layout.zeropp, NONE))
-        for sizes in _factor(ranks, len(AXES))
+        for sizes in _sizes(layout, ranks)
         for zero in sorted(stages)
     ]
     candidates.sort(key=distance)
     return list(islice((c for c in candidates if not any(problems(c)) and allowed(c)), count))
+
+
+def _sizes(layout: Layout, ranks: int) -> Iterator[tuple[int, ...]]:
+    """Sizes of all axes whose product is `ranks`. If there are too many of them (720720 ranks have 656250), those with
+    at most two other sizes than the layout, or than one rank."""
+    if len(divisors(ranks)) <= MANY_DIVISORS:
+        yield from _factor(ranks, len(AXES))
+        return
+    found = set()
+    for base in (tuple(layout.sizes.values()), (1,) * len(AXES)):
+        for first, second in combinations(range(len(AXES)), 2):
+            kept = math.prod(size for axis, size in enumerate(base) if axis not in (first, second))
+            if ranks % kept == 0:
+                for one, other in _factor(ranks // kept, 2):
+                    sizes = list(base)
+                    sizes[first], sizes[second] = one, other
+                    found.add(tuple(sizes))
+    yield from sorted(found)
 
 
 def _factor(product: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -505,3 +532,8 @@ def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return max(divisor for divisor in divisors(number) if divisor <= most)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fivefold.checkpoint import store
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError
+from fivefold.files import guard
 from fivefold.models.build import build
 from fivefold.models.cache import Cache
 from fivefold.models.card import card_of
@@ -63,6 +64,7 @@ def open_run(
     Raises:
         UserError: the folder is not a run, has no checkpoint, or its weights are not those of the recipe's model.
     """
+    guard(run)
     recipe = load(run / "recipe.toml")
     module = build(recipe.model)
     state = store.load(checkpoint or store.latest(run), kinds=("model",)).model

@@ -12,7 +12,7 @@ import torch
 from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
-from fivefold.files import make_folder, write_atomically
+from fivefold.files import guard, make_folder, write_atomically
 from fivefold.host.machine import describe
 from fivefold.kernels import native
 from fivefold.launch.interrupt import Interrupt
@@ -40,6 +40,7 @@ from fivefold.train.share import reader
 def run_rank(job: Job, ranks: Ranks) -> int | None:
     """Trains on one rank. Returns the signal that stopped the run early, or None if it is complete."""
     recipe = job.recipe
+    guard(job.out, look=False)  # a spawned rank does not know that the launcher did
     with told(job, ranks.rank, ranks.local_world) as rank, ExitStack() as stack:
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))

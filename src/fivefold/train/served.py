@@ -19,7 +19,7 @@ import torch
 
 from fivefold.comm import Axis, all_or_none, everyone, told
 from fivefold.errors import CommunicationError, UserError
-from fivefold.files import Lines
+from fivefold.files import Lines, guard
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
@@ -51,6 +51,7 @@ STEP, SAVE, END = range(3)  # what the first server has the others do
 
 def run_served(job: Job, ranks: Ranks) -> int | None:
     """A rank's part of a run. Returns the signal that stopped the run early, or None if it is complete."""
+    guard(job.out, look=False)
     assert_possible(job.recipe, ranks, job.module is not None)
     _assert_same_recipe(job, ranks)
     message = "stopping: finishing the shares under way, then saving" if ranks.first else ""

@@ -18,7 +18,7 @@ from fivefold.checkpoint.keep import go_back
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import CommunicationError, UserError
-from fivefold.files import make_folder, owned
+from fivefold.files import guard, make_folder, owned
 from fivefold.host.files import ensure_open_files
 from fivefold.host.machine import cores, ensure_matmul_rate
 from fivefold.host.memory import keep_few_primitives, keep_freed_memory, return_large_memory
@@ -102,6 +102,9 @@ def run_command(
     recipe = _within_budget(recipe, launched is None, quiet=bool(launched and launched[0]))
     out = _run_folder(out, name, resume, resume_from is not None, launched[0] if launched else None)
     chosen = None if resume_from is None or resume_from == AUTO else Path(resume_from)
+    guard(out, look=not (launched and launched[0]))
+    if chosen is not None:
+        guard(chosen, look=not (launched and launched[0]))
     own = module is not None or batches is not None
     command = (
         f"fivefold.resume({str(out)!r}, ...)"

@@ -8,6 +8,7 @@ from typing import Any
 from fivefold.models.card import Contradiction
 from fivefold.models.llama import card as llama
 from fivefold.models.parameters import swiglu, under
+from fivefold.spread.layout import divisors
 from fivefold.spread.parts import Shape
 
 EXPERTS = 8  # default
@@ -94,9 +95,8 @@ class Card(llama.Card):
         """Groups have equally many experts, at least the two that their score counts, and enough for a token."""
         groups, used = self.model.expert_groups, self.model.groups_per_token
         if experts % groups or experts < 2 * groups > 2:
-            nearest = max(
-                n for n in range(1, groups + 1) if n == 1 or (experts % n == 0 and experts >= 2 * n)
-            )
+            fits = (n for n in divisors(experts) if n <= groups and (n == 1 or experts >= 2 * n))
+            nearest = max(fits)
             yield (
                 {"model.expert_groups", "model.experts"},
                 f"model.expert_groups = {groups} must divide model.experts = {experts} into groups of two or more. "

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fivefold.errors import printable
 from fivefold.observe.document import asset, document
-from fivefold.observe.format import memory_text, printable
+from fivefold.observe.format import memory_text
 
 FIGURES = (("step", "Step"), ("speed", "Tokens per second"), ("mfu", "MFU"), ("peak", "Memory per device"))
 

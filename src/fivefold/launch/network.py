@@ -1,0 +1,118 @@
+"""Where this machine listens: on one named interface, at one address, never on all by accident.
+
+PyTorch's TCP store listens on every interface, unless it is given a socket that listens already. gloo and NCCL listen
+on the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or on one that they choose.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from fivefold.errors import UserError
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+
+
+def own_address(host: str) -> str:
+    """The address of this machine on the way to a host. It sends nothing.
+
+    Raises:
+        UserError: there is no such host, or no way to it.
+    """
+    try:
+        kind, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as way:
+            way.connect(where)
+            return way.getsockname()[0]
+    except OSError as error:
+        raise UserError(f"no way to the host {host}: {error.strerror or error}") from None
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def interface_of(address: str) -> str:
+    """The interface with this address; "" if it is the loopback interface, or cannot be found."""
+    if sys.platform != "linux" or is_loopback(address):
+        return ""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        with suppress(OSError):
+            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+                raw, *_, name = line.split()
+                if ipaddress.ip_address(bytes.fromhex(raw)) == wanted:
+                    return name
+        return ""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if found[20:24] == wanted.packed:
+                    return name
+    return ""
+
+
+def _variable(backend: str) -> str:
+    return f"{backend.upper()}_SOCKET_IFNAME"
+
+
+def is_named(backend: str) -> bool:
+    """True if the user or the launcher has named the interface."""
+    return bool(os.environ.get(_variable(backend)))
+
+
+def name_interface(backend: str, host: str) -> None:
+    """Lets ranks on several hosts listen on the interface that leads to rank 0's host, and on no other.
+
+    Raises:
+        UserError: none leads there. The message lists the interfaces.
+    """
+    address = own_address(host)
+    name = interface_of(address)
+    if not name:
+        raise UserError(
+            f"ranks on several hosts need a network interface to listen on. This host would reach {host} from "
+            f"{address}, which no other host can reach.{interfaces(backend)}"
+        )
+    os.environ[_variable(backend)] = (
+        f"={name}" if backend == "nccl" else name
+    )  # NCCL takes names as beginnings of names
+
+
+def interfaces(backend: str) -> str:
+    """What to do about the network: the sentence that ends an error."""
+    names = ", ".join(name for _, name in socket.if_nameindex() if name != "lo")
+    return f" Set {_variable(backend)} to the network interface between the hosts (here: {names or 'none'})"
+
+
+def listening(host: str, port: int, alone: bool = False) -> int:
+    """A socket that listens at one address of this machine: that of `host`, or the one on the way to it, if the name is
+    that of a gateway. Returns its descriptor, which the caller owns. alone: other hosts need not reach it.
+
+    Raises:
+        UserError: the address is taken, or is the loopback interface's though other hosts must reach it.
+    """
+    address = own_address(host)
+    if is_loopback(address) and not alone:
+        raise UserError(
+            f"{host} stands for the loopback interface ({address}) on its own host, where no other host can reach "
+            "it. Give the address of that host instead of its name"
+        )
+    kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_STREAM) as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((address, port))
+            found.listen(2048)
+        except OSError as error:
+            raise UserError(f"cannot listen at {address}, port {port}: {error.strerror}") from None
+        return found.detach()

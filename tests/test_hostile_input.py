@@ -1,0 +1,325 @@
+"""Data, tokenizers, models and run folders made to hurt: each is one short message, in bounded time and memory."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_recipes import recipe_of, write
+from test_hostile_folders import run as run  # the fixture
+from typer.testing import CliRunner
+
+from fivefold import files
+from fivefold.cli.main import app
+from fivefold.data import foreign, prepare
+from fivefold.data.tokenizer import bytes_tokenizer, load_tokenizer, train_bpe
+from fivefold.errors import LONGEST_MESSAGE, UserError, printable
+
+DEEP = "[" * 100_000
+DIGITS = "9" * 5000
+
+
+def refused(*arguments: str) -> str:
+    """The message of a command that fails."""
+    result = CliRunner().invoke(app, [*arguments])
+    assert isinstance(result.exception, UserError), (arguments, result.output, result.exception)
+    message = str(result.exception)
+    assert len(message) <= LONGEST_MESSAGE
+    assert printable(message) == message
+    return message
+
+
+# Tokenizers
+
+
+def tokenizer_json(path: Path, **parts: Any) -> Path:
+    """A plain tokenizer of bytes with other parts."""
+    spec = json.loads(bytes_tokenizer().to_json()) | parts
+    return write(path, json.dumps(spec))
+
+
+def charsmap(longest: int) -> str:
+    return base64.b64encode(struct.pack("<I", 0) + b"a\0" + b"b" * longest + b"\0").decode()
+
+
+BOMBS: dict[str, tuple[dict[str, Any], str]] = {
+    "a letter becomes a megabyte": (
+        {"normalizer": {"type": "Replace", "pattern": {"String": "e"}, "content": "x" * 1_000_000}},
+        "normalizer makes a text up to 1000000 times as long",
+    ),
+    "again and again": (
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [{"type": "Replace", "pattern": {"Regex": "."}, "content": "xxx"}] * 20,
+            }
+        },
+        "normalizer makes a text up to",
+    ),
+    "a prefix": ({"normalizer": {"type": "Prepend", "prepend": "x" * 1_000_000}}, "times as long"),
+    "a map of characters": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap(100_000)}},
+        "times as long",
+    ),
+    "a decoder": (
+        {"decoder": {"type": "Replace", "pattern": {"String": "e"}, "content": "x" * 1_000_000}},
+        "decoder makes a text",
+    ),
+    "an id of two billion": (
+        {
+            "added_tokens": [
+                {
+                    "id": 2**31 - 2,
+                    "content": "<|end|>",
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": True,
+                }
+            ]
+        },
+        "it has the id 2,147,483,646",
+    ),
+    "a negative id": ({"added_tokens": [{"id": -1, "content": "<|end|>"}]}, "not a tokenizer.json"),
+    "no vocabulary": ({"model": {"type": "BPE", "vocab": [], "merges": []}}, "not a tokenizer.json"),
+    "an unknown model": ({"model": {"type": "Evil"}}, "not a tokenizer.json"),
+    "a list for a model": ({"model": []}, "not a tokenizer.json|refused"),
+    "a map that is none": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "###"}},
+        "not a tokenizer.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_tokenizers_that_explode(tmp_path: Path, name: str) -> None:
+    parts, message = BOMBS[name]
+    path = tokenizer_json(tmp_path / "tokenizer.json", **parts)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        DEEP,
+        '{"a": ' * 2000,
+        f'{{"model": {DIGITS}}}',
+        '{"model": {"vocab": {"a": "b"}}}',
+        "\x00",
+    ],
+)
+def test_files_that_are_no_tokenizer(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "tokenizer.json", text)
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(path)
+    if not text.endswith("}"):
+        tokenizer_json(path)
+        write(tmp_path / "tokenizer_config.json", text)
+        with pytest.raises(UserError, match="tokenizer_config"):
+            load_tokenizer(path)
+
+
+def test_a_tokenizer_without_end(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (Path("/dev/zero"), fifo):
+        with pytest.raises(UserError, match="not a regular file"):
+            load_tokenizer(path)
+        source = write(tmp_path / "a.txt", "text " * 100)
+        assert "not a regular file" in refused(
+            "check", "quickstart", "--set", f"data.tokenizer={path}", "--set", f"data.source={source}"
+        )
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate(foreign.MOST_BYTES + 1)
+    with pytest.raises(UserError, match="more than 67,108,864 bytes"):
+        load_tokenizer(tmp_path)
+
+
+def test_only_foreign_tokenizers_are_tried_in_a_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each: what has passed is remembered by its hash."""
+    tried: list[bytes] = []
+    real = foreign._try
+    monkeypatch.setattr(foreign, "_try", lambda content: tried.append(content) or real(content))
+    monkeypatch.setattr(foreign, "_passed", set())
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    for number, ours in enumerate((bytes_tokenizer(), train_bpe(["some text " * 50], 300))):
+        write(tmp_path / f"{number}.json", ours.to_json())
+        load_tokenizer(tmp_path / f"{number}.json")
+    assert tried == []
+    path = tokenizer_json(tmp_path / "tokenizer.json", normalizer={"type": "Lowercase"})
+    for _ in range(2):
+        assert load_tokenizer(path).decode(load_tokenizer(path).encode("ABC")) == "abc"
+    assert len(tried) == 1
+    foreign._passed.clear()
+    load_tokenizer(path)
+    assert len(tried) == 1, "the mark in the cache says that it has passed"
+    monkeypatch.setattr(foreign, "_try", lambda content: "too much")
+    with pytest.raises(UserError, match="is refused: too much"):
+        load_tokenizer(tokenizer_json(path, normalizer={"type": "NFC"}))
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "code", "message"),
+    [
+        ("CHILD_BYTES", 2 << 30, "x = bytearray(3 << 30)", "more than 2 GiB of memory"),
+        ("CHILD_SECONDS", 1, "while True: pass", "more than 1 seconds"),
+        ("CHILD_BYTES", 2 << 30, "open('out', 'w').write('x' * 10000)", "crashes"),
+    ],
+)
+def test_the_child_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, code: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(foreign, limit, value)
+    setup = f"from fivefold.data import foreign; foreign.{limit} = {value}; foreign.limit(); {code}"
+    monkeypatch.setattr(foreign, "COMMAND", [foreign.COMMAND[0], "-c", setup.replace("; while", "\nwhile")])
+    assert message in foreign._try(b"")
+    assert not list(tmp_path.glob("out")) or (tmp_path / "out").stat().st_size == 0
+
+
+# Data
+
+
+@pytest.mark.parametrize("name", ["a.txt", "b.jsonl", "c.parquet"])
+def test_data_that_is_a_pipe(tmp_path: Path, name: str) -> None:
+    (tmp_path / "data").mkdir()
+    os.mkfifo(tmp_path / "data" / name)
+    (tmp_path / "data" / "z.txt").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="not a regular file"):
+        prepare(recipe_of(tmp_path / "data", tmp_path / "cache"))
+    os.mkfifo(tmp_path / "tokens.bin")
+    with pytest.raises(UserError, match=r"no token file|not a regular file"):
+        prepare(recipe_of(f"tokens:{tmp_path / 'tokens.bin'}", tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        DEEP,
+        DIGITS,
+        f'{{"text": {DIGITS}}}',
+        '{"a": ' * 5000,
+        "[]",
+        '{"text": [1]}',
+        '{"text": "\\ud800"}',
+        '{"\x1b[2J": 1}',
+    ],
+)
+def test_lines_that_are_no_document(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path / "a.jsonl", f'{line}\n{{"text": "good"}}\n')
+    with pytest.raises(UserError, match="line 1") as caught:
+        prepare(recipe_of(path, tmp_path / "cache"))
+    assert printable(str(caught.value)) == str(caught.value)
+
+
+def npy(shape: str) -> bytes:
+    head = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head) + 1) + head + b"\n" + b"\0" * 64
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "(-5,)",
+        f"({DIGITS},)",
+        "(2**62,)",
+        "(1e9,)",
+        "((1,),)",
+        "None",
+        "(10**9, 10**9)",
+        "__import__('os').getpid()",
+        "(9223372036854775807,)",
+    ],
+)
+def test_arrays_of_no_length(tmp_path: Path, shape: str) -> None:
+    path = write(tmp_path / "a.npy", npy(shape))
+    with pytest.raises(UserError, match=r"a\.npy"):
+        prepare(recipe_of(f"tokens:{path}", tmp_path / "cache"))
+
+
+# Run folders and models
+
+JSONS = ["[]", "null", DEEP, f'{{"step": {DIGITS}}}', '{"a": ' * 5000, '{"spans": 3}', "\x00"]
+
+
+@pytest.mark.parametrize("name", ["plan.json", "machine.json"])
+def test_a_page_of_broken_facts(run: Path, tmp_path: Path, name: str) -> None:
+    """The report leaves them out."""
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    for text in JSONS:
+        write(copy / name, text)
+        assert CliRunner().invoke(app, ["report", str(copy)]).exit_code == 0, text[:40]
+    for text in (
+        '{"predicted": {"time": []}, "measured": {}}',
+        '{"predicted": {"time": {"step_s": "x"}}, "measured": {"step_s": []}}',
+    ):
+        write(copy / "plan.json", text)
+        result = CliRunner().invoke(app, ["report", str(copy)])
+        assert isinstance(result.exception, UserError | None | SystemExit), result.exception
+
+
+@pytest.mark.parametrize(
+    "name", ["timeline-step-00000001-rank-0", "memory-step-00000001-rank-0", "histogram-step-00000001"]
+)
+def test_broken_traces(run: Path, tmp_path: Path, name: str) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    command = ["formats", "--run", str(copy)] if name.startswith("hist") else ["report", str(copy)]
+    for text in [
+        *JSONS,
+        '{"spans": [[1, 2]]}',
+        '{"bytes": {}, "phases": []}',
+        '{"step": 1, "kinds": {"x": 1}}',
+    ]:
+        write(copy / "traces" / f"{name}.json", text)
+        assert "traces" in refused(*command)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "7",
+        "[]",
+        '{"step": "x"}',
+        '{"step": 1, "loss": [1]}',
+        '{"step": 1, "loss": {"a": {"b": 1}}}',
+        f'{{"step": {DIGITS}}}',
+        DEEP,
+        '{"step": 1, "\x1b[2J',
+    ],
+)
+def test_broken_metrics(run: Path, tmp_path: Path, line: str) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    write(copy / "metrics.jsonl", line + "\n")
+    assert "metrics.jsonl, line 1" in refused("report", str(copy))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+def test_broken_models(run: Path, tmp_path: Path, name: str) -> None:
+    assert CliRunner().invoke(app, ["export", str(run), str(tmp_path / "model")]).exit_code == 0
+    for number, text in enumerate(
+        [*JSONS, '{"model_type": []}', '{"weight_map": []}', '{"weight_map": {"a": "../x"}}']
+    ):
+        write(tmp_path / "model" / name, text)
+        message = refused("import", str(tmp_path / "model"), "--out", str(tmp_path / f"out-{number}"))
+        assert name in message or "model_type" in message
+
+
+def test_a_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
+    with open(tmp_path / "a.json", "wb") as file:
+        file.truncate(files.MOST_JSON + 1)
+    with pytest.raises(UserError, match="has more than"):
+        files.read_json(tmp_path / "a.json")
