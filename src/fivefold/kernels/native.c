@@ -115,6 +115,26 @@ void accumulate_parts_bf16(float *total, const bf16 *part, i64 batches, i64 step
   }
 }
 
+/* AdamW (arXiv 1711.05101), as in optim/adamw.py, of g * scale: p, m and v change, and the rounded p goes to `working`
+ * if there is one. keep: 1 - lr * weight_decay. rate: lr over the first moment's correction. correct: 1 over the root of
+ * the second moment's. */
+#define ADAMW(EXTRA)                                                                                                  \
+  _Pragma("omp parallel for simd schedule(static)") for (i64 i = 0; i < n; i++) {                                     \
+    float d = g[i] * scale;                                                                                           \
+    m[i] += own_a * (d - m[i]);                                                                                       \
+    v[i] = v[i] * beta_b + own_b * d * d;                                                                             \
+    p[i] = p[i] * keep - rate * m[i] / (sqrtf(v[i]) * correct + eps);                                                 \
+    EXTRA                                                                                                             \
+  }
+void adamw_fp32(float *p, const float *g, float *m, float *v, bf16 *working, i64 n, float scale, float own_a,
+                float beta_b, float own_b, float keep, float rate, float correct, float eps) {
+  if (working) {
+    ADAMW(store_bf16(working + i, p[i]);)
+  } else {
+    ADAMW()
+  }
+}
+
 /* Rounds x (rows, width) in place to bfloat16 numbers, up with a probability that is the distance from the lower one
  * (optim/rounding.py). The random bits are hashes of the index start + row * stride + column (hashing.py). */
 void round_stochastic_bf16(float *x, i64 rows, i64 width, i64 start, i64 stride, i64 key_a, i64 key_b) {

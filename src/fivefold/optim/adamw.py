@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) and Adam (arXiv 1412.6980): PyTorch's fused kernels over the fp32 master weights."""
+"""AdamW (arXiv 1711.05101) and Adam (arXiv 1412.6980): fused kernels over the fp32 master weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def adamw(
     groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
     """Builds AdamW. Weight decay is decoupled: a step also subtracts lr * weight_decay of each weight."""
-    import torch
+    from fivefold.kernels.adamw import AdamW
 
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def adam(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import OptimizerCard
 from fivefold.optim.rules import Gathering, Rules
 
@@ -19,7 +20,8 @@ class Updater:
     fields: values of the card's fields. Weight decay applies to matrices only: norms and biases have one dim. rates:
     factors of the learning rate by parameter; 1 where one is not listed. compute: the dtype in which the model
     computes. gathering: of the parameters whose pieces have to come together. tokens: of a batch. streamed: True if a
-    step goes on beside the next forward, and writes the working weights itself (parallel/offload).
+    step goes on beside the next forward, and writes the working weights itself (parallel/offload). working: weights in
+    bf16 that a step may write on its way; written: True if the last one did.
     """
 
     streamed = False
@@ -59,6 +61,8 @@ class Updater:
             ]
             self.optimizer = kernel.build(params, lr, **{name: fields[name] for name in kernel.fields})
         self.fused, self.kernel = fused, kernel
+        self.working: Mapping[str, Tensor] | None = None
+        self.written = False
         self.begun = False  # it has updated; the same on all ranks, whatever they own
 
     def step(
@@ -68,7 +72,7 @@ class Updater:
         scale: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        """Updates the masters of these gradients with them times `scale`, which changes the gradients, too.
+        """Updates the masters of these gradients with them times `scale`, which may change the gradients, too.
 
         skip: fp32 scalar; where it is 1, masters and states stay as they are. The fused kernels read it on the device,
         under the name that gradient scalers gave it. Only the first update is decided on the host: it also makes the
@@ -79,8 +83,7 @@ class Updater:
             self._count()
             return
         self.begun = True
-        if scale is not None:
-            torch._foreach_mul_(list(gradients.values()), scale)
+        self._scale(gradients, scale)
         if self.optimizer is not None:
             self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             for name, weight in self.fused.items():
@@ -95,6 +98,18 @@ class Updater:
                 rates = {name: lr * self.rates.get(name, 1.0) for name in own}
                 self.rules.step(own, rates, None if on_host else skip)
         self._count()
+
+    def _scale(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
+        """Scales the gradients, or has them scaled by a kernel that does so on its way."""
+        rest, self.written = list(gradients.values()), False
+        if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:
+            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
+            self.optimizer.scale = scale
+            if self.working is not None and self.fused.keys() == self.working.keys():
+                self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
+                self.written = True
+        if scale is not None and rest:
+            torch._foreach_mul_(rest, scale)
 
     def _count(self) -> None:
         if self.rules is not None:

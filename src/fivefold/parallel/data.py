@@ -61,8 +61,10 @@ class DataParallel:
         )
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        if self.weights.flat_working.dtype == torch.bfloat16:
+            self.updater.working = self.working
         self.updater.step(self.gradients, lr, scale, skip)
-        if not self.updater.streamed:
+        if not (self.updater.streamed or self.updater.written):
             self.refresh()
 
     def kept(self) -> dict[str, list[Tensor]]:

@@ -292,8 +292,6 @@ class StreamedUpdater(Updater):
         scalars: dict[str, dict[str, Tensor]],
     ) -> None:
         found = {kind: home.pieces(chunk, slot[kind]) for kind, home in self.homes.items()}
-        if scale is not None:
-            torch._foreach_mul_(found[GRADIENTS], scale)
         for group in self.fused_optimizer.param_groups:
             group["params"] = []
         state = self.fused_optimizer.state
@@ -305,6 +303,7 @@ class StreamedUpdater(Updater):
             if self.scalars:
                 kept = {key: value.clone() for key, value in self.scalars[piece.name].items()}
                 state[weight] = kept | {name: found[name][number] for name in self._views}
+        self._scale({p.name: g for p, g in zip(chunk.pieces, found[GRADIENTS], strict=True)}, scale)
         self.fused_optimizer.step()
         for number, piece in enumerate(chunk.pieces):
             weight = found[MASTERS][number]
