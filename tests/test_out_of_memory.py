@@ -15,6 +15,7 @@ from test_predicted_runs import recipe_of
 from fivefold.checkpoint import store
 from fivefold.errors import UserError
 from fivefold.host import memory
+from fivefold.kernels.adamw import AdamW
 from fivefold.models.llama.module import Model
 from fivefold.plan.predict import priced_here
 from fivefold.plan.remedies import remedies
@@ -42,7 +43,7 @@ def test_a_run_saves_what_it_has_and_says_what_helps(
     """In the third step. An update that breaks off leaves a mixture of two steps, which is not saved."""
     recipe = recipe_of(tmp_path, "dp=1", "train.steps=5", "train.microbatch_size=8", "observe.memory_step=0")
     out, calls = tmp_path / "run", 0
-    owner, name, after = (Model, "forward", 2) if where == "forward" else (torch.optim.AdamW, "step", 2)
+    owner, name, after = (Model, "forward", 2) if where == "forward" else (AdamW, "step", 2)
     plain = getattr(owner, name)
 
     def fails(self: object, *given: object, **named: object) -> object:

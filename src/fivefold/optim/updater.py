@@ -24,7 +24,8 @@ class Updater:
     bf16 that a step may write on its way; written: True if the last one did.
     """
 
-    streamed = False
+    streamed = written = False
+    working: Mapping[str, Tensor] | None = None
 
     def __init__(
         self,
@@ -61,8 +62,6 @@ class Updater:
             ]
             self.optimizer = kernel.build(params, lr, **{name: fields[name] for name in kernel.fields})
         self.fused, self.kernel = fused, kernel
-        self.working: Mapping[str, Tensor] | None = None
-        self.written = False
         self.begun = False  # it has updated; the same on all ranks, whatever they own
 
     def step(
