@@ -36,6 +36,7 @@ test-all: $(TO_TEST)  ## run the tests, and all layouts of 8 ranks: the better p
 
 test-chaos: $(TO_TEST)  ## kills, damage, power loss, full disks, lost networks (KILLS=100 SEED=1): an hour
 	$(BIN)/python -m pytest -m "" tests/chaos
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/fuzz_recipes.py --out benchmarks/results/fuzz_recipes.json
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py damage --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py kills --number $(KILLS) --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py layouts

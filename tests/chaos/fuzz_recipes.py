@@ -1,6 +1,6 @@
 """Random recipes: each is accepted, or refused in less than a second by one message with a key and what is allowed.
 
-    python tests/chaos/fuzz_recipes.py --seeds 0:6000 --out benchmarks/results/fuzz_recipes.json
+    python tests/chaos/fuzz_recipes.py --seeds 0:8000 --out benchmarks/results/fuzz_recipes.json
 
 A seed always gives the same recipe. Where a message says "Nearest valid: KEY = VALUE", this is tried.
 """
@@ -241,7 +241,7 @@ def fuzz(seeds: range, tell: bool = False) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:6000", metavar="FROM:TO")
+    parser.add_argument("--seeds", default="0:8000", metavar="FROM:TO")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     start, stop = map(int, arguments.seeds.split(":"))
