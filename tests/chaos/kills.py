@@ -25,7 +25,7 @@ LAYOUTS = (
 )  # fmt: skip
 MOMENTS = ("start", "load", "step", "save", "end")
 TARGETS = ("rank", "rank", "rank", "launcher", "all")
-STEPS, EVERY = 60, 5
+STEPS, EVERY = 400, 20
 BEGINS_S = 4.0  # a kill while ranks start or load falls into so many seconds
 PATIENCE_S = 90.0  # for a recovery
 
@@ -45,7 +45,7 @@ def trial(
     out = folder / f"trial-{seed}-{number}"
     shutil.rmtree(out, ignore_errors=True)
     if moments is None:
-        moments = [*at.choices(MOMENTS[1:4], k=at.randint(2, 4)), "end"]
+        moments = [*at.choices(MOMENTS[1:4], k=at.randint(5, 9)), "end"]
         if at.random() < 0.3:
             moments.insert(0, "start")
     run = process.Run(out, layout, sets)

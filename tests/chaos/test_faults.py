@@ -1,0 +1,71 @@
+"""What may happen around a run: it goes on, or goes on when it is started again, with the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import faults
+import kills
+import pytest
+from damage import Harness, count
+from runs import assert_same_tensors, lines, train_rank
+from test_power import TINY
+
+from fivefold.checkpoint import store
+from fivefold.recipe import Recipe, load
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("".join(f"{i} and {i * i % 89}; " for i in range(300)))
+    return load("quickstart", [*TINY, f"data.source={folder / 'text.txt'}", f"data.cache={folder / 'cache'}"])
+
+
+def test_damage_is_found_before_weights_change(recipe: Recipe, tmp_path: Path) -> None:
+    harness = Harness(recipe, tmp_path)
+    found = [harness.damaged(number, seed=1) for number in range(104)]
+    assert not [outcome for _, outcome in found if outcome.startswith("accepted")], count(found)
+
+
+def test_clocks_that_jump(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By days, forth and back, at each look."""
+    train_rank(0, 1, recipe, tmp_path / "calm")
+    at, real = random.Random(1), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + at.uniform(-1e7, 1e7))
+    train_rank(0, 1, recipe, tmp_path / "jumps")
+    a, b = (store.load(store.latest(tmp_path / name)) for name in ("calm", "jumps"))
+    assert_same_tensors(a.model, b.model)
+    assert all(0 < seconds < 60 for seconds in lines(tmp_path / "jumps", "step_s"))
+
+
+def test_a_run_whose_rank_is_killed(tmp_path: Path) -> None:
+    """See `python tests/chaos/run.py kills` for more."""
+    found = kills.trial(0, 0, tmp_path, ["save"], ("rank",))
+    assert "lost" not in found
+    assert [kill["moment"] for kill in found["kills"]] == ["save"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "dp=2,tp=2"])
+def test_ranks_that_are_suspended_or_slow(tmp_path: Path, layout: str) -> None:
+    at = random.Random(layout)
+    faults.disturbed(tmp_path, layout, 200, faults.suspend(3.0, at), "suspended")
+    faults.disturbed(tmp_path, layout, 200, faults.slow_down(5.0, at), "slow")
+
+
+@pytest.mark.slow
+def test_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
+    """The run goes on, says so, and saves when it can again; started again if it ended."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("needs a mount namespace, which is not permitted here")
+    command = ["unshare", "-m", sys.executable, str(HERE / "faults.py"), "disk", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
