@@ -25,7 +25,7 @@ LAYOUTS = (
 )  # fmt: skip
 MOMENTS = ("start", "load", "step", "save", "end")
 TARGETS = ("rank", "rank", "rank", "launcher", "all")
-STEPS, EVERY = 400, 20
+STEPS, EVERY = 200, 10
 BEGINS_S = 4.0  # a kill while ranks start or load falls into so many seconds
 PATIENCE_S = 90.0  # for a recovery
 
@@ -43,6 +43,7 @@ def trial(
     sets = process.overrides(folder, layout, STEPS, EVERY)
     wanted = undisturbed(folder, layout, sets)
     out = folder / f"trial-{seed}-{number}"
+    began = time.monotonic()
     shutil.rmtree(out, ignore_errors=True)
     if moments is None:
         moments = [*at.choices(MOMENTS[1:4], k=at.randint(5, 9)), "end"]
@@ -64,7 +65,7 @@ def trial(
     finally:
         run.close()
     shutil.rmtree(out)
-    return found | {"starts": run.starts}
+    return found | {"starts": run.starts, "seconds": round(time.monotonic() - began)}
 
 
 def disturb(

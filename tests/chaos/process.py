@@ -34,7 +34,7 @@ def overrides(folder: Path, layout: str, steps: int, every: int) -> list[str]:
         text.write_text("".join(f"{i} and {i * i % 89} make {i + i * i % 89}; " for i in range(900)))
     return [
         *TINY, *(MOE if "ep=" in layout else []), f"data.source={text}", f"data.cache={folder / 'cache'}",
-        f"train.steps={steps}", f"checkpoint.every={every}",
+        f"train.steps={steps}", f"checkpoint.every={every}", "launch.restarts=1000",
     ]  # fmt: skip
 
 
