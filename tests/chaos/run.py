@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="no new trial begins after so many")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no process behind
     number, seed = options.number or NUMBERS[options.what], options.seed
     command = f"python tests/chaos/run.py {options.what} --number {number} --seed {seed}"
     path = options.results / f"chaos_{options.what}.json"
