@@ -24,9 +24,9 @@ LAYOUTS = (
     "cp=2,dp=2,zero=3", "dp=4,ep=2,zero=3", "pp=4", "tp=4", "dp=4,zero=2",
 )  # fmt: skip
 MOMENTS = ("start", "load", "step", "save", "end")
-TARGETS = ("rank", "rank", "rank", "launcher", "all")
+TARGETS = (*["rank"] * 6, "launcher", "all")
 STEPS, EVERY = 200, 10
-BEGINS_S = 4.0  # a kill while ranks start or load falls into so many seconds
+BEGINS_S = 3.0  # a kill while ranks start or load falls into so many seconds
 PATIENCE_S = 90.0  # for a recovery
 
 
