@@ -50,7 +50,7 @@ def trial(
         if at.random() < 0.3:
             moments.insert(0, "start")
     run = process.Run(out, layout, sets)
-    found: dict[str, Any] = {"seed": seed, "number": number, "layout": layout, "ranks": _ranks(layout)}
+    found: dict[str, Any] = {"seed": seed, "number": number, "layout": layout, "ranks": _ranks(layout, sets)}
     found["kills"] = kills = []
     try:
         run.start()
@@ -194,11 +194,11 @@ def difference(wanted: Path, out: Path) -> str:
     return next((key for key in ("step", "updates", "skipped") if a.meta[key] != b.meta[key]), "")
 
 
-def _ranks(layout: str) -> int:
+def _ranks(layout: str, sets: list[str]) -> int:
     from fivefold.recipe import load
     from fivefold.spread.layout import Layout
 
-    return Layout.from_recipe(load("quickstart", [], layout).layout).ranks
+    return Layout.from_recipe(load("quickstart", sets, layout).layout).ranks
 
 
 def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
