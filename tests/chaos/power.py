@@ -201,18 +201,20 @@ def write_out(state: dict[Path, bytes | None], folder: Path) -> None:
             (folder / path).write_bytes(content)
 
 
-def states(events: list[Event], seed: int = 1) -> Iterator[tuple[int, str, dict[Path, bytes | None]]]:
-    """(number of events, how, state) of all prefixes; the same state only once."""
+def states(
+    events: list[Event], how: tuple[str, ...] = HOW, seed: int = 1
+) -> Iterator[tuple[int, str, dict[Path, bytes | None]]]:
+    """(number of events, how, state) of all prefixes; the same state only once. how: the kinds of states."""
     disk, seen, at = Disk(), set(), random.Random(seed)
     for number, event in enumerate([None, *events]):
         if event is not None:
             disk.add(event)
-        found = [(how, disk.state(how, at)) for how in HOW]
+        found = [(one, disk.state(one, at)) for one in how]
         keys = [hash(tuple(sorted(state.items(), key=lambda item: str(item[0])))) for _, state in found]
-        for (how, state), key in zip(found, keys, strict=True):
+        for (one, state), key in zip(found, keys, strict=True):
             if (keys[0], key) not in seen:  # with the same flushed content
                 seen.add((keys[0], key))
-                yield number, how, state
+                yield number, one, state
 
 
 def logged(root: Path, log: Path, work: Callable[[], object]) -> list[Event]:
