@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from launched import Launched, command, last_step
 from ranks import run_ranks
@@ -317,10 +318,11 @@ class Dying:
         self.at, self.how = at, how
 
     def batch(self, i: int, rows: range) -> Any:
-        import numpy as np
-
         if i == self.at and os.environ.get("RANK") == "1":
             self.how()
+        return self.rows(i, rows)
+
+    def rows(self, i: int, rows: range) -> Any:
         x = np.full((len(rows), 16), i % 7, dtype=np.int64)
         return x, x
 
@@ -349,6 +351,31 @@ def test_a_death_that_repeats_uses_the_budget_up(text: Path, tmp_path: Path) -> 
     assert run.said.count("Starting 2 rank(s) again") <= 2, "the first death may come before step 2 is saved"
 
 
+class DyingOnce(Dying):
+    """`at` names the batch, `how` a file that says that it has happened."""
+
+    def batch(self, i: int, rows: range) -> Any:
+        if i == self.at and os.environ.get("RANK") == "1" and not self.how.exists():
+            self.how.touch()
+            die()
+        return self.rows(i, rows)
+
+
+@pytest.mark.slow
+def test_spawned_ranks_are_started_again(text: Path, tmp_path: Path) -> None:
+    """As from Python, and with GPUs."""
+    sets = [
+        *recipe_of(text, "train.steps=8", "train.val_every=0", "checkpoint.every=2"),
+        "model.vocab_size=300",
+    ]
+    batches = DyingOnce(5, tmp_path / "died")
+    out = run_command(load("quickstart", sets), nproc=2, out=tmp_path / "run", batches=batches, fork=False)
+    assert [line["kind"] for line in restarts.read(out)] == ["killed"]
+    whole = DyingOnce(-1, tmp_path / "died")
+    other = run_command(load("quickstart", sets), nproc=2, out=tmp_path / "other", batches=whole, fork=False)
+    assert_same_run(out, other)
+
+
 @pytest.mark.slow
 def test_the_next_start_waits_for_ranks_whose_launcher_was_killed(text: Path, tmp_path: Path) -> None:
     """They save and leave."""
@@ -369,7 +396,7 @@ def test_too_few_files_are_one_message(text: Path, tmp_path: Path) -> None:
     """`ulimit -n 16` with two ranks."""
     run = Launched(tmp_path / "log", with_few_files, words(tmp_path / "run", text))
     assert run.wait() == exits.USER
-    assert run.said.startswith("error: the limit of open files is 16 (ulimit -n), and 2 rank(s) need ")
+    assert run.said.startswith("error: the limit of open files is 16 (ulimit -n), and a run needs 128.")
 
 
 def with_few_files(command: list[str]) -> None:

@@ -6,23 +6,22 @@ import resource
 
 from fivefold.errors import UserError
 
-EACH, PER_RANK = 128, 8
-"""Files that a rank has open, and those for its connections to each other rank, in several groups."""
+LEAST, PER_RANK = 128, 8
+"""Files that a process has open, and those for its connections to each other rank, in several groups."""
 
 
 def ensure_open_files(ranks: int) -> None:
-    """Raises the soft limit on open files, if a rank of so many needs more.
+    """Raises the soft limit on open files as far as a rank of so many may need it.
 
     Raises:
-        UserError: the hard limit is lower.
+        UserError: the hard limit is too low for any run.
     """
-    needed = EACH + PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    most = float("inf") if hard == resource.RLIM_INFINITY else hard
+    if most < LEAST:
         raise UserError(
-            f"the limit of open files is {hard} (ulimit -n), and {ranks} rank(s) need {needed}. "
-            f"Nearest valid: ulimit -n {needed}"
+            f"the limit of open files is {hard} (ulimit -n), and a run needs {LEAST}. Nearest valid: ulimit -n {LEAST}"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    wanted = int(min(most, LEAST + PER_RANK * ranks))
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
