@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import signal
+import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from launched import Launched, last_step
 from layouts import compared, tiny
 from ranks import run_ranks
-from runs import assert_close_tensors, assert_same_tensors, lines, train_rank
+from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.errors import UserError
+from fivefold.launch.interrupt import Interrupt
+from fivefold.launch.local import launch
+from fivefold.launch.ranks import Ranks
+from fivefold.launch.slots import Slots, between
+from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve
@@ -22,7 +33,12 @@ from fivefold.recipe.fit import nearest_layout
 from fivefold.recipe.idle import notes
 from fivefold.spread import shares
 from fivefold.spread.layout import Layout, to_text
-from fivefold.train import share
+from fivefold.train import restart, share
+from fivefold.train.elastic import Elastic
+from fivefold.train.job import Job
+from fivefold.train.restart import Restarts
+from fivefold.train.run import run_rank
+from fivefold.train.start import run_command
 
 MOE = ["model.arch=moe", "model.experts=6", "model.experts_per_token=2"]
 
@@ -227,3 +243,151 @@ def test_a_run_of_unequal_shares_is_exact_to_the_bit(room: Path, tmp_path: Path)
     a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
     for kind in ("model", "optimizer"):
         assert_same_tensors(getattr(a, kind), getattr(b, kind))
+
+
+# Local ranks that leave and join
+
+
+def test_numbers_of_ranks() -> None:
+    assert between("3") == 3
+    assert between("2:4") == (2, 4)
+    for text in ("", "0", "2:", ":4", "4:2", "0:2", "2:4:6", "-1", "²", "1" * 20):
+        with pytest.raises(UserError, match="--nproc"):
+            between(text)
+
+
+def test_slots(tmp_path: Path) -> None:
+    slots = Slots(tmp_path, 2, 4)
+    assert slots.usable() == (0, 1, 2, 3)
+    assert not slots.fail(1, progress=False)
+    assert not slots.fail(2, progress=False), "another one"
+    assert not slots.fail(2, progress=True), "it got on meanwhile"
+    assert slots.fail(2, progress=False)
+    assert slots.usable() == (0, 1, 3)
+    for number, usable in (("3", (0, 1, 2)), ("1", (0, 1)), ("9", (0, 1, 2, 3))):
+        (tmp_path / "slots").write_text(number)
+        assert slots.usable() == usable, number
+    for text in ("many", "-1", "3" * 60):
+        (tmp_path / "slots").write_text(text)
+        assert slots.usable() == (0, 1, 2, 3)
+    for slot in (0, 0, 1, 1, 2, 2):
+        slots.fail(slot, progress=False)
+    assert slots.usable() == (2, 3), "two are the fewest"
+    (tmp_path / "slots").unlink()
+    (tmp_path / "slots").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_text("2")
+    assert Slots(tmp_path, 1, 4).usable() == (0, 1, 2, 3), "no link is followed"
+
+
+def post(out: Path, layout: str, ranks: Ranks) -> int | None:
+    """Says where it is, and waits: to be asked to leave, or for the end. The rank on slot 1 dies while `bad` exists."""
+    slot = os.environ["LOCAL_RANK"]
+    if slot == "1" and (out / "bad").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    (out / f"{layout} rank {ranks.rank} on {slot}").touch()
+    with Interrupt() as interrupt:
+        while not interrupt.wanted() and not (out / "end").exists():
+            time.sleep(0.01)
+    return interrupt.signal
+
+
+def posted(out: Path) -> Outcome:
+    restart.LONGEST_S = 0.0
+
+    def attempt(ranks: int, job: Job) -> Attempt:
+        layout = to_text(Layout.from_recipe(job.recipe.layout))
+        return Attempt(partial(post, out, layout), ranks, grace_s=lambda: 20.0)
+
+    job = Job(load("quickstart", layout="dp=3"), out)
+    elastic = Elastic(job, 1, 3, attempt)
+    restarts = Restarts(job, elastic.attempt, elastic.failed)
+    return launch(restarts.first(), True, restarts.again)
+
+
+def test_ranks_leave_for_others(tmp_path: Path) -> None:
+    """Slot 1 fails twice, so two ranks go on, on slots 0 and 2. When somebody says that three may run, they leave, and
+    three go on."""
+    (tmp_path / "bad").touch()
+    run = Launched(tmp_path / "log", posted, tmp_path)
+    run.until(lambda: (tmp_path / "dp=2 rank 0 on 0").exists() and (tmp_path / "dp=2 rank 1 on 2").exists())
+    (tmp_path / "bad").unlink()
+    (tmp_path / "slots").write_text("3")
+    run.until(lambda: (tmp_path / "dp=3 rank 1 on 1").exists())
+    (tmp_path / "end").touch()
+    assert run.value() == Outcome()
+    found = [json.loads(line) for line in (tmp_path / "restarts.jsonl").open()]
+    assert [(line["kind"], line["ranks"]) for line in found] == [("killed", 3), ("killed", 2), ("ranks", 3)]
+    for text in (
+        "slot 1 is given up",
+        "2 ranks instead of 3: layout dp=2 for dp=3",
+        "there are 3 slots",
+        "as asked",
+    ):
+        assert text in run.said, run.said
+
+
+class Breaking:
+    """Batches of random tokens. While `bad` exists, the rank on slot 2 dies when it reads the fourth. Three ranks are
+    slow at the end: they shall not reach it."""
+
+    def __init__(self, bad: Path, pause_s: float = 0.1):
+        self.bad, self.pause_s = bad, pause_s
+
+    def batch(self, i: int, rows: range) -> Any:
+        if i >= 3 and os.environ.get("LOCAL_RANK") == "2" and self.bad.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if i >= 8 and os.environ.get("WORLD_SIZE") == "3":
+            time.sleep(self.pause_s)
+        x = np.stack([np.random.default_rng((i, row)).integers(0, 40, 17) for row in rows])
+        return x[:, :-1], x[:, 1:]
+
+
+LONG = [*TINY, "model.vocab_size=64", "train.steps=24", "train.val_every=24", "checkpoint.every=2"]
+
+
+def undisturbed(rank: int, world: int, recipe: Recipe, out: Path) -> None:
+    job = Job(resolve(recipe, vocab_size=64), out, batches=Breaking(out / "never"))
+    assert run_rank(job, ranks_of(rank, world)) is None
+
+
+def elastic(recipe: Recipe, out: Path, bad: Path) -> None:
+    restart.LONGEST_S = 0.0
+    run_command(recipe, (2, 4), out, batches=Breaking(bad))
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_come_back_is_left_out_until_it_can(tmp_path: Path) -> None:
+    """Slot 2 kills its rank twice: three ranks go on. When the slot is mended, they save, and four go on. The losses
+    are the same."""
+    recipe, out, bad = load("quickstart", LONG, "dp=4,zero=1"), tmp_path / "run", tmp_path / "bad"
+    bad.touch()
+    run = Launched(tmp_path / "log", elastic, recipe, out, bad)
+    run.until(lambda: last_step(out) >= 8)
+    assert load(str(out / "recipe.toml")).layout.dp_shard == 4, "what was asked for stays"
+    bad.unlink()
+    (out / "slots").write_text("4")
+    assert run.wait() == 0, run.said
+    restarts = [json.loads(line) for line in (out / "restarts.jsonl").open()]
+    assert [(line["kind"], line["ranks"]) for line in restarts] == [
+        ("killed", 4),
+        ("killed", 3),
+        ("ranks", 4),
+    ]
+    for text in (
+        "slot 2 is given up", "3 ranks instead of 4: layout dp=3,zero=1 for dp=4,zero=1", "there are 4 slots for ranks",
+        "4 ranks, as asked for",
+    ):  # fmt: skip
+        assert text in run.said, run.said
+    assert_same_losses(tmp_path, recipe)
+
+
+def assert_same_losses(folder: Path, recipe: Recipe) -> None:
+    """The losses of folder/run are those of four ranks that nothing disturbed, as far as the order of sums allows. How
+    far this is, one rank shows."""
+    run_ranks(4, undisturbed, recipe, folder / "four", timeout_s=60)
+    undisturbed(0, 1, change(recipe, layout="dp=1"), folder / "one")
+    one, four, mine = (np.array(lines(folder / name, "loss")) for name in ("one", "four", "run"))
+    assert len(mine) == 24
+    allowed = 8 * np.abs(one - four).max() / four.min()
+    assert 0 < allowed < 1e-4
+    assert np.abs(mine / four - 1).max() < allowed

@@ -14,6 +14,7 @@ from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.launch.interrupt import Leaving
 from fivefold.launch.restarted import in_pod
+from fivefold.launch.slots import between
 
 EXAMPLES = [
     "fivefold train quickstart",
@@ -31,12 +32,12 @@ def train(
     set_: SetOption = None,
     layout: LayoutOption = None,
     nproc: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1,
-            metavar="N",
+            metavar="N|MIN:MAX",
             show_default=False,
-            help="Number of local ranks to start. [default: as the layout and the machine need]",
+            help="Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
+            "RUN/slots says how many may run now. [default: as the layout and the machine need]",
         ),
     ] = None,
     out: Annotated[
@@ -77,6 +78,7 @@ def train(
     """
     from fivefold.recipe import load
 
+    ranks_wanted = between(nproc) if nproc else None
     path = Path(recipe)
     if in_pod() and out is not None and not resume and resume_from is None:
         resume_from = "auto"
@@ -98,10 +100,10 @@ def train(
 
     seat = seat_of(loaded, site, meet)
     if not json:
-        run_command(loaded, nproc, out, resume, resume_from, name=path.stem, seat=seat)
+        run_command(loaded, ranks_wanted, out, resume, resume_from, name=path.stem, seat=seat)
         return
     with contextlib.redirect_stdout(sys.stderr):  # the forked ranks inherit it
-        folder = run_command(loaded, nproc, out, resume, resume_from, name=path.stem, seat=seat)
+        folder = run_command(loaded, ranks_wanted, out, resume, resume_from, name=path.stem, seat=seat)
     launched = ranks.found()
     if launched is None or launched[0] == 0:  # under torchrun and Slurm every rank gets here
         from fivefold.observe import restarts

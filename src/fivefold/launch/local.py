@@ -19,8 +19,9 @@ from fivefold.launch.scratch import scratch_folder
 from fivefold.launch.supervisor import Attempt, Outcome, Signals, Supervisor
 from fivefold.launch.verdict import Failure
 
-Again = Callable[[Failure], tuple[float, Attempt] | None]
-"""What comes after a failure: seconds to wait, and the next attempt. None: nothing."""
+Again = Callable[[Failure | None], tuple[float, Attempt] | None]
+"""What comes after a failure, or (given None) when another number of ranks is to go on: seconds to wait, and the next
+attempt. None: nothing."""
 
 
 def start_ranks(work: Callable[[Ranks], int | None], world: int, fork: bool) -> int | None:
@@ -53,7 +54,7 @@ def launch(attempt: Attempt, fork: bool, again: Again = lambda failure: None) ->
     Raises:
         UserError: there are fewer GPUs than ranks.
     """
-    _assert_enough_gpus(attempt.world)
+    _assert_enough_gpus(max(attempt.slots, default=attempt.world - 1) + 1)
     method = "fork" if fork and not torch.cuda.is_available() else "spawn"
     number = 0
     with scratch_folder() as folder, Signals() as signals:
@@ -64,7 +65,9 @@ def launch(attempt: Attempt, fork: bool, again: Again = lambda failure: None) ->
             with _environment(attempt.world):
                 outcome = Supervisor(attempt, inside, method, signals).run()
             failure = outcome.failure
-            if failure is None or failure.kind == "error" or outcome.signal is not None:
+            if outcome.reform:
+                failure = None
+            elif failure is None or failure.kind == "error" or outcome.signal is not None:
                 return outcome
             following = again(failure)
             if following is None:

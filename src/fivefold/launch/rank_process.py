@@ -30,11 +30,13 @@ _HOPELESS = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELO
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs. folder: of its attempt. graceful: its work finishes and saves when it is asked to stop, within
-    grace_s; otherwise it ends at once. lifeline: both ends of a pipe that breaks when the launcher ends."""
+    """Where a rank runs. slot: the number of its device. folder: of its attempt. graceful: its work finishes and saves
+    when it is asked to stop, within grace_s; otherwise it ends at once. lifeline: both ends of a pipe that breaks when
+    the launcher ends."""
 
     rank: int
     world: int
+    slot: int
     folder: Path
     graceful: bool
     grace_s: float
@@ -48,7 +50,7 @@ def run_rank(work: Callable[[Ranks], int | None], place: Place) -> None:
     for number in numbers:  # the launcher's handlers, after a fork
         signal.signal(number, signal.SIG_DFL)
     rank, world = place.rank, place.world
-    own = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    own = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": place.slot, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in own.items()})
     os.environ |= {verdict.FOLDER: str(place.folder), ranks_.STORE_FILE: str(place.folder / "store")}
     with Interrupt(noted=None if place.graceful else _end) as interrupt:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -132,12 +132,13 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
         yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
     finally:
         if store is not None and rank == 0 and world < launched:
-            store.set(_FINISHED, "")
+            with contextlib.suppress(RuntimeError):  # it has ended before
+                store.set(_FINISHED, "")
         if world > 1:
             dist.destroy_process_group()
 
 
-def wait_as_spare(timeout_s: float = Ranks.timeout_s) -> None:
+def wait_as_spare(stop_wanted: Callable[[], bool], timeout_s: float = Ranks.timeout_s) -> None:
     """Waits while the other ranks of the launcher train. Their launcher could not use a rank that has ended when
     another is gone."""
     launched = found()
@@ -145,7 +146,7 @@ def wait_as_spare(timeout_s: float = Ranks.timeout_s) -> None:
     rank, world, *_ = launched
     with contextlib.suppress(RuntimeError):  # the store has ended with the others
         store = _store(rank, world, timeout_s)
-        while not store.check([_FINISHED]):
+        while not stop_wanted() and not store.check([_FINISHED]):
             time.sleep(SPARE_POLL_S)
 
 

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -42,22 +42,27 @@ POLL_S = 1.0  # between looks for ranks that have left a verdict and do not end
 class Attempt:
     """One start of all ranks. work: what each runs; returns the signal that stopped it, or None. expendable: ranks
     whose end does not end the others. grace_s: None: a signal ends the ranks at once. Otherwise they finish their step
-    and save, and this says, when a signal comes, how many seconds they have."""
+    and save, and this says, when a signal comes, how many seconds they have. slots: the device of each rank; empty: as
+    its number. reform: asked every second; True: ranks save and leave, because another number of them is to go on."""
 
     work: Callable[[Ranks], int | None]
     world: int
     expendable: range = range(0)
     grace_s: Callable[[], float] | None = None
+    slots: Sequence[int] = ()
+    reform: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt ended. All three None: its work is done. stopped: the signal after which all ranks have left, with
-    everything saved. failure: a rank failed; then signal is the one that was to stop the run, if any."""
+    everything saved. failure: a rank failed; then signal is the one that was to stop the run, if any. reform: all have
+    left, with everything saved, for another number of ranks."""
 
     stopped: int | None = None
     failure: verdict.Failure | None = None
     signal: int | None = None
+    reform: bool = False
 
 
 class Signals:
@@ -109,6 +114,7 @@ class Supervisor:
         self.killed: set[int] = set()
         self.kills = oom_kills()
         self.kill_at = math.inf  # time.monotonic when all ranks are killed
+        self.reforming = False
         self.spoke_at: dict[int, float] = {}  # when ranks were seen to have left a verdict
         self.context: Any = multiprocessing.get_context(method)
 
@@ -119,6 +125,7 @@ class Supervisor:
             self._start((ours, theirs))
             while self.running:
                 self._pass_on()
+                self._reform()
                 self._wait()
                 self._collect()
                 self._end_those_that_spoke()
@@ -139,7 +146,8 @@ class Supervisor:
         graceful = attempt.grace_s is not None
         grace_s = attempt.grace_s() if attempt.grace_s is not None else 0.0
         for rank in range(attempt.world):
-            place = Place(rank, attempt.world, self.folder, graceful, grace_s, os.getpid(), lifeline)
+            slot = attempt.slots[rank] if attempt.slots else rank
+            place = Place(rank, attempt.world, slot, self.folder, graceful, grace_s, os.getpid(), lifeline)
             process = self.context.Process(
                 target=run_rank, args=(attempt.work, place), name=f"rank {rank}", daemon=False
             )
@@ -155,10 +163,26 @@ class Supervisor:
         if not self.signals.news or self.signals.first is None:
             return
         first, self.signals.news = self.signals.first, 0
+        self._stop(first)
+
+    def _reform(self) -> None:
+        """Stops the ranks if another number of them is to go on."""
+        asks = self.attempt.reform
+        if (
+            asks is not None
+            and not self.reforming
+            and self.signals.first is None
+            and not self.ended
+            and asks()
+        ):
+            self.reforming = True
+            self._stop(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
         grace_s = self.attempt.grace_s() if self.attempt.grace_s is not None else 0.0
-        self.kill_at = min(self.kill_at, time.monotonic() + grace_s)
+        self._kill_in(grace_s)
         for process in self.running.values():
-            _send(process, first)
+            _send(process, number)
             _send(process, signal.SIGCONT)
 
     def _wait(self) -> None:
@@ -219,11 +243,13 @@ class Supervisor:
             code in (0, STOPPED) or self._said(rank, "done", "stopped") for rank, (_, code) in vital.items()
         ):
             stopped = verdict.read(self.folder, "stopped")
+            if stopped and self.reforming and asked is None:
+                return Outcome(reform=True)
             numbers = [int(text) for text in stopped.values() if text.isdigit()]
             return Outcome(stopped=asked or min(numbers, default=signal.SIGTERM)) if stopped else Outcome()
         if asked is not None and self.attempt.grace_s is None:
             return Outcome(stopped=asked)
-        if asked is None:  # it came to a rank
+        if asked is None and not self.reforming:  # it came to a rank
             asked = next((number for number in stopping_signals() if unsaved(number) in codes), None)
         memory = self.kills is not None and (oom_kills() or 0) > self.kills
         return Outcome(

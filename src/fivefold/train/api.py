@@ -72,7 +72,7 @@ def train(
     recipe: Recipe,
     out: Path | str | None = None,
     *,
-    nproc: int | None = None,
+    nproc: int | tuple[int, int] | None = None,
     model: nn.Module | None = None,
     data: BatchSource | None = None,
     val_data: BatchSource | None = None,
@@ -81,8 +81,8 @@ def train(
 
     Args:
         out: run folder; None: a new one, runs/run-N.
-        nproc: local ranks to start; None: as many as the recipe's layout says. Under torchrun its ranks are used.
-            Several ranks are separate processes that import your script. Guard it with
+        nproc: local ranks to start; None: as many as the recipe's layout says; (fewest, most): elastic. Under torchrun
+            its ranks are used. Several ranks are separate processes that import your script. Guard it with
             `if __name__ == "__main__":`. Your model and data must pickle.
         model: your own module, called as model(inputs, targets) -> scalar mean loss, instead of the recipe's.
         data: your own batches, data.batch(i, rows) -> (inputs, targets), instead of the recipe's. Batch i must not
@@ -102,7 +102,7 @@ def resume(
     out: Path | str,
     recipe: Recipe | None = None,
     *,
-    nproc: int | None = None,
+    nproc: int | tuple[int, int] | None = None,
     model: nn.Module | None = None,
     data: BatchSource | None = None,
     val_data: BatchSource | None = None,

@@ -28,7 +28,8 @@ class Job:
     recipe: resolved. data: the recipe's data set, or None if the user brings `batches`. module: the user's own model,
     in fp32 on the CPU, the same on every rank. resume: goes on from the newest valid checkpoint; without one it starts
     from step 0. resume_from: the checkpoint to go on from instead, while the run has no newer one. seat: this launch's
-    site, if each site is a launch of its own."""
+    site, if each site is a launch of its own. asked: the recipe with the layout that was asked for, if there are not as
+    many ranks now: what the run folder keeps."""
 
     recipe: Recipe
     out: Path
@@ -40,3 +41,4 @@ class Job:
     resume_command: str = ""
     seat: Seat | None = None
     resume_from: Path | None = None
+    asked: Recipe | None = None

@@ -31,10 +31,11 @@ LONGEST_S = 60.0  # between two restarts
 @dataclass
 class Restarts:
     """The restarts of a run that local ranks train. attempt: returns what the ranks do for a job; it may have other
-    ranks than the first."""
+    ranks than the first. failed: is told of each failure, and if a step has been saved since the one before."""
 
     job: Job
     attempt: Callable[[Job], Attempt]
+    failed: Callable[[Failure, bool], None] = lambda failure, progress: None
     spent: int = 0
     deaths: int = 0  # since the newest checkpoint
     saved: int = 0
@@ -48,9 +49,15 @@ class Restarts:
     def first(self) -> Attempt:
         return self.attempt(self.job)
 
-    def again(self, failure: Failure) -> tuple[float, Attempt] | None:
-        """Seconds to wait, and the next attempt; None when the budget is used up. Says so, and records it."""
+    def again(self, failure: Failure | None) -> tuple[float, Attempt] | None:
+        """Seconds to wait, and the next attempt; None when the budget is used up. Says so, and records it. failure:
+        None: the ranks have left for others, which costs nothing."""
         saved, died_after = newest(self.job.out), last_step(self.job.out)
+        if failure is None:
+            following = self.attempt(replace(self.job, resume=True))
+            self._record("ranks", "another number of ranks goes on", following.world, died_after, saved, 0.0)
+            return 0.0, following
+        self.failed(failure, saved > self.saved)
         if saved > self.saved:
             self.spent = self.deaths = 0
             self.died_after = None
@@ -77,16 +84,12 @@ class Restarts:
             file=sys.stderr,
             flush=True,
         )
+        self._record(failure.kind, failure.text, ranks, self.died_after, self.saved, wait_s)
+
+    def _record(self, kind: str, why: str, ranks: int, after: int | None, saved: int, wait_s: float) -> None:
+        out = self.job.out
         with suppress(OSError):
-            record.add(
-                self.job.out,
-                kind=failure.kind,
-                why=failure.text,
-                died_after=self.died_after,
-                from_step=self.saved,
-                ranks=ranks,
-                wait_s=wait_s,
-            )
+            record.add(out, kind=kind, why=why, died_after=after, from_step=saved, ranks=ranks, wait_s=wait_s)
 
     def conclude(self, outcome: Outcome, advice: Callable[[bool], str]) -> int | None:
         """Returns the signal that stopped the run with everything saved, or None if it is complete. advice: what to do,

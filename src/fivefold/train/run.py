@@ -114,7 +114,7 @@ def _stop_asked(state: State, interrupt: Interrupt) -> bool:
 
 def write_run_files(job: Job) -> None:
     make_folder(job.out)
-    write_atomically(job.out / "recipe.toml", to_toml(job.recipe))
+    write_atomically(job.out / "recipe.toml", to_toml(job.asked or job.recipe))
     write_atomically(job.out / "machine.json", json.dumps(describe(), indent=2) + "\n")
     tokenizer, path = job.data and job.data.tokenizer, job.out / "tokenizer.json"
     if tokenizer is not None and not (path.is_file() and _is_json(path)):

@@ -34,12 +34,13 @@ from fivefold.models.card import card_of
 from fivefold.models.recomputation import budget_of
 from fivefold.plan.predict import budget, priced_here
 from fivefold.recipe import Recipe, change, resolve
-from fivefold.recipe.fit import in_layout
+from fivefold.recipe.fit import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout, to_text, validate
 from fivefold.spread.sites import site_layout
 from fivefold.spread.tiers import OFFLOADS
 from fivefold.step.state import compute_mode
+from fivefold.train.elastic import Elastic
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
 from fivefold.train.prediction import add_exact
@@ -52,7 +53,7 @@ AUTO = "auto"  # `--resume-from auto`
 
 def run_command(
     recipe: Recipe,
-    nproc: int | None = None,
+    nproc: int | tuple[int, int] | None = None,
     out: Path | None = None,
     resume: bool = False,
     resume_from: Path | str | None = None,
@@ -66,7 +67,8 @@ def run_command(
 ) -> Path:
     """Trains a recipe and returns its run folder.
 
-    nproc: local ranks to start; None: as many as the layout says. Under torchrun or Slurm their ranks are used.
+    nproc: local ranks to start; None: as many as the layout says; (fewest, most): as many as there are slots for
+    (`train/elastic.py`). Under torchrun or Slurm their ranks are used.
     out: run folder; None: a new one, runs/NAME-N. resume: continue from its last checkpoint.
     resume_from: AUTO: continue if there is a checkpoint, else start; the default for ranks that torchrun or Slurm have
     started again. A path: continue from this checkpoint.
@@ -83,8 +85,21 @@ def run_command(
     launched, restarted = ranks_.found(), restarted_by()
     if restarted and not resume and resume_from is None:
         resume_from = AUTO
-    ensure_open_files(launched[1] if launched else nproc or Layout.from_recipe(recipe.layout).ranks)
-    if seat is None:
+    span = nproc if isinstance(nproc, tuple) and not launched else None
+    nproc = nproc if isinstance(nproc, int) else None
+    ensure_open_files(
+        launched[1] if launched else (span and span[1]) or nproc or Layout.from_recipe(recipe.layout).ranks
+    )
+    asked = None
+    if span:
+        nearest_layout(recipe, span[0])  # refuses what cannot be elastic
+    elif launched and resume_from is not None and recipe.sites.count == 1 and not recipe.servers.count:
+        fit = nearest_layout(recipe, launched[1])  # the launcher may be elastic, too
+        if fit.line:
+            asked, recipe = recipe, fit.recipe
+        if fit.line and not launched[0]:
+            print(fit.line, file=sys.stderr)
+    elif seat is None:
         recipe = _fit_layout(recipe, nproc, launched[1] if launched else None)
     else:
         own = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
@@ -92,13 +107,15 @@ def run_command(
     data = None
     if batches is None:
         data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
-        recipe = resolve(recipe, vocab_size=data.vocab_size)
+        vocab_size = data.vocab_size
     else:
         if module is None and recipe.model.vocab_size is None:
             raise UserError(
                 "your own data needs model.vocab_size, the number of token ids: --set model.vocab_size=N"
             )
-        recipe = resolve(recipe, vocab_size=recipe.model.vocab_size or 2)
+        vocab_size = recipe.model.vocab_size or 2
+    recipe = resolve(recipe, vocab_size=vocab_size)
+    asked = asked and resolve(asked, vocab_size=vocab_size)
     recipe = _within_budget(recipe, launched is None, quiet=bool(launched and launched[0]))
     out = _run_folder(out, name, resume, resume_from is not None, launched[0] if launched else None)
     chosen = None if resume_from is None or resume_from == AUTO else Path(resume_from)
@@ -112,7 +129,7 @@ def run_command(
         else shlex.join(["fivefold", "train", str(out), "--resume", *(seat.options if seat else ())])
     )
     again = resume or resume_from is not None
-    job = Job(recipe, out, data, module, batches, val_batches, again, command, seat, chosen)
+    job = Job(recipe, out, data, module, batches, val_batches, again, command, seat, chosen, asked)
     layout = Layout.from_recipe(recipe.layout)
     world = (site_layout(layout, recipe.sites.count) if seat else layout).ranks + recipe.servers.count
     return_large_memory() if OFFLOADS[layout.offload].disk else keep_freed_memory()
@@ -126,10 +143,19 @@ def run_command(
                 print(f"note: later than {chosen.name}, so it is set aside: {moved}", file=sys.stderr)
         if restarted and not (launched and launched[0]):
             note_restart(job.out, restarted, world)
-        if launched or world == 1:
-            stopped = _run_here(job, interrupt)
+        if launched or (world == 1 and not span):
+            if launched and launched[0] >= world:
+                ranks_.wait_as_spare(interrupt.wanted)
+                stopped = interrupt.signal
+            else:
+                stopped = _run_here(job, interrupt, world)
         else:
-            restarts = Restarts(job, partial(_attempt, world))
+            elastic = Elastic(job, *span, _attempt) if span else None
+            restarts = (
+                Restarts(job, elastic.attempt, elastic.failed)
+                if elastic
+                else Restarts(job, partial(_attempt, world))
+            )
             outcome = launch(restarts.first(), fork, restarts.again)
             stopped = restarts.conclude(outcome, partial(_advice, job, world))
         if stopped is not None:
@@ -151,10 +177,11 @@ def _part(job: Job) -> Callable[[Job, Ranks], int | None]:
     return run_served if job.recipe.servers.count else run_rank
 
 
-def _run_here(job: Job, interrupt: Interrupt) -> int | None:
-    """Runs this process's rank, one of a foreign launcher or the only one. Returns the signal that stopped it."""
+def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
+    """Runs this process's rank, one of a foreign launcher or the only one. Returns the signal that stopped it. world:
+    the ranks that train."""
     try:
-        with ranks_.join() as ranks:
+        with ranks_.join(members=world) as ranks:
             return _part(job)(job, ranks)
     except KeyboardInterrupt:
         raise SystemExit(unsaved(SIGINT)) from None
