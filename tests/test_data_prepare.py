@@ -15,8 +15,10 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import Batches, check, prepare
+from fivefold.data.blocks import BLOCK
 from fivefold.data.tokenizer import train_bpe
 from fivefold.data.tokens import SHARD_TOKENS, DataSet, ShardWriter
+from fivefold.errors import UserError
 from fivefold.files import write_atomically
 
 END = 256  # of the tokenizer `bytes`
@@ -395,3 +397,49 @@ def test_processes_of_one_number_on_two_hosts_do_not_share_temporary_files(tmp_p
     write_atomically(file, "mine")
     assert file.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_changed_byte_of_a_shard_is_noticed(tmp_path: Path):
+    """In whichever block, when it is first read, and not before. The next run makes the shards again, as they were."""
+    recipe = recipe_of(
+        write(tmp_path / "text.txt", "some words, again and again. " * 9000), tmp_path / "cache"
+    )
+    data = prepare(recipe)
+    shard, whole = Path(data.info["folder"]) / "train-00000.bin", data.train[:].copy()
+    good = shard.read_bytes()
+    assert len(good) > 3 * BLOCK
+    for byte in (0, BLOCK - 1, BLOCK, len(good) - 1):
+        shard.write_bytes(good[:byte] + bytes([good[byte] ^ 4]) + good[byte + 1 :])
+        data, at = prepare(recipe), byte // 2
+        assert data.info["cached"]
+        other = 0 if byte >= 2 * BLOCK else len(whole) - 100
+        assert (data.train[other : other + 9] == whole[other : other + 9]).all(), "another block"
+        with pytest.raises(
+            UserError, match=r"train-00000\.bin is damaged: bytes [\d,]+ to [\d,]+ are not what was"
+        ):
+            data.train.rows(np.array([max(0, at - 3)]), 4)
+        again = prepare(recipe)
+        assert not again.info["cached"]
+        assert (again.train[:] == whole).all()
+    digests = shard.with_suffix(".digests")
+    digests.write_bytes(digests.read_bytes()[::-1])
+    assert not prepare(recipe).info["cached"]
+
+
+def test_shards_of_older_versions_get_digests(tmp_path: Path):
+    recipe = recipe_of(
+        write(tmp_path / "text.txt", "some words, again and again. " * 900), tmp_path / "cache"
+    )
+    folder = Path(prepare(recipe).info["folder"])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for entries in manifest["shards"].values():
+        for entry in entries:
+            del entry["digests"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for path in folder.glob("*.digests"):
+        path.unlink()
+    assert prepare(recipe).info["cached"]
+    shard = folder / "train-00000.bin"
+    shard.write_bytes(b"\1" + shard.read_bytes()[1:])
+    with pytest.raises(UserError, match="is damaged"):
+        prepare(recipe).train[:9]

@@ -192,3 +192,22 @@ def test_a_hub_set_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, "datasets", stand_in(rows(), "a"))
         with pytest.raises(UserError, match="reading stopped after 3 rows: ConnectionError: reset by peer"):
             prepare(recipe_of("hf:some/set:en", tmp_path / "cache"), workers=workers)
+
+
+def test_a_file_that_changes_after_its_scan_is_noticed(tmp_path: Path):
+    """In place while it is mapped; and digests that were removed are made again."""
+    path = llmc(tmp_path / "train.bin", IDS)
+    recipe = recipe_of(f"tokens:{path}", tmp_path / "cache", val_fraction=0.0)
+    data = prepare(recipe)
+    with path.open("r+b") as file:
+        file.seek(256 * 4 + 100)
+        file.write(b"\1")
+    with pytest.raises(
+        UserError, match=r"is damaged: bytes 1,024 to 3,024 are not what was written\. The file"
+    ):
+        data.train.rows(np.array([0]), 8)
+    assert not np.array_equal(prepare(recipe).train[:], IDS), "another file"
+    (digests,) = (tmp_path / "cache" / "data").glob("*.digests")
+    digests.unlink()
+    assert len(prepare(recipe).train[:]) == len(IDS)
+    assert digests.is_file()

@@ -327,7 +327,7 @@ def test_equals_one_process(tmp_path, name, layout):
 def test_options_equal_one_process(tmp_path):
     """z-loss, also with a divided vocabulary, rates of their own, a batch that grows, and a schedule with restarts."""
     sets = ["train.z_loss=0.05", "optim.lr_embeddings=0.02", "optim.lr_vectors=0.1", "train.batch_ramp=4:1"]
-    sets += ["optim.schedule=restarts", "optim.restart_steps=2", "optim.skip_outliers=3.0"]
+    sets += ["optim.schedule=restarts", "optim.restart_steps=2", "faults.on_spike=skip"]
     report = compared(tiny(tmp_path, "dp=2,tp=2", *sets))
     assert report.passed, report.figures
 

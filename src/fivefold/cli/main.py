@@ -97,6 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER)
+    except MemoryError:
+        print(
+            "error: memory ran out. Close other programs, or raise this one's limit (ulimit -v)",
+            file=sys.stderr,
+        )
+        sys.exit(USER)
     except OSError as error:  # no permission, full disk, name too long: print the system's message
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EMFILE, errno.ENFILE):
             raise

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,10 @@ class Memo:
     def put(self, path: Path, stat: Stat, at: int, value: Any) -> None:
         self._known[str(path)] = {"stat": stat, "at": at, "value": value}
         self._changed = True
+
+    def forget(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            self._known.pop(str(path), None)
 
     def save(self) -> None:
         if self._changed:

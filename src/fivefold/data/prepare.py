@@ -19,7 +19,15 @@ from fivefold.data.fingerprint import Memo, remembered, sha256_file
 from fivefold.data.sources import Source, find
 from fivefold.data.tasks import hub_fingerprint
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
-from fivefold.data.tokens import FORMAT, NAMES, DataSet, open_tokens, read_manifest, write_manifest
+from fivefold.data.tokens import (
+    FORMAT,
+    NAMES,
+    DataSet,
+    add_digests,
+    open_tokens,
+    read_manifest,
+    write_manifest,
+)
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, flush_all, locked, make_folder, own_word, remove, rename, writable
 from fivefold.host import cores
@@ -64,6 +72,8 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
                 if manifest is None:
                     manifest = _make(source, data, mask, root, key, alone, workers, tell)
                     cached = False
+        elif not all("digests" in entry for split in NAMES for entry in manifest["shards"][split]):
+            manifest = _with_digests(folder, root / f"{key}.lock", manifest, tell)
     require_few_bad(manifest["skipped"], data.max_bad_fraction)
     tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
     train, val = (open_tokens(folder, manifest, split) for split in NAMES)
@@ -72,6 +82,15 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
     info["seconds"] = round(time.perf_counter() - began, 3)
     held_out = val if data.val_fraction > 0 else None
     return DataSet(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+
+
+def _with_digests(folder: Path, lock: Path, manifest: dict[str, Any], tell: Progress) -> dict[str, Any]:
+    """The manifest of an older version's folder, with digests from now on; as it is if the folder cannot be written."""
+    tell("hashing shards", 0, None)
+    with contextlib.suppress(OSError), locked(lock):
+        manifest = read_manifest(folder) or manifest  # another process may just have added them
+        add_digests(folder, manifest)
+    return manifest
 
 
 def _make(

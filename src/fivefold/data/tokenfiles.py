@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from fivefold.data.batches import objective_of
+from fivefold.data.blocks import BlockHasher, read_digests
 from fivefold.data.fingerprint import Memo, remembered
 from fivefold.data.sources import nearest
 from fivefold.data.tokens import DataSet, Shard, Tokens
 from fivefold.errors import UserError
-from fivefold.files import BROKEN, cache_folder, open_file, writable
+from fivefold.files import BROKEN, cache_folder, open_file, writable, write_atomically
 from fivefold.recipe import Recipe
 
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.
@@ -27,6 +28,7 @@ LLMC_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 NPY_DTYPES = ("uint16", "uint32", "int32", "int64")
 LARGEST_VOCABULARY = 1 << 31  # a larger id is a negative int32, or the file holds no tokens
 CHUNK = 1 << 24  # ids scanned at once
+CHANGED = "The file was changed after it was scanned, or the disk is failing. Restore it, and run again"
 VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, fineweb_val_000000.bin
 
 
@@ -40,7 +42,7 @@ def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> 
     """
     began, spec = time.perf_counter(), recipe.data.source
     shards = [read_header(p, recipe.data.token_dtype) for p in find_files(spec)]
-    highest, digests = _scan(shards, recipe, tell)
+    highest, digests, shards = _scan(shards, recipe, tell)
     reserved = 1 if objective_of(recipe) == "mlm" else 0
     needed = min(max([1, *highest]) + 1 + reserved, LARGEST_VOCABULARY)
     vocab_size = recipe.model.vocab_size or needed
@@ -133,21 +135,35 @@ def _npy(path: Path) -> Shard:
     return Shard(path, array.dtype.str, int(array.offset), len(array))
 
 
-def _scan(shards: list[Shard], recipe: Recipe, tell: Callable[..., None]) -> tuple[list[int], list[str]]:
-    """Highest id and content hash of each file, remembered. Ids count as unsigned, so a negative one is huge."""
+def _scan(
+    shards: list[Shard], recipe: Recipe, tell: Callable[..., None]
+) -> tuple[list[int], list[str], list[Shard]]:
+    """Highest id and content hash of each file, remembered, and the shards with the digests of their blocks. Ids count
+    as unsigned, so a negative one is huge."""
     root = cache_folder(recipe.data.cache) / "data"
     total, done = sum(s.path.stat().st_size for s in shards), 0
     by_path = {s.path: s for s in shards}
 
     def scan(path: Path) -> list[Any]:
         nonlocal done
-        shard, top, digest = by_path[path], 0, hashlib.sha256()
+        shard, top, digest, hasher = by_path[path], 0, hashlib.sha256(), BlockHasher()
         for chunk in _chunks(shard):
             top = max(top, int(_unsigned(chunk).max()))
-            digest.update(np.ascontiguousarray(chunk).data)
+            content = np.ascontiguousarray(chunk).view(np.uint8).data
+            digest.update(content)
+            hasher.update(content)
             done += chunk.nbytes
             tell("scanning tokens", done, total)
-        return [top, digest.hexdigest()]
+        blocks = hasher.digests()
+        write_atomically(digests_of(path), blocks)
+        return [top, digest.hexdigest(), hashlib.sha256(blocks).hexdigest()]
+
+    def digests_of(path: Path) -> Path:
+        return root / f"tokens-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.digests"
+
+    def known(shard: Shard, value: list[Any]) -> bytes | None:
+        size = shard.tokens * np.dtype(shard.dtype).itemsize
+        return read_digests(digests_of(shard.path), size, value[2]) if len(value) > 2 else None
 
     def unreadable(error: OSError) -> Any:
         raise UserError(f"data.source: {error.filename}: cannot be read: {error.strerror}")
@@ -155,8 +171,16 @@ def _scan(shards: list[Shard], recipe: Recipe, tell: Callable[..., None]) -> tup
     where = hashlib.sha256(f"{recipe.data.token_dtype} {shards[0].path.parent}".encode()).hexdigest()
     with writable(root):
         memo = Memo(root / f"tokens-{where[:16]}.json")
-        found = remembered([s.path for s in shards], memo, scan, unreadable)
-    return [top for top, _ in found], [digest for _, digest in found]
+        paths = [s.path for s in shards]
+        found = remembered(paths, memo, scan, unreadable)
+        lacking = [s.path for s, value in zip(shards, found, strict=True) if known(s, value) is None]
+        if lacking:  # of an older version, or removed
+            memo.forget(lacking)
+            found = remembered(paths, memo, scan, unreadable)
+    checked = [
+        s._replace(digests=known(s, value), advice=CHANGED) for s, value in zip(shards, found, strict=True)
+    ]
+    return [value[0] for value in found], [value[1] for value in found], checked
 
 
 def _chunks(shard: Shard):

@@ -5,29 +5,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fivefold.data.blocks import BlockHasher, Blocks, read_digests
 from fivefold.data.tokenizer import Tokenizer
+from fivefold.errors import UserError
 from fivefold.files import stream, write_atomically
 
 OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by default
 
 
 class Shard(NamedTuple):
-    """`tokens` ids of type `dtype` in `path`, from byte `offset` on."""
+    """`tokens` ids of type `dtype` in `path`, from byte `offset` on. digests: of the blocks of these bytes; None: they
+    are not known. advice: what to do if one differs."""
 
     path: Path
     dtype: str
     offset: int
     tokens: int
+    digests: bytes | None = None
+    advice: str = ""
 
 
 class Tokens:
@@ -45,6 +53,7 @@ class Tokens:
         self._stop = self._starts[-1] if stop is None else stop
         assert 0 <= self._start <= self._stop <= self._starts[-1]
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._blocks: dict[int, Blocks] = {}
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -73,8 +82,24 @@ class Tokens:
         while a < b:
             first = self._starts[shard]
             stop = min(b, self._starts[shard + 1])
-            yield self._map(shard)[a - first : stop - first]
+            ids = self._map(shard)
+            if self.shards[shard].digests is not None:
+                self._compare(shard, ids, a - first, stop - first)
+            yield ids[a - first : stop - first]
             a, shard = stop, shard + 1
+
+    def _compare(self, index: int, ids: np.ndarray, start: int, stop: int) -> None:
+        """Compares what is about to be read with the hashes of its blocks.
+
+        Raises:
+            UserError: it has changed since they were made.
+        """
+        blocks = self._blocks.get(index)
+        if blocks is None:
+            shard = self.shards[index]
+            assert shard.digests is not None
+            blocks = self._blocks[index] = Blocks(shard.digests, partial(_damaged, shard))
+        blocks.compare(ids.view(np.uint8), start * ids.itemsize, stop * ids.itemsize)
 
     def _map(self, index: int) -> np.ndarray:
         mapped = self._maps.get(index)
@@ -85,6 +110,16 @@ class Tokens:
             if len(self._maps) > OPEN_MAPS:
                 self._maps.popitem(last=False)
         return mapped
+
+
+def _damaged(shard: Shard, start: int, stop: int) -> None:
+    with suppress(OSError):
+        if shard.advice == ADVICE:  # a folder of the cache, which the next run makes again
+            write_atomically(shard.path.parent / DAMAGED, f"{shard.path.name} {start} {stop}\n")
+    raise UserError(
+        f"data: {shard.path} is damaged: bytes {shard.offset + start:,} to {shard.offset + stop:,} are not what was "
+        f"written. {shard.advice}"
+    )
 
 
 @dataclass(frozen=True)
@@ -107,6 +142,10 @@ class DataSet:
 FORMAT = 1  # raise it when the same source and settings would give other shards
 SHARD_TOKENS = 1 << 27
 NAMES = ("train", "val")
+MANIFEST = "manifest.json"
+DAMAGED = "damaged"
+"""A file beside shards in which a process has found another content than was written."""
+ADVICE = "The disk may be failing. Run again: the text is tokenized anew"
 
 
 class ShardWriter:
@@ -115,7 +154,9 @@ class ShardWriter:
     def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int = SHARD_TOKENS):
         self.folder, self.name, self.dtype, self.shard_tokens = folder, name, dtype, shard_tokens
         self.counts: list[int] = []
+        self.hashes: list[str] = []  # of the files of digests
         self._file = None
+        self._hasher = BlockHasher()
 
     def write(self, ids: np.ndarray) -> None:
         while len(ids):
@@ -124,7 +165,9 @@ class ShardWriter:
                 self._file = stream(self.folder / self._name(len(self.counts)))
                 self.counts.append(0)
             taken = ids[: self.shard_tokens - self.counts[-1]]
-            self._file.write(np.ascontiguousarray(taken, self.dtype).data)
+            content = np.ascontiguousarray(taken, self.dtype).view(np.uint8).data
+            self._file.write(content)
+            self._hasher.update(content)
             self.counts[-1] += len(taken)
             ids = ids[len(taken) :]
 
@@ -132,32 +175,75 @@ class ShardWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
+            self.hashes.append(write_digests(self.folder / self._name(len(self.counts) - 1), self._hasher))
+            self._hasher = BlockHasher()
 
     def entries(self) -> list[dict[str, Any]]:
-        """File and tokens of each shard, for the manifest."""
-        return [{"file": self._name(i), "tokens": count} for i, count in enumerate(self.counts)]
+        """File, tokens and the hash of the digests of each shard, for the manifest."""
+        return [
+            {"file": self._name(i), "tokens": count, "digests": self.hashes[i]}
+            for i, count in enumerate(self.counts)
+        ]
 
     def _name(self, index: int) -> str:
         return f"{self.name}-{index:05d}.bin"
 
 
+def write_digests(shard: Path, hasher: BlockHasher) -> str:
+    """Writes the digests of a shard's blocks beside it. Returns their SHA-256."""
+    content = hasher.digests()
+    write_atomically(_digests_of(shard), content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _digests_of(shard: Path) -> Path:
+    return shard.with_suffix(".digests")
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1))
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a complete folder, or None if it is missing or a shard is missing or has the wrong size."""
+    """The manifest of a complete folder, or None if it is missing, or a shard or its digests are missing or have the
+    wrong size, or the folder was found to be damaged."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         item = np.dtype(manifest["dtype"]).itemsize
         for entry in manifest["shards"]["train"] + manifest["shards"]["val"]:
-            if (folder / entry["file"]).stat().st_size != entry["tokens"] * item:
+            size = entry["tokens"] * item
+            if (folder / entry["file"]).stat().st_size != size:
                 return None
-    except (OSError, ValueError, KeyError):
+            digests = entry.get("digests")
+            if digests and read_digests(_digests_of(folder / entry["file"]), size, digests) is None:
+                return None
+        if (folder / DAMAGED).exists():
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return manifest if manifest["format"] == FORMAT else None
 
 
+def add_digests(folder: Path, manifest: dict[str, Any]) -> bool:
+    """Adds digests to a folder that an older version has written. Returns False if it had them. They say what the
+    shards hold now."""
+    lacking = [e for split in NAMES for e in manifest["shards"][split] if "digests" not in e]
+    for entry in lacking:
+        hasher, path = BlockHasher(), folder / entry["file"]
+        with open(path, "rb") as file:
+            while content := file.read(1 << 20):
+                hasher.update(memoryview(content))
+        entry["digests"] = write_digests(path, hasher)
+    if lacking:
+        write_manifest(folder, manifest)
+    return bool(lacking)
+
+
 def open_tokens(folder: Path, manifest: dict[str, Any], split: str) -> Tokens:
-    entries = manifest["shards"][split]
-    return Tokens([Shard(folder / e["file"], manifest["dtype"], 0, e["tokens"]) for e in entries])
+    item, shards = np.dtype(manifest["dtype"]).itemsize, []
+    for entry in manifest["shards"][split]:
+        path, digests = folder / entry["file"], None
+        if "digests" in entry:
+            digests = read_digests(_digests_of(path), entry["tokens"] * item, entry["digests"])
+        shards.append(Shard(path, manifest["dtype"], 0, entry["tokens"], digests, ADVICE))
+    return Tokens(shards)

@@ -82,9 +82,8 @@ def limit() -> Limit | None:
         return None
     resident, virtual = _own()
     found = [Limit(size, f"the memory limit of {path}", True, resident) for path, size in _group_limits()]
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if address_space != resource.RLIM_INFINITY:
-        found.append(Limit(address_space, "ulimit -v", False, virtual))
+    if (most := address_space()) is not None:
+        found.append(Limit(most, "ulimit -v", False, virtual))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found.append(Limit(total, "the machine's memory", True, resident))
     return min(found, key=lambda one: one.bytes)
@@ -104,10 +103,15 @@ def available() -> int | None:
             found.append(
                 size - int((file.parent / used).read_text()) + int(stat[stat.index("inactive_file") + 1])
             )
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if address_space != resource.RLIM_INFINITY:
-        found.append(address_space - _own()[1])
+    if (most := address_space()) is not None:
+        found.append(most - _own()[1])
     return max(0, min(found)) if found else None
+
+
+def address_space() -> int | None:
+    """Bytes of address space that a process may have (`ulimit -v`); None: without limit."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if most == resource.RLIM_INFINITY else most
 
 
 def oom_kills() -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -79,3 +80,37 @@ def hash32_(x: Tensor, key_a: int, key_b: int) -> Tensor:
 
 def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >= 1 << (bits - 1) else value
+
+
+ROW = 4096
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def digest(x: Tensor) -> Tensor:
+    """A hash of a tensor's bits: an int64 scalar on its device, the same on every device.
+
+    Each row of 4096 numbers is a sum of products with odd factors, so a change of one number always changes it. The
+    hashes of rows, with their numbers, are added up.
+    """
+    flat = x.detach().contiguous().view(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    factors, total = _factors(words.device), torch.zeros((), dtype=torch.int64, device=words.device)
+    key_a, key_b = keys("digest")
+    step = chunk_on(words.device)
+    for start in range(0, words.numel(), step):
+        some = words[start : start + step].to(torch.int32)
+        whole = some.numel() // ROW * ROW
+        sums = [(some[:whole].view(-1, ROW) * factors).sum(1)]  # int64
+        if whole < some.numel():
+            rest = some[whole:]
+            sums.append((rest * factors[: rest.numel()]).sum().view(1))
+        rows = torch.cat(sums)
+        number = torch.arange(start // ROW, start // ROW + len(rows), device=rows.device)
+        total += hash64_(rows.add_(number * _signed(0x9E3779B97F4A7C15, 64)), key_a, key_b).sum()
+    return total + x.numel()
+
+
+@lru_cache(maxsize=8)
+def _factors(device: torch.device) -> Tensor:
+    """ROW odd int32 numbers."""
+    return hash32_(torch.arange(ROW, dtype=torch.int32), *keys("factors")).bitwise_or_(1).to(device)

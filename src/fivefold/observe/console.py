@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.errors import printable
+from fivefold.observe.faults import in_words
 from fivefold.observe.format import duration, short_number, size
 
 # Seconds between redraws of the bar. A redraw takes about a millisecond, and steps may take less.
@@ -233,6 +234,7 @@ def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("peak_memory_bytes", "peak memory", size),
         ("loss_scale", "loss scale", lambda v: f"2^{math.log2(v):.0f}"),
         ("skipped_steps", "skipped steps", lambda v: f"{v:.0f}, whose gradients overflowed"),
+        ("faults", "unusual steps", in_words),
         ("noise_scale", "noise scale", lambda v: f"{short_number(v)} tokens (about the critical batch size)"),
         ("restarts", "restarts", str),
         ("nonfinite", "NaN or inf loss", lambda v: f"{v} steps, first at step {figures['nonfinite_step']}"),

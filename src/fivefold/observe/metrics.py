@@ -57,9 +57,19 @@ class MetricsWriter:
         make_folder(folder)
         path = folder / FILE
         self.damaged = drop_after(path, step) if path.exists() else 0
-        self._file = Lines(path)  # a killed run loses at most the line that it was writing
-        self._events = _Events(folder / "tensorboard", step) if tensorboard else None
+        self._folder, self._tensorboard = folder, tensorboard
+        self._open(step)
         self._told = False
+
+    def _open(self, step: int) -> None:
+        self._file = Lines(self._folder / FILE)  # a killed run loses at most the line that it was writing
+        self._events = _Events(self._folder / "tensorboard", step) if self._tensorboard else None
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines of the steps after this one, which run again."""
+        self.close()
+        drop_after(self._folder / FILE, step, whole=False)
+        self._open(step)
 
     def write(self, metrics: Mapping[str, Any]) -> str:
         """Write one line. `metrics` has an integer `step`; its other values are numbers (also 0-d tensors and
@@ -175,13 +185,13 @@ def _is_metric(key: str, value: Any) -> bool:
     return all(part is None or isinstance(part, int | float | str) for part in parts)
 
 
-def drop_after(path: Path, step: int) -> int:
+def drop_after(path: Path, step: int, whole: bool = True) -> int:
     """Rewrites `path` without the lines after `step` and without damaged ones. A crash here loses nothing.
 
-    Returns the number of damaged lines before kept ones."""
+    whole: step 0 drops all lines. Returns the number of damaged lines before kept ones."""
     kept: list[str] = []
     damaged = dropped = 0
-    for _, line in _parsed(path) if step > 0 else ():
+    for _, line in _parsed(path) if step > 0 or not whole else ():
         if line is None:
             damaged += 1
         elif line["step"] <= step:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood, write_atomically
-from fivefold.observe import memory_picture, prediction, restarts, slow, step_timeline
+from fivefold.observe import faults, memory_picture, prediction, restarts, slow, step_timeline
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
@@ -54,6 +54,7 @@ def page(run: Path) -> str:
     name = printable(run.resolve().name)
     sections = [
         _section("Curves", curves) if curves else "",
+        _section("Unusual steps", shown) if (shown := faults.section(lines)) else "",
         _section("Predicted and measured", predicted),
         _section("Computing and messages", messages) if messages else "",
         _section("Memory over a step", memory) if memory else "",

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+TINY = 1e-300
+"""Differences below it are none: powers of ten beside them are not normal numbers."""
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -27,7 +30,7 @@ def linear_scale(low: float, high: float, zero: bool) -> Scale:
     """A linear scale between round numbers. It starts at 0 if `zero` is set and no value is negative."""
     if zero and low >= 0:
         low = 0.0
-    if high - low <= 1e-12 * max(abs(high), abs(low)):
+    if high - low <= max(1e-12 * max(abs(high), abs(low)), TINY):
         margin = abs(high) / 10 or 1.0
         low, high = (low, high + margin) if low == 0 else (low - margin, high + margin)
     marks = ticks(low, high, count=5)
@@ -53,9 +56,9 @@ def log_scale(low: float, high: float) -> Scale:
 
 def ticks(low: float, high: float, count: int) -> list[float]:
     """About `count` round numbers (1, 2 or 5 times a power of ten apart) in [low, high]."""
-    if high <= low:
-        return [low]
     raw = (high - low) / count
+    if not raw > TINY:
+        return [low]
     power = 10.0 ** math.floor(math.log10(raw))
     gap = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
     first, last = math.ceil(low / gap - 1e-9), math.floor(high / gap + 1e-9)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from fivefold.observe.faults import counts
+
 
 def column(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Steps and values of `key`, in order of steps; values may be NaN."""
@@ -26,9 +28,9 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     steps, tokens; train_s (time in steps); loss (mean over the last 5% of the steps, 1 to 100 of them),
     val_loss (last), best_val_loss, best_val_step, val_bits_per_byte (last), best_val_bits_per_byte,
     tokens_per_s and mfu (medians, after the first tenth of the steps, where caches and compilers warm up),
-    data_wait (share of the time in steps), noise_scale (last; in tokens), loss_scale and skipped_steps (last),
-    alarms (step, text), peak_memory_bytes, nonfinite (number of steps whose loss is NaN or infinite), nonfinite_step
-    (the first).
+    data_wait (share of the time in steps), noise_scale (last; in tokens), loss_scale and skipped_steps (last), faults
+    (`faults.counts`), alarms (step, text), peak_memory_bytes, nonfinite (number of steps whose loss is NaN or
+    infinite), nonfinite_step (the first).
     """
     found: dict[str, Any] = {}
     steps, losses = column(lines, "loss")
@@ -47,6 +49,8 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
             found[key] = values[-1]
     if alarms := [(line["step"], str(line["alarm"])) for line in lines if "alarm" in line]:
         found["alarms"] = alarms
+    if wrong := counts(lines):
+        found["faults"] = wrong
     memory = finite(column(lines, "peak_memory_bytes")[1])
     if memory:
         found["peak_memory_bytes"] = max(memory)

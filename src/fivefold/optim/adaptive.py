@@ -70,7 +70,12 @@ def _products(b1: float, device: torch.device) -> Tensor:
 
 def adamsage(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     """Adam times how much the sensitivity |w g| of a weight varies, in shares of its average: a weight that matters
-    little gets a higher rate, one that matters a lower one."""
+    little gets a higher rate, one that matters a lower one.
+
+    The average is divided by 1 - beta3^t before both uses, as in the authors' code (github.com/cliang1453/SAGE). Two
+    constants are not theirs: that code adds eps^2 to the denominator only, not to the numerator, too, and Adam's eps to
+    the root of the second moment before its correction, not after.
+    """
     assert u.weight is not None
     (b1, b2), b3, t = u.fields["betas"], u.fields["sensitivity_beta"], u.step
     mean = states["exp_avg"].lerp_(g, 1 - b1)

@@ -14,12 +14,12 @@ LOWEST, HIGHEST = 1.0, 2.0**24
 
 
 class LossScale:
-    """The factor and its history. values: (2) fp64 on the device: the factor, a power of two, and the steps without an
-    overflow since it last changed."""
+    """The factor and its history. values: (3) fp64 on the device: the factor, a power of two, the steps without an
+    overflow since it last changed, and the overflows that have halved it."""
 
     def __init__(self, initial: float, every: int, device: torch.device):
         self.every = every
-        self.values = torch.tensor([initial, 0.0], dtype=torch.float64, device=device)
+        self.values = torch.tensor([initial, 0.0, 0.0], dtype=torch.float64, device=device)
 
     @property
     def factor(self) -> Tensor:
@@ -28,14 +28,19 @@ class LossScale:
 
     def update(self, skip: Tensor) -> Tensor:
         """Learns whether a step was skipped (scalar: 1 or 0). Returns 1 if a lower factor may prevent that, else 0."""
-        factor, good = self.values.unbind()
+        factor, good, overflows = self.values.unbind()
         lowered = skip * (factor > LOWEST)
         good = (good + 1) * (1 - skip)
         grows = good >= self.every
         grown = torch.where(grows, factor * 2, factor)
         factor = torch.where(skip > 0, factor / 2, grown).clamp(LOWEST, HIGHEST)
-        self.values = torch.stack([factor, torch.where(grows, 0.0, good)])
+        self.values = torch.stack([factor, torch.where(grows, 0.0, good), overflows + lowered])
         return lowered
 
-    def set(self, factor: float, good: float) -> None:
-        self.values = self.values.new_tensor([factor, good])
+    @property
+    def overflows(self) -> Tensor:
+        """The steps whose overflow has halved the factor: a scalar, fp64."""
+        return self.values[2]
+
+    def set(self, factor: float, good: float, overflows: float = 0.0) -> None:
+        self.values = self.values.new_tensor([factor, good, overflows])

@@ -160,6 +160,12 @@ class Updater:
             found["step"] = torch.tensor(float(steps), device=weight.device)
         return found
 
+    def begin(self, number: int) -> None:
+        """Forgets the states: none of the `number` steps that have begun has changed the weights."""
+        self.clear()
+        if self.rules is not None:
+            self.rules.number = number
+
     def clear(self) -> None:
         """Forgets the states."""
         self.begun = False

@@ -282,6 +282,14 @@ class Outer:
             if means:
                 self.under_way[number] = lambda means=means: means
 
+    def forget(self) -> None:
+        """Forgets the states, and the sums under way once they have arrived: a checkpoint is loaded next."""
+        for wait in self.under_way.values():
+            wait()
+        self.under_way.clear()
+        for updater in self.updaters.values():
+            updater.clear()
+
     def kept(self) -> list[Tensor]:
         """Every tensor that the outer loop keeps between steps."""
         return [*self.weights.values(), *(t for updater in self.updaters.values() for t in updater.kept())]

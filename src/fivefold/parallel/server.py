@@ -127,6 +127,10 @@ class _ByPart(Updater):
                     begun[key] += len(weight)
             part.load(mine, steps, number)
 
+    def begin(self, number: int) -> None:
+        for part in self.parts:
+            part.begin(number)
+
     def kept(self) -> list[Tensor]:
         return [tensor for part in self.parts for tensor in part.kept()]
 

@@ -4,7 +4,7 @@ from fivefold.models.card import resolve_model
 from fivefold.models.count import active_parameters, count_parameters, flops_per_token
 from fivefold.models.section import ModelSection
 from fivefold.recipe.load import change, load, shipped, source
-from fivefold.recipe.ramp import batch_size, sequences_before
+from fivefold.recipe.ramp import LeftOut, batch_size, leave_out, place, sequences_before
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.resolve import (
     microbatches_per_step,
@@ -17,6 +17,7 @@ from fivefold.recipe.rules import expected_vocab_size
 from fivefold.recipe.schema import (
     CheckpointSection,
     DataSection,
+    FaultsSection,
     LayoutSection,
     ObserveSection,
     OptimSection,
@@ -29,7 +30,9 @@ __all__ = [
     "CheckpointSection",
     "DataSection",
     "Explained",
+    "FaultsSection",
     "LayoutSection",
+    "LeftOut",
     "ModelSection",
     "ObserveSection",
     "OptimSection",
@@ -43,8 +46,10 @@ __all__ = [
     "expected_vocab_size",
     "explain",
     "flops_per_token",
+    "leave_out",
     "load",
     "microbatches_per_step",
+    "place",
     "resolve",
     "resolve_model",
     "sequences_before",

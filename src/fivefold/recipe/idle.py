@@ -48,6 +48,13 @@ def _sums(recipe: Sections) -> list[str]:
     return summing_groups(replace(layout, dp_replicate=max(1, layout.dp_replicate // recipe.sites.count)))
 
 
+def _kept_twice(recipe: Sections) -> bool:
+    """True if several ranks of a site keep the same weights: all of them, or the norms on a tensor axis."""
+    layout = recipe.layout
+    replicas = layout.dp_replicate // recipe.sites.count
+    return replicas > 1 or layout.tp > 1 or (not layout.zero and layout.dp_shard * layout.cp > 1)
+
+
 def _outer(key: str) -> Idle:
     """A field of the outer steps."""
     return Idle(
@@ -84,6 +91,18 @@ def _scaled(key: str) -> Idle:
 
 IDLE = (
     *map(_fp8, ("fp8_scaling", "fp8_backward", "fp8_skip_first", "fp8_skip_last")),
+    Idle("faults.hash_every", lambda r: not _kept_twice(r), "no rank of a site keeps weights of another one"),
+    Idle(
+        "faults.replay_every",
+        lambda r: r.layout.dp_replicate * r.layout.dp_shard // r.sites.count == 1,
+        "no other rank of a site has the same weights",
+    ),
+    Idle(
+        "faults.on_spike",
+        lambda r: not r.faults.spike_limit,
+        "faults.spike_limit = 0 finds none",
+        "faults.spike_limit",
+    ),
     Idle("layout.schedule", lambda r: r.layout.pp == 1, "a schedule needs pp > 1"),
     Idle("layout.virtual_stages", lambda r: r.layout.pp == 1, "stages need pp > 1"),
     Idle("layout.cp_method", lambda r: r.layout.cp == 1, "it needs cp > 1"),

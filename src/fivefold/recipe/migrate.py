@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-RENAMED: dict[str, str] = {"observe.memory": "observe.memory_step"}
+RENAMED: dict[str, str] = {
+    "observe.memory": "observe.memory_step",
+    "optim.skip_outliers": "faults.spike_limit",
+}
 """{section.key of an older version: section.key today}."""
 VALUES: dict[str, dict[Any, Any]] = {"observe.memory": {True: 2, False: 0}}
 """Values of renamed keys that were others, too."""
+IMPLIED: dict[str, tuple[str, Any]] = {"optim.skip_outliers": ("on_spike", "skip")}
+"""What a renamed key that is not 0 also meant: a field of the same section today, with its value."""
 
 
 def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -17,16 +22,16 @@ def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, A
     origins = dict(origins)
     for old, new in RENAMED.items():
         (section, key), (home, name) = old.split("."), new.split(".")
-        values, target = moved.get(section), moved.setdefault(home, {}) if section in moved else None
-        if (
-            not isinstance(values, dict)
-            or not isinstance(target, dict)
-            or key not in values
-            or name in target
-        ):
+        values = moved.get(section)
+        if not isinstance(values, dict) or key not in values:
+            continue
+        target = moved.setdefault(home, {})
+        if not isinstance(target, dict) or name in target:
             continue
         value = values.pop(key)
         target[name] = VALUES.get(old, {}).get(value, value)
+        if old in IMPLIED and value:
+            target.setdefault(*IMPLIED[old])
         if old in origins:
             origins[new] = origins.pop(old)
     return moved, origins

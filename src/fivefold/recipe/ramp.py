@@ -6,7 +6,7 @@ Where a step begins in the data is a function of the recipe and the step, as its
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fivefold.errors import UserError
 from fivefold.recipe.schema import TrainSection
@@ -38,6 +38,22 @@ def _phases(train: TrainSection) -> Iterator[tuple[int, int, int]]:
         yield step, place, size
         step, place = step + steps, place + steps * size
     yield step, place, train.global_batch_size
+
+
+LeftOut = Sequence[tuple[int, int]]
+"""Data that a run leaves out: (step, sequences) says how many come between the batches of this step and the next."""
+
+
+def place(train: TrainSection, step: int, left_out: LeftOut = ()) -> int:
+    """Where the batch of a step (0, 1, ...) begins in the data, in sequences."""
+    return sequences_before(train, step) + sum(size for after, size in left_out if after <= step)
+
+
+def leave_out(train: TrainSection, left_out: LeftOut, back_to: int, last: int) -> LeftOut:
+    """What a run leaves out that goes from step `last` back to step `back_to`, and does not see their data again."""
+    end = place(train, last - 1, left_out) + batch_size(train, last - 1)
+    kept = [(after, size) for after, size in left_out if after < back_to]
+    return [*kept, (back_to, end - place(train, back_to, kept))]
 
 
 def batch_size(train: TrainSection, step: int) -> int:

@@ -45,6 +45,7 @@ def contradictions(recipe: Sections) -> Iterator[Contradiction]:
     yield from _sites(recipe)
     yield from _servers(recipe)
     yield from _offload(recipe)
+    yield from _replays(recipe)
     yield from layout_rules(recipe)
 
 
@@ -394,15 +395,19 @@ def _servers(recipe: Sections) -> Iterator[Contradiction]:
             f'{method} is not supported with model.arch = "{recipe.model.arch}": each worker would balance its experts '
             'by itself. Nearest valid: sync.method = "all"',
         )
-    for key, value in (
-        ("train.z_loss", recipe.train.z_loss),
-        ("optim.skip_outliers", recipe.optim.skip_outliers),
+    faults = recipe.faults
+    for key, value, none in (
+        ("train.z_loss", recipe.train.z_loss, 0.0),
+        ("faults.on_spike", faults.on_spike, "tell"),
+        ("faults.on_nonfinite", "skip" if faults.on_nonfinite == "abort" else faults.on_nonfinite, "skip"),
+        ("faults.hash_every", faults.hash_every, 0),
+        ("faults.replay_every", faults.replay_every, 0),
     ):
-        if value:
+        if value != none:
             yield (
                 {"sync.method", key},
-                f"{key} = {value} is not supported with {method}, whose workers and servers have steps of their own. "
-                f"Nearest valid: {key} = 0.0",
+                f"{key} = {toml_value(value)} is not supported with {method}, whose workers and servers have steps of "
+                f"their own. Nearest valid: {key} = {toml_value(none)}",
             )
     if OPTIMIZERS[recipe.optim.name].needs != "elements":
         yield (
@@ -415,6 +420,25 @@ def _servers(recipe: Sections) -> Iterator[Contradiction]:
             yield (
                 {"sync.method", f"observe.{name}"},
                 f"observe.{name} is not measured with {method}. Nearest valid: observe.{name} = {none}",
+            )
+
+
+def _replays(recipe: Sections) -> Iterator[Contradiction]:
+    """A replay is one microbatch that data-parallel ranks compute apart from each other."""
+    layout, every = recipe.layout, recipe.faults.replay_every
+    if not every:
+        return
+    for key, value, none in (
+        ("layout.pp", layout.pp, 1),
+        ("layout.ep", layout.ep, 1),
+        ("layout.offload", "none" if layout.offload == "activations" else layout.offload, "none"),
+    ):
+        if value != none:
+            yield (
+                {"faults.replay_every", key},
+                f"faults.replay_every = {every} is not supported with {key} = {toml_value(value)}: ranks compute a "
+                "microbatch together, or keep its gradients elsewhere. Nearest valid: faults.replay_every = 0 "
+                "(faults.hash_every compares weights in every layout)",
             )
 
 

@@ -109,7 +109,8 @@ class OptimSection(Section):
     warmup_steps: int | None = Field(default=None, ge=0, le=LARGEST)
     """Steps in which the learning rate grows linearly from 0. Unset: 2% of the run, between 1 and 2000."""
     lr_embeddings: float | None = Field(default=None, gt=0)
-    """Peak learning rate of embeddings and of the output layer. Unset: `lr`."""
+    """Peak learning rate of embeddings and of the output layer. Unset: `lr`. In a module of your own: of `nn.Embedding`
+    and of matrices with `vocab_size` rows."""
     lr_vectors: float | None = Field(default=None, gt=0)
     """Peak learning rate of norms and biases. Unset: `lr`."""
     schedule: Literal["cosine", "linear", "wsd", "constant", "restarts"] = "cosine"
@@ -154,9 +155,6 @@ class OptimSection(Section):
     """Newton-Schulz iterations by which a matrix is made orthogonal. `muon` only. Unset: 5."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient. 0: no clipping."""
-    skip_outliers: float = Field(default=0.0, ge=0)
-    """Skips the update if the logarithm of the gradient's norm is so many standard deviations above its running mean,
-    over about 50 steps. 0: never."""
 
 
 class LayoutSection(Section):
@@ -310,6 +308,29 @@ class CheckpointSection(Section):
     the step waits. The last checkpoint of a run is always written at once."""
 
 
+class FaultsSection(Section):
+    on_nonfinite: Literal["skip", "rollback", "abort"] = "skip"
+    """If loss or gradient are not finite. Such a step never changes the weights. `skip`: the run goes on, and ends
+    after 5 of them in a row. `rollback`: it goes back to the newest checkpoint before the step, and leaves out the data
+    since. `abort`: it ends."""
+    on_spike: Literal["tell", "skip", "rollback", "abort"] = "tell"
+    """If the loss or the norm of the gradient is far above its running distribution. `tell`: it is said. `skip`: the
+    step does not change the weights. `rollback`, `abort`: as for `on_nonfinite`."""
+    spike_limit: float = Field(default=6.0, ge=0)
+    """Standard deviations above its running mean, over about 50 steps, from which the logarithm of a loss or norm is a
+    spike. (It is at least a fifth above the mean.) 0: never."""
+    rollbacks: int = Field(default=3, ge=0)
+    """How often a run goes back, at most. Then it ends."""
+    hash_every: int = Field(default=0, ge=0)
+    """Steps between comparisons of the weights that several ranks keep, by a hash. 0: never."""
+    replay_every: int = Field(default=0, ge=0)
+    """Steps between replays: each data-parallel rank computes a microbatch of another one again, and loss and gradients
+    must have the same bits. 0: never. Not with pp, ep, offload of weights or parameter servers."""
+    on_corruption: Literal["rollback", "abort"] = "abort"
+    """If hashes or a replay differ. `rollback`: the run goes back to the newest checkpoint up to the last step whose
+    comparison was right, and takes the same data again. `abort`: it ends."""
+
+
 class ObserveSection(Section):
     log_every: int = Field(default=1, ge=1, le=LARGEST)
     """Steps between console lines."""
@@ -357,6 +378,7 @@ class Sections(Section):
     sync: SyncSection = SyncSection()
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    faults: FaultsSection = FaultsSection()
     observe: ObserveSection = ObserveSection()
     launch: LaunchSection = LaunchSection()
 

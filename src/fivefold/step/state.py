@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,7 @@ from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
 from fivefold.precision.fp8 import FP8
-from fivefold.recipe import OptimSection, Recipe, count_parameters, tokens_per_step
+from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters, tokens_per_step
 from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, held, size_of, whole
@@ -48,8 +49,9 @@ class State:
 
     counts: (2) fp64, on the device, because the host learns of a step's result while a later one runs: the steps that
     changed the weights, and the steps skipped in a row since then (with loss scaling only those at its lowest factor).
-    norms: of the gradient, up to now (optim/outliers.py). outer: the outer loop, if there are several sites.
-    loss_scale: if the mode needs one.
+    usual: statistics of loss and norm up to now (step/judge.py). outer: the outer loop, if there are several sites.
+    loss_scale: if the mode needs one. left_out: data that the run has left out: (step, sequences) says how many come
+    between the batches of this step and the next. rollbacks: (step of a fault, step that the run went back to).
     """
 
     parallel: Parallel
@@ -58,7 +60,9 @@ class State:
     outer: Outer | None = None
     loss_scale: LossScale | None = None
     step: int = 0
-    norms: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    usual: Tensor = field(default_factory=lambda: torch.zeros(2, 3, dtype=torch.float64))
+    left_out: LeftOut = ()
+    rollbacks: Sequence[tuple[int, int]] = ()
     noise: tuple[float, float] = (
         0.0,
         0.0,
@@ -173,7 +177,7 @@ def assemble(
         if products.wanted(recipe) is not None:
             raise UserError(f'custom modules do not train in {FP8}. Use precision.mode = "bf16" or "auto"')
         parallel = _replicated(module, mesh, dtype, reduce, recipe.optim.name, masters)
-    state = with_optimizer(parallel, mesh, recipe, mode)
+    state = with_optimizer(parallel, mesh, recipe, mode, module)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
@@ -196,8 +200,11 @@ def _outer(state: State, recipe: Recipe) -> Outer | None:
     return Outer(state.parallel.replicas, axis, sites, optimizer, sync.outer_lr, fields)
 
 
-def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, mode: Mode) -> State:
-    """The state at step 0, ready to train."""
+def with_optimizer(
+    parallel: Parallel, mesh: Mesh, recipe: Recipe, mode: Mode, own: nn.Module | None = None
+) -> State:
+    """The state at step 0, ready to train. own: a user's own module."""
+    embeddings = None if own is None else embeddings_of(own, recipe.model.vocab_size)
     for stage in parallel.stages:
         stage.train()
         for module in stage.modules():
@@ -211,7 +218,7 @@ def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, mode: Mode) -
     for replica in parallel.replicas:
         mine = {name: way for name, way in found.items() if name in replica.masters}
         gathering = Gathered(mine, mesh) if mine else None
-        rates = {name: rate_of(optim, name, part.shape) for name, part in replica.parts.items()}
+        rates = {name: rate_of(optim, name, part.shape, embeddings) for name, part in replica.parts.items()}
         offload = parallel.offloads.get(id(replica))
         if offload is None:
             make = partial(
@@ -235,21 +242,36 @@ def with_optimizer(parallel: Parallel, mesh: Mesh, recipe: Recipe, mode: Mode) -
             replica.updater = offload.update_by(
                 card, replica.masters, replica.gradients, working, optim.lr, optim.weight_decay, fields, rates
             )
-    counts, norms = (torch.zeros(n, dtype=torch.float64, device=mesh.device) for n in (2, 3))
-    state = State(parallel, mesh, counts, norms=norms)
+    counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
+    state = State(parallel, mesh, counts, usual=usual)
     if mode.scaled:
         precision = recipe.precision
         state.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_every, mesh.device)
     return state
 
 
-def rate_of(optim: OptimSection, name: str, shape: tuple[int, ...]) -> float:
-    """The learning rate of a parameter, relative to `optim.lr`."""
+def rate_of(
+    optim: OptimSection, name: str, shape: tuple[int, ...], embeddings: frozenset[str] | None = None
+) -> float:
+    """The learning rate of a parameter, relative to `optim.lr`. embeddings: names of embeddings and output layer; None:
+    our models have nothing else outside of blocks."""
     if len(shape) < 2:
         return (optim.lr_vectors or optim.lr) / optim.lr
-    if not name.startswith("blocks."):
+    if not name.startswith("blocks.") if embeddings is None else name in embeddings:
         return (optim.lr_embeddings or optim.lr) / optim.lr
     return 1.0
+
+
+def embeddings_of(module: nn.Module, vocab_size: int | None) -> frozenset[str]:
+    """The names of embeddings and output layer in a user's own module: parameters of `nn.Embedding`, those that share
+    their memory, and matrices with a row for each token."""
+    inside = {id(p) for one in module.modules() if isinstance(one, nn.Embedding) for p in one.parameters()}
+    return frozenset(
+        name
+        for name, p in module.named_parameters()
+        if id(p) in inside
+        or (p.dim() == 2 and (vocab_size or 0) > 2 and p.shape[0] == vocab_size)  # 2: not known
+    )
 
 
 def optimizer_fields(optim: OptimSection) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from fivefold.comm.progress import progress
 from fivefold.kernels.loss import scaled
 from fivefold.optim import learning_rate
 from fivefold.optim.clip import clip_scale
-from fivefold.optim.outliers import outlier
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel
 from fivefold.parallel.pipeline import Microbatch
@@ -25,6 +24,7 @@ from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.share import Share
 from fivefold.recipe import OptimSection, Recipe
 from fivefold.spread.seconds import SECONDS, SHARED_EVERY
+from fivefold.step.judge import judge
 from fivefold.step.state import State
 
 OWN = ("loss", "norm", "stop", "skipped")
@@ -115,15 +115,13 @@ def take_step(
         own_norm = own_norm / scaling.factor
         more["loss_scale"] = scaling.factor
     loss, norm, stop = mean_over_sites(state, loss, own_norm, stop)
-    bad = 1 - (loss.isfinite() & norm.isfinite()).float()
-    skip = bad
-    if recipe.optim.skip_outliers:
-        found, state.norms = outlier(state.norms, norm, recipe.optim.skip_outliers)
-        more, skip = {**more, "outlier": found}, torch.maximum(bad, found.float())
-    lr = update(state, recipe.optim, own_norm, skip, recipe.train.steps, bad)
+    verdict = judge(state.usual, loss, norm, recipe.faults)
+    state.usual = verdict.usual
+    lr, diverging = update(state, recipe.optim, own_norm, verdict.skip, recipe.train.steps, verdict.bad)
+    more |= {**verdict.figures, "nonfinite": diverging}
     state.step += 1
     if scaling is not None:
-        more["skipped_steps"] = state.step - state.counts[0]
+        more |= {"overflow": verdict.bad - diverging, "skipped_steps": scaling.overflows}
     if state.outer is not None:
         state.outer.step(state.step, recipe.train.steps)
     own = zip(OWN, (loss, norm, stop, state.counts[1]), strict=True)
@@ -220,12 +218,13 @@ def seed_dropout(seed: int, step: int, microbatch: int, rank: int) -> None:
 
 def update(
     state: State, optim: OptimSection, norm: Tensor, skip: Tensor, steps: int, bad: Tensor | None = None
-) -> float:
-    """Clips the gradient, given its norm, and updates the weights. Returns the schedule's learning rate.
+) -> tuple[float, Tensor]:
+    """Clips the gradient, given its norm, and updates the weights. Returns the schedule's learning rate, and `bad`
+    without the overflows that a lower factor of the loss may cure.
 
-    skip: 1 if loss or gradient are not finite, or the gradient is an outlier: an fp32 scalar on the device. Then
-    masters, moments and counts stay as they are: such a gradient would destroy them. The host does not know it yet, so
-    it queues the update all the same. bad: 1 if they are not finite, which must not last; None: `skip`.
+    skip: 1 if loss or gradient are not finite, or too large to be used: an fp32 scalar on the device. Then masters,
+    moments and counts stay as they are: such a gradient would destroy them. The host does not know it yet, so it queues
+    the update all the same. bad: 1 if they are not finite, which must not last; None: `skip`.
     """
     lr = rate(optim, state.step, steps)
     scale = clip_scale(norm, optim.grad_clip)
@@ -241,7 +240,7 @@ def update(
     if state.loss_scale is not None:  # the run has not diverged where a lower factor may help
         bad = bad - state.loss_scale.update(bad)
     state.counts = torch.stack([updates + (1 - skip), (skipped + 1) * bad])
-    return lr
+    return lr, bad
 
 
 def rate(optim: OptimSection, step: int, steps: int) -> float:
@@ -271,18 +270,20 @@ def agree(
     """(mean loss, norm of the whole gradient, > 0 if any rank was asked to stop), equal on all ranks of a site: fp64
     scalars.
 
-    share: this rank's share of the loss. seconds: is summed, too. One message sums everything; where states are not
-    divided, all ranks have the same norm already.
+    share: this rank's share of the loss. seconds: is summed, too. One message sums everything. Where states are not
+    divided, all ranks have the same norm already, and take the mean: no rank may decide by a norm of its own.
     """
     mesh = state.mesh
     square = gradient_square(state.parallel.replicas, mesh)
     sums = torch.stack([share.double(), torch.full_like(square, float(stop)), square])
     if seconds is not None:
         sums = torch.cat([seconds.flatten(), sums])
-    mesh.axis("all").all_reduce(sums if mesh.layout.divided else sums[:-1])
+    mesh.axis("all").all_reduce(sums)
     if seconds is not None:
         seconds.copy_(sums[:-3].view_as(seconds))
     loss, stopping, square = sums[-3:].unbind()
+    if not mesh.layout.divided:
+        square = square / mesh.size("all")
     return loss.float().double(), square.sqrt(), stopping
 
 

@@ -15,6 +15,7 @@ from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
+from fivefold.host import memory
 from fivefold.host.machine import device_peak, peak_memory_bytes
 from fivefold.host.peak import listed_peak
 from fivefold.launch.ranks import Ranks
@@ -22,25 +23,30 @@ from fivefold.models.card import card_of
 from fivefold.models.count import flops_per_token
 from fivefold.observe import number_formats, step_timeline
 from fivefold.observe.console import Console
+from fivefold.observe.faults import KINDS, USUAL
 from fivefold.observe.metrics import MetricsWriter
 from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.observe.slow import SlowRanks
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.recipe import Recipe, count_parameters, tokens_before
+from fivefold.recipe import Recipe, batch_size, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
+from fivefold.step import replicas
 from fivefold.step.histogram import Counter
 from fivefold.step.recorder import Recorder
+from fivefold.step.replay import replay
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import evaluate
+from fivefold.train.faults import Fault, note
 from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.job import Job
+from fivefold.train.loop import due
 from fivefold.train.memory import MemoryWatch
 from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import identity
 from fivefold.train.saver import Saver
-from fivefold.train.share import validation_set
+from fivefold.train.share import training_batches, validation_set
 
 SQUARES = "partial_squares"  # the figure of a step that `NoiseScale.take` returns
 MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
@@ -74,17 +80,18 @@ class RunHooks:
     ranks: Ranks
     console: Console
     metrics: MetricsWriter | None
-    next_batch: Callable[[], tuple[list[Microbatch], float]]
     stop_wanted: Callable[[], bool]
     predicted: Prediction
 
     def __post_init__(self) -> None:
+        self.next_batch: Callable[[], tuple[list[Microbatch], float]]  # set where training begins
         recipe = self.job.recipe
         self.speed = Speed(self.job, self.ranks)
         self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
         self.recorder: Recorder | None = None
         self.counter: Counter | None = None
         self.inspected = -1
+        self.right = self.state.step  # the last one in which ranks were found to be alike
         self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
         self.validated = False
         self.slow = SlowRanks(self.state.mesh.layout)
@@ -125,7 +132,31 @@ class RunHooks:
             self.recorder = None
         return {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
 
-    def record(self, line: dict[str, Any], skipped: int) -> None:
+    def compare(self, step: int) -> Fault | None:
+        faults, mesh, wrong = self.job.recipe.faults, self.state.mesh, ""
+        hashes, again = due(faults.hash_every, step), due(faults.replay_every, step)
+        if hashes and mesh.size("run") > 1:
+            wrong = replicas.compare(self.state)
+        if again and not wrong and mesh.size("dp") > 1:
+            wrong = replay(self.state, self.job.recipe.train.seed, step - 1, self._microbatches(step - 1))
+        if wrong:
+            return Fault(step, wrong, faults.on_corruption, self.right, leaves_out=False, good=False)
+        if hashes or again:
+            self.right = step
+        return None
+
+    def _microbatches(self, i: int) -> Callable[[int], Microbatch]:
+        """One microbatch of batch i for each data-parallel rank, by its index."""
+        mesh, train = self.state.mesh, self.job.recipe.train
+        batches = training_batches(self.job, self.state.left_out)
+        first, whole = mesh.site * mesh.size("dp"), batch_size(train, i) // (train.microbatch_size or 1)
+        return lambda index: batches(i, mesh, share=((first + index) % whole, whole))[0]
+
+    def record(self, line: dict[str, Any]) -> None:
+        said = note(self.job.recipe.faults, line)
+        for name in (*KINDS, *USUAL):
+            if not said or not line.get(name):
+                line.pop(name, None)
         line |= self.speed.figures(line["step"], line["step_s"])
         if self.noise:
             line |= self.noise.figures(line["grad_norm"], line.pop(SQUARES))
@@ -140,8 +171,8 @@ class RunHooks:
         if self.ranks.first and traced and pipeline is not None and pipeline.recorded is not None:
             path = write_pipeline_trace(self.job.out / "traces", line["step"], *pipeline.recorded)
             self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
-        if skipped:
-            self.console.note(f"step {line['step']}: loss or gradient is not finite; the update is skipped")
+        if said:
+            self.console.note(said)
 
     def _write_histogram(self, counter: Counter) -> None:
         counter.take_gradients()
@@ -240,10 +271,13 @@ def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
 
 
 NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+NO_STACK = "can't start new thread"  # its stack takes address space
 
 
 def out_of_memory(error: BaseException) -> bool:
     """True for an out-of-memory error. torch has a class for it on GPUs; its CPU allocator only says so."""
+    if NO_STACK in str(error):
+        return memory.address_space() is not None
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or any(words in str(error) for words in NO_MEMORY)
 

@@ -16,13 +16,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fivefold.comm.progress import progress
-from fivefold.errors import UserError
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.recipe import Recipe, batch_size
+from fivefold.recipe import FaultsSection, Recipe, batch_size
 from fivefold.step.state import State
 from fivefold.step.step import Done, take_step
-
-MAX_SKIPPED = 5  # steps in a row with a non-finite loss or gradient before the run stops
+from fivefold.train.faults import Fault, judged, weights_fault
 
 
 class Hooks(Protocol):
@@ -43,8 +41,12 @@ class Hooks(Protocol):
         """The step is queued. Returns the figures that the host knows already."""
         ...
 
-    def record(self, line: dict[str, Any], skipped: int) -> None:
-        """Records the figures of a step, in order of steps. skipped: as in `step.Done`."""
+    def record(self, line: dict[str, Any]) -> None:
+        """Records the figures of a step, in order of steps."""
+        ...
+
+    def compare(self, step: int) -> Fault | None:
+        """Compares ranks that must have the same bits, in steps in which this is due."""
         ...
 
     def validate(self, step: int) -> None: ...
@@ -61,14 +63,15 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
     where reading does not wait.
 
     Raises:
-        UserError: loss or gradient stay not finite for MAX_SKIPPED steps.
+        Fault: a number that is not finite, a spike, or a difference between ranks. What the recipe wants is to go back,
+            or to end.
     """
     train, first = recipe.train, True
     assert train.steps, "a resolved recipe has steps"
     progress.step = state.step
     if behind is None:
         behind = int(state.mesh.device.type != "cpu")
-    with _Late(hooks, behind) as late:
+    with _Late(hooks, behind, recipe.faults) as late:
         while state.step < train.steps:
             late.start()
             microbatches, waited = hooks.next_batch()
@@ -84,16 +87,16 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
             validating = last or due(train.val_every, state.step)
             sampling = last or due(train.sample_every, state.step)
             late.add(state.step, done, waited, at_once=saving or validating or sampling or traced)
-            diverged = late.skipped >= MAX_SKIPPED
-            if late.stop or diverged or last or saving:
-                # Save first, because the sender of a signal may not wait long
-                hooks.save(state.step, ends=late.stop or diverged or last)
-            if diverged:
-                raise UserError(
-                    f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step "
-                    f"{late.read}: the run has diverged. These steps did not change the weights. Step {state.step} is "
-                    "saved; resume with a smaller optim.lr or optim.grad_clip"
-                )
+            ends = late.stop or last
+            fault = late.fault or hooks.compare(state.step)
+            if (ends or saving or late.bad) and (fault is None or (fault.act == "abort" and fault.good)):
+                fault = weights_fault(state, recipe.faults) or fault
+            if fault is not None:
+                if fault.act == "abort" and fault.good:
+                    hooks.save(state.step, ends=True)
+                raise fault
+            if ends or saving:
+                hooks.save(state.step, ends=ends)  # first, because the sender of a signal may not wait long
             if late.stop:
                 return last
             if validating:
@@ -107,15 +110,16 @@ class _Late:
     """Reads the figures of a step while the device computes the next one.
 
     On a GPU the host runs ahead, and reading a step's figures is its only wait for the device. So it learns one step
-    late that it shall stop, or that the run has diverged. A step takes from the end of the one before, or from its
-    start if no other is under way, until it is done. read: the last step that was read while the run had not diverged,
-    or that made it so.
+    late that it shall stop, or that something is wrong. A step takes from the end of the one before, or from its start
+    if no other is under way, until it is done. fault: the first one. bad: True if loss or gradient of the last step
+    that was read were not finite.
     """
 
-    def __init__(self, hooks: Hooks, behind: int) -> None:
-        self.hooks, self.behind, self.began = hooks, behind, 0.0
+    def __init__(self, hooks: Hooks, behind: int, faults: FaultsSection) -> None:
+        self.hooks, self.behind, self.faults, self.began = hooks, behind, faults, 0.0
         self.queued: deque[tuple[dict[str, Any], Done]] = deque()
-        self.stop, self.skipped, self.read = False, 0, 0
+        self.stop, self.bad = False, False
+        self.fault: Fault | None = None
 
     def start(self) -> None:
         """A step begins."""
@@ -130,7 +134,7 @@ class _Late:
         self._wait(left)
         line |= self.hooks.end_step()
         self._record(left)
-        if self.stop or self.skipped >= MAX_SKIPPED:
+        if self.stop or self.fault is not None:
             self._record(0)
 
     def _wait(self, left: int) -> None:
@@ -147,13 +151,12 @@ class _Late:
         self._wait(left)
         while len(self.queued) > left:
             line, done = self.queued.popleft()
-            if self.skipped < MAX_SKIPPED:
-                self.skipped, self.read = done.skipped, line["step"]
-            self.stop = self.stop or done.stop
+            self.stop, self.bad = self.stop or done.stop, done.skipped > 0
             found = {"step": line["step"], "loss": done.loss, "grad_norm": done.norm, **line, **done.more}
             if done.seconds:
                 found["rank_seconds"] = done.seconds
-            self.hooks.record(found, done.skipped)
+            self.fault = self.fault or judged(self.faults, found, done.skipped)
+            self.hooks.record(found)
 
     def __enter__(self) -> _Late:
         return self

@@ -15,14 +15,17 @@ from fivefold.checkpoint.store import Reader
 @dataclass(frozen=True)
 class Meta:
     """step: optimizer steps. updates: those that changed the weights. skipped: the last ones in a row that did not.
-    noise, norms, loss_scale: as in `step.State`; None: not saved. sites: how many the run has, whether all have the
-    common weights, steps between outer steps, fragments. compression: the layout whose residuals are saved."""
+    noise, usual, left_out, loss_scale: as in `step.State`; None: not saved. norms: of an older version, one row of
+    usual. sites: how many the run has, whether all have the common weights, steps between outer steps, fragments.
+    compression: the layout whose residuals are saved."""
 
     step: int
     updates: int
     skipped: int
     noise: tuple[float, ...] | None
     norms: tuple[float, ...] | None
+    usual: tuple[float, ...] | None
+    left_out: tuple[tuple[int, int], ...]
     loss_scale: tuple[float, ...] | None
     sites: int
     aligned: bool
@@ -50,7 +53,9 @@ def meta_of(checkpoint: Reader) -> Meta:
         int(meta.get("skipped", 0)),
         _numbers(where, meta, "noise", 2),
         _numbers(where, meta, "norms", 3),
-        _numbers(where, meta, "loss_scale", 2),
+        _numbers(where, meta, "usual", 6),
+        _left_out(where, meta),
+        _numbers(where, meta, "loss_scale", 2, 3),
         _whole(where, sites, "count", 1),
         bool(sites.get("aligned", True)),
         _whole(where, sites, "every", 1),
@@ -66,11 +71,18 @@ def _whole(where: Path, found: Mapping[str, Any], name: str, default: int) -> in
     return value
 
 
-def _numbers(where: Path, found: Mapping[str, Any], name: str, count: int) -> tuple[float, ...] | None:
+def _left_out(where: Path, found: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    flat = found.get("left_out", [])
+    if not isinstance(flat, list) or len(flat) % 2 or not all(type(n) is int and n >= 0 for n in flat):
+        raise Damaged(f"{where} is damaged: left_out must be pairs of whole numbers, not {flat!r:.80}")
+    return tuple(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _numbers(where: Path, found: Mapping[str, Any], name: str, *counts: int) -> tuple[float, ...] | None:
     values = found.get(name)
     if values is None:
         return None
-    known = isinstance(values, list) and len(values) == count
+    known = isinstance(values, list) and len(values) in counts
     if not known or not all(type(n) in (int, float) and math.isfinite(n) for n in values):
-        raise Damaged(f"{where} is damaged: {name} must be {count} finite numbers, not {values!r:.80}")
+        raise Damaged(f"{where} is damaged: {name} must be {counts[0]} finite numbers, not {values!r:.80}")
     return tuple(map(float, values))

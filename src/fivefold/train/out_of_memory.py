@@ -48,7 +48,7 @@ def told(job: Job, rank: int = 0, local_ranks: int = 1) -> Iterator[Told]:
     one = Told(job, rank, local_ranks, limit.held if limit else 0)
     try:
         yield one
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OSError) as error:
         if not out_of_memory(error):
             raise
         message = _first_line(one, error)
@@ -89,18 +89,31 @@ def _resume(job: Job) -> str:
     return f"Resume with the change: {job.resume_command}"
 
 
+def foreseen(job: Job, peak_bytes: int, local_ranks: int, base: int) -> list[str]:
+    """Lines that say before the first step that memory will run out; none if it suffices. The system may kill a process
+    later, without a word. peak_bytes: of a rank's tensors, as planned."""
+    there, what, each, _ = _limit(local_ranks)
+    if not there or peak_bytes + base <= there / each:
+        return []
+    return [f"memory will run out: {what} is {size(there)}", *advice(job, local_ranks, base)]
+
+
+def _limit(local_ranks: int) -> tuple[int, str, int, str]:
+    """(bytes of the limit or 0, its name, ranks that share it, the GPU's name or "")."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        return torch.cuda.mem_get_info()[1], name, 1, name
+    if (limit := memory.limit()) is not None:
+        return limit.bytes, limit.what, local_ranks if limit.shared else 1, ""
+    return 0, "", 1, ""
+
+
 def advice(job: Job, local_ranks: int, base: int = 0) -> list[str]:
     """Lines: predicted memory of the rank with most beside what there is, and changes that need less."""
     if job.module is not None:
         return ["The planner does not know a module of your own. Try a smaller train.microbatch_size"]
-    on_gpu = torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if on_gpu else ""
-    if on_gpu:
-        there, what, each = torch.cuda.mem_get_info()[1], name, 1
-    elif (limit := memory.limit()) is not None:
-        there, what, each = limit.bytes, limit.what, local_ranks if limit.shared else 1
-    else:
-        there, what, each = 0, "", 1
+    there, what, each, name = _limit(local_ranks)
+    on_gpu = bool(name)
     room = there / each - base
     try:
         plan, found = remedies(job.recipe, *priced_here(name), room * (1 - MARGIN) if there else 0, on_gpu)

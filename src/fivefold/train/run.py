@@ -29,12 +29,11 @@ from fivefold.step.state import State, build_state, compute_mode, make_equal
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
 from fivefold.train.join import join
-from fivefold.train.loop import train_loop
-from fivefold.train.out_of_memory import told
+from fivefold.train.out_of_memory import foreseen, told
 from fivefold.train.prediction import Prediction
+from fivefold.train.rollback import train
 from fivefold.train.saved import resume
 from fivefold.train.self_test import settle
-from fivefold.train.share import reader
 
 
 def run_rank(job: Job, ranks: Ranks) -> int | None:
@@ -72,6 +71,9 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         introduce(console, state, job, ranks)
         if ranks.first:
             console.note(predicted.write())
+            if predicted.plan is not None:
+                for line in foreseen(job, predicted.plan.peak_bytes, ranks.local_world, rank.base):
+                    console.note(line)
         if job.resume:
             console.note(
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
@@ -83,8 +85,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         for note in settle(state, job, resumed is not None):
             console.note(note)
         leaving = _stop_asked(state, interrupt)  # before the first step: there is nothing new to save
-        batches = stack.enter_context(reader(job, state.mesh, state.step))
-        hooks = RunHooks(state, job, ranks, console, metrics, batches, interrupt.wanted, predicted)
+        hooks = RunHooks(state, job, ranks, console, metrics, interrupt.wanted, predicted)
         rank.hooks = hooks
         stack.callback(hooks.saver.close)
         for text in resumed.alarms if resumed else ():
@@ -93,7 +94,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
             hooks.save(state.step, ends=True)
         starting.close()
-        complete = state.step == recipe.train.steps if leaving else train_loop(state, recipe, hooks)
+        complete = state.step == recipe.train.steps if leaving else train(state, job, hooks)
         with progress.phase("writing the report"):
             predicted.conclude(state.mesh, hooks.memory.peak)
             if ranks.first:

@@ -26,10 +26,10 @@ from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import to_text
 from fivefold.spread.parts import Part, boxes, local_shape
 from fivefold.spread.tiers import NOT_OFFLOADED
+from fivefold.step.judge import NORM
 from fivefold.step.state import State
 from fivefold.train.checked import assert_same, check_files, damaged_together, machine_axis
 from fivefold.train.job import Job
-from fivefold.train.loop import MAX_SKIPPED
 from fivefold.train.meta import Meta, meta_of
 
 OUTER = "outer."  # prefix of the outer optimizer's states
@@ -45,8 +45,10 @@ def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
     counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
     known = any(state.noise) and all(map(math.isfinite, state.noise))
     measured: dict[str, Any] = {"noise": list(state.noise)} if known else {}
-    if bool(state.norms[0]):
-        measured["norms"] = state.norms.tolist()
+    if bool(state.usual[:, 0].any()):
+        measured["usual"] = state.usual.flatten().tolist()
+    if state.left_out:
+        measured["left_out"] = [n for pair in state.left_out for n in pair]
     if state.loss_scale is not None:
         measured["loss_scale"] = state.loss_scale.values.tolist()
     whole = {**counts, **measured, **_compression(state), **meta}
@@ -388,10 +390,12 @@ def _load(
 ) -> None:
     masters, disk = state.masters(), state.parallel.disk
     state.go_to(meta.step)
-    # A run that ended because of skipped steps starts to count again; otherwise it would end after its next step.
-    state.set_counts(meta.updates, meta.skipped if meta.skipped < MAX_SKIPPED else 0)
-    if meta.norms is not None:
-        state.norms = torch.tensor(meta.norms, dtype=torch.float64, device=state.mesh.device)
+    state.set_counts(meta.updates, 0)  # a run that had diverged has all its tries again
+    usual = torch.tensor(meta.usual or (0.0,) * 6, dtype=torch.float64, device=state.mesh.device)
+    state.usual = usual.view(2, 3)
+    if meta.usual is None and meta.norms is not None:  # of an older version
+        state.usual[NORM].copy_(torch.tensor(meta.norms, dtype=torch.float64))
+    state.left_out = meta.left_out
     if state.loss_scale is not None and meta.loss_scale is not None:
         state.loss_scale.set(*meta.loss_scale)
     gradient, trace = meta.noise or (0.0, 0.0)
@@ -413,6 +417,9 @@ def _load(
         }
         for replica in state.parallel.replicas:
             replica.updater.load(Lazily(found), meta.updates, state.step)
+    else:
+        for replica in state.parallel.replicas:
+            replica.updater.begin(state.step)
     if state.outer is not None:
         _load_outer(state.outer, checkpoint, parts, source)
 

@@ -35,10 +35,13 @@ from fivefold.spread.servers import Shares
 from fivefold.step.served import assert_possible, server_state, worker_state
 from fivefold.step.state import State
 from fivefold.step.step import evaluate, forward_backward, rate
+from fivefold.train.faults import MAX_SKIPPED
 from fivefold.train.hooks import Speed, sampled
 from fivefold.train.job import Job
-from fivefold.train.loop import MAX_SKIPPED, due
+from fivefold.train.loop import due
+from fivefold.train.out_of_memory import told as told_of_memory
 from fivefold.train.prediction import Prediction
+from fivefold.train.rollback import FILE, read
 from fivefold.train.run import conclude, introduce, write_run_files
 from fivefold.train.saved import identity, resume
 from fivefold.train.saver import Saver
@@ -53,9 +56,14 @@ def run_served(job: Job, ranks: Ranks) -> int | None:
     """A rank's part of a run. Returns the signal that stopped the run early, or None if it is complete."""
     guard(job.out, look=False)
     assert_possible(job.recipe, ranks, job.module is not None)
+    if read(job.out)["left_out"]:
+        raise UserError(
+            f"{job.out / FILE}: this run has left out data after a fault, which parameter servers cannot. Nearest "
+            'valid: sync.method = "all"'
+        )
     _assert_same_recipe(job, ranks)
     message = "stopping: finishing the shares under way, then saving" if ranks.first else ""
-    with Interrupt(message) as interrupt:
+    with told_of_memory(job, ranks.rank, ranks.local_world), Interrupt(message) as interrupt:
         part = _serve if ranks.rank < job.recipe.servers.count else _work
         complete = part(job, ranks, interrupt)
         return None if complete else interrupt.signal or 15
@@ -330,15 +338,16 @@ class Leader:
         self.skipped = self.skipped + 1 if bad else 0
         self.state.step += 1
         self._record(line, [note.figures for note, _ in notes])
-        if self.skipped >= MAX_SKIPPED:
+        most = 1 if self.job.recipe.faults.on_nonfinite == "abort" else MAX_SKIPPED
+        if self.skipped >= most:
             self.stopping, self.chores = True, []
         if self.shares.oldest == self.shares.limit and not self.applied:
             self._save(ends=self.stopping or self.state.step == self.steps)
             if not self.stopping:
                 self._set_limit()
-        if self.skipped >= MAX_SKIPPED:
+        if self.skipped >= most:
             raise UserError(
-                f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step {self.state.step}: the "
+                f"loss or gradient were not finite in {most} step(s) in a row, up to step {self.state.step}: the "
                 "run has diverged. Resume from the last checkpoint with a smaller optim.lr or optim.grad_clip"
             )
         if not self.servers.synchronous:

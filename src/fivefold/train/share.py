@@ -18,26 +18,38 @@ from fivefold.parallel.context import take
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch
 from fivefold.parallel.share import Share
-from fivefold.recipe import Recipe, batch_size, sequences_before
+from fivefold.recipe import LeftOut, Recipe, batch_size, place
 from fivefold.spread import shares
 from fivefold.train.job import BatchSource, Job
 
 
 @contextmanager
-def reader(job: Job, mesh: Mesh, start: int) -> Iterator[Callable[[], tuple[list[Microbatch], float]]]:
-    """Reads this rank's share of each global batch ahead, in microbatches."""
-    recipe, batches, train = job.recipe, job.batches, job.recipe.train
-    if batches is None:
+def reader(
+    job: Job, mesh: Mesh, start: int, left_out: LeftOut = ()
+) -> Iterator[Callable[[], tuple[list[Microbatch], float]]]:
+    """Reads this rank's share of each global batch ahead, in microbatches. left_out: see `State`."""
+    batches = training_batches(job, left_out)
+    with Prefetch(lambda i: batches(i, mesh), start, job.recipe.train.steps) as prefetch:
+        yield prefetch.next
+
+
+def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[..., Share]:
+    """A function of a step (0, 1, ...) and the mesh: this rank's share of the global batch, in microbatches. Further
+    arguments are those of `share_of`."""
+    recipe, train, own = job.recipe, job.recipe.train, job.batches
+    if own is None:
         assert job.data is not None
-        batches = batches_of(recipe, job.data, job.data.train, train.global_batch_size, shuffle=True)
+        batches = batches_of(recipe, job.data, job.data.train, train.global_batch_size, True, left_out)
     elif train.batch_ramp:
         raise UserError("train.batch_ramp needs the data of a recipe: your own batches have their size")
 
-    def fetch(i: int) -> Share:
-        return share_of(batches, i, batch_size(train, i), train.microbatch_size or 1, mesh)
+    def share(i: int, mesh: Mesh, **how: Any) -> Share:
+        size, rows = batch_size(train, i), train.microbatch_size or 1
+        if own is not None:
+            return share_of(own, place(train, i, left_out) // size, size, rows, mesh, **how)
+        return share_of(batches, i, size, rows, mesh, **how)
 
-    with Prefetch(fetch, start, recipe.train.steps) as prefetch:
-        yield prefetch.next
+    return share
 
 
 def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | None]:
@@ -57,11 +69,13 @@ def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | Non
     return rows_of(batches, size, rows, mesh, equal, alone), token_bytes
 
 
-def batches_of(recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool) -> Batches:
+def batches_of(
+    recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool, left_out: LeftOut = ()
+) -> Batches:
     assert recipe.model.vocab_size is not None
     objective = objective_of(recipe)
     seq_len, train = recipe.model.seq_len, recipe.train
-    begins = partial(sequences_before, train) if shuffle else None
+    begins = partial(place, train, left_out=left_out) if shuffle else None
     return Batches(
         tokens, seq_len, size, train.seed, objective, data.mask_id, data.vocab_size, shuffle, begins
     )

@@ -45,6 +45,7 @@ from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
 from fivefold.train.prediction import add_exact
 from fivefold.train.restart import Restarts, grace_s, note_restart
+from fivefold.train.rollback import goes_back
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
 
@@ -235,6 +236,11 @@ def seat_of(recipe: Recipe, site: int | None, address: str | None) -> Seat | Non
     if site >= count:
         raise UserError(
             f"--site {site}: the recipe has {count} sites, 0 to {count - 1}. Nearest valid: {count - 1}"
+        )
+    if goes_back(recipe.faults):
+        raise UserError(
+            'faults: "rollback" is not supported with --site: a site cannot go back without the others. Nearest valid: '
+            '"skip" or "abort"'
         )
     if recipe.sync.overlap:
         raise UserError(

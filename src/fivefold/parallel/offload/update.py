@@ -332,6 +332,10 @@ class StreamedUpdater(Updater):
             self.scalars[name] = {"step": torch.tensor(float(steps))} if self.card.counts else {}
             self.disk.touched(sum(views[name].nbytes for views in self._views.values()))
 
+    def clear(self) -> None:
+        self.settle()
+        self.scalars.clear()
+
     def kept(self) -> list[Tensor]:
         """The states, and scalars such as step counts, in their tiers."""
         scalars = [t for found in self.scalars.values() for t in found.values()]

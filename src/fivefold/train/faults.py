@@ -1,0 +1,98 @@
+"""What a run does when a number is not finite, or a loss or norm is a spike: the policies of `[faults]`.
+
+All ranks know the same figures, so they act alike. Such a step has not changed the weights (step/judge.py), unless the
+recipe only wants to be told of it. `train/rollback.py` goes back to a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fivefold.checkpoint.store import LARGEST
+from fivefold.errors import UserError
+from fivefold.observe.faults import described, found_in
+from fivefold.recipe import FaultsSection
+from fivefold.step.state import State
+
+MAX_SKIPPED = 5  # steps in a row with a non-finite loss or gradient before the run stops
+ADVICE = "a smaller optim.lr or optim.grad_clip"
+
+
+class Fault(UserError):
+    """Something after which the run does not go on as before.
+
+    step: the one (1, 2, ...) in which it was found. act: "rollback" or "abort". back_to: checkpoints up to this step
+    may be used. leaves_out: the data since then are to blame. good: the weights are what they were before the fault,
+    and may be saved.
+    """
+
+    def __init__(
+        self, step: int, said: str, act: str, back_to: int, leaves_out: bool = True, good: bool = True
+    ):
+        super().__init__(said)
+        self.step, self.said, self.act, self.back_to = step, said, act, back_to
+        self.leaves_out, self.good = leaves_out, good
+
+
+def policy(faults: FaultsSection, kind: str) -> str:
+    """What the recipe wants done after a fault of this kind: "tell", "skip", "rollback" or "abort"."""
+    if kind == "overflow":
+        return "skip"
+    return faults.on_nonfinite if kind == "nonfinite" else faults.on_spike
+
+
+def note(faults: FaultsSection, figures: Mapping[str, Any]) -> str:
+    """The line that the console says of a step; "" if nothing is wrong with it."""
+    if not (kinds := found_in(figures)):
+        return ""
+    used = all(policy(faults, kind) == "tell" for kind in kinds)
+    said = "; ".join(described(kind, figures) for kind in kinds)
+    return f"step {figures['step']}: {said}; the update is {'used all the same' if used else 'skipped'}"
+
+
+def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> Fault | None:
+    """What ends the run as it is, if anything in a step's figures does. skipped: as in `step.Done`."""
+    step = figures["step"]
+    if skipped >= MAX_SKIPPED and faults.on_nonfinite == "skip":
+        said = (
+            f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step {step}: the run has "
+            f"diverged. These steps did not change the weights. Resume with {ADVICE}, or from an older checkpoint"
+        )
+        return Fault(step, said, "abort", step - skipped)
+    for kind in found_in(figures):
+        if (act := policy(faults, kind)) in ("rollback", "abort"):
+            said = f"step {step}: {described(kind, figures)}; the update is skipped"
+            return Fault(step, said, act, step - 1)
+    return None
+
+
+def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
+    """A fault if a weight or a state of the optimizer is not finite, on any rank. All ranks call it."""
+    if finite(state):
+        return None
+    said = (
+        f"after step {state.step} weights or optimizer states are not finite, or beyond {LARGEST:.0e}: an update since "
+        f"the last checkpoint has destroyed them. They are not saved. Resume from that checkpoint with {ADVICE}"
+    )
+    act = "rollback" if faults.on_nonfinite == "rollback" else "abort"
+    return Fault(state.step, said, act, state.step - 1, good=False)
+
+
+@torch.no_grad()
+def finite(state: State) -> bool:
+    """True if all weights and states of the optimizer are finite, and not beyond LARGEST, on all ranks. All ranks call
+    it."""
+    common = state.outer.weights if state.outer is not None else {}
+    worst = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
+    for tensors in (state.masters(), state.moments(), common):
+        for tensor in tensors.values():
+            if tensor.numel() and tensor.is_floating_point():
+                largest = torch.linalg.vector_norm(tensor.detach(), torch.inf).to(worst)
+                worst = torch.maximum(worst, largest)
+                if state.parallel.disk is not None:
+                    state.parallel.disk.touched(tensor.nbytes)
+    wrong = (~(worst <= LARGEST)).float()
+    return not state.mesh.axis("run").all_reduce(wrong, "max").item()
