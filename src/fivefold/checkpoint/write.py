@@ -190,7 +190,7 @@ class Writing:
                 tensor = piece.tensor.detach().cpu().contiguous()
                 if self.finite and (why := odd_numbers(tensor)):
                     raise UserError(f"cannot write the checkpoint {self.folder}: {piece.name!r:.120} {why}")
-                _put(file, digest, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+                _put(file, digest, tensor.reshape(-1).view(torch.uint8).numpy().data)
         flush(path)
         return {"sha256": digest.hexdigest(), "bytes": 8 + len(text) + start}
 
