@@ -295,7 +295,7 @@ def test_what_cannot_be_read_is_not_absent(saved, monkeypatch):
         with pytest.raises(UserError, match="the checkpoints cannot be read: Permission denied"):
             store.checkpoints(run)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", lambda path, *_, **__: forbidden(path))
+        patch.setattr(manifest, "open_file", forbidden)
         with pytest.raises(UserError, match=r"manifest\.json cannot be read: Permission denied") as error:
             store.load(folder)
         assert not isinstance(error.value, Damaged)

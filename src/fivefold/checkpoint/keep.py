@@ -7,8 +7,9 @@ from pathlib import Path
 
 from fivefold.checkpoint.manifest import MANIFEST, Damaged, step_of
 from fivefold.checkpoint.store import Reader, checkpoints, latest, threads
+from fivefold.checkpoint.write import REPLACED
 from fivefold.errors import UserError
-from fivefold.files import flush, make_folder, own_word, remove, rename, stream
+from fivefold.files import flush, make_folder, open_file, own_word, remove, rename, stream
 
 DAMAGED, LATER = "damaged", "later"
 """Before the names of checkpoints that are set aside: damaged ones, and those after one that a run went back to."""
@@ -22,6 +23,18 @@ def prune(run: Path, last: int, every: int = 0) -> list[Path]:
     for folder in (*old, *(run / "checkpoints").glob(".step-*")):
         remove(folder)
     return old
+
+
+def recover(run: Path) -> None:
+    """Gives a checkpoint its name back, if the process that replaced it was killed before the new one had it.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for old in (run / "checkpoints").glob(f".step-*{REPLACED}"):
+        folder = old.with_name(old.name.removeprefix(".").removesuffix(REPLACED))
+        if not folder.exists():
+            rename(old, folder)
 
 
 def old_ones(folders: Sequence[Path], last: int, every: int) -> list[Path]:
@@ -123,7 +136,7 @@ def copy(folder: Path, target: Path) -> Path:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    with source.open("rb") as one, stream(target) as other:
+    with open_file(source) as one, stream(target) as other:
         while chunk := one.read(CHUNK):
             other.write(chunk)
     flush(target)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fivefold.errors import UserError
+from fivefold.files import open_file
 
 FORMAT = 3
 """1 and 2 have no hash of the manifest itself, and no dtypes. 1 has no pieces: each file holds whole tensors."""
@@ -140,7 +141,7 @@ def read(folder: Path) -> tuple[Manifest, bytes]:
     """
     path = folder / MANIFEST
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             content = file.read(MOST_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         if folder.exists() or step_of(folder.name) is not None:

@@ -40,6 +40,7 @@ from fivefold.checkpoint.manifest import (
 )
 from fivefold.checkpoint.manifest import MANIFEST as MANIFEST
 from fivefold.errors import UserError
+from fivefold.files import open_file
 from fivefold.host import cores
 
 MOST_HEADER = 1 << 28
@@ -294,7 +295,7 @@ def _verify(path: Path, expected: File) -> None:
 
 def sha256(path: Path) -> str:
     digest, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK))
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         while size := file.readinto(chunk):
             digest.update(chunk[:size])
     return digest.hexdigest()
@@ -308,7 +309,7 @@ def _mapped(path: Path) -> dict[str, Tensor]:
         UserError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = int.from_bytes(file.read(8), "little")
             if size > MOST_HEADER:
                 raise Damaged(f"{path} is damaged: a header of {size} bytes")

@@ -27,6 +27,8 @@ CHUNK = 4 << 20
 """Bytes that are hashed and written at once."""
 SPARE_BYTES = 16 << 20
 """Of a disk, beside what is written: manifest, names, metrics."""
+REPLACED = ".replaced"
+"""After the name of a checkpoint while another one gets its name (`keep.recover`)."""
 _CODES = {name: code for code, name in DTYPES.items()}
 
 
@@ -154,7 +156,7 @@ class Writing:
             flush(self.temporary / MANIFEST)
             flush(self.temporary)
             self.before()
-            old = self.folder.with_name(f".{self.folder.name}.replaced")
+            old = self.folder.with_name(f".{self.folder.name}{REPLACED}")
             if self.folder.exists():
                 rename(self.folder, old)
             rename(self.temporary, self.folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,10 @@ def resume(state: State, job: Job) -> Resumed | None:
             On all ranks.
     """
     run, damages = state.mesh.axis("run"), dict[Path, str]()
+    with all_or_none(run):
+        if run.index == 0:
+            with suppress(OSError):  # of a disk that is read-only
+                keep.recover(job.out)
     with all_or_none(run):
         folders = _candidates(job)
     assert_same(folders, state.mesh)
