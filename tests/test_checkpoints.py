@@ -252,6 +252,15 @@ def test_damage_is_found_before_weights_change(recipe, whole, tmp_path, monkeypa
     assert_same_tensors(state.masters(), before)
 
 
+def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(recipe, whole, tmp_path):
+    """Killed between two renames: the old one has no name any more, the new one none yet."""
+    run = copy_of(whole, tmp_path)
+    store.latest(run).rename(run / "checkpoints" / ".step-00000006.replaced")
+    train_rank(0, 1, recipe, run, resume=True)
+    assert_same_checkpoints(run, whole)
+    assert names(run) == names(whole)
+
+
 @pytest.mark.parametrize(
     "change_",
     [{"noise": [1, "x"]}, {"norms": [1]}, {"sites": []}, {"sites": {"count": 0}}, {"loss_scale": 3}],
