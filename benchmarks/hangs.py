@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -103,7 +104,10 @@ def case(
         "step": step,
         "seconds": round(seconds, 2),
     }
-    row |= {"right": text.startswith(f"rank {who} is missing") and len(said) == 1, "verdict": text[:600]}
+    row |= {
+        "right": text.startswith(f"rank {who} is missing") and len(said) == 1,
+        "verdict": re.sub(r"(?<!\w)/\S*/", "", text)[:600],
+    }
     print(json.dumps(row), flush=True)
     return row
 

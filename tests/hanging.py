@@ -72,7 +72,8 @@ def _rank(
     launched = {STORE_FILE: f"{folder}/store", verdict.FOLDER: folder}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if port else launched
     error = os.open(f"{folder}/error-{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(error, 2)
+    for stream in (1, 2):
+        os.dup2(error, stream)
     with join() as ranks:
         function(ranks, *arguments)
 

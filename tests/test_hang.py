@@ -103,7 +103,10 @@ def test_nobody_is_missing() -> None:
 def test_a_host_that_is_silent_and_a_process_that_is() -> None:
     wait = waits("a", 3, PAIR)
     far = post(1, wait, host="there 2")
-    assert "nothing is heard of its host there for 11 s" in judged(post(0, wait), far, silent={1: 11})[1]  # type: ignore[index]
+    assert (
+        "rank 1 is missing: nothing is heard of host there for 11 s. "
+        in judged(post(0, wait), far, silent={1: 11})[1]
+    )  # type: ignore[index]
     busy = post(1, None, 15, begun={"a": 2}, patience=10)  # of this machine: something holds its interpreter
     assert judged(post(0, wait), busy, silent={1: 20}) is None
     assert "it has ended" in judged(post(0, wait), replace(busy, pid=2**22 + 1), silent={1: 20})[1]  # type: ignore[index]
@@ -253,7 +256,7 @@ def test_a_host_that_cannot_be_reached_is_named(text: Path, tmp_path: Path, rate
 
     def lose(_: Any) -> None:
         deadline = time.monotonic() + 90
-        while not (run / "metrics.jsonl").exists() or len(lines(run, "step_s")) < 3:
+        while not (run / "metrics.jsonl").exists() or len(lines(run, "step_s")) < 60:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         hosts.connect(1, up=rate != "0", rate=None if rate == "0" else rate)
@@ -266,15 +269,15 @@ def test_a_host_that_cannot_be_reached_is_named(text: Path, tmp_path: Path, rate
         pytest.skip(str(reason))
     assert done.code
     here, there = done.err
+    print(done)
     verdicts = [
         [line for line in said.splitlines() if re.search("rank [0-3]: ", line)] for said in (here, there)
     ]
-    assert "rank 2 is missing: nothing is heard of its host host1" in verdicts[0][0] or (
-        "messages of ranks 2, 3 on host host1 do not arrive" in verdicts[0][0]
-    )
-    assert "rank 0 is missing: nothing is heard of its host host0" in verdicts[1][0] or (
-        "messages of ranks 0, 1 on host host0 do not arrive" in verdicts[1][0]
-    )
+    for said, own, host in zip(verdicts, ("[01]", "[23]"), ("host1", "host0"), strict=True):
+        other = "[23]" if own == "[01]" else "[01]"
+        lost = rf"rank {own}: ranks? {other}(, {other})? (is|are) missing: nothing is heard of host {host} "
+        slow = rf"rank {own}: messages of ranks {other}, {other} on host {host} do not arrive"
+        assert re.match(f"{lost}|{slow}", said[0]), said
 
 
 def slow_run(rank: int, world: int, recipe: Any, out: Path) -> None:

@@ -111,12 +111,28 @@ class Judge:
         ends, waiting = self._follow(seen)
         if not ends:
             return self._nobody(waiting, seen)
-        why = {rank: self._excuse(rank, seen[rank]) for rank in ends}
+        missing, far = tuple(sorted(ends)), dict[str, list[int]]()
+        why = {rank: self._excuse(rank, seen.get(rank, Seen(None))) for rank in missing}
         if any(reason is None for reason in why.values()):
             return None
-        missing = tuple(sorted(ends))
-        said = "; ".join(f"rank {rank} {why[rank]}" for rank in missing)
-        return Verdict(missing, f"{said}. {self._others(waiting)}")
+        for rank in missing:
+            post, silent_s = seen.get(rank, Seen(None))
+            if post is not None and post.host != self.host and silent_s >= self.silence_s:
+                far.setdefault(post.host, []).append(rank)
+        said = [
+            f"rank {rank} {why[rank]}" for rank in missing if not any(rank in some for some in far.values())
+        ]
+        said += [self.lost(host, {rank: seen[rank] for rank in ranks}) for host, ranks in far.items()]
+        return Verdict(missing, f"{'; '.join(said)}. {self._others(waiting)}")
+
+    def lost(self, host: str, seen: Mapping[int, Seen]) -> str:
+        """Says that a host is lost, with these ranks."""
+        rank, first = min(seen.items())
+        who = f"{numbers(seen)} {'are' if len(seen) > 1 else 'is'} missing"
+        return (
+            f"{who}: nothing is heard of host {_name(host)} for {first.silent_s:.0f} s. It has stopped, or the network "
+            f"to it is lost. Rank {rank} was last seen {_where(first.post)}"
+        )
 
     def _follow(self, seen: Mapping[int, Seen]) -> tuple[list[int], dict[int, Wait]]:
         """(ranks at the end of the chain, what the ranks before them wait in)."""
@@ -150,12 +166,9 @@ class Judge:
         post = seen.post
         if post is None:
             return "is missing: it has not begun to train"
-        where = f"{f'{post.phase}, ' * bool(post.phase)}after step {post.step}, at {_line(post.at)}"
+        where = _where(post)
         if post.host != self.host and seen.silent_s >= self.silence_s:
-            return (
-                f"is missing: nothing is heard of its host {_name(post.host)} for {seen.silent_s:.0f} s. The host has "
-                f"stopped, or the network to it is lost. It was last seen {where}"
-            )
+            return "is missing"  # see `lost`
         if post.host == self.host and seen.silent_s >= self.silence_s:
             state = state_of(post.pid)
             if state in STATES:
@@ -189,6 +202,20 @@ class Judge:
                 f"network is lost, or too slow. {self._others(waiting)}",
             )
         return Verdict((), f"ranks wait for each other: {waits}")
+
+    def store_lost(self, seen: Mapping[int, Seen], silent_s: float) -> Verdict | None:
+        """The store, which is where rank 0 is, does not answer."""
+        first, own = seen.get(0, Seen(None)).post, seen[self.rank].post
+        if first is None or own is None or own.wait is None:
+            return None
+        there = {
+            rank: Seen(one.post, silent_s)
+            for rank, one in seen.items()
+            if one.post and one.post.host == first.host
+        }
+        if first.host == self.host:
+            there = {0: there[0]}
+        return Verdict((*there,), f"{self.lost(first.host, there)}. {self._others({self.rank: own.wait})}")
 
     def _others(self, waiting: Mapping[int, Wait]) -> str:
         """What the others wait in: the judge's own wait, and by whom it is shared."""
@@ -230,9 +257,17 @@ def _name(host: str) -> str:
     return host.split(" ")[0]
 
 
+def _where(post: Post | None) -> str:
+    if post is None:
+        return "nowhere"
+    return f"{f'{post.phase}, ' * bool(post.phase)}after step {post.step}, at {_line(post.at)}"
+
+
 def _line(at: tuple[str, ...]) -> str:
-    """The innermost place of Fivefold, or the innermost one; if they differ, both."""
-    own = [place for place in at if place.startswith("fivefold/")]
+    """The innermost place of Fivefold outside comm/, and the innermost one if that is another's."""
     if not at:
         return "an unknown place"
-    return at[0] if not own or own[0] == at[0] else f"{own[0]} (in {at[0]})"
+    own = [place for place in at if place.startswith("fivefold/") and not place.startswith("fivefold/comm/")]
+    if not own:
+        return at[0]
+    return own[0] if at[0].startswith("fivefold/") else f"{own[0]} (in {at[0]})"

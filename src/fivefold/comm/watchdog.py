@@ -167,8 +167,9 @@ class Watchdog:
         phase, patience = progress.phases[-1] if progress.phases else ("", 1.0)
         waiting, at, wait = progress.waits.get(progress.main), progress.places(), None
         if waiting is not None:
-            inner = next((place for place in at if not place.startswith("fivefold/comm/")), "")
-            wait = Wait(**{**in_group(waiting), "at": inner.split(" in ")[0]})
+            own = [number for number, place in enumerate(at) if place.startswith("fivefold/comm/")]
+            callers = at[own[-1] + 1 :] if own else at
+            wait = Wait(**{**in_group(waiting), "at": callers[0].split(" in ")[0] if callers else ""})
         begun = {name: ops.begun for name, ops in progress.groups.copy().items()}
         return Post(
             self.ranks.rank, self.host, os.getpid(), self._beat, progress.step, phase, patience, self._still_s, wait,
@@ -190,18 +191,10 @@ class Watchdog:
 
     def _judge(self) -> Verdict | None:
         silence_s = max(self.limit_s / 3, 3 * self.board.every_s) if self.board else 0.0
-        if self._unanswered_s >= silence_s:
-            return self._lost()
-        return Judge(self.ranks.rank, self.host, self.limit_s, silence_s).verdict(self._seen)
-
-    def _lost(self) -> Verdict | None:
-        """The store does not answer, which is where rank 0 is."""
-        silent = {
-            rank: Seen(seen.post, max(seen.silent_s, self._unanswered_s))
-            for rank, seen in self._seen.items()
-            if (post := seen.post) and (first := self._seen[0].post) and post.host == first.host
-        }
-        return Judge(self.ranks.rank, self.host, self.limit_s, 0.0).verdict(self._seen | silent)
+        judge = Judge(self.ranks.rank, self.host, self.limit_s, silence_s)
+        if self.board and self._unanswered_s >= silence_s:
+            return judge.store_lost(self._seen, self._unanswered_s)
+        return judge.verdict(self._seen)
 
     def _leave(self, found: Verdict) -> None:
         """Says the verdict, unless another rank does so, and ends this process."""
