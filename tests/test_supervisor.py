@@ -289,6 +289,19 @@ def test_a_run_in_use_is_refused_and_a_suspended_rank_does_not_keep_it_from_stop
     assert last_step(out) == store.load(store.latest(out)).meta["step"]
 
 
+def test_a_stop_that_cannot_save_says_so(text: Path, tmp_path: Path) -> None:
+    """128 + signal, and what is lost."""
+    out = tmp_path / "run"
+    run = command(tmp_path / "log", *words(out, text, "train.steps=100000"))
+    run.until(lambda: last_step(out) > 2)
+    (out / "checkpoints").write_text("not a folder")
+    run.send(signal.SIGTERM)
+    assert run.wait(30) == exits.unsaved(signal.SIGTERM), run.said
+    assert "stopped by SIGTERM, but not saved: " in run.said
+    assert "The newest checkpoint is of step 0; " in run.said
+    assert "Traceback" not in run.said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=2", "pp=2", "tp=2"])
 @pytest.mark.parametrize("which", ["launcher", "rank"])

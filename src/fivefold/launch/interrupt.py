@@ -19,7 +19,7 @@ PATIENCE_S = 5  # a launcher repeats the signal that the terminal sent; both cou
 def stopping_signals() -> list[int]:
     """The signals that stop a run. An ignored SIGHUP, as under nohup, stays ignored."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (not ignored)
+    return [signal.SIGINT, signal.SIGTERM, *[signal.SIGHUP] * (not ignored)]
 
 
 class Interrupt:

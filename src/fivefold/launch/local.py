@@ -14,6 +14,7 @@ import torch
 
 from fivefold.errors import RankFailed, UserError
 from fivefold.host import cores
+from fivefold.launch.exits import unsaved
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.scratch import scratch_folder
 from fivefold.launch.supervisor import Attempt, Outcome, Signals, Supervisor
@@ -24,8 +25,8 @@ Again = Callable[[Failure | None], tuple[float, Attempt] | None]
 attempt. None: nothing."""
 
 
-def start_ranks(work: Callable[[Ranks], int | None], world: int, fork: bool) -> int | None:
-    """Runs `work` on `world` local ranks, on GPUs if there are any. Returns the signal that ended them, or None.
+def start_ranks(work: Callable[[Ranks], int | None], world: int, fork: bool) -> None:
+    """Runs `work` on `world` local ranks, on GPUs if there are any. A signal ends them at once.
 
     fork: forks the ranks on CPUs. This is quick, but only safe if the process has not used torch's threads. Otherwise
     ranks are spawned, and `work` is pickled.
@@ -33,11 +34,13 @@ def start_ranks(work: Callable[[Ranks], int | None], world: int, fork: bool) -> 
     Raises:
         UserError: there are fewer GPUs than ranks, or a rank met an error of the user's.
         RankFailed: a rank failed. The message names it.
+        SystemExit: a signal came.
     """
     outcome = launch(Attempt(work, world), fork)
     if outcome.failure is not None:
         raise as_error(outcome.failure)
-    return outcome.stopped
+    if outcome.stopped is not None:
+        raise SystemExit(unsaved(outcome.stopped))
 
 
 def as_error(failure: Failure, more: str = "") -> UserError | RankFailed:

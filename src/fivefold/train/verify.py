@@ -38,7 +38,6 @@ from fivefold.comm import everyone
 from fivefold.data import DataSet
 from fivefold.errors import UserError
 from fivefold.launch import ranks as ranks_
-from fivefold.launch.exits import unsaved
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.optim import OPTIMIZERS
@@ -153,9 +152,7 @@ def verify(
                 return None
         elif wanted.ranks > 1:
             side = Side(recipe, data, steps, folder / "layout")
-            stopped = start_ranks(partial(compute, side), wanted.ranks, fork)
-            if stopped is not None:
-                raise SystemExit(unsaved(stopped))
+            start_ranks(partial(compute, side), wanted.ranks, fork)
         else:
             compute(Side(recipe, data, steps, folder / "layout"), alone())
         report = compare_with_one_process(recipe, data, steps, folder)
