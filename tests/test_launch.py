@@ -158,6 +158,14 @@ def test_a_store_listens_at_one_address_only(clean):
     assert found == {"0100007F"}, found
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is there")
+def test_a_name_that_stands_for_another_loopback_address():
+    """As on Debian: who connects to the name must find the store."""
+    descriptor = network.listening("127.0.1.1", 0, alone=True)
+    with socket.socket(fileno=descriptor) as found, socket.socket() as client:
+        client.connect(("127.0.1.1", found.getsockname()[1]))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_interface_towards_another_host(clean):
     assert network.interface_of("127.0.0.1") == ""

@@ -6,6 +6,7 @@ on the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or on one 
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -95,24 +96,38 @@ def interfaces(backend: str) -> str:
 
 
 def listening(host: str, port: int, alone: bool = False) -> int:
-    """A socket that listens at one address of this machine: that of `host`, or the one on the way to it, if the name is
-    that of a gateway. Returns its descriptor, which the caller owns. alone: other hosts need not reach it.
+    """A socket that listens at one address of this machine: that of `host`, or, if that is a gateway's, the one on the
+    way to it. Returns its descriptor, which the caller owns. alone: other hosts need not reach it.
 
     Raises:
         UserError: the address is taken, or is the loopback interface's though other hosts must reach it.
     """
-    address = own_address(host)
+    address = _address(host)
     if is_loopback(address) and not alone:
         raise UserError(
             f"{host} stands for the loopback interface ({address}) on its own host, where no other host can reach "
             "it. Give the address of that host instead of its name"
         )
+    try:
+        return _listen(address, port)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL and (own := own_address(host)) != address:
+            with suppress(OSError):
+                return _listen(own, port)
+        raise UserError(f"cannot listen at {address}, port {port}: {error.strerror}") from None
+
+
+def _address(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(f"there is no host {host}: {error.strerror or error}") from None
+
+
+def _listen(address: str, port: int) -> int:
     kind = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(kind, socket.SOCK_STREAM) as found:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            found.bind((address, port))
-            found.listen(2048)
-        except OSError as error:
-            raise UserError(f"cannot listen at {address}, port {port}: {error.strerror}") from None
+        found.bind((address, port))
+        found.listen(2048)
         return found.detach()
