@@ -20,6 +20,7 @@ from fivefold.cli.main import app
 from fivefold.data import foreign, prepare
 from fivefold.data.tokenizer import bytes_tokenizer, load_tokenizer, train_bpe
 from fivefold.errors import LONGEST_MESSAGE, UserError, printable
+from fivefold.observe.metrics import last_line
 
 DEEP = "[" * 100_000
 DIGITS = "9" * 5000
@@ -305,6 +306,16 @@ def test_broken_metrics(run: Path, tmp_path: Path, line: str) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     write(copy / "metrics.jsonl", line + "\n")
     assert "metrics.jsonl, line 1" in refused("report", str(copy))
+
+
+def test_broken_notes_of_a_run(run: Path, tmp_path: Path) -> None:
+    """The report leaves out what a crash, or anybody, has cut."""
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    write(copy / "restarts.jsonl", "\n".join([*JSONS, '{"why": "\x1b]0;owned\x07"}', '{"why": {"a": 1}}']))
+    assert CliRunner().invoke(app, ["report", str(copy)]).exit_code == 0
+    assert "\x1b" not in (copy / "report.html").read_text()
+    write(copy / "metrics.jsonl", '{"step": 1, "step_s": 1}\n' + DEEP + "\n")
+    assert last_line(copy) == {"step": 1, "step_s": 1}
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])

@@ -127,15 +127,15 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 def last_line(run: Path, tail: int = 1 << 16) -> dict[str, Any] | None:
     """The newest line of a step in a run that may be under way, or None."""
     try:
-        with (run / FILE).open("rb") as file:
+        with open_file(run / FILE) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
             lines = file.read().split(b"\n")
     except OSError:
         return None
     for raw in reversed(lines[:-1]):
         try:
-            line = json.loads(raw)
-        except ValueError:
+            line = parse_json(raw)
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int) and "step_s" in line:
             return line

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import printable
-from fivefold.files import Lines
+from fivefold.files import MOST_JSON, Lines, parse_json, read_bytes
 
 FILE = "restarts.jsonl"
 
@@ -26,10 +26,10 @@ def read(run: Path) -> list[dict[str, Any]]:
     found = []
     path = run / FILE
     if path.is_file():
-        for raw in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for raw in read_bytes(path, MOST_JSON).splitlines():
             try:
-                line = json.loads(raw)
-            except ValueError:
+                line = parse_json(raw)
+            except (ValueError, RecursionError):
                 continue
             if isinstance(line, dict):
                 found.append(line)

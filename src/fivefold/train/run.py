@@ -12,7 +12,7 @@ import torch
 from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
-from fivefold.files import guard, make_folder, write_atomically
+from fivefold.files import MOST_TRACE, guard, make_folder, parse_json, read_bytes, write_atomically
 from fivefold.host.machine import describe
 from fivefold.kernels import native
 from fivefold.launch.interrupt import Interrupt
@@ -125,8 +125,8 @@ def write_run_files(job: Job) -> None:
 def _is_json(path: Path) -> bool:
     """False for a file that was cut."""
     try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        parse_json(read_bytes(path, MOST_TRACE))
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from fivefold.files import make_folder, write_atomically
+from fivefold.files import make_folder, read_json, understood, write_atomically
 from fivefold.models.card import card_of
 from fivefold.parallel import products
 from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
@@ -66,7 +66,8 @@ def _read(state: State, job: Job) -> set[str] | None:
     flags = torch.zeros(len(names) + 1, device=state.mesh.device)
     path = job.out / FILE
     if axis.rank == 0 and path.is_file():
-        kept = json.loads(path.read_text(encoding="utf-8"))["in_bf16"]
+        with understood(path):
+            kept = {str(name) for name in read_json(path)["in_bf16"]}
         flags[-1] = 1
         for place, name in enumerate(names):
             flags[place] = name.rpartition(".")[0] in kept
