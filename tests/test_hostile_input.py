@@ -314,7 +314,7 @@ def test_broken_notes_of_a_run(run: Path, tmp_path: Path) -> None:
     write(copy / "restarts.jsonl", "\n".join([*JSONS, '{"why": "\x1b]0;owned\x07"}', '{"why": {"a": 1}}']))
     assert CliRunner().invoke(app, ["report", str(copy)]).exit_code == 0
     assert "\x1b" not in (copy / "report.html").read_text()
-    write(copy / "metrics.jsonl", '{"step": 1, "step_s": 1}\n' + DEEP + "\n")
+    write(copy / "metrics.jsonl", '{"step": 1, "step_s": 1}\n' + DEEP[:5000] + "\n")
     assert last_line(copy) == {"step": 1, "step_s": 1}
 
 

@@ -15,18 +15,8 @@ from torch import Tensor
 from fivefold.checkpoint import store, write
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
-from fivefold.files import (
-    flush_all,
-    guard,
-    make_folder,
-    own_word,
-    read_json,
-    remove,
-    rename,
-)
-from fivefold.files import (
-    write as write_file,
-)
+from fivefold.files import flush_all, guard, make_folder, own_word, read_json, remove, rename
+from fivefold.files import write as write_file
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.precision import torch_dtype

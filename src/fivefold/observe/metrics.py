@@ -162,7 +162,7 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
                 line = parse_json(raw)
             except (ValueError, RecursionError):
                 line = None
-            if not _is_line(line):
+            if line is None or not _is_line(line):
                 yield raw, None
             else:
                 yield raw, {key: math.nan if value is None else value for key, value in line.items()}
