@@ -26,7 +26,7 @@ LAYOUTS = (
 MOMENTS = ("start", "load", "step", "save", "end")
 TARGETS = (*["rank"] * 6, "launcher", "all")
 STEPS, EVERY = 200, 10
-BEGINS_S = 3.0  # a kill while ranks start or load falls into so many seconds
+BEGINS_S = 2.5  # a kill while ranks start or load falls into so many seconds
 PATIENCE_S = 90.0  # for a recovery
 
 
@@ -46,7 +46,7 @@ def trial(
     began = time.monotonic()
     shutil.rmtree(out, ignore_errors=True)
     if moments is None:
-        moments = [*at.choices(MOMENTS[1:4], k=at.randint(5, 9)), "end"]
+        moments = [*at.choices(MOMENTS[1:4], k=at.randint(11, 17)), "end"]
         if at.random() < 0.3:
             moments.insert(0, "start")
     run = process.Run(out, layout, sets)
@@ -99,7 +99,7 @@ def _come(run: process.Run, moment: str, since: float, at: random.Random) -> boo
     if not run.wait(lambda: run.stepped(since) is not None, PATIENCE_S):
         return _not_stuck(run)
     if moment == "step":
-        time.sleep(at.uniform(0, 0.5))
+        time.sleep(at.uniform(0, 0.2))
     elif moment == "save":
         checkpoints = run.out / "checkpoints"
         if not run.wait(lambda: any(checkpoints.glob(".step-*")), PATIENCE_S, poll_s=0.001):
