@@ -87,7 +87,7 @@ def disturb(
         kills.append({"moment": moment, "target": target, "step": step, "recovery_s": None})
         _go_on(run)
         if moments[index + 1 : index + 2] != ["load"]:  # that one comes while the ranks still begin
-            kills[-1]["recovery_s"] = _recovered(run, since)
+            kills[-1] |= {"recovery_s": _recovered(run, since), "back_off_s": run.waited(since)}
     _finish(run)
 
 
@@ -204,7 +204,9 @@ def _ranks(layout: str, sets: list[str]) -> int:
 def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """What all trials say together."""
     kills = [kill | {"ranks": run["ranks"]} for run in runs for kill in run["kills"]]
-    unattended = [kill for kill in kills if kill["target"] == "rank"]
+    unattended = [kill for kill in kills if kill["target"] == "rank" and not kill.get("back_off_s")]
+    waited = [kill for kill in kills if kill["target"] == "rank" and kill.get("back_off_s")]
+    by_hand = [kill for kill in kills if kill["target"] != "rank"]
     found: dict[str, Any] = {
         "runs": len(runs),
         "kills": len(kills),
@@ -213,7 +215,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "by_moment": {name: sum(kill["moment"] == name for kill in kills) for name in MOMENTS},
         "by_target": {name: sum(kill["target"] == name for kill in kills) for name in dict.fromkeys(TARGETS)},
     }
-    for name, some in (("rank", unattended), ("launcher_or_all", [k for k in kills if k not in unattended])):
+    for name, some in (("rank", unattended), ("rank_with_back_off", waited), ("launcher_or_all", by_hand)):
         seconds = sorted(kill["recovery_s"] for kill in some if kill["recovery_s"] is not None)
         if seconds:
             found[f"recovery_s_{name}"] = {
@@ -221,5 +223,6 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 "median": round(median(seconds), 2),
                 "p95": seconds[int(0.95 * (len(seconds) - 1))],
                 "most": seconds[-1],
+                "within_10_s": sum(one <= 10 for one in seconds),
             }
     return found

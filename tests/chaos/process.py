@@ -25,6 +25,7 @@ MAIN = [sys.executable, "-m", "fivefold.cli.main"]
 MARKER = "FIVEFOLD_CHAOS"  # in the environment of all processes of a run
 STEP = re.compile(r"step +(\d+)/(\d+) ")
 BEGIN = re.compile(r"; run folder ")  # a line of every start of the ranks
+BACK_OFF = re.compile(r"rank\(s\) again in ([\d.]+) s ")  # the launcher waits
 
 
 def overrides(folder: Path, layout: str, steps: int, every: int) -> list[str]:
@@ -104,6 +105,11 @@ class Run:
             if begun and STEP.search(line):
                 return at
         return None
+
+    def waited(self, since: float) -> float:
+        """Seconds that the launcher has waited after a time before it started the ranks again."""
+        found = [BACK_OFF.search(line) for at, line in list(self.lines) if at > since]
+        return sum(float(one[1]) for one in found if one)
 
     @property
     def step(self) -> int:
