@@ -122,6 +122,30 @@ def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path: Path) -> None
     ]
 
 
+def test_lines_that_a_power_cut_damaged_are_dropped(tmp_path: Path) -> None:
+    """Zeros and a cut line, before the last checkpoint and after it."""
+    write(tmp_path, range(1, 4))
+    path = tmp_path / "metrics.jsonl"
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + bytes(30) + second[:20] + b"\n" + third + bytes(50) + b"\n" + bytes(9))
+    with MetricsWriter(tmp_path, tensorboard=False, step=3) as writer:
+        assert writer.damaged == 1
+        writer.write(train_line(4))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4]
+
+
+def test_a_full_disk_delays_lines(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer, open("/dev/full", "ab", buffering=0) as full:
+        assert writer.write(train_line(1)) == ""
+        disk, writer._file._file = writer._file._file, full  # type: ignore[assignment]
+        assert "No space left" in writer.write(train_line(2))
+        assert writer.write(train_line(3)) == "", "said once"
+        writer.flush()
+        writer._file._file = disk
+        writer.write(train_line(4))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
 def test_summary_of_a_run() -> None:
     lines = [train_line(step, tokens_per_s=1000.0 if step < 5 else 2000.0, mfu=0.5) for step in range(1, 41)]
     lines += [{"step": 20, "val_loss": 1.5, "val_bits_per_byte": 0.9}, {"step": 40, "val_loss": 1.75}]

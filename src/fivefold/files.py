@@ -105,7 +105,12 @@ class Lines:
 
     def flush(self) -> None:
         """Forces the lines to the disk."""
-        flush(self.path)
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno not in {*NO_ROOM, errno.EINVAL}:  # EINVAL: nothing that can be flushed
+                raise
+        watch("flush", self.path)
 
     def close(self) -> None:
         self._file.close()
@@ -157,9 +162,7 @@ def flush(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except (
-        OSError
-    ) as error:  # some file systems flush no folders, and some folders can be written but not read
+    except OSError as error:  # of folders that cannot be flushed, or not be read
         if error.errno not in (errno.EINVAL, errno.EACCES) or not path.is_dir():
             raise
     watch("flush", path)
