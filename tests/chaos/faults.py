@@ -100,7 +100,7 @@ def disk(folder: Path) -> None:
     """Both, on a disk of its own."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "disk", str(folder)], check=True)
     for name, fault in (("full", fill), ("read-only", forbid)):
-        run = disturbed(folder, "dp=2,zero=3", 400, fault, name)
+        run = disturbed(folder, "dp=2,zero=3", 200, fault, name)
         said = [line for _, line in run.lines if "cannot write" in line]
         assert said, f"{name}: nothing was said\n{run.tail()}"
         assert all(store.load(found) for found in store.checkpoints(run.out))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 TINY = [
-    "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=48", "model.seq_len=16",
+    "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=48", "model.seq_len=16",
     "data.tokenizer=bytes", "data.val_fraction=0.1", "train.global_batch_size=8", "train.microbatch_size=1",
     "train.val_sequences=7", "train.val_every=20", "train.sample_tokens=8", "train.sample_every=0",
     "optim.warmup_steps=0", "optim.schedule=constant", "precision.mode=fp32",
