@@ -364,6 +364,18 @@ def test_a_death_that_repeats_uses_the_budget_up(text: Path, tmp_path: Path) -> 
     assert run.said.count("Starting 2 rank(s) again") <= 2, "the first death may come before step 2 is saved"
 
 
+@pytest.mark.slow
+def test_one_rank_may_have_a_launcher(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = command(tmp_path / "log", *words(out, text, *LONG), "--nproc=1:1", "--layout=dp=1")
+    run.until(lambda: last_step(out) > 7)
+    (rank,) = run.ranks()
+    run.send(signal.SIGKILL, rank)
+    assert run.wait() == exits.DONE, run.said
+    assert last_step(out) == 40
+    assert [line["kind"] for line in restarts.read(out)] == ["killed"]
+
+
 class DyingOnce(Dying):
     """`at` names the batch, `how` a file that says that it has happened."""
 

@@ -21,6 +21,7 @@ from fivefold.launch.local import as_error
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.launch.verdict import Failure
 from fivefold.observe import restarts as record
+from fivefold.observe.format import printable
 from fivefold.observe.metrics import last_line
 from fivefold.train.job import Job
 
@@ -74,16 +75,15 @@ class Restarts:
 
     def _say(self, failure: Failure, ranks: int, wait_s: float) -> None:
         if failure.more and failure.more != self.shown:
-            print(f"rank {failure.rank} failed:\n{failure.more}", file=sys.stderr)
+            print(printable(f"rank {failure.rank} failed:\n{failure.more}"), file=sys.stderr)
             self.shown = failure.more
         source = f"the checkpoint of step {self.saved}" if self.saved else "step 0"
         waiting = f" in {wait_s:g} s" if wait_s else ""
-        print(
+        said = (
             f"{failure.text}, after step {self.died_after}. Starting {ranks} rank(s) again{waiting} from {source} "
-            f"({self.spent} of launch.restarts = {self.budget} used)",
-            file=sys.stderr,
-            flush=True,
+            f"({self.spent} of launch.restarts = {self.budget} used)"
         )
+        print(printable(said), file=sys.stderr, flush=True)
         self._record(failure.kind, failure.text, ranks, self.died_after, self.saved, wait_s)
 
     def _record(self, kind: str, why: str, ranks: int, after: int | None, saved: int, wait_s: float) -> None:
@@ -108,11 +108,11 @@ class Restarts:
             if trained <= saved:
                 print(f"stopped by {name}; nothing is lost: step {saved} is saved", file=sys.stderr)
                 raise SystemExit(STOPPED)
-            print(
+            said = (
                 f"stopped by {name}, but not saved: {failure.text}. The newest checkpoint is of step {saved}; "
-                f"{trained} were trained",
-                file=sys.stderr,
+                f"{trained} were trained"
             )
+            print(printable(said), file=sys.stderr)
             raise SystemExit(unsaved(outcome.signal))
         more = "" if failure.kind == "error" else advice(failure.kind == "memory")
         if self.deaths > 1:
