@@ -119,6 +119,22 @@ def test_without_room_for_a_copy_the_step_waits(recipe, whole, tmp_path, monkeyp
     assert_same_checkpoints(tmp_path / "run", whole)
 
 
+def test_a_copy_that_cannot_be_made_is_an_alarm(recipe, whole, tmp_path, monkeypatch):
+    """Though there seemed to be room, as under a limit on address space."""
+    hosts, calls = background._hosts, iter([0, 1, 0, 0])
+
+    def full_once(tensors):
+        if next(calls):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return hosts(tensors)
+
+    monkeypatch.setattr(background, "_hosts", full_once)
+    assert train_rank(0, 1, recipe, tmp_path / "run") is None
+    assert names(tmp_path / "run") == ["step-00000002", "step-00000006"]
+    (alarm,) = lines(tmp_path / "run", "alarm")
+    assert "no room for a copy: [Errno 12] Cannot allocate memory" in alarm
+
+
 # Saves that fail
 
 

@@ -67,7 +67,7 @@ class Saver:
                 writing.save()
             else:
                 writing.begin()
-                self.under_way = Background(writing)
+                self.under_way = self._start(writing)
                 if not self._settled:
                     self.seconds += self.under_way.wait_for_copy()
         except UserError as error:
@@ -125,6 +125,28 @@ class Saver:
         if self.under_way is not None:
             self.under_way.cancel()
             self.under_way.join(JOIN_S)
+
+    def _start(self, writing: Writing) -> Background:
+        """Raises UserError: a rank has no memory or thread for the copy. On all ranks."""
+        save, why = None, ""
+        try:
+            save = Background(writing)
+        except (OSError, MemoryError, RuntimeError) as error:
+            why = str(error)
+        try:
+            with all_or_none(self.axis):
+                if save is None:
+                    raise UserError(
+                        f"cannot write the checkpoint {writing.folder}: no room for a copy: {why}"
+                    )
+        except UserError:
+            if save is not None:
+                save.cancel()
+                save.join()
+            writing.abandon()
+            raise
+        assert save is not None, "it is there on all ranks"
+        return save
 
     def _failed(self, error: UserError) -> None:
         self.alarm(self.state.step, f"{error}. Training goes on; the next save tries again")
