@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from launched import Launched, last_step
 from layouts import compared, tiny
 from ranks import run_ranks
@@ -21,6 +23,7 @@ from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, tra
 
 from fivefold.checkpoint import store
 from fivefold.errors import UserError
+from fivefold.launch import ranks as ranks_
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
@@ -391,3 +394,41 @@ def assert_same_losses(folder: Path, recipe: Recipe) -> None:
     allowed = 8 * np.abs(one - four).max() / four.min()
     assert 0 < allowed < 1e-4
     assert np.abs(mine / four - 1).max() < allowed
+
+
+def met(rank: int, world: int, members: int, port: int) -> tuple[str, int, float]:
+    """One rank of a launcher whose store is there already. Those beyond `members` are spare."""
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_PORT": port,
+    }
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if rank >= members:
+        ranks_.wait_as_spare(lambda: False)
+        return "spare", members, 0.0
+    with ranks_.join(members=members) as ranks:
+        total = torch.ones(())
+        dist.all_reduce(total)
+        time.sleep(1.0)  # a spare is still waiting meanwhile
+        return "trains", ranks.world, total.item()
+
+
+def test_ranks_of_a_later_start_meet_in_the_same_store(tmp_path: Path) -> None:
+    """Under torchrun the store stays when ranks start again, with the addresses of those that are gone. Three ranks, of
+    which two train; then three; then two."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for start, (world, members) in enumerate(((3, 2), (3, 3), (2, 2))):
+        logs = [tmp_path / f"{start}-{rank}" for rank in range(world)]
+        started = [Launched(log, met, rank, world, members, server.port) for rank, log in enumerate(logs)]
+        found = [one.value(30) for one in started]
+        assert found == [("trains", members, members)] * members + [("spare", members, 0.0)] * (
+            world - members
+        )
