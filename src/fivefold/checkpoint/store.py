@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -295,7 +296,7 @@ def _verify(path: Path, expected: File) -> None:
 
 def sha256(path: Path) -> str:
     digest, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK))
-    with open_file(path) as file:
+    with cast(BufferedReader, open_file(path)) as file:
         while size := file.readinto(chunk):
             digest.update(chunk[:size])
     return digest.hexdigest()
