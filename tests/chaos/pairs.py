@@ -10,7 +10,7 @@ from runs import lines
 from test_resume_layouts import TINY, train
 
 from fivefold.checkpoint import store
-from fivefold.recipe import Recipe, load
+from fivefold.recipe import Recipe, change, load
 
 LAYOUTS = (
     "dp=1", "dp=2", "dp=4", "dp=4,zero=1", "dp=4,zero=3", "dp_replicate=2,dp_shard=2,zero=2", "tp=2", "tp=4",
@@ -34,35 +34,43 @@ def base(folder: Path) -> Recipe:
     return load("quickstart", [*TINY, *sets])
 
 
-def all_pairs(recipe: Recipe, layouts: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
-    """For each ordered pair, the largest relative differences of losses and weights from one process."""
+def row(number: int, folder: Path) -> dict[str, Any]:
+    """The number-th layout's checkpoint, resumed by all layouts: for each the largest relative differences of losses
+    and weights from one process."""
+    layouts, recipe = LAYOUTS, base(folder)
+    if number >= len(LAYOUTS):
+        layouts, recipe = EXPERTS, change(recipe, MOE)
+    first = layouts[number % len(LAYOUTS)]
     train(recipe, "dp=1", folder / "one", STEPS)
     losses, wanted = lines(folder / "one", "loss"), store.load(store.latest(folder / "one"))
-    found = []
-    for first in layouts:
-        train(recipe, first, folder / "first", HALF)
-        for second in layouts:
-            shutil.copytree(folder / "first", folder / "second")
-            train(recipe, second, folder / "second", STEPS, resume=True)
-            now, came = lines(folder / "second", "loss"), store.load(store.latest(folder / "second"))
-            assert len(now) == STEPS
-            assert came.model.keys() == wanted.model.keys()
-            errors = [
-                ((came.model[name] - tensor).norm() / tensor.norm()).item()
-                for name, tensor in wanted.model.items()
-            ]
-            loss = max(abs(a - b) / abs(b) for a, b in zip(now, losses, strict=True))
-            found.append({"first": first, "second": second, "loss": loss, "weights": max(errors)})
-            shutil.rmtree(folder / "second")
-        shutil.rmtree(folder / "first")
-    return found
+    found: list[dict[str, Any]] = []
+    train(recipe, first, folder / "first", HALF)
+    for second in layouts:
+        shutil.copytree(folder / "first", folder / "second")
+        train(recipe, second, folder / "second", STEPS, resume=True)
+        now, came = lines(folder / "second", "loss"), store.load(store.latest(folder / "second"))
+        assert len(now) == STEPS
+        assert came.model.keys() == wanted.model.keys()
+        errors = [
+            ((came.model[name] - tensor).norm() / tensor.norm()).item()
+            for name, tensor in wanted.model.items()
+        ]
+        loss = max(abs(a - b) / abs(b) for a, b in zip(now, losses, strict=True))
+        found.append({"second": second, "loss": loss, "weights": max(errors)})
+        shutil.rmtree(folder / "second")
+    return {"first": first, "model": recipe.model.arch, "resumed": found}
 
 
-def figures(found: list[dict[str, Any]]) -> dict[str, Any]:
+def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    pairs = [
+        (one["loss"], one["weights"], f"{row['first']} -> {one['second']}")
+        for row in rows
+        for one in row["resumed"]
+    ]
     return {
-        "pairs": len(found),
-        "layouts": len({one["first"] for one in found}),
-        "worst_loss": max(one["loss"] for one in found),
-        "worst_weights": max(one["weights"] for one in found),
-        "worst_pair": max(found, key=lambda one: one["loss"]),
+        "layouts": len(rows),
+        "pairs": len(pairs),
+        "worst_loss": max(pair[0] for pair in pairs),
+        "worst_weights": max(pair[1] for pair in pairs),
+        "worst_pair": max(pairs)[2],
     }

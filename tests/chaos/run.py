@@ -1,4 +1,4 @@
-"""The long form of the chaos tests. Kills go in pieces: each call goes on where the last one ended.
+"""The long form of the chaos tests. Kills and layouts go in pieces: each call goes on where the last one ended.
 
     python tests/chaos/run.py kills --number 300 --seed 1 --seconds 200
     python tests/chaos/run.py damage --number 1000
@@ -45,12 +45,9 @@ def main() -> int:
     folder.mkdir(exist_ok=True)
     if options.what == "kills":
         return kills(path, command, number, seed, options.seconds, folder)
-    works = {
-        "damage": lambda: damages(number, seed),
-        "soak": lambda: soak(number, folder),
-        "layouts": layouts,
-    }
-    found = works[options.what]()
+    if options.what == "layouts":
+        return layouts(path, command, options.seconds)
+    found = damages(number, seed) if options.what == "damage" else soak(number, folder)
     path.write_text(json.dumps({"command": command, "figures": found}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return int(bool(found.get("accepted")))
@@ -92,17 +89,15 @@ def soak(steps: int, folder: Path) -> dict[str, Any]:
     return soak.soak(steps, folder)
 
 
-def layouts() -> dict[str, Any]:
+def layouts(path: Path, command: str, seconds: float) -> int:
     import pairs
 
-    from fivefold.recipe import change
+    def row(number: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="fivefold-chaos-") as name:
+            return pairs.row(number, Path(name))
 
-    with tempfile.TemporaryDirectory(prefix="fivefold-chaos-") as name:
-        recipe = pairs.base(Path(name))
-        dense = pairs.all_pairs(recipe, pairs.LAYOUTS, Path(name))
-        (moe := Path(name, "moe")).mkdir()
-        experts = pairs.all_pairs(change(recipe, pairs.MOE), pairs.EXPERTS, moe)
-    return {"dense": pairs.figures(dense), "experts": pairs.figures(experts)}
+    rows = len(pairs.LAYOUTS) + len(pairs.EXPERTS)
+    return pieces(path, command, seconds, lambda runs: len(runs) >= rows, row, pairs.figures)
 
 
 def pieces(

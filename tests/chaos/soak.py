@@ -14,6 +14,7 @@ import process
 
 LAYOUT, EVERY = "dp=2,zero=3", 20
 PATIENCE_S = 900.0
+SMALLER = ["model.layers=1", "train.global_batch_size=2", "train.val_every=500", "observe.log_every=10"]
 
 
 def sample(run: process.Run) -> dict[str, float]:
@@ -40,7 +41,7 @@ def soak(steps: int, folder: Path) -> dict[str, Any]:
     """Trains so many steps. By figure: the median in the second fifth of the steps, and in the last one."""
     out = folder / "soak"
     shutil.rmtree(out, ignore_errors=True)
-    run = process.Run(out, LAYOUT, process.overrides(folder, LAYOUT, steps, EVERY))
+    run = process.Run(out, LAYOUT, [*process.overrides(folder, LAYOUT, steps, EVERY), *SMALLER])
     samples = []
     began = time.monotonic()
     try:
