@@ -144,8 +144,8 @@ class Run:
         assert self.popen is not None
         return self.popen.pid
 
-    def left(self, timeout_s: float = 20.0) -> list[int]:
-        """Waits until all processes are gone. Returns those that are not."""
+    def left(self, timeout_s: float = 45.0) -> list[int]:
+        """Waits until all processes are gone; ranks without a launcher have launch.grace. Returns those that are not."""
         deadline = time.monotonic() + timeout_s
         while (alive := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -101,8 +101,8 @@ def _follow_launcher(place: Place) -> None:
     theirs.close()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != place.launcher:  # it ended before
-        os.kill(os.getpid(), signal.SIGTERM)
+    if os.getppid() != place.launcher:  # it ended before; there is nothing to save
+        _end(signal.SIGTERM)
     threading.Thread(target=_watch_launcher, args=(ours, place.grace_s), name="launcher", daemon=True).start()
 
 
