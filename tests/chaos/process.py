@@ -145,7 +145,7 @@ class Run:
         return self.popen.pid
 
     def left(self, timeout_s: float = 45.0) -> list[int]:
-        """Waits until all processes are gone; ranks without a launcher have launch.grace. Returns those that are not."""
+        """Waits until all processes are gone, which may take launch.grace. Returns those that are not."""
         deadline = time.monotonic() + timeout_s
         while (alive := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
