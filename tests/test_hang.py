@@ -56,7 +56,7 @@ def post(rank: int, wait: Wait | None, still_s: float = 31, host: str = "here 1"
 
 def judged(*posts: Post | None, silent: dict[int, float] | None = None) -> tuple[tuple[int, ...], str] | None:
     seen = {rank: Seen(one, (silent or {}).get(rank, 0.0)) for rank, one in enumerate(posts)}
-    return Judge(0, "here 1", 30, 10).verdict(seen)
+    return Judge(0, "here 1", 30, 10, 30).verdict(seen)
 
 
 PAIR, TP = (0, 1), (0, 1, 2, 3)
@@ -107,7 +107,9 @@ def test_a_host_that_is_silent_and_a_process_that_is() -> None:
         "rank 1 is missing: nothing is heard of host there for 11 s. "
         in judged(post(0, wait), far, silent={1: 11})[1]
     )  # type: ignore[index]
-    busy = post(1, None, 15, begun={"a": 2}, patience=10)  # of this machine: something holds its interpreter
+    busy = post(
+        1, None, 15, begun={"a": 2}, phase="starting", patience=10
+    )  # of this machine: something holds its interpreter
     assert judged(post(0, wait), busy, silent={1: 20}) is None
     assert "it has ended" in judged(post(0, wait), replace(busy, pid=2**22 + 1), silent={1: 20})[1]  # type: ignore[index]
 
@@ -200,7 +202,7 @@ def test_a_signal_shortens_the_wait_also_of_the_rank_that_hangs(watchdog: Watchd
     assert pass_time(watchdog, 100) == 10
     with progress.phase("saving"):
         progress.waits.clear()
-        assert pass_time(watchdog, 200) == 100
+        assert pass_time(watchdog, 1000) is None, "a save takes as long as it takes"
 
 
 def test_a_rank_that_is_stopped_is_named(text: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -99,12 +99,13 @@ class Verdict(NamedTuple):
 @dataclass(frozen=True)
 class Judge:
     """Of the ranks as one of them sees them. rank, host: its own. limit_s: how long a message may take. silence_s: how
-    long a rank may go without a post."""
+    long a rank may go without a post. apart_s: times its patience, how long a rank may work apart."""
 
     rank: int
     host: str
     limit_s: float
     silence_s: float
+    apart_s: float
 
     def verdict(self, seen: Mapping[int, Seen]) -> Verdict | None:
         """None: nobody is missing, or the missing one still does something."""
@@ -174,7 +175,7 @@ class Judge:
             if state in STATES:
                 return f"is missing: {STATES[state]}. It was last seen {where}"
         still_s = post.still_s + seen.silent_s
-        if still_s < self.limit_s * post.patience:
+        if still_s < (self.apart_s * post.patience if post.phase else self.limit_s):
             return None
         return f"is missing: it has done nothing for {still_s:.0f} s, {where}"
 

@@ -76,7 +76,6 @@ class Progress:
         self.waits: dict[int, Waiting] = {}
         self.groups: dict[str, Ops] = {}
         self.phases: list[tuple[str, float]] = []
-        self.started = False
         self.steps: deque[float] = deque(maxlen=USUAL)
         self.window = Window(perf_counter())
         # share of the time that the network held up messages, and to whom (sockets.py)
@@ -86,7 +85,6 @@ class Progress:
         """A run begins in this thread."""
         self.main, self.step, self.usual_s = get_ident(), 0, 0.0
         self.steps.clear()
-        self.started = False
         self.waits.clear()
         self.phases.clear()
         self.window = Window(perf_counter())
@@ -141,13 +139,12 @@ class Progress:
                 self.window.apart += perf_counter() - began
 
     def end_step(self, step: int, seconds: float, data_s: float) -> None:
-        """A step is done. data_s: waited for its batch. The first one, which compiles, is not usual."""
+        """A step is done. data_s: waited for its batch. The first one, which compiles, is usual until the second."""
         self.step = step
         self.moved += 1
-        if self.started:
+        if self.usual_s:
             self.steps.append(seconds)
-            self.usual_s = sorted(self.steps)[int(0.9 * len(self.steps))]
-        self.started = True
+        self.usual_s = sorted(self.steps)[int(0.9 * len(self.steps))] if self.steps else seconds
         self.window.steps += 1
         self.window.data += data_s
 

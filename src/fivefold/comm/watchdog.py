@@ -151,7 +151,8 @@ class Watchdog:
         self._moved, self._beat = moved, self._beat + 1
         own = self._post()
         self._seen[self.ranks.rank] = Seen(own)
-        stuck = self.signal is not None and own.wait is None and self._still_s >= self.limit_s * own.patience
+        idle = own.wait is None and not own.phase  # a save, for example, takes as long as it takes
+        stuck = self.signal is not None and idle and self._still_s >= self.limit_s
         if self.board is not None:
             self.board.post(json.dumps(own.to_json()))
             asked = own.wait is not None and self._still_s >= self.limit_s / 2
@@ -164,7 +165,7 @@ class Watchdog:
             self._leave(found)
 
     def _post(self) -> Post:
-        phase, patience = progress.phases[-1] if progress.phases else ("", 1.0)
+        phase, patience = [("", 1.0), *progress.phases][-1]
         waiting, at, wait = progress.waits.get(progress.main), progress.places(), None
         if waiting is not None:
             own = [number for number, place in enumerate(at) if place.startswith("fivefold/comm/")]
@@ -191,7 +192,8 @@ class Watchdog:
 
     def _judge(self) -> Verdict | None:
         silence_s = max(self.limit_s / 3, 3 * self.board.every_s) if self.board else 0.0
-        judge = Judge(self.ranks.rank, self.host, self.limit_s, silence_s)
+        apart_s = max(self.hang_s, self.limit_s)
+        judge = Judge(self.ranks.rank, self.host, self.limit_s, silence_s, apart_s)
         if self.board and self._unanswered_s >= silence_s:
             return judge.store_lost(self._seen, self._unanswered_s)
         return judge.verdict(self._seen)
