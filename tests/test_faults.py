@@ -77,13 +77,13 @@ def after_each_step(change_: Callable[[State, str], None]) -> Iterator[None]:
 def poisoned_rank(
     rank: int, world: int, recipe: Recipe, out: Path, at: list[int], resume: bool = False
 ) -> tuple[Any, str]:
-    """A run in which one gradient of the last rank is not finite, once in each of these steps. Returns the error."""
+    """A run in which one gradient of the first rank is not finite, once in each of these steps. Returns the error."""
     left = list(at)
 
     def poison(state: State, when: str) -> None:
         if when == "gradient" and left and state.step + 1 == left[0]:
             left.pop(0)
-            if rank == world - 1:
+            if rank == 0:  # it owns what several ranks keep: its norm counts
                 next(iter(state.gradients().values())).fill_(math.nan)
 
     with after_each_step(poison):
@@ -382,7 +382,7 @@ def wrong_rank(rank: int, world: int, recipe: Recipe, out: Path, bad: int) -> st
     [
         ("dp=2", 1, "one of ranks 0, 1 computes wrongly"),
         ("dp=4,zero=2", 2, "rank 2 computes wrongly"),
-        pytest.param("dp=2,tp=2", 3, "one of ranks 0, 1, 2, 3 computes wrongly", marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", 3, "one of ranks 1, 3 computes wrongly", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_computes_wrongly_is_found(
@@ -411,7 +411,7 @@ def test_a_rank_that_computes_wrongly_is_found(
         pytest.param("dp=2,cp=2", [], marks=pytest.mark.slow),
         pytest.param("dp=2,tp=2,sp=true,zero=2", [], marks=pytest.mark.slow),
         pytest.param("dp=2", ["precision.mode=bf16", "layout.recompute=full"], marks=pytest.mark.slow),
-        pytest.param("dp=2", ["precision.mode=fp16", "layout.compress=powersgd:2"], marks=pytest.mark.slow),
+        pytest.param("dp=2", ["precision.mode=bf16", "layout.compress=powersgd:2"], marks=pytest.mark.slow),
         pytest.param("dp=2", ["precision.mode=bf16_pure"], marks=pytest.mark.slow),
         pytest.param("dp=4", ["sync.method=diloco", "sync.sites=2", "sync.every=3"], marks=pytest.mark.slow),
         pytest.param("dp=2", ["optim.name=muon"], marks=pytest.mark.slow),
