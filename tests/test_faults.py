@@ -382,7 +382,7 @@ def wrong_rank(rank: int, world: int, recipe: Recipe, out: Path, bad: int) -> st
     [
         ("dp=2", 1, "one of ranks 0, 1 computes wrongly"),
         ("dp=4,zero=2", 2, "rank 2 computes wrongly"),
-        pytest.param("dp=2,tp=2", 3, "one of ranks 1, 3 computes wrongly", marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", 3, "one of ranks 0, 1, 2, 3 computes wrongly", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_computes_wrongly_is_found(
@@ -396,7 +396,7 @@ def test_a_rank_that_computes_wrongly_is_found(
     )
     for said in run_on(recipe, tmp_path, wrong_rank, bad):
         assert "in step 4 rank" in said
-        assert "computed another loss from a microbatch of rank" in said
+        assert ("computed another gradient" if "tp" in layout else "computed another loss") in said
         assert who in said
 
 
