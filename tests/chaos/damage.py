@@ -115,12 +115,16 @@ def _in_manifest(newest: Path, at: random.Random, pattern: str, change: Callable
 
 
 class Harness:
-    """A run with two checkpoints of two ranks, and one state into which it is resumed after each damage."""
+    """A run with two checkpoints of so many ranks, and one state into which it is resumed after each damage."""
 
-    def __init__(self, recipe: Recipe, folder: Path):
+    def __init__(self, recipe: Recipe, folder: Path, ranks: int = 2):
         self.run, self.intact = folder / "run", folder / "intact"
-        two = change(recipe, ["checkpoint.every=1", f"train.steps={NEWEST}"], "dp=2,zero=3")
-        run_ranks(2, train_rank, two, self.intact, timeout_s=60)
+        sets = ["checkpoint.every=1", f"train.steps={NEWEST}"]
+        if ranks == 1:
+            train_rank(0, 1, change(recipe, sets), self.intact)
+        else:
+            shared = change(recipe, sets, f"dp={ranks},zero=3")
+            run_ranks(ranks, train_rank, shared, self.intact, timeout_s=60)
         data = prepare(recipe)
         alone = change(resolve(recipe, vocab_size=data.vocab_size), [f"train.steps={NEWEST}"])
         self.job = Job(alone, self.run, data, resume=True, resume_command="")

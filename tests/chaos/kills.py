@@ -173,7 +173,7 @@ def undisturbed(folder: Path, layout: str, sets: list[str], steps: int = STEPS) 
         run = process.Run(out, layout, sets)
         try:
             run.start()
-            run.wait(lambda: False, PATIENCE_S)
+            run.wait(lambda: False, 10 * PATIENCE_S)  # 4 ranks on a busy machine
             if run.code != 0:
                 raise Lost(f"the undisturbed run fails:\n{run.tail()}")
         finally:

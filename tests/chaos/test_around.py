@@ -30,7 +30,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 def test_damage_is_found_before_weights_change(recipe: Recipe, tmp_path: Path) -> None:
-    harness = Harness(recipe, tmp_path)
+    harness = Harness(recipe, tmp_path, ranks=1)
     found = [harness.damaged(number, seed=1) for number in range(26)]
     assert not [outcome for _, outcome in found if outcome.startswith("accepted")], count(found)
 
