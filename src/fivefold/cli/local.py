@@ -26,7 +26,7 @@ def ensure_measured(cluster: str) -> None:
         "note: measuring this machine once takes about two minutes; `fivefold bench hardware` repeats it",
         file=sys.stderr,
     )
-    command = [sys.executable, "-m", "fivefold.cli.main", "bench", "hardware", "--json"]
+    command = [sys.executable, "-P", "-m", "fivefold.cli.main", "bench", "hardware", "--json"]
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise UserError("cluster 'local': measuring this machine failed; see the message above")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -92,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")
     if arguments is None and sys.argv[1:2] in (["train"], ["bench"]) and not {"-h", "--help"} & set(sys.argv):
         restart_with_huge_pages()
+    if arguments is None:  # spawned ranks import nothing from the folder that the user is in
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="fivefold")
     except UserError as error:

@@ -226,7 +226,7 @@ def _write_all(ready: queue.Queue[bytes | None]) -> None:
 
 
 MIN_PARALLEL = 4 << 20  # bytes of text; for less, starting processes costs more than it saves
-COMMAND = [sys.executable, "-c", "from fivefold.data.encode import worker; worker()"]
+COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.encode import worker; worker()"]
 
 
 def run(tasks: Iterable[Task], setup: Setup, workers: int) -> Iterator[Chunk | Summary]:

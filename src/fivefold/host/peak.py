@@ -92,7 +92,7 @@ def _measure_apart(dtype: str, threads: int) -> dict[str, Any]:
     )
     environment = {key: value for key, value in os.environ.items() if key not in unset}
     environment |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "fivefold.host.peak", dtype, str(threads)]
+    command = [sys.executable, "-P", "-m", "fivefold.host.peak", dtype, str(threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
