@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fivefold import files
 from fivefold.cli.main import app
-from fivefold.data import foreign, prepare
+from fivefold.data import encode, foreign, prepare
 from fivefold.data.tokenizer import bytes_tokenizer, load_tokenizer, train_bpe
 from fivefold.errors import LONGEST_MESSAGE, UserError, printable
 from fivefold.observe.metrics import last_line
@@ -192,6 +192,16 @@ def test_the_child_is_bounded(
     assert not list(tmp_path.glob("out")) or (tmp_path / "out").stat().st_size == 0
 
 
+def test_children_import_nothing_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fivefold import .` may be called in the folder of a stranger's model."""
+    write(tmp_path / "base64.py", "raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert foreign._try(bytes_tokenizer().to_json().encode()) == ""
+    assert "-P" in encode.COMMAND
+
+
 # Data
 
 
@@ -306,6 +316,16 @@ def test_broken_metrics(run: Path, tmp_path: Path, line: str) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     write(copy / "metrics.jsonl", line + "\n")
     assert "metrics.jsonl, line 1" in refused("report", str(copy))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": 1, "spike": 1, "loss": 2, "usual_loss": "x"}', '{"step": 1, "slow_rank": {"rank": "x"}}'],
+)
+def test_metrics_of_the_wrong_kind(run: Path, tmp_path: Path, line: str) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    write(copy / "metrics.jsonl", line + "\n")
+    assert "metrics.jsonl is damaged" in refused("report", str(copy))
 
 
 def test_broken_notes_of_a_run(run: Path, tmp_path: Path) -> None:

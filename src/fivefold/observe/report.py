@@ -45,6 +45,7 @@ def page(run: Path) -> str:
     with understood(run / FILE):
         figures = summarize(lines)
         curves = run_charts(lines) + _table(lines) if lines else ""
+        unusual, late = faults.section(lines), slow.section(lines)
     with understood(run / "plan.json"):
         predicted = prediction.section(prediction.read(run))
     with understood(run / "traces"):
@@ -54,13 +55,13 @@ def page(run: Path) -> str:
     name = printable(run.resolve().name)
     sections = [
         _section("Curves", curves) if curves else "",
-        _section("Unusual steps", shown) if (shown := faults.section(lines)) else "",
+        _section("Unusual steps", unusual) if unusual else "",
         _section("Predicted and measured", predicted),
         _section("Computing and messages", messages) if messages else "",
         _section("Memory over a step", memory) if memory else "",
         _section("Compressed gradients", shown) if (shown := compression(lines)) else "",
         _section("Restarts", shown) if (shown := restarts.section(run)) else "",
-        _section("Slow ranks", shown) if (shown := slow.section(lines)) else "",
+        _section("Slow ranks", late) if late else "",
         _section("Samples", samples(lines)),
         _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
         _section("Machine", facts),

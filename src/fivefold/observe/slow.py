@@ -77,23 +77,31 @@ class SlowRanks:
 
     def _slowest(self, rows: Sequence[Sequence[float]]) -> Slow | None:
         by_kind = [dict(zip(SECONDS, row, strict=True)) for row in rows]
-        step_s = max(row["computing"] + row["data"] + row["messages"] for row in by_kind)
+        own = [row["computing"] + row["data"] for row in by_kind]
+        step_s = max(seconds + row["messages"] for seconds, row in zip(own, by_kind, strict=True))
+        usual_data, usual_network = (median_low(r[kind] for r in by_kind) for kind in ("data", "network"))
         delays = []
-        for rank, row in enumerate(by_kind):
-            own, usual = row["computing"] + row["data"], self._usual(rank, rows)
-            late = own - usual if usual is not None else 0.0
-            data = min(max(0.0, late), max(0.0, row["data"] - median_low(r["data"] for r in by_kind)))
-            network = max(0.0, row["network"] - median_low(r["network"] for r in by_kind))
-            delays.append(dict(zip(KINDS, (max(0.0, late) - data, data, network), strict=True)))
+        for row, seconds, usual in zip(by_kind, own, self._usual(own), strict=True):
+            late = max(0.0, seconds - usual) if usual is not None else 0.0
+            data = min(late, max(0.0, row["data"] - usual_data))
+            network = max(0.0, row["network"] - usual_network)
+            delays.append(dict(zip(KINDS, (late - data, data, network), strict=True)))
         rank = max(range(len(rows)), key=lambda rank: sum(delays[rank].values()))
         slow = Slow(rank, delays[rank], step_s, _address(int(by_kind[rank]["to"])))
         return slow if slow.delay_s > SHARE * step_s else None
 
-    def _usual(self, rank: int, rows: Sequence[Sequence[float]]) -> float | None:
-        """Seconds without messages that a rank should take; None: not known yet."""
-        peers = [row for other, row in enumerate(rows) if self.stages[other] == self.stages[rank]]
-        if len(peers) > 1:
-            return median_low(row[0] + row[1] for row in peers)
+    def _usual(self, own: Sequence[float]) -> list[float | None]:
+        """Seconds without messages that each rank should take; None: not known yet. own: those that it took."""
+        peers: dict[int, list[float]] = {}
+        for stage, seconds in zip(self.stages, own, strict=True):
+            peers.setdefault(stage, []).append(seconds)
+        common = {stage: median_low(group) for stage, group in peers.items() if len(group) > 1}
+        return [
+            common[stage] if stage in common else self._before(rank) for rank, stage in enumerate(self.stages)
+        ]
+
+    def _before(self, rank: int) -> float | None:
+        """What a rank without peers usually took; None: not known yet."""
         past = [window[rank] for window in self._past if window]
         return median(row[0] + row[1] for row in past) if len(past) >= PAST else None
 
