@@ -280,6 +280,9 @@ def test_older_recipes_mean_the_same(tmp_path: Path) -> None:
     assert (faults.on_spike, faults.spike_limit) == ("skip", 4.0)
     path.write_text("[train]\nsteps = 9\n[optim]\nskip_outliers = 0.0\n")
     assert load(str(path)).faults.on_spike == "tell"
+    path.write_text("[train]\nsteps = 9\n[optim]\nskip_outliers = [4.0]\n")
+    with pytest.raises(UserError, match=r"faults\.spike_limit"):
+        load(str(path))
 
 
 def test_a_digest_sees_every_bit() -> None:

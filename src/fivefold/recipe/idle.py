@@ -49,10 +49,10 @@ def _sums(recipe: Sections) -> list[str]:
 
 
 def _kept_twice(recipe: Sections) -> bool:
-    """True if several ranks of a site keep the same weights: all of them, or the norms on a tensor axis."""
+    """True if several ranks keep the same weights: replicas, sites (those of the last outer step), or the norms on a
+    tensor axis."""
     layout = recipe.layout
-    replicas = layout.dp_replicate // recipe.sites.count
-    return replicas > 1 or layout.tp > 1 or (not layout.zero and layout.dp_shard * layout.cp > 1)
+    return layout.dp_replicate > 1 or layout.tp > 1 or (not layout.zero and layout.dp_shard * layout.cp > 1)
 
 
 def _outer(key: str) -> Idle:
@@ -91,7 +91,7 @@ def _scaled(key: str) -> Idle:
 
 IDLE = (
     *map(_fp8, ("fp8_scaling", "fp8_backward", "fp8_skip_first", "fp8_skip_last")),
-    Idle("faults.hash_every", lambda r: not _kept_twice(r), "no rank of a site keeps weights of another one"),
+    Idle("faults.hash_every", lambda r: not _kept_twice(r), "no two ranks keep the same weights"),
     Idle(
         "faults.replay_every",
         lambda r: r.layout.dp_replicate * r.layout.dp_shard // r.sites.count == 1,

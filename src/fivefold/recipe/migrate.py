@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 RENAMED: dict[str, str] = {
@@ -29,7 +30,8 @@ def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, A
         if not isinstance(target, dict) or name in target:
             continue
         value = values.pop(key)
-        target[name] = VALUES.get(old, {}).get(value, value)
+        others = VALUES.get(old, {})
+        target[name] = others.get(value, value) if isinstance(value, Hashable) else value
         if old in IMPLIED and value:
             target.setdefault(*IMPLIED[old])
         if old in origins:

@@ -319,11 +319,11 @@ class FaultsSection(Section):
     spike_limit: float = Field(default=6.0, ge=0)
     """Standard deviations above its running mean, over about 50 steps, from which the logarithm of a loss or norm is a
     spike. (It is at least a fifth above the mean.) 0: never."""
-    rollbacks: int = Field(default=3, ge=0)
+    rollbacks: int = Field(default=3, ge=0, le=LARGEST)
     """How often a run goes back, at most. Then it ends."""
-    hash_every: int = Field(default=0, ge=0)
+    hash_every: int = Field(default=0, ge=0, le=LARGEST)
     """Steps between comparisons of the weights that several ranks keep, by a hash. 0: never."""
-    replay_every: int = Field(default=0, ge=0)
+    replay_every: int = Field(default=0, ge=0, le=LARGEST)
     """Steps between replays: each data-parallel rank computes a microbatch of another one again, and loss and gradients
     must have the same bits. 0: never. Not with pp, ep, offload of weights or parameter servers."""
     on_corruption: Literal["rollback", "abort"] = "abort"
