@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fivefold.observe.format import printable
+from fivefold.errors import printable
 
 KINDS = {
     "nonfinite": "not finite",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from fivefold.errors import printable as printable
-
 
 def short_number(value: float) -> str:
     """Four significant digits and a thousands letter: 13.82M, 1,234, 950. Else `nan`, `inf`, `-inf`."""

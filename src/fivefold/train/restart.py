@@ -15,13 +15,12 @@ from pathlib import Path
 from signal import Signals
 
 from fivefold.checkpoint import store
-from fivefold.errors import UserError
+from fivefold.errors import UserError, printable
 from fivefold.launch.exits import STOPPED, unsaved
 from fivefold.launch.local import as_error
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.launch.verdict import Failure
 from fivefold.observe import restarts as record
-from fivefold.observe.format import printable
 from fivefold.observe.metrics import last_line
 from fivefold.train.job import Job
 
