@@ -26,6 +26,8 @@ from typing import IO, Any, BinaryIO, TextIO
 from fivefold.errors import UserError, shortened
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
+NOT_FLUSHED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
+"""What file systems say that cannot flush a folder, or a special file."""
 
 
 def cache_folder(setting: str | None = None) -> Path:
@@ -108,7 +110,7 @@ class Lines:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            if error.errno not in {*NO_ROOM, errno.EINVAL}:  # EINVAL: nothing that can be flushed
+            if error.errno not in NO_ROOM | NOT_FLUSHED:
                 raise
         watch("flush", self.path)
 
@@ -163,7 +165,7 @@ def flush(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:  # of folders that cannot be flushed, or not be read
-        if error.errno not in (errno.EINVAL, errno.EACCES) or not path.is_dir():
+        if error.errno not in {*NOT_FLUSHED, errno.EACCES} or not path.is_dir():
             raise
     watch("flush", path)
 
