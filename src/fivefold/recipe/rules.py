@@ -292,19 +292,25 @@ def _batch(recipe: Sections) -> Iterator[Contradiction]:
                 f"({dp} data-parallel ranks{f' x microbatch_size {micro}' if micro else ''}). Nearest valid: "
                 f"{max(least, round(size / each) * each)}",
             )
-    if recipe.train.batch_ramp and recipe.optim.name == "sophia":
+    if recipe.train.batch_ramp:
+        yield from _grows(recipe)
+
+
+def _grows(recipe: Sections) -> Iterator[Contradiction]:
+    """What needs batches of one size."""
+    if recipe.optim.name == "sophia":
         yield (
             {"train.batch_ramp", "optim.name"},
             'train.batch_ramp does not combine with optim.name = "sophia", whose estimate goes by the tokens of a '
             'batch of one size. Nearest valid: train.batch_ramp = "", or optim.name = "adamw"',
         )
-    if recipe.train.batch_ramp and recipe.servers.count:
+    if recipe.servers.count:
         yield (
             {"train.batch_ramp", "sync.method"},
             f'train.batch_ramp is not supported with sync.method = "{SERVER}": workers count batches of one size. '
             'Nearest valid: train.batch_ramp = ""',
         )
-    if recipe.train.batch_ramp and recipe.observe.noise_scale:
+    if recipe.observe.noise_scale:
         yield (
             {"train.batch_ramp", "observe.noise_scale"},
             "observe.noise_scale averages over steps, whose batches must have one size; train.batch_ramp changes it. "
