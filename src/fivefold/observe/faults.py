@@ -49,7 +49,7 @@ def counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def in_words(found: Mapping[str, int]) -> str:
-    """Counts as text: "1 not finite, 2 spikes of the loss, 1 rollback(s)"."""
+    """Counts as text: "1 not finite, 2 spike(s) of the loss, 1 rollback(s)"."""
     return ", ".join(f"{n} {KINDS.get(kind, 'rollback(s)')}" for kind, n in found.items())
 
 
