@@ -122,12 +122,17 @@ def test_heads_that_do_not_divide(sets: list[str], wanted: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "layout", "wanted"), [(9, "dp=2", 8), (17, "dp=6", 18), (1, "dp=4,zero=1", 4)]
+    ("batch", "layout", "sets", "wanted"),
+    [
+        (9, "dp=2", ["sync.method=diloco"], 8),
+        (17, "dp=6", ["layout.microbatches=1"], 18),
+        (1, "dp=4,zero=1", [], 4),
+    ],
 )
-def test_batches_that_do_not_divide(batch: int, layout: str, wanted: int) -> None:
+def test_batches_that_do_not_divide(batch: int, layout: str, sets: list[str], wanted: int) -> None:
     with pytest.raises(UserError, match=f"Nearest valid: train.global_batch_size = {wanted}$"):
-        load("quickstart", [f"train.global_batch_size={batch}"], layout)
-    load("quickstart", [f"train.global_batch_size={wanted}"], layout)
+        load("quickstart", [*sets, f"train.global_batch_size={batch}"], layout)
+    load("quickstart", [*sets, f"train.global_batch_size={wanted}"], layout)
 
 
 def test_a_batch_that_no_layout_of_the_cluster_divides() -> None:
@@ -154,4 +159,5 @@ def test_allows_asks_the_recipes_rules() -> None:
     recipe: Recipe = ODD
     assert allows(recipe, Layout(tp=3))
     assert not allows(recipe, Layout(tp=2))
-    assert not allows(recipe, Layout(dp_replicate=5))
+    assert allows(recipe, Layout(dp_replicate=5)), "ranks may take unequally many sequences"
+    assert not allows(recipe, Layout(dp_replicate=49))

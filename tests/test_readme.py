@@ -96,8 +96,13 @@ def execute_make(line: str, folder: Path) -> None:
         assert "runs/quickstart-1/report.html" in printed
         return
     planned = run(f"make -n {stamps} {line.removeprefix('make ')}", REPO)
-    wanted = {"make test": ["-m pytest"], "make check": ["ruff format --check", "ruff check", "pyright"]}
-    assert all(part in planned for part in wanted[line])
+    wanted = {
+        "make test": ["-m pytest"],
+        "make check": ["ruff format --check", "ruff check", "pyright"],
+        "make test-chaos": ["tests/chaos/run.py kills --number 100"],
+        "make test-chaos KILLS=300 SEED=2": ["tests/chaos/run.py kills --number 300 --seed 2"],
+    }
+    assert all(part in planned for part in wanted[line.partition("#")[0].strip()])
 
 
 def parse_only(line: str) -> None:

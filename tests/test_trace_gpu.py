@@ -216,8 +216,8 @@ from fivefold.trace.standins import DEVICE
 import fivefold.step.step as trained
 from test_trace_gpu import recipe_of
 
-def clumsy(state, share, stop):
-    loss, norm, stop = agree(state, share, stop)
+def clumsy(*given):
+    loss, norm, stop = agree(*given)
     loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
     torch.tensor([0, 1]).to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
     counts = torch.ones(3, device=DEVICE, dtype=torch.int64)

@@ -184,7 +184,7 @@ def test_command(tmp_path):
     for kind, tolerance in report["tolerance"].items():
         assert report[kind]["max_rel"] <= tolerance
     assert report["gradients"]["worst"]
-    done = run(tmp_path, "--layout", "dp=3")
+    done = run(tmp_path, "--layout", "dp=64")
     assert done.returncode == 2
     assert "global_batch_size" in done.stderr
     assert "Traceback" not in done.stderr

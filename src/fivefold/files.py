@@ -106,7 +106,9 @@ class Lines:
         watch("write", self.path)
 
     def flush(self) -> None:
-        """Forces the lines to the disk."""
+        """Forces the lines to the disk. Closing did so already."""
+        if self._file.closed:
+            return
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -115,6 +117,7 @@ class Lines:
         watch("flush", self.path)
 
     def close(self) -> None:
+        self.flush()
         self._file.close()
 
     def __enter__(self) -> Lines:

@@ -55,8 +55,9 @@ def run_rank(work: Callable[[Ranks], int | None], place: Place) -> None:
     os.environ |= {verdict.FOLDER: str(place.folder), ranks_.STORE_FILE: str(place.folder / "store")}
     with Interrupt(noted=None if place.graceful else _end) as interrupt:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-        _follow_launcher(place)
-        code = _run(work, interrupt)
+        met = threading.Event()
+        _follow_launcher(place, met)
+        code = _run(work, interrupt, met)
     raise SystemExit(code)
 
 
@@ -65,10 +66,11 @@ def _end(number: int) -> None:
     os._exit(unsaved(number))
 
 
-def _run(work: Callable[[Ranks], int | None], interrupt: Interrupt) -> int:
-    """Does the work; returns the exit code."""
+def _run(work: Callable[[Ranks], int | None], interrupt: Interrupt, met: threading.Event) -> int:
+    """Does the work; returns the exit code. met: set once the ranks have met."""
     try:
         with ranks_.join() as ranks:
+            met.set()
             stopped = work(ranks)
             return verdict.leave("done") if stopped is None else verdict.leave("stopped", str(stopped))
     except KeyboardInterrupt:
@@ -95,21 +97,25 @@ def _fail(error: Exception) -> int:
     return FAILED
 
 
-def _follow_launcher(place: Place) -> None:
-    """Has this rank stop, and save, when the launcher is killed; and end in any case after the grace time."""
+def _follow_launcher(place: Place, met: threading.Event) -> None:
+    """Has this rank stop, and save, when the launcher is killed; and end in any case after the grace time. Before the
+    ranks have met there is nothing to save, and some may never come."""
     ours, theirs = place.lifeline
     theirs.close()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != place.launcher:  # it ended before; there is nothing to save
         _end(signal.SIGTERM)
-    threading.Thread(target=_watch_launcher, args=(ours, place.grace_s), name="launcher", daemon=True).start()
+    threading.Thread(
+        target=_watch_launcher, args=(ours, place.grace_s, met), name="launcher", daemon=True
+    ).start()
 
 
-def _watch_launcher(lifeline: Connection, grace_s: float) -> None:
+def _watch_launcher(lifeline: Connection, grace_s: float, met: threading.Event) -> None:
     with suppress(EOFError, OSError):
         lifeline.recv_bytes()
     if sys.platform != "linux":
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace_s)
+    if met.is_set():
+        time.sleep(grace_s)
     os.kill(os.getpid(), signal.SIGKILL)
