@@ -64,6 +64,15 @@ CASES = [
     *(("moe", layout) for layout in EXPERTS),
     *((arch, layout) for arch in MORE_ARCHS for layout in ("dp=2,zero=3", "tp=2,sp=true", "cp=2")),
 ]
+FEW = {"dp=1", "dp=2,zero=3", "tp=2,sp=true", "cp=2", *LAYOUTS[-3:]}
+"""Layouts of `make test` for architectures that others resemble; `make test-all` has all of them."""
+SOME = [
+    (arch, layout)
+    if arch == "llama" or layout in FEW or layout in EXPERTS
+    else pytest.param(arch, layout, marks=pytest.mark.slow)
+    for arch, layout in CASES
+]
+COMPARED = ("dp=2", "tp=2,sp=true", "dp=2,zero=3")
 FOR_BLOCKS = ("dim=256", "kv_heads=4", "ffn_dim=256", "seq_len=64")
 OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "fp32": ("dp=2,zero=3", "llama", ["precision.mode=fp32"]),
@@ -88,9 +97,13 @@ def recipe_of(layout: str, arch: str, *overrides: str) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def traced() -> dict:
-    """The answers of one process for all cases. The last rank computes the loss, also in a pipeline."""
-    recipes = {(arch, layout): recipe_of(layout, arch) for arch, layout in CASES}
+def traced(request: pytest.FixtureRequest) -> dict:
+    """The answers of one process for all cases that run. The last rank computes the loss, also in a pipeline."""
+    run = [getattr(item, "callspec", None) for item in request.session.items if item.fspath == request.fspath]
+    given = [spec.params for spec in run if spec is not None]
+    cases = [(one["arch"], one["layout"]) for one in given if {"arch", "layout"} <= one.keys()]
+    cases += [("llama", layout) for layout in COMPARED if ("llama", layout) not in cases]
+    recipes = {(arch, layout): recipe_of(layout, arch) for arch, layout in cases}
     recipes |= {name: recipe_of(layout, arch, *sets) for name, (layout, arch, sets) in OTHERS.items()}
     began = time.perf_counter()
     found = gpu.on_gpu((r, Layout.from_recipe(r.layout).ranks - 1) for r in recipes.values())
@@ -124,7 +137,7 @@ def expected(recipe: Recipe) -> dict[tuple[str, str], int]:
     return found
 
 
-@pytest.mark.parametrize(("arch", "layout"), CASES)
+@pytest.mark.parametrize(("arch", "layout"), SOME)
 def test_every_layout_and_architecture(traced, arch: str, layout: str) -> None:
     check(*traced[arch, layout])
 
@@ -179,7 +192,7 @@ def test_the_list_of_operators_tells_devices_apart() -> None:
 
 def test_messages_and_flops_are_those_of_a_cpu(traced) -> None:
     """But for the algorithm of a scatter, which is an all-to-all on CPUs, and for attention, whose kernels differ."""
-    for layout in ("dp=2", "tp=2,sp=true", "dp=2,zero=3"):
+    for layout in COMPARED:
         recipe, answer = traced["llama", layout]
         cpu = exact(recipe, 1, kept=False).as_json()
         there, here = (
