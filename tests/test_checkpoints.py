@@ -407,6 +407,15 @@ def test_the_command_lists_verifies_copies_and_prunes(recipe, whole, tmp_path):
     assert names(run) == ["step-00000006"]
 
 
+def test_pruning_keeps_valid_ones_where_those_that_would_stay_are_damaged(whole, tmp_path):
+    run = copy_of(whole, tmp_path)
+    text = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(text.replace("keep_last = 9", "keep_last = 1"))
+    cut(run / "checkpoints" / "step-00000006")
+    assert command(run, "--prune")[0] == 1
+    assert names(run) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
 def test_the_format_can_be_read_with_numpy_alone(whole):
     """The code of docs/checkpoint-format.md."""
     text = (Path(__file__).parent.parent / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")

@@ -146,6 +146,16 @@ def test_a_full_disk_delays_lines(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_lines_that_a_full_disk_kept_back_are_written_when_the_file_closes(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer, open("/dev/full", "ab", buffering=0) as full:
+        disk, writer._file._file = writer._file._file, full  # type: ignore[assignment]
+        assert "No space left" in writer.write(train_line(1))
+        writer._file._file = disk
+        writer.close()
+        writer.flush()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+
+
 def test_summary_of_a_run() -> None:
     lines = [train_line(step, tokens_per_s=1000.0 if step < 5 else 2000.0, mfu=0.5) for step in range(1, 41)]
     lines += [{"step": 20, "val_loss": 1.5, "val_bits_per_byte": 0.9}, {"step": 40, "val_loss": 1.75}]

@@ -95,6 +95,10 @@ class Lines:
 
     def write(self, line: str) -> None:
         self._left += f"{line}\n".encode()
+        self._write()
+
+    def _write(self) -> None:
+        """Writes what is left."""
         try:
             while self._left:
                 self._left = self._left[self._file.write(self._left) :]
@@ -117,7 +121,10 @@ class Lines:
         watch("flush", self.path)
 
     def close(self) -> None:
-        self.flush()
+        """Writes what a full disk has kept back, if it can be written now: `error` says why not."""
+        if not self._file.closed:
+            self._write()
+            self.flush()
         self._file.close()
 
     def __enter__(self) -> Lines:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fivefold.checkpoint import store, write
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
-from fivefold.files import flush_all, guard, make_folder, own_word, read_json, remove, rename
+from fivefold.files import MOST_JSON, flush_all, guard, make_folder, own_word, read_json, remove, rename
 from fivefold.files import write as write_file
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
@@ -24,6 +24,8 @@ from fivefold.recipe import DataSection, Recipe, TrainSection, load, resolve, to
 
 MAX_SHARD_BYTES = 5_000_000_000  # the limit that transformers uses
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_INDEX = 64 << 20
+"""Bytes of an index: about 100 for each tensor of each expert."""
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
@@ -114,7 +116,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes:
 def _read_weights(source: Path) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the files that its index names."""
     if (source / INDEX).is_file():
-        weight_map = _read_json(source / INDEX).get("weight_map")
+        weight_map = _read_json(source / INDEX, MOST_INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise UserError(f"{source / INDEX}: weight_map is missing or is not a table of file names")
         files = sorted(set(weight_map.values()))
@@ -205,9 +207,9 @@ def _new_folder(out: Path) -> Iterator[Path]:
         remove(temporary)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
     try:
-        return read_json(path)
+        return read_json(path, most)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 

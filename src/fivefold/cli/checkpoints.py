@@ -68,14 +68,18 @@ def checkpoints(
 
 def _prune(run: Path) -> list[Path]:
     from fivefold.checkpoint import keep, store
-    from fivefold.files import remove
+    from fivefold.files import owned, remove
     from fivefold.recipe import load
 
-    kept = load(str(run / "recipe.toml")).checkpoint
-    old = [*keep.old_ones(store.checkpoints(run), kept.keep_last, kept.keep_every), *keep.aside(run)]
-    for folder in old:
-        remove(folder)
-    return old
+    section = load(str(run / "recipe.toml")).checkpoint
+    with owned(run):
+        there = store.checkpoints(run)
+        old = keep.old_ones(there, section.keep_last, section.keep_every)
+        if old and all(keep.verify(folder) for folder in there if folder not in old):
+            raise UserError(f"{run}: the checkpoints that would stay are damaged, so none is removed")
+        for folder in (aside := keep.aside(run)):
+            remove(folder)
+        return [*keep.prune(run, section.keep_last, section.keep_every), *aside]
 
 
 def _row(folder: Path, verify: bool) -> dict[str, Any]:

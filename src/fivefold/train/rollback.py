@@ -15,7 +15,7 @@ from fivefold.checkpoint import keep, store
 from fivefold.checkpoint.manifest import Damaged, step_of
 from fivefold.comm import all_or_none, told
 from fivefold.errors import UserError
-from fivefold.files import write_atomically
+from fivefold.files import read_json, write_atomically
 from fivefold.observe.faults import ROLLBACK
 from fivefold.recipe import FaultsSection, leave_out
 from fivefold.step.state import State
@@ -76,13 +76,13 @@ def read(out: Path) -> dict[str, Any]:
     """
     path = out / FILE
     try:
-        past = json.loads(path.read_text("utf-8"))
+        past = read_json(path)
         pairs = [*past["rollbacks"], *past["left_out"]]
         if all(isinstance(n, int) and n >= 0 for first, second in pairs for n in (first, second)):
             return past
     except FileNotFoundError:
         return {"rollbacks": [], "left_out": []}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, UserError, ValueError, LookupError, TypeError):
         pass
     raise UserError(f"{path} is damaged: it says which data the run leaves out, so it cannot resume exactly")
 
@@ -112,8 +112,8 @@ def go_back(state: State, job: Job, hooks: RunHooks, fault: Fault) -> None:
     with all_or_none(run):
         if run.index == 0:
             text = {"rollbacks": state.rollbacks, "left_out": list(state.left_out)}
+            _set_aside(job.out, step)  # first: a run that is killed in between comes to the same fault again
             write_atomically(job.out / FILE, json.dumps(text))
-            _set_aside(job.out, step)
             if hooks.metrics is not None:
                 hooks.metrics.rewind(step)
                 hooks.metrics.write({"step": step, ROLLBACK: {"from": fault.step, "why": fault.said}})
