@@ -104,7 +104,9 @@ class Lines:
         watch("write", self.path)
 
     def flush(self) -> None:
-        """Forces the lines to the disk."""
+        """Forces the lines to the disk, also after `close`."""
+        if self._file.closed:
+            return flush(self.path)
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
