@@ -19,6 +19,7 @@ from ranks import run_ranks
 from runs import lines, train_rank
 from test_train import TINY, text, tiny  # noqa: F401
 
+from fivefold.checkpoint import store, write
 from fivefold.comm.axis import Axis
 from fivefold.comm.hang import Judge, Post, Seen, Wait
 from fivefold.comm.progress import progress
@@ -93,6 +94,9 @@ def test_nobody_is_missing() -> None:
     assert judged(*both) == ((), judged(*both)[1])  # type: ignore[index]
     assert "ranks wait for each other: rank 0 waits in all_reduce over axis a" in judged(*both)[1]  # type: ignore[index]
     assert judged(both[0], replace(both[1], still_s=1)) is None
+    outer = [replace(one, phase="an outer step", patience=10) for one in both]
+    assert judged(*outer) is None, "a large message over a slow network"
+    assert judged(*(replace(one, still_s=301) for one in outer))
     other = post(1, waits("a", 1, PAIR, "broadcast"))
     assert "different messages" in judged(post(0, a), other)[1]  # type: ignore[index]
     far = post(1, a, host="there 2")
@@ -203,6 +207,15 @@ def test_a_signal_shortens_the_wait_also_of_the_rank_that_hangs(watchdog: Watchd
     with progress.phase("saving"):
         progress.waits.clear()
         assert pass_time(watchdog, 1000) is None, "a save takes as long as it takes"
+
+
+def test_a_slow_save_or_load_gets_on(tmp_path: Path) -> None:
+    with progress.phase("saving"):
+        began = progress.moved
+        folder = write.save_whole(tmp_path / "checkpoint", {"weight": torch.zeros(4)}, None, {})
+        saved = progress.moved
+        store.load(folder)
+    assert began < saved < progress.moved - 1, "the end of the phase counts, too"
 
 
 def test_a_rank_that_is_stopped_is_named(text: Path, tmp_path: Path) -> None:  # noqa: F811

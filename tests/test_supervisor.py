@@ -31,7 +31,7 @@ from fivefold.files import owned
 from fivefold.launch import exits, interrupt, scratch, supervisor, verdict
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
-from fivefold.launch.restarted import restarted_by
+from fivefold.launch.restarted import in_pod, restarted_by
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.observe import restarts
 from fivefold.recipe import change, load
@@ -97,6 +97,19 @@ def outcome_of(work: Any, grace_s: float | None = None, leave_s: float = 5.0) ->
     supervisor.LEAVE_S, interrupt.PATIENCE_S = leave_s, 0
     grace = None if grace_s is None else lambda: grace_s
     return launch(Attempt(work, 2, grace_s=grace), True, lambda failure: print("again?", flush=True))
+
+
+def test_a_rank_that_has_saved_is_not_the_one_that_failed(tmp_path: Path) -> None:
+    """The other one did not leave within the grace time."""
+    (tmp_path / "stopped-1").write_text("15")
+    found = verdict.judge(tmp_path, {0: (2.0, -9), 1: (1.0, exits.STOPPED)}, {0}, False)
+    assert (found.rank, found.text) == (0, "rank 0 did not end by itself, and was killed")
+
+
+def test_a_pod_without_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert in_pod()
 
 
 @pytest.mark.parametrize(

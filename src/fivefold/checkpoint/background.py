@@ -54,21 +54,27 @@ class Background:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        writing, first = self.writing, self.writing.first
+        writing = self.writing
         try:
             replace(writing, pieces=self._copy.run()).write_part()
             self.written.set()
-            while first and not self.cancelled.is_set():
-                if writing.ready():
-                    writing.finish()
-                    break
-                time.sleep(POLL_S)
+            if writing.first and self._all_written():
+                writing.finish()
         except BaseException as error:  # whatever it is, all ranks have to learn of it
             self.error = error
         finally:
             self._copy.done.set()
             self.written.set()
             self.ended.set()
+
+    def _all_written(self) -> bool:
+        """Waits for the other ranks' parts; False if it is cancelled meanwhile. Each part is looked for until it is
+        there, and then no more: on a disk in a network that is a message."""
+        for rank in range(self.writing.axis.size):
+            while not self.writing.wrote(rank):
+                if self.cancelled.wait(POLL_S):
+                    return False
+        return not self.cancelled.is_set()
 
 
 class Copy:

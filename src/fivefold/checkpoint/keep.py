@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fivefold.checkpoint.manifest import MANIFEST, Damaged, step_of
-from fivefold.checkpoint.store import Reader, checkpoints, latest, threads
+from fivefold.checkpoint.manifest import MANIFEST, Damaged
+from fivefold.checkpoint.store import Reader, checkpoints, latest, step_in, threads
 from fivefold.checkpoint.write import REPLACED
 from fivefold.errors import UserError
 from fivefold.files import flush, make_folder, open_file, own_word, remove, rename, stream
@@ -39,7 +39,7 @@ def recover(run: Path) -> None:
 
 def old_ones(folders: Sequence[Path], last: int, every: int) -> list[Path]:
     """Those that `prune` removes. folders: oldest first."""
-    return [folder for folder in folders[:-last] if not every or (step_of(folder.name) or 0) % every]
+    return [folder for folder in folders[:-last] if not every or step_in(folder) % every]
 
 
 def set_aside(folder: Path, why: str) -> Path:

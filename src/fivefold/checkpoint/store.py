@@ -40,6 +40,7 @@ from fivefold.checkpoint.manifest import (
     unreadable,
 )
 from fivefold.checkpoint.manifest import MANIFEST as MANIFEST
+from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.files import open_file
 from fivefold.host import cores
@@ -269,7 +270,12 @@ def checkpoints(run: Path) -> list[Path]:
         return []
     except OSError as error:
         raise UserError(f"{home}: the checkpoints cannot be read: {error.strerror}") from None
-    return sorted(found, key=lambda path: step_of(path.name) or 0)
+    return sorted(found, key=step_in)
+
+
+def step_in(folder: Path) -> int:
+    """The step of a checkpoint; 0 for a folder that is not called like one."""
+    return step_of(folder.name) or 0
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -299,6 +305,7 @@ def sha256(path: Path) -> str:
     with cast(BufferedReader, open_file(path)) as file:
         while size := file.readinto(chunk):
             digest.update(chunk[:size])
+            progress.get_on()
     return digest.hexdigest()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fivefold.checkpoint.manifest import DTYPES, KINDS, MANIFEST, Box, join, key_of, to_bytes
 from fivefold.checkpoint.store import all_of, odd_numbers
 from fivefold.comm import ALONE, Axis, all_or_none
+from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.files import flush, make_folder, remove, rename, stream
 from fivefold.files import write as write_file
@@ -135,9 +136,9 @@ class Writing:
             write_file(unready, json.dumps(listed))
             rename(unready, part)
 
-    def ready(self) -> bool:
-        """True if all ranks have written their parts."""
-        return all(self._part(rank).exists() for rank in range(self.axis.size))
+    def wrote(self, rank: int) -> bool:
+        """True if this rank has written its part."""
+        return self._part(rank).exists()
 
     def finish(self) -> None:
         """Joins the lists of all ranks into the manifest, checks that nothing is missing, and gives the folder its
@@ -237,6 +238,7 @@ def _put(file: IO[bytes], digest: Any, content: bytes | memoryview) -> None:
         chunk = content[start : start + CHUNK]
         digest.update(chunk)
         file.write(chunk)
+        progress.get_on()
 
 
 def _shards(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:

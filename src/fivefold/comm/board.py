@@ -54,7 +54,8 @@ class Files:
 
     def post(self, said: str) -> None:
         content = said.encode()[:MOST]
-        os.pwrite(self._own, b"%0*d" % (HEAD, len(content)) + content, 0)
+        with suppress(OSError):  # a full disk
+            os.pwrite(self._own, b"%0*d" % (HEAD, len(content)) + content, 0)
 
     def read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         found = {}

@@ -175,14 +175,18 @@ class Judge:
             if state in STATES:
                 return f"is missing: {STATES[state]}. It was last seen {where}"
         still_s = post.still_s + seen.silent_s
-        if still_s < (self.apart_s * post.patience if post.phase else self.limit_s):
+        if still_s < self._patience_s(post):
             return None
         return f"is missing: it has done nothing for {still_s:.0f} s, {where}"
 
+    def _patience_s(self, post: Post) -> float:
+        """Seconds for which a rank may do nothing."""
+        return self.apart_s * post.patience if post.phase else self.limit_s
+
     def _nobody(self, waiting: Mapping[int, Wait], seen: Mapping[int, Seen]) -> Verdict | None:
-        """All ranks of the chain wait, and have done so for long."""
+        """All ranks of the chain wait, and have done so for long. In a phase, messages may be large, too."""
         posts = {rank: post for rank in waiting if (post := seen[rank].post)}
-        if any(post.still_s + seen[rank].silent_s < self.limit_s for rank, post in posts.items()):
+        if any(post.still_s + seen[rank].silent_s < self._patience_s(post) for rank, post in posts.items()):
             return None
         wait, every = waiting[self.rank], dict(waiting)
         for rank in wait.ranks:

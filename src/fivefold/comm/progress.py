@@ -123,6 +123,11 @@ class Progress:
         """Something got done that is no message."""
         self.moved += 1
 
+    def get_on(self) -> None:
+        """A phase gets on, perhaps in another thread: bytes that are written or read."""
+        if self.phases:
+            self.moved += 1
+
     @contextmanager
     def phase(self, name: str, patience: float = LONGER) -> Iterator[None]:
         """Work that this rank does while others may wait for it. patience: how many times as long as for a message they

@@ -19,4 +19,4 @@ def restarted_by() -> str | None:
 
 def in_pod() -> bool:
     """True in a pod of Kubernetes where nobody types: it may be a retry, and does not know."""
-    return "KUBERNETES_SERVICE_HOST" in os.environ and not sys.stdin.isatty()
+    return "KUBERNETES_SERVICE_HOST" in os.environ and not (sys.stdin and sys.stdin.isatty())

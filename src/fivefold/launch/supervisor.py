@@ -243,10 +243,11 @@ class Supervisor:
             code in (0, STOPPED) or self._said(rank, "done", "stopped") for rank, (_, code) in vital.items()
         ):
             stopped = verdict.read(self.folder, "stopped")
-            if stopped and self.reforming and asked is None:
+            early = bool(stopped) or STOPPED in codes  # without a file if it could not be written
+            if early and self.reforming and asked is None:
                 return Outcome(reform=True)
             numbers = [int(text) for text in stopped.values() if text.isdigit()]
-            return Outcome(stopped=asked or min(numbers, default=signal.SIGTERM)) if stopped else Outcome()
+            return Outcome(stopped=asked or min(numbers, default=signal.SIGTERM)) if early else Outcome()
         if asked is not None and self.attempt.grace_s is None:
             return Outcome(stopped=asked)
         if asked is None and not self.reforming:  # it came to a rank

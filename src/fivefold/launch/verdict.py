@@ -109,6 +109,7 @@ def judge(
     for kind in ("hung", "failed"):
         first += [((folder / f"{kind}-{rank}").stat().st_mtime, rank, kind) for rank in said[kind]]
     spoke = {rank for texts in said.values() for rank in texts}
+    spoke |= read(folder, "done").keys() | read(folder, "stopped").keys()
     for rank, (at, code) in ended.items():
         if code and rank not in spoke and rank not in killed:
             # A signal ends no rank because of another's failure, except the abort of a broken backend.

@@ -83,14 +83,15 @@ class Outer:
                 self._hold(self.membership.meet(step), due, self._flats(due))
             return
         arriving = [*sorted(self.under_way)] if ends else []  # of a run that was to be longer
-        for fragment in arriving:
-            self._apply(fragment, 0.0)
-        for fragment in self.sites.due(step, last):
-            self.under_way[fragment] = self._start(fragment)
-        for fragment in self.sites.arriving(step, last):
-            if fragment in self.under_way:
-                self._apply(fragment, OWN_SHARE if self.sites.overlap and not ends else 0.0)
-                arriving.append(fragment)
+        with progress.phase("an outer step"):  # over a slow network, perhaps
+            for fragment in arriving:
+                self._apply(fragment, 0.0)
+            for fragment in self.sites.due(step, last):
+                self.under_way[fragment] = self._start(fragment)
+            for fragment in self.sites.arriving(step, last):
+                if fragment in self.under_way:
+                    self._apply(fragment, OWN_SHARE if self.sites.overlap and not ends else 0.0)
+                    arriving.append(fragment)
         if arriving:
             self._refresh()
 

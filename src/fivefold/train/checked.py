@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from fivefold.checkpoint import store
-from fivefold.checkpoint.manifest import MANIFEST, Damaged, step_of
+from fivefold.checkpoint.manifest import MANIFEST, Damaged
 from fivefold.comm import Axis, all_or_none, told
 from fivefold.errors import UserError
 from fivefold.host import machine_id
@@ -33,7 +33,7 @@ def assert_same(folders: list[Path], mesh: Mesh) -> None:
     """
     if mesh.size("run") == 1:
         return
-    step = _step(folders[0]) if folders else -1
+    step = store.step_in(folders[0]) if folders else -1
     number = _number(b"\n".join([*(folder.name.encode() for folder in folders), *map(_content, folders[:1])]))
     extremes = torch.tensor([step, -step, number, -number], device=mesh.device)
     mesh.axis("run").all_reduce(extremes, "max")
@@ -43,10 +43,6 @@ def assert_same(folders: list[Path], mesh: Mesh) -> None:
         raise UserError(f"ranks see different checkpoints: {seen} to step {last}. Is the disk shared?")
     if high != -low:
         raise UserError(f"ranks see different checkpoints of step {step}. Is the disk shared?")
-
-
-def _step(folder: Path) -> int:
-    return step_of(folder.name) or 0
 
 
 def _content(folder: Path) -> bytes:

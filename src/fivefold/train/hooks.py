@@ -210,8 +210,7 @@ class RunHooks:
         job = self.job
         tokenizer = job.data.tokenizer if job.data is not None else None
         if self.state.mesh.layout.divided:
-            with progress.phase("saving"):
-                self.saver.settle()  # the sample is written by the checkpoint of this step
+            self.settle()  # the sample is written by the checkpoint of this step
         if (
             not self.ranks.first
             or tokenizer is None
@@ -235,6 +234,11 @@ class RunHooks:
     def save(self, step: int, ends: bool) -> None:
         with progress.phase("saving"):
             self.saver.save(identity(self.job) | {"tokens": tokens_before(self.job.recipe, step)}, ends)
+
+    def settle(self) -> None:
+        """Waits for the save under way, on all ranks."""
+        with progress.phase("saving"):
+            self.saver.settle()
 
     def alarm(self, step: int, text: str) -> None:
         """Says on the console and in the report what must not be missed."""

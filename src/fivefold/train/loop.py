@@ -74,13 +74,13 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
     with _Late(hooks, behind, recipe.faults) as late:
         while state.step < train.steps:
             late.start()
-            microbatches, waited = hooks.next_batch()
             traced = state.step + 1 == recipe.observe.trace_step
             if state.parallel.pipeline is not None:
                 state.parallel.pipeline.recording = traced
-            hooks.begin_step()
             slower = first or is_slower(recipe, state.step)
             with progress.phase("a slower step") if slower else nullcontext():
+                microbatches, waited = hooks.next_batch()  # the first may open files
+                hooks.begin_step()
                 done = take_step(state, recipe, microbatches, hooks.stop_wanted, hooks.inspect)
             first = False
             last, saving = state.step == train.steps, due(recipe.checkpoint.every, state.step)

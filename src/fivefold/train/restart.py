@@ -139,7 +139,7 @@ def newest(run: Path) -> int:
     """The step of the newest checkpoint; 0 without one, or if none can be seen."""
     with suppress(UserError, OSError, ValueError):
         if found := store.checkpoints(run):
-            return int(found[-1].name.rpartition("-")[2])
+            return store.step_in(found[-1])
     return 0
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.checkpoint import keep, store
-from fivefold.checkpoint.manifest import Damaged, step_of
+from fivefold.checkpoint.manifest import Damaged
 from fivefold.comm import all_or_none, told
+from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.files import read_json, write_atomically
 from fivefold.observe.faults import ROLLBACK
@@ -43,10 +44,12 @@ def train(state: State, job: Job, hooks: RunHooks) -> bool:
             try:
                 return train_loop(state, job.recipe, hooks)
             except Fault as found:
+                hooks.settle()  # a save that is on its way may hold the newest good state
                 if found.act != "rollback":
                     raise
                 fault = found
-        go_back(state, job, hooks, fault)
+        with progress.phase("going back"):
+            go_back(state, job, hooks, fault)
 
 
 def goes_back(faults: FaultsSection) -> bool:
@@ -101,7 +104,6 @@ def go_back(state: State, job: Job, hooks: RunHooks, fault: Fault) -> None:
             "no more"
         )
     rollbacks, left_out, run = state.rollbacks, state.left_out, state.mesh.axis("run")
-    hooks.saver.settle()
     damaged = _load_before(state, job, fault, rollbacks[-1][1] if rollbacks else None)
     step = hooks.right = state.step
     state.rollbacks, state.left_out = [*rollbacks, (fault.step, step)], left_out
@@ -111,8 +113,8 @@ def go_back(state: State, job: Job, hooks: RunHooks, fault: Fault) -> None:
         how = f"leaves out the data of steps {step + 1} to {fault.step}"
     with all_or_none(run):
         if run.index == 0:
+            _set_aside(job.out, step)  # first: whoever is killed here goes back again
             text = {"rollbacks": state.rollbacks, "left_out": list(state.left_out)}
-            _set_aside(job.out, step)  # first: a run that is killed in between comes to the same fault again
             write_atomically(job.out / FILE, json.dumps(text))
             if hooks.metrics is not None:
                 hooks.metrics.rewind(step)
@@ -127,9 +129,9 @@ def _load_before(state: State, job: Job, fault: Fault, last: int | None) -> list
     damaged: list[str] = []
     run, found = state.mesh.axis("run"), list[Path]()
     with all_or_none(run):
-        found = [folder for folder in store.checkpoints(job.out) if _step_of(folder) <= fault.back_to]
+        found = [folder for folder in store.checkpoints(job.out) if store.step_in(folder) <= fault.back_to]
     assert_same(found[::-1], state.mesh)
-    if len(found) > 1 and _step_of(found[-1]) == last:
+    if len(found) > 1 and store.step_in(found[-1]) == last:
         found.pop()
     for folder in reversed(found):
         try:
@@ -152,9 +154,5 @@ def _load_before(state: State, job: Job, fault: Fault, last: int | None) -> list
 def _set_aside(out: Path, step: int) -> None:
     """Renames the checkpoints after this step: the run does not come to them again."""
     for folder in store.checkpoints(out):
-        if _step_of(folder) > step:
+        if store.step_in(folder) > step:
             keep.set_aside(folder, keep.LATER)
-
-
-def _step_of(folder: Path) -> int:
-    return step_of(folder.name) or 0
