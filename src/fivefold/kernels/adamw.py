@@ -4,6 +4,7 @@ PyTorch's fused kernel elsewhere."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class AdamW(torch.optim.AdamW):
                 if weight.grad is not None:
                     self._update(weight, group, scale)
 
-    def _update(self, weight: Tensor, group: Mapping[str, float], scale: float) -> None:
+    def _update(self, weight: Tensor, group: Mapping[str, Any], scale: float) -> None:
         state = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

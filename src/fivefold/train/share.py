@@ -37,17 +37,17 @@ def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[..., Share]:
     """A function of a step (0, 1, ...) and the mesh: this rank's share of the global batch, in microbatches. Further
     arguments are those of `share_of`."""
     recipe, train, own = job.recipe, job.recipe.train, job.batches
-    if own is None:
+    if own is not None and train.batch_ramp:
+        raise UserError("train.batch_ramp needs the data of a recipe: your own batches have their size")
+    batches = own
+    if batches is None:
         assert job.data is not None
         batches = batches_of(recipe, job.data, job.data.train, train.global_batch_size, True, left_out)
-    elif train.batch_ramp:
-        raise UserError("train.batch_ramp needs the data of a recipe: your own batches have their size")
 
     def share(i: int, mesh: Mesh, **how: Any) -> Share:
         size, rows = batch_size(train, i), train.microbatch_size or 1
-        if own is not None:
-            return share_of(own, place(train, i, left_out) // size, size, rows, mesh, **how)
-        return share_of(batches, i, size, rows, mesh, **how)
+        number = i if own is None else place(train, i, left_out) // size
+        return share_of(batches, number, size, rows, mesh, **how)
 
     return share
 
