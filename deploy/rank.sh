@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# rank.sh MARK COMMAND...: runs one rank. Makes the file MARK if the rank has saved and left (75), because a launcher may
-# hide its exit code.
+# rank.sh MARK COMMAND...: runs one rank. Makes the file MARK if the rank has saved and left (75), and MARK-user after an
+# error of the user (2), because a launcher may hide its exit code.
 set -u
 mark=$1
 shift
@@ -14,4 +14,5 @@ while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the rank
   code=$?
 done
 if [ "$code" -eq 75 ]; then touch "$mark"; fi
+if [ "$code" -eq 2 ]; then touch "$mark-user"; fi
 exit "$code"

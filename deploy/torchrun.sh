@@ -26,5 +26,6 @@ if [ -e "$mark" ] && [ "$code" -ne 0 ]; then
   rm -f "$mark"
   exit 75
 fi
-rm -f "$mark"
+if [ -e "$mark-user" ]; then code=2; fi
+rm -f "$mark" "$mark-user"
 exit "$code"

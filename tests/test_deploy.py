@@ -39,12 +39,22 @@ def run(script: str, bin_: Path, code: int) -> int:
     return subprocess.run(words, env=env, timeout=60).returncode
 
 
-@pytest.mark.parametrize(("code", "slurm", "torchrun"), [(0, 0, 0), (75, 75, 75), (1, 1, 1), (143, 1, 1)])
-def test_a_saved_stop_is_requeued_and_nothing_else(
-    bin_: Path, tmp_path: Path, code: int, slurm: int, torchrun: int
+@pytest.mark.parametrize(
+    ("code", "slurm", "torchrun", "before"),
+    [(0, 0, 0, 0), (75, 75, 75, 99), (1, 75, 1, 0), (143, 75, 1, 0), (1, 1, 1, 10), (2, 2, 2, 0)],
+)
+def test_a_saved_stop_is_requeued_and_a_failure_some_times(
+    bin_: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    slurm: int,
+    torchrun: int,
+    before: int,
 ) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(before))
     assert run("slurm.sbatch", bin_, code) == slurm
-    assert (tmp_path / "requeued").exists() == (code == 75)
+    assert (tmp_path / "requeued").exists() == (slurm == 75)
     assert run("torchrun.sh", bin_, code) == torchrun
     assert set((tmp_path / "said").read_text().splitlines()) == {
         f"train quickstart --out {tmp_path / 'run'} --resume-from auto"

@@ -366,8 +366,8 @@ def train_dying(sets: list[str], out: Path, at: int, how: Any) -> str:
 
 
 def test_a_death_that_repeats_uses_the_budget_up(text: Path, tmp_path: Path) -> None:
-    """1 + 3 of 3, so the second death is the last. One message and one traceback."""
-    sets = recipe_of(text, "launch.restarts=3", "train.steps=40")
+    """The same traceback at the same step is the last, whatever is left. One message and one traceback."""
+    sets = recipe_of(text, "launch.restarts=30", "train.steps=40")
     run = Launched(tmp_path / "log", train_dying, sets, tmp_path / "run", 3, fail)
     said = run.value()
     assert said.startswith("RankFailed: rank 1 failed: KeyError: 'of rank 1', after step ")

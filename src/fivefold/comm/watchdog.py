@@ -72,9 +72,8 @@ def board_of(ranks: Ranks, hang_s: float) -> Board | None:
     """Where these ranks post; None for one rank."""
     if ranks.world == 1:
         return None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if path := os.environ.get(STORE_FILE):
-        return Files(Path(f"{path}.ranks{attempt}"), ranks.rank, min(TICK_S, hang_s / TICKS))
+        return Files(Path(f"{path}.ranks"), ranks.rank, min(TICK_S, hang_s / TICKS))
     return Store(default_store(), ranks.rank, hang_s / ROUNDS)
 
 

@@ -2,7 +2,8 @@
 
 A budget bounds the restarts: each one costs 1, or 3 where the death repeats the one before (at the same step, with
 nothing saved between), or where memory ran out. A newer checkpoint makes it whole again. So a run that gets on is
-restarted for as long as it takes, and one that cannot get on ends after a few.
+restarted for as long as it takes, and one that cannot get on ends after a few. The same traceback at the same step ends
+it at once: it would come every time.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Restarts:
     job: Job
     attempt: Callable[[Job], Attempt]
     failed: Callable[[Failure, bool], None] = lambda failure, progress: None
+    elastic: bool = False  # a slot whose rank fails may be given up
     spent: int = 0
     deaths: int = 0  # since the newest checkpoint
     saved: int = 0
@@ -61,10 +63,12 @@ class Restarts:
         if saved > self.saved:
             self.spent = self.deaths = 0
             self.died_after = None
-        repeated = died_after == self.died_after or failure.kind == "memory"
+        same = died_after == self.died_after
+        repeated = same or failure.kind == "memory"
+        certain = same and bool(failure.more) and failure.more == self.shown and not self.elastic
         self.saved, self.died_after = saved, died_after
         self.deaths += 1
-        self.spent += REPEATED if repeated else 1
+        self.spent += self.budget + 1 if certain else REPEATED if repeated else 1
         if self.spent > self.budget:
             return None
         wait_s = 0.0 if self.deaths == 1 else min(LONGEST_S, 2.0 ** (self.deaths - 2))

@@ -153,7 +153,7 @@ def run_command(
         else:
             elastic = Elastic(job, *span, _attempt) if span else None
             restarts = (
-                Restarts(job, elastic.attempt, elastic.failed)
+                Restarts(job, elastic.attempt, elastic.failed, elastic=True)
                 if elastic
                 else Restarts(job, partial(_attempt, world))
             )
