@@ -151,7 +151,8 @@ class Watchdog:
         own = self._post()
         self._seen[self.ranks.rank] = Seen(own)
         idle = own.wait is None and not own.phase  # a save, for example, takes as long as it takes
-        stuck = self.signal is not None and idle and self._still_s >= self.limit_s
+        alone = self.board is None  # perhaps a notebook, which must not end: nobody waits for this rank
+        stuck = self.signal is not None and idle and self._still_s >= self.limit_s and not alone
         if self.board is not None:
             self.board.post(json.dumps(own.to_json()))
             asked = own.wait is not None and self._still_s >= self.limit_s / 2
