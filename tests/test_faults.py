@@ -187,7 +187,7 @@ def test_going_back_again_and_after_a_resume(base: Recipe, tmp_path: Path) -> No
 
 
 def test_a_damaged_checkpoint_is_not_gone_back_to(base: Recipe, tmp_path: Path) -> None:
-    recipe = change(base, ["faults.on_nonfinite=rollback"])
+    recipe = change(base, ["faults.on_nonfinite=rollback", "checkpoint.asynchronous=false"])
 
     def harm(state: State, when: str) -> None:
         folder = store.folder_of(tmp_path / "run", 4)
