@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from ranks import _servers
 from runs import train_rank
 
 from fivefold.launch import verdict
-from fivefold.launch.ranks import STORE_FILE, Ranks, join
+from fivefold.launch.interrupt import Interrupt
+from fivefold.launch.rank_process import _run
+from fivefold.launch.ranks import STORE_FILE, Ranks
 from fivefold.recipe import Recipe
 
 
@@ -74,8 +77,9 @@ def _rank(
     error = os.open(f"{folder}/error-{rank}.txt", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(error, stream)
-    with join() as ranks:
-        function(ranks, *arguments)
+    with Interrupt() as interrupt:
+        code = _run(lambda ranks: function(ranks, *arguments), interrupt, threading.Event())
+    raise SystemExit(code)
 
 
 def train(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str) -> None:
@@ -86,6 +90,7 @@ def train(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
 
     def hangs(state: Any, *arguments: Any) -> Any:
         if ranks.rank == who and state.step == step:
+            time.sleep(1)  # its watchdog looks meanwhile: what it posted last is of this step
             hang(how)
         return take_step(state, *arguments)
 

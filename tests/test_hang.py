@@ -31,6 +31,7 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.seconds import SECONDS
 
 CPU = torch.device("cpu")
+SLEPT_S = 0.1  # by the slow rank in a step: much more than a busy machine takes away
 
 
 def waits(
@@ -224,11 +225,7 @@ def test_a_rank_that_is_stopped_is_named(text: Path, tmp_path: Path) -> None:  #
     ranks = start(4, tmp_path, train, recipe, tmp_path / "run", 3, 4, "stopped")
     assert codes(ranks) == [HUNG] * 3 + [None]
     (said,) = [file.read_text() for file in tmp_path.glob("hung-*")]
-    # Its last post may be from the first step: all of them take less than a second.
-    assert re.match(
-        r"rank 3 is missing: it is stopped \(SIGSTOP\)\. It was last seen (a slower step, )?after step \d",
-        said,
-    )
+    assert said.startswith("rank 3 is missing: it is stopped (SIGSTOP). It was last seen after step ")
     assert re.search(r"waits? in \w+ over axis \w+ \(ranks [0-3, ]+\).*, at fivefold/\w+/\w+\.py:\d+", said)
     stacks = (tmp_path / "run/traces/hang-step-4.txt").read_text()
     assert stacks.startswith("rank 3 is missing")
@@ -258,9 +255,7 @@ def test_ranks_that_wait_for_a_stuck_one_can_be_stopped(text: Path, tmp_path: Pa
         os.kill(process.pid, signal.SIGTERM)
     for process in ranks:
         process.join(30)
-    assert ranks[1].exitcode == 128 + signal.SIGTERM
-    # If rank 1 is the first to leave, rank 0 may see its connection break before its own limit.
-    assert ranks[0].exitcode in (1, 128 + signal.SIGTERM)
+    assert [process.exitcode for process in ranks] == [128 + signal.SIGTERM] * 2
     (said,) = [file.read_text() for file in tmp_path.glob("hung-*")]
     assert said.startswith("rank 1 is missing: it has done nothing for ")
 
@@ -307,7 +302,7 @@ def slow_run(rank: int, world: int, recipe: Any, out: Path) -> None:
     take_step = loop.take_step
 
     def slower(*arguments: Any) -> Any:
-        time.sleep(0.04 * rank)
+        time.sleep(SLEPT_S * rank)
         return take_step(*arguments)
 
     loop.take_step = slower
@@ -320,10 +315,10 @@ def slow_run(rank: int, world: int, recipe: Any, out: Path) -> None:
 def test_a_slow_rank_is_named_within_50_steps(text: Path, tmp_path: Path) -> None:  # noqa: F811
     recipe = tiny(text, "layout.dp_replicate=2", "train.steps=50")
     run_ranks(2, slow_run, recipe, tmp_path / "run")
-    # A busy machine may slow the other rank, too.
-    found, *_ = [found for found in lines(tmp_path / "run", "slow_rank") if found["rank"] == 1]
-    assert found["computing"] > 0.8 * 0.04
-    assert found["computing"] > found["data"] + found["network"]
+    (found,) = lines(tmp_path / "run", "slow_rank")
+    assert found["rank"] == 1
+    assert found["computing"] > 0.8 * SLEPT_S
+    assert found["computing"] > 10 * (found["data"] + found["network"])
     assert "Slow ranks" in (tmp_path / "run/report.html").read_text()
 
 

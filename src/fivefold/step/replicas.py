@@ -63,6 +63,6 @@ def _odd(values: dict[int, int]) -> str:
     (usual, most), *others = count.most_common()
     if others and others[0][1] == most:
         groups = [", ".join(str(rank) for rank, v in values.items() if v == value) for value in count]
-        return f"rank(s) {' and rank(s) '.join(groups)} have other bits, and nobody knows who is right"
+        return f"rank(s) {' and rank(s) '.join(groups)} have different bits; which are right cannot be said"
     odd = ", ".join(str(rank) for rank, value in values.items() if value != usual)
     return f"rank(s) {odd} have other bits than {most} other ranks"

@@ -44,7 +44,7 @@ class Elastic:
             return False
         what = f"there are {len(usable)} slots for ranks ({self.slots.file})"
         print(
-            f"{what}: saving, to go on with {ranks} ranks instead of {len(self.used)}",
+            f"{what}: the ranks save, then {ranks} instead of {len(self.used)} go on",
             file=sys.stderr,
             flush=True,
         )
