@@ -330,9 +330,9 @@ def flipped_rank(
 @pytest.mark.parametrize(
     ("layout", "bad", "word", "who"),
     [
-        ("dp=2", 1, "blocks.1.mlp.down", "0 and rank(s) 1 have other bits"),
+        ("dp=2", 1, "blocks.1.mlp.down", "0 and rank(s) 1 have different bits"),
         ("dp=2,tp=2", 2, "blocks.1.norm", "rank(s) 2 have other bits than 3 other ranks"),
-        ("dp_replicate=2,dp_shard=2,zero=3", 3, "embed", "1 and rank(s) 3 have other bits"),
+        ("dp_replicate=2,dp_shard=2,zero=3", 3, "embed", "1 and rank(s) 3 have different bits"),
         pytest.param("dp=4", 3, "norm", "rank(s) 3 have other bits than 3", marks=pytest.mark.slow),
     ],
 )
