@@ -157,7 +157,7 @@ COMPENSATION = "compensation"
 
 
 def kept_in(card: OptimizerCard, mode: Mode, rounding: str) -> OptimizerCard:
-    """The card with its states as a mode keeps them. Only fused optimizers are rounded (recipe/rules.py)."""
+    """The card with its states as a mode keeps them. Only fused optimizers are rounded (recipe/rules/arithmetic.py)."""
     if not mode.rounds or not card.elementwise:
         return card
     states = [replace(state, dtype=mode.state) if state.dtype == MASTER else state for state in card.states]

@@ -13,7 +13,7 @@ from fivefold.recipe.resolve import (
     tokens_per_step,
     total_steps,
 )
-from fivefold.recipe.rules import expected_vocab_size
+from fivefold.recipe.rules.texts import expected_vocab_size
 from fivefold.recipe.schema import (
     CheckpointSection,
     DataSection,

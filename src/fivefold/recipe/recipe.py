@@ -12,7 +12,7 @@ class Recipe(Sections):
     """A recipe. Sections may be left out, because every field but one of steps and tokens has a default.
 
     Raises:
-        pydantic.ValidationError: a field is wrong, or fields contradict each other (see `rules.py`).
+        pydantic.ValidationError: a field is wrong, or fields contradict each other (see `rules/`).
     """
 
     @model_validator(mode="after")

@@ -1,0 +1,205 @@
+"""Rules between the layout and the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from fivefold.errors import UserError
+from fivefold.models.card import Contradiction, card_of, resolve_model
+from fivefold.models.recomputation import budget_of, of_blocks
+from fivefold.models.rules import lacks
+from fivefold.models.section import ModelSection
+from fivefold.recipe.rules.texts import expected_vocab_size
+from fivefold.recipe.schema import Sections
+from fivefold.schedules.compression import NONE
+from fivefold.spread.layout import Layout, divisors, largest_divisor, problems
+from fivefold.spread.servers import SERVER
+
+
+def experts(recipe: Sections) -> Iterator[Contradiction]:
+    """Rules between a mixture of experts and the layout."""
+    model, layout = recipe.model, recipe.layout
+    if not card_of(model).has_experts:
+        if layout.ep > 1:
+            yield (
+                {"layout.ep", "model.arch"},
+                f"layout.ep = {layout.ep}: {lacks(model, 'has_experts', 'to divide')}. Nearest valid: ep = 1",
+            )
+        return
+    experts = card_of(model).defaults()["experts"] if model.experts is None else model.experts
+    if experts % layout.ep:
+        nearest = largest_divisor(experts, layout.ep)
+        yield (
+            {"model.experts", "layout.ep"},
+            f"layout.ep = {layout.ep} must divide model.experts = {experts}: each rank has whole experts. "
+            f"Nearest valid: layout.ep = {nearest}, or model.experts = {-(-experts // layout.ep) * layout.ep}",
+        )
+    if (layout.cp > 1 or layout.sp) and model.capacity_factor:
+        name = "layout.cp > 1" if layout.cp > 1 else "layout.sp"
+        yield (
+            {"model.capacity_factor", "layout.cp", "layout.sp"},
+            f"model.capacity_factor is not supported with {name}: an expert's queue would span several ranks. "
+            "Nearest valid: capacity_factor = 0",
+        )
+
+
+def recomputation(recipe: Sections) -> Iterator[Contradiction]:
+    budget = budget_of(recipe.layout.recompute)
+    if budget is not None and recipe.servers.count:
+        yield (
+            {"layout.recompute", "sync.method"},
+            f'layout.recompute = "{recipe.layout.recompute}" is not supported with sync.method = "{SERVER}". Nearest '
+            'valid: "full"',
+        )
+    try:
+        if budget is None:
+            of_blocks(recipe.layout.recompute, recipe.model.layers)
+    except UserError as error:
+        yield {"layout.recompute", "model.layers"}, str(error)
+
+
+def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
+    """Yields every rule between layout and model that a recipe breaks."""
+    for names, message in problems(Layout.from_recipe(recipe.layout)):
+        yield {f"layout.{name}" for name in names}, f"layout: {message}"
+    yield from _tensor(recipe)
+    yield from _features(recipe)
+    yield from _context(recipe)
+    yield from _pipeline(recipe)
+    yield from _noise(recipe)
+
+
+def _tensor(recipe: Sections) -> Iterator[Contradiction]:
+    """The sizes that tensor and sequence parallelism divide must be divisible."""
+    layout, tp = recipe.layout, recipe.layout.tp
+    model = resolve_model(recipe.model, vocab_size=1)  # unset fields get their defaults
+    heads = "kv_heads" if recipe.model.kv_heads else "heads"
+    divided = {heads: (model.kv_heads or 1, "each rank has whole heads")}
+    divided["ffn_dim"] = (model.ffn_dim or 1, "each rank has the same number of columns")
+    model = model.model_copy(update={"vocab_size": expected_vocab_size(recipe) or tp})
+    divided["vocab_size"] = (model.vocab_size or tp, "each rank has the same number of rows")
+    if layout.sp:
+        divided["seq_len"] = (model.seq_len // layout.cp, "with sp, each rank has the same number of tokens")
+    fitting = largest_divisor(math.gcd(*(size for size, _ in divided.values())), tp)
+    for name, (size, why) in divided.items():
+        if size % tp:
+            over = f" / layout.cp = {size}" if name == "seq_len" and layout.cp > 1 else ""
+            given = model.seq_len if over else size
+            other = _nearest(name, model, tp)
+            nearest = f"layout.tp = {fitting}" + (f", or model.{name} = {other}" if other else "")
+            yield (
+                {f"model.{name}", "layout.tp"} | ({"layout.sp", "layout.cp"} if name == "seq_len" else set()),
+                f"layout.tp = {tp} must divide model.{name} = {given}{over}: {why}. Nearest valid: {nearest}",
+            )
+
+
+def _features(recipe: Sections) -> Iterator[Contradiction]:
+    """Tensor-parallel ranks have equally many features of every expert, in rows of whole 16 bytes (models/moe/card.py).
+    Under sequence parallelism they have whole experts."""
+    F, tp = card_of(resolve_model(recipe.model, vocab_size=1)).expert_features()[1], recipe.layout.tp
+    if not recipe.layout.sp and F % (8 * tp) and F % 8 == 0:
+        name, _ = card_of(recipe.model).expert_features()
+        fitting = largest_divisor(F // 8, tp)
+        yield (
+            {f"model.{name}", "layout.tp", "layout.sp"},
+            f"8 x layout.tp = {8 * tp} must divide model.{name} = {F}: each rank has some features of every expert, in "
+            f"rows of whole 16 bytes. Nearest valid: layout.tp = {fitting}, layout.sp = true, or model.{name} = "
+            f"{-(-F // (8 * tp)) * 8 * tp}",
+        )
+
+
+def _context(recipe: Sections) -> Iterator[Contradiction]:
+    """Ranks of the context axis have the same number of tokens, and whole heads with `ulysses`."""
+    T, layout, kv_heads = recipe.model.seq_len, recipe.layout, recipe.model.kv_heads or recipe.model.heads
+    cp, ulysses = layout.cp, layout.cp_method == "ulysses"
+    if cp == 1:
+        return
+    keys = {"model.seq_len", "layout.cp", "layout.cp_method"}
+
+    def fits(ranks: int) -> bool:
+        return T % (ranks if ulysses or ranks == 1 else 2 * ranks) == 0 and not (
+            ulysses and kv_heads % (ranks * layout.tp)
+        )
+
+    nearest = max((ranks for ranks in divisors(T) if ranks <= cp and fits(ranks)), default=1)
+    if not ulysses and T % (2 * cp):
+        more = -(-T // (2 * cp)) * 2 * cp
+        yield (
+            keys,
+            f"2 x layout.cp = {2 * cp} must divide model.seq_len = {T}: a ring rank has a chunk from the front "
+            f"and one from the back. Nearest valid: layout.cp = {nearest}, or model.seq_len = {more}",
+        )
+    if ulysses and T % cp:
+        yield (
+            keys,
+            f"layout.cp = {cp} must divide model.seq_len = {T}: each rank has the same number of tokens. "
+            f"Nearest valid: layout.cp = {nearest}, or model.seq_len = {-(-T // cp) * cp}",
+        )
+    if ulysses and kv_heads % (cp * layout.tp):
+        name = "kv_heads" if recipe.model.kv_heads else "heads"
+        yield (
+            {f"model.{name}", "layout.cp", "layout.tp", "layout.cp_method"},
+            f"layout.cp x layout.tp = {cp * layout.tp} must divide model.{name} = {kv_heads}: with cp_method = ulysses "
+            f"each rank has whole heads. Nearest valid: layout.cp = {nearest}, or layout.cp_method = ring",
+        )
+
+
+def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
+    """The nearest value of a model field that `ranks` divides and the model allows."""
+    size = getattr(model, name) or 0
+    above = -(-size // ranks) * ranks
+    if name == "heads":  # heads of even width, as many as divide the model's
+        found = [n for n in divisors(model.dim) if model.dim % (2 * n) == 0]
+    elif name == "kv_heads":
+        found = divisors(model.heads)
+    elif name == "vocab_size":
+        found = [above]  # the existing tokens
+    elif name == "seq_len":
+        return None  # another length would change what is trained
+    else:
+        found = [n for n in (above - ranks, above) if n]
+    return min((n for n in found if n % ranks == 0), key=lambda n: abs(n - size), default=None)
+
+
+def _noise(recipe: Sections) -> Iterator[Contradiction]:
+    """The noise scale needs ranks that see the whole gradient of a microbatch, or of their own share."""
+    layout, model = recipe.layout, recipe.model
+    tied = resolve_model(model, vocab_size=1).tie_embeddings
+    dp = layout.dp_replicate * layout.dp_shard
+    unequal = recipe.train.global_batch_size % (dp * (recipe.train.microbatch_size or 1)) > 0
+    parts = (
+        ({"train.global_batch_size", "layout.dp_replicate", "layout.dp_shard"}, unequal, "ranks "
+            "that have unequal shares of the batch"),
+        ({"layout.cp"}, layout.cp > 1, "cp: a rank sees parts of sequences"),
+        ({"layout.ep"}, layout.ep > 1, "ep: experts get tokens of several ranks at once"),
+        ({"layout.sp"}, layout.sp, "sp: gradients of norms are sums over the tensor axis"),
+        ({"layout.tp"}, layout.tp > 1 and bool(card_of(model).regional), "tp with this model: "
+            "gradients of the norms of heads are sums over the tensor axis"),
+        ({"layout.tp", "layout.zero"}, layout.tp > 1 and layout.zero > 0, "tp under ZeRO: a message "
+            "holds both shared and sharded gradients"),
+        ({"layout.compress"}, layout.compress != NONE, "compress: the sum is not the whole gradient"),
+        ({"layout.zeropp"}, "gradients" in layout.zeropp, "zeropp's gradients: the sum is not the whole gradient"),
+        ({"layout.pp", "model.tie_embeddings"}, layout.pp > 1 and tied, "pp with tied embeddings: "
+            "two stages each have a part of the gradient"),
+    )  # fmt: skip
+    for keys, wrong, why in parts:
+        if recipe.observe.noise_scale and wrong:
+            instead = "layout.zero = 0" if "layout.zero" in keys else "observe.noise_scale = false"
+            message = f"observe.noise_scale cannot be measured with {why}. Nearest valid: {instead}"
+            yield keys | {"observe.noise_scale"}, message
+
+
+def _pipeline(recipe: Sections) -> Iterator[Contradiction]:
+    model, layout = recipe.model, Layout.from_recipe(recipe.layout)
+    if any({"schedule", "virtual_stages"} & names for names, _ in problems(layout)):
+        return  # already reported
+    per_rank = layout.stages_per_rank
+    if layout.pp * per_rank > model.layers:
+        name = "layout.virtual_stages" if layout.virtual_stages == per_rank else f"{layout.schedule}'s"
+        fitting = max(1, model.layers // per_rank)
+        yield (
+            {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
+            f"layout.pp = {layout.pp} x {name} {per_rank} = {layout.pp * per_rank} stages, more than model.layers = "
+            f"{model.layers}: each stage has at least one block. Nearest valid: layout.pp = {fitting}",
+        )

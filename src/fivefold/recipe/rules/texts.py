@@ -1,0 +1,65 @@
+"""What a recipe names in words: texts, the vocabulary, what is observed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from fivefold.models.card import Contradiction, card_of, round_up
+from fivefold.models.section import MOST_IDS
+from fivefold.recipe.schema import Sections
+from fivefold.recipe.words import toml_value
+
+_BPE = re.compile(r"bpe:(\d{1,7})", re.ASCII)
+
+
+def texts(recipe: Sections) -> Iterator[Contradiction]:
+    """Texts become paths, and parts of a TOML file."""
+    for section, fields in recipe:
+        for name, value in fields:
+            if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
+                yield (
+                    {f"{section}.{name}"},
+                    f"{section}.{name} must be valid Unicode, without the character 0",
+                )
+
+
+def vocabulary(recipe: Sections) -> Iterator[Contradiction]:
+    spec = recipe.data.tokenizer
+    bpe = _BPE.fullmatch(spec)
+    if spec.startswith("bpe:") and (bpe is None or int(bpe[1]) > MOST_IDS):
+        yield (
+            {"data.tokenizer"},
+            f"data.tokenizer = {toml_value(spec)}: N must be a whole number, as in bpe:4096, and at most {MOST_IDS}",
+        )
+
+
+def generates(recipe: Sections) -> Iterator[Contradiction]:
+    if not card_of(recipe.model).causal and recipe.train.sample_every:
+        yield (
+            {"train.sample_every"},
+            f"train.sample_every: {recipe.model.arch} is bidirectional and generates no text",
+        )
+
+
+def observed(recipe: Sections) -> Iterator[Contradiction]:
+    step = recipe.observe.trace_step
+    if step and step in (recipe.observe.memory_step, int(recipe.observe.memory_step > 0)):
+        yield (
+            {"observe.memory_step", "observe.trace_step"},
+            f"observe.trace_step = {step}: the memory of step {step} is tracked, which slows it. Nearest valid: "
+            f"trace_step = {max(step, recipe.observe.memory_step) + 1}",
+        )
+
+
+def expected_vocab_size(recipe: Sections) -> int | None:
+    """V before any text is read: `model.vocab_size`, or the size of `bpe:N` and `bytes`. None for `chars` and for
+    tokenizer files."""
+    if recipe.model.vocab_size:
+        return recipe.model.vocab_size
+    if recipe.data.source.startswith("tokens:"):
+        return None
+    if recipe.data.tokenizer == "bytes":
+        return round_up(257, 64)  # 256 bytes and the end token
+    bpe = _BPE.fullmatch(recipe.data.tokenizer)
+    return round_up(int(bpe[1]), 64) if bpe else None
