@@ -185,7 +185,7 @@ def optimizer(dtype: str, device: torch.device) -> list[float]:
     scale, skip = torch.ones((), device=device), torch.zeros((), device=device)
 
     def update() -> None:
-        sum_of_squares(list(grads.values()))
+        sum_of_squares(list(grads.values()), device)
         adamw.step(grads, 1e-3, scale, skip)
         if dtype != MASTER:
             for name, w in weights.items():

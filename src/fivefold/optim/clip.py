@@ -35,10 +35,11 @@ def norms(gradients: Sequence[Tensor]) -> Norms:
 def sum_of_squares(
     gradients: Sequence[Tensor], device: torch.device | str = "cpu", found: Sequence[Norms] = ()
 ) -> Tensor:
-    """Sum of squares over all elements of these gradients, on their device: a scalar in fp64. found: the norms of
-    others, computed before; they come first."""
+    """Sum of squares over all elements of these gradients, wherever they are: a scalar in fp64 on `device`. found: the
+    norms of others, computed before; they come first."""
     parts = [*found, norms(gradients)]
-    rows, small = [row for some, _ in parts for row in some], [one for _, some in parts for one in some]
+    rows = [row.to(device) for some, _ in parts for row in some]
+    small = [one.to(device) for _, some in parts for one in some]
     if small:
         rows.append(torch.stack(small))
     if not rows:

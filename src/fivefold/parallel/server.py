@@ -95,7 +95,7 @@ class Shard:
             gradient.add_(self.arrived[worker][here])
         if len(workers) > 1:
             gradient.div_(len(workers))
-        return sum_of_squares([gradient])
+        return sum_of_squares([gradient], gradient.device)
 
     def update(self, part: int, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         assert isinstance(self.updater, _ByPart)

@@ -59,9 +59,10 @@ def sum_tied(replicas: Sequence[Replica], mesh: Mesh, rank_of: Sequence[int]) ->
     def reduction() -> None:
         for replica in replicas:
             if TIED in replica.gradients:
-                mine = replica.gradients[TIED]
+                gradient = replica.gradients[TIED]
+                mine = gradient.to(mesh.device).contiguous()  # NCCL sends nothing from host memory
                 theirs = torch.empty_like(mine)
-                mesh.axis("pp").start_exchange(mine.contiguous(), other, theirs, other)()
-                mine.add_(theirs)
+                mesh.axis("pp").start_exchange(mine, other, theirs, other)()
+                gradient.add_(theirs.to(gradient.device))
 
     return [reduction]

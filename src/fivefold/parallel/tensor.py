@@ -134,7 +134,8 @@ def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: 
                 flat = (
                     found[0] if len(found) == 1 else torch.cat([gradient.reshape(-1) for gradient in found])
                 )
-                started.append((axis.start_all_reduce(flat), found))
+                # Offloaded gradients come to the device for the sum: NCCL sends nothing else.
+                started.append((axis.start_all_reduce(flat.to(mesh.device)), found))
         for wait, found in started:
             total = wait()
             if total is not found[0]:
