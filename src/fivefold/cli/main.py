@@ -28,6 +28,7 @@ from fivefold.cli import (
     plan,
     recipes,
     report,
+    sweep,
     tokenize,
     train,
     verify,
@@ -49,6 +50,7 @@ app = typer.Typer(
 
 for name, module, function in (
     ("train", train, train.train),
+    ("sweep", sweep, sweep.sweep),
     ("verify", verify, verify.verify),
     ("plan", plan, plan.plan),
     ("check", check, check.check),
@@ -91,7 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):  # show characters that the terminal's encoding lacks as escapes
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if arguments is None and sys.argv[1:2] in (["train"], ["bench"]) and not {"-h", "--help"} & set(sys.argv):
+    if (
+        arguments is None
+        and sys.argv[1:2] in (["train"], ["bench"], ["sweep"])
+        and not {"-h", "--help"} & set(sys.argv)
+    ):
         restart_with_huge_pages()
     if arguments is None:  # spawned ranks import nothing from the folder that the user is in
         os.environ.setdefault("PYTHONSAFEPATH", "1")

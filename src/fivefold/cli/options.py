@@ -21,7 +21,7 @@ def _recipe_names() -> list[str]:
     return list(shipped())
 
 
-def _run_folders() -> list[str]:
+def run_folders() -> list[str]:
     return [str(recipe.parent) for recipe in sorted(Path().glob("runs/*/recipe.toml"))]
 
 
@@ -52,7 +52,7 @@ LayoutOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=_run_folders)]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=run_folders)]
 
 
 def require_run(folder: Path) -> Path:
@@ -65,7 +65,7 @@ def require_run(folder: Path) -> Path:
         guard(folder)
         return folder
     what = "has no recipe.toml" if folder.is_dir() else "there is no such folder"
-    runs = _run_folders()
+    runs = run_folders()
     near = f"; runs here: {', '.join(runs[-5:])}" if runs else ""
     raise UserError(f"'{folder}' is not a run: {what}{near}")
 

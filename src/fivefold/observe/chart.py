@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
 
 import numpy as np
 
@@ -25,14 +24,17 @@ from fivefold.observe.scale import Scale, linear_scale, log_scale, tick_labels, 
 STRETCHES = 500
 
 
+Span = tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Series:
-    """One line: `values[i]` at ascending `steps[i]`. NaN leaves a gap. `style`: a class of the style sheet."""
+    """One line: `values[i]` at ascending `steps[i]`. NaN leaves a gap. `style`: classes of the style sheet."""
 
     name: str
-    steps: Sequence[int]
+    steps: Sequence[float]
     values: Sequence[float]
-    style: Literal["first", "second", "faint"] = "first"
+    style: str = "first"
     dots: bool = False
 
 
@@ -43,13 +45,14 @@ class Chart:
     id: unique in the page; unit: follows the numbers; zero: the linear axis starts at 0; log: offer the
     logarithmic scale; span: first and last step of the x axis; right: (factor, unit) of a second axis, whose
     numbers are the left ones times `factor`; bad: steps to mark, where the value was not finite; wide: over
-    both columns of the page, with a legend.
+    both columns of the page, with a legend; axis: what the x axis counts; log_axis: it is logarithmic; stretches:
+    the number into which it is divided to thin the lines.
     """
 
     id: str
     title: str
     series: Sequence[Series]
-    span: tuple[int, int]
+    span: Span
     unit: str = ""
     zero: bool = False
     log: bool = False
@@ -57,11 +60,14 @@ class Chart:
     bad: Sequence[int] = ()
     wide: bool = False
     note: str = ""
+    axis: str = "step"
+    log_axis: bool = False
+    stretches: int = STRETCHES
 
 
 def draw(chart: Chart) -> str:
     """The chart as a <figure>; '' if no series has a finite value."""
-    drawn = [thin(series, chart.span) for series in chart.series]
+    drawn = [thin(series, chart.span, chart.stretches) for series in chart.series]
     drawn = [series for series in drawn if any(map(math.isfinite, series.values))]
     if not drawn:
         return ""
@@ -71,9 +77,8 @@ def draw(chart: Chart) -> str:
     if log:
         scales.append(_scale(chart, drawn, log_scale(min(values), max(values)), "log"))
     x_axis = "".join(
-        f'<span style="left:{_percent(step, chart.span)}">{short_number(step)}</span>'
-        for step in ticks(*chart.span, count=6)
-        if step == int(step)
+        f'<span style="left:{_across(step, chart) / 10:.2f}%">{label}</span>'
+        for step, label in _x_ticks(chart)
     )
     classes = "chart" + " wide" * chart.wide + " two-axes" * (chart.right is not None)
     legend = _legend(drawn) if chart.wide else ""
@@ -82,7 +87,7 @@ def draw(chart: Chart) -> str:
 <figcaption><h3 id="{chart.id}">{escape(chart.title)}</h3>{legend}{_toggle(chart) if log else ""}</figcaption>
 <div class="plot" tabindex="0" role="img" aria-label="{words}" data-chart="{_data(chart, drawn)}">
 {"".join(scales)}<div class="cursor" hidden></div><output class="values" hidden></output></div>
-<div class="x-axis" aria-hidden="true">{x_axis}<b>step</b></div>
+<div class="x-axis" aria-hidden="true">{x_axis}<b>{chart.axis}</b></div>
 {f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""}</figure>
 """
 
@@ -95,13 +100,27 @@ def describe(chart: Chart, drawn: Sequence[Series]) -> str:
         low, high = min(v for _, v in points), max(v for _, v in points)
         (s0, v0), (s1, v1) = points[0], points[-1]
         parts.append(
-            f"{series.name}: {_show(v0, chart.unit)} at step {s0:,}, {_show(v1, chart.unit)} at step {s1:,}, "
+            f"{series.name}: {_show(v0, chart.unit)} at {chart.axis} {_count(s0)}, {_show(v1, chart.unit)} at "
+            f"{chart.axis} {_count(s1)}, "
             f"lowest {_show(low, chart.unit)}, highest {_show(high, chart.unit)}"
         )
-    return f"{chart.title} by step. " + "; ".join(parts) + "."
+    return f"{chart.title} by {chart.axis}. " + "; ".join(parts) + "."
 
 
-def thin(series: Series, span: tuple[int, int], stretches: int = STRETCHES) -> Series:
+def _count(step: float) -> str:
+    return f"{step:,}" if isinstance(step, int) else f"{step:.5g}"
+
+
+def _x_ticks(chart: Chart) -> list[tuple[float, str]]:
+    if chart.axis == "step" and not _is_log(chart):
+        return [(step, short_number(step)) for step in ticks(*chart.span, count=6) if step == int(step)]
+    marks = log_scale(*chart.span).ticks if _is_log(chart) else ticks(*chart.span, count=6)
+    marks = [mark for mark in marks if chart.span[0] <= mark <= chart.span[1]]
+    marks = marks[:: max(1, math.ceil(len(marks) / 7))]
+    return list(zip(marks, tick_labels(marks), strict=True))
+
+
+def thin(series: Series, span: Span, stretches: int = STRETCHES) -> Series:
     """`series` thinned to at most four points per stretch of the x axis, and one NaN if the stretch had any."""
     steps, values = np.asarray(series.steps, float), np.asarray(series.values, float)
     values = np.where(np.isfinite(values), values, np.nan)
@@ -116,7 +135,8 @@ def thin(series: Series, span: tuple[int, int], stretches: int = STRETCHES) -> S
             keep |= {int(i) for i in part[np.isnan(values[part])][:1]}
         chosen = np.array(sorted(keep), dtype=int)
         steps, values = steps[chosen], values[chosen]
-    return Series(series.name, [int(s) for s in steps], values.tolist(), series.style, series.dots)
+    kept = [int(s) if s.is_integer() else float(s) for s in steps]
+    return Series(series.name, kept, values.tolist(), series.style, series.dots)
 
 
 def _extremes(indices: np.ndarray, values: np.ndarray) -> tuple[int, int]:
@@ -148,8 +168,8 @@ def _scale(chart: Chart, drawn: Sequence[Series], scale: Scale, name: str) -> st
         own = linear_scale(scale.low * factor, scale.high * factor, chart.zero).ticks
         inside = [tick for tick in own if tick <= scale.high * factor * 1.001]
         labels += _labels("right", inside, scale, factor, unit)
-    bad = "".join(f"M{_across(step, chart.span):.1f} 1000v-1000" for step in _spread(chart.bad))
-    lines = "".join(_line(series, chart.span, scale) for series in drawn)
+    bad = "".join(f"M{_across(step, chart):.1f} 1000v-1000" for step in _spread(chart.bad))
+    lines = "".join(_line(series, chart, scale) for series in drawn)
     return (
         f'<div class="scale {name}" aria-hidden="true">{labels}<svg viewBox="0 0 1000 1000" '
         f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>'
@@ -166,14 +186,14 @@ def _labels(side: str, values: Sequence[float], scale: Scale, factor: float, uni
     )
 
 
-def _line(series: Series, span: tuple[int, int], scale: Scale) -> str:
+def _line(series: Series, chart: Chart, scale: Scale) -> str:
     """The path of one series. A single point becomes a dot (a line of length 0 with round ends)."""
     path, dots, pen = [], [], False
     for index, (step, value) in enumerate(zip(series.steps, series.values, strict=True)):
         if not math.isfinite(value) or (scale.log and value <= 0):
             pen = False
             continue
-        point = f"{_across(step, span):.1f} {1000 - 1000 * scale.height(value):.1f}"
+        point = f"{_across(step, chart):.1f} {1000 - 1000 * scale.height(value):.1f}"
         following = series.values[index + 1] if index + 1 < len(series.values) else math.nan
         if series.dots or not (pen or math.isfinite(following)):
             dots.append(f"M{point}h0")
@@ -208,6 +228,8 @@ def _data(chart: Chart, drawn: Sequence[Series]) -> str:
         for s in drawn
     ]
     data = {"span": _wide(chart.span), "unit": chart.unit, "right": chart.right, "lines": lines}
+    if chart.axis != "step" or chart.log_axis:
+        data |= {"axis": chart.axis, "log": _is_log(chart)}
     return escape(json.dumps(data, separators=(",", ":"), allow_nan=False))
 
 
@@ -225,15 +247,17 @@ def _spread(steps: Sequence[int], most: int = 400) -> Sequence[int]:
     return steps[:: max(1, math.ceil(len(steps) / most))]
 
 
-def _wide(span: tuple[int, int]) -> tuple[float, float]:
+def _wide(span: Span) -> Span:
     """The ends of the x axis. A run of one step is in the middle."""
     return (float(span[0]), float(span[1])) if span[1] > span[0] else (span[0] - 1.0, span[0] + 1.0)
 
 
-def _across(step: float, span: tuple[int, int]) -> float:
-    low, high = _wide(span)
+def _is_log(chart: Chart) -> bool:
+    return chart.log_axis and 0 < chart.span[0] < chart.span[1]
+
+
+def _across(step: float, chart: Chart) -> float:
+    low, high = _wide(chart.span)
+    if _is_log(chart):
+        low, high, step = (math.log(max(value, chart.span[0])) for value in (low, high, step))
     return 1000 * (step - low) / (high - low)
-
-
-def _percent(step: float, span: tuple[int, int]) -> str:
-    return f"{_across(step, span) / 10:.2f}%"

@@ -9,6 +9,7 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
+from fivefold.plan.scaling import FLOPS, HOFFMANN, Optimum
 from fivefold.recipe import count_parameters, resolve_model
 
 DAY = 86400.0
@@ -17,7 +18,7 @@ DAY = 86400.0
 def training_flops(parameters: float, tokens: float, recompute: bool = False) -> float:
     """6 N D: two FLOPs per weight and token in forward, four in backward (Kaplan et al., arXiv 2001.08361). Full
     recomputation repeats forward."""
-    return (8.0 if recompute else 6.0) * parameters * tokens
+    return (FLOPS + 2.0 * recompute) * parameters * tokens
 
 
 def devices_for(work: float, seconds: float, flops: float) -> int:
@@ -25,20 +26,12 @@ def devices_for(work: float, seconds: float, flops: float) -> int:
     return math.ceil(work / (seconds * flops))
 
 
-@dataclass(frozen=True)
-class Optimum:
-    """The best model size and number of tokens for a budget of FLOPs."""
-
-    parameters: float
-    tokens: float
-
-
 def chinchilla(flops: float, tokens_per_parameter: float = 20.0) -> Optimum:
     """Model and data grow alike, with about 20 tokens per parameter (Hoffmann et al., arXiv 2203.15556).
 
     With C = 6 N D this gives N = sqrt(C / 120).
     """
-    parameters = math.sqrt(flops / (6.0 * tokens_per_parameter))
+    parameters = math.sqrt(flops / (FLOPS * tokens_per_parameter))
     return Optimum(parameters, tokens_per_parameter * parameters)
 
 
@@ -46,12 +39,12 @@ def kaplan(flops: float) -> Optimum:
     """Most of a growing budget goes into the model: N = 1.3e9 (C / PF-day)^0.73 parameters without embeddings (Kaplan
     et al., arXiv 2001.08361, table 6 and appendix A)."""
     parameters = 1.3e9 * (flops / (1e15 * DAY)) ** 0.73
-    return Optimum(parameters, flops / (6.0 * parameters))
+    return Optimum(parameters, flops / (FLOPS * parameters))
 
 
 def chinchilla_loss(parameters: float, tokens: float) -> float:
-    """Loss in nats per token by the fit 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28 (arXiv 2203.15556, equation 10)."""
-    return 1.69 + 406.4 / parameters**0.34 + 410.7 / tokens**0.28
+    """Loss in nats per token by the law of Hoffmann et al."""
+    return HOFFMANN.loss(parameters, tokens)
 
 
 def critical_batch_tokens(loss: float) -> float:

@@ -24,7 +24,12 @@ MOST_BYTES = 256 << 10
 _SHIPPED = Path(__file__).parent.parent / "recipes"
 
 
-def load(name_or_path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
+def load(
+    name_or_path: str | Path,
+    overrides: Sequence[str] = (),
+    layout: str | None = None,
+    over: Sequence[str] = (),
+) -> Recipe:
     """Reads a recipe: a file, or the name of a shipped recipe.
 
     Args:
@@ -34,6 +39,7 @@ def load(name_or_path: str | Path, overrides: Sequence[str] = (), layout: str | 
             `train.steps` and `train.tokens` drops the other.
         layout: text as after `--layout`, such as `dp=2,zero=1`. It replaces the whole `[layout]` section. Fields that
             it does not name have their defaults. `overrides` come after it.
+        over: overrides of one run of a sweep, as after `--over`. They come last.
 
     Raises:
         UserError: it names the file and every wrong key, with its line, its value and what is allowed.
@@ -41,7 +47,7 @@ def load(name_or_path: str | Path, overrides: Sequence[str] = (), layout: str | 
     path = find(name_or_path)
     text = _read(path)
     table, origins = migrate(_parse(text, path), _lines(text))
-    return _Draft(table, origins).finish(f"recipe {name_or_path}", overrides, layout)
+    return _Draft(table, origins).finish(f"recipe {name_or_path}", overrides, layout, over)
 
 
 def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
@@ -139,11 +145,14 @@ class _Draft:
         self.problems: list[str] = []
         self.wrong: set[str] = set()  # keys that have a problem of their own
 
-    def finish(self, name: str, overrides: Sequence[str], layout: str | None) -> Recipe:
+    def finish(
+        self, name: str, overrides: Sequence[str], layout: str | None, over: Sequence[str] = ()
+    ) -> Recipe:
         """Applies layout and overrides, checks each field, then the rules between fields."""
         if layout is not None:
             self._set_layout(layout)
-        self._override(overrides)
+        self._override(overrides, "--set")
+        self._override(over, "--over")
         for key, value in self.table.items():
             if key not in SECTIONS:
                 self._problem(key, words.unknown_section(key, value))
@@ -168,21 +177,21 @@ class _Draft:
         else:
             self.origins |= {f"layout.{key}": "--layout" for key in self.table["layout"]}
 
-    def _override(self, overrides: Sequence[str]) -> None:
-        """Writes `section.key=value` texts into the table."""
+    def _override(self, overrides: Sequence[str], option: str) -> None:
+        """Writes `section.key=value` texts, given after `option`, into the table."""
         given: set[str] = set()
         for text in overrides:
             key, equals, raw = (part.strip() for part in text.partition("="))
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
                 self.problems.append(
-                    f"--set {shortened(text, LONGEST_WORD)}: must have the form section.key=value"
+                    f"{option} {shortened(text, LONGEST_WORD)}: must have the form section.key=value"
                 )
                 continue
             values = self.table.setdefault(section, {})
             if not isinstance(values, dict):
                 continue  # the file has `section = ...`, which is reported as such
-            origin = f"--set {shortened(text, LONGEST_WORD)}"
+            origin = f"{option} {shortened(text, LONGEST_WORD)}"
             self.origins |= {key: origin, section: self.origins.get(section, origin)}
             if raw.lower() == "none" and key in KEYS and none_unsets(KEYS[key]):
                 values.pop(name, None)

@@ -1,4 +1,4 @@
-// Numbers under the cursor, on every chart at the same step; with a mouse, a finger or the arrow keys.
+// Numbers under the cursor, on every chart with the same x axis at the same place; with a mouse, a finger or the arrow keys.
 // The page is complete without this script. Everything from the data enters as text, never as markup.
 "use strict";
 
@@ -38,19 +38,31 @@ function row(box, name, value) {
   box.append(line);
 }
 
+// Where `step` lies between the ends of a chart's x axis, from 0 to 1, and what lies there.
+function partOf(chart, step) {
+  const [first, last, at] = [...chart.span, step].map((value) => chart.log ? Math.log(value) : value);
+  return (at - first) / (last - first);
+}
+
+function stepAt(chart, part) {
+  const [first, last] = chart.span.map((value) => chart.log ? Math.log(value) : value);
+  const at = first + part * (last - first);
+  return chart.log ? Math.exp(at) : at;
+}
+
 function point(step, active) {
+  const axis = active.axis || "step";
   for (const chart of charts) {
-    const [first, last] = chart.span;
-    const part = (step - first) / (last - first);
-    chart.cursor.hidden = false;
+    const part = partOf(chart, step);
+    chart.cursor.hidden = (chart.axis || "step") !== axis;
     chart.cursor.style.left = 100 * part + "%";
     chart.values.hidden = chart !== active;
     if (chart !== active) continue;
     chart.values.replaceChildren();
-    row(chart.values, "step", step.toLocaleString("en"));
+    row(chart.values, axis, step.toLocaleString("en"));
     for (const line of chart.lines) {
       const at = nearest(line.x, step);
-      const elsewhere = line.x[at] !== step ? " (step " + line.x[at].toLocaleString("en") + ")" : "";
+      const elsewhere = line.x[at] !== step ? " (" + axis + " " + line.x[at].toLocaleString("en") + ")" : "";
       const second = chart.right && line.y[at] !== null
         ? ", " + shown(line.y[at] * chart.right[0], chart.right[1]) : "";
       row(chart.values, line.name + elsewhere, shown(line.y[at], chart.unit) + second);
@@ -66,8 +78,7 @@ function leave() {
 }
 
 for (const chart of charts) {
-  const [first, last] = chart.span;
-  const x = chart.lines[0].x;
+  const x = chart.lines.reduce((a, b) => b.x.length > a.length ? b.x : a, []);
   let at = x.length - 1;
   const go = (index) => {
     at = Math.min(Math.max(index, 0), x.length - 1);
@@ -75,8 +86,8 @@ for (const chart of charts) {
   };
   chart.plot.addEventListener("pointermove", (event) => {
     const box = chart.plot.getBoundingClientRect();
-    const step = first + ((event.clientX - box.left) / box.width) * (last - first);
-    go(nearest(x, Math.min(Math.max(step, first), last)));
+    const part = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
+    go(nearest(x, stepAt(chart, part)));
   });
   chart.plot.addEventListener("pointerleave", leave);
   chart.plot.addEventListener("focus", () => { if (chart.plot.matches(":focus-visible")) go(at); });

@@ -1,0 +1,325 @@
+"""Compares runs: losses over steps, tokens, time and FLOPs, figures, and the fields in which their recipes differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError, printable
+from fivefold.files import guard, understood, write_atomically
+from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
+from fivefold.observe.document import asset, document
+from fivefold.observe.format import duration, short_number, size
+from fivefold.observe.metrics import FILE, read_metrics
+from fivefold.observe.optimizer_paths import DARK, LIGHT
+from fivefold.observe.summary import column, summarize
+from fivefold.recipe import Recipe, count_parameters, explain, flops_per_token, load
+
+AXES = {"step": "", "tokens": "", "seconds": "s", "FLOPs": ""}
+"""What losses are drawn against; the unit of the table's column."""
+SPREAD = 8.0
+"""Runs whose lengths differ by more get a logarithmic x axis."""
+FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "parameters": ("Parameters", short_number),
+    "steps": ("Steps", lambda v: f"{v:,.0f}"),
+    "tokens": ("Tokens", short_number),
+    "flops": ("FLOPs", lambda v: f"{v:.3g}"),
+    "loss": ("Train loss", lambda v: f"{v:.4f}"),
+    "val_loss": ("Val. loss", lambda v: f"{v:.4f}"),
+    "best_val_loss": ("Lowest val.", lambda v: f"{v:.4f}"),
+    "val_bits_per_byte": ("Bits/byte", lambda v: f"{v:.4f}"),
+    "train_s": ("Time", duration),
+    "tokens_per_s": ("Tokens/s", short_number),
+    "mfu": ("MFU", lambda v: f"{100 * v:.1f}%"),
+    "peak_memory_bytes": ("Memory", size),
+}
+"""Of a run, in the table: its title, and how it is shown."""
+SMALLEST_IS_BEST = {"loss", "val_loss", "best_val_loss", "val_bits_per_byte"}
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run to compare. recipe: None if it is missing or of another version. color: its number in the pictures."""
+
+    name: str
+    folder: Path
+    lines: Sequence[dict[str, Any]]
+    recipe: Recipe | None
+    color: int = 0
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Those of FIGURES that the run has."""
+        found = dict(summarize(self.lines))
+        if (model := self._model) is not None:
+            found["parameters"] = count_parameters(model)
+            if "tokens" in found:
+                found["flops"] = flops_per_token(model) * found["tokens"]
+        return {key: found[key] for key in FIGURES if key in found}
+
+    @property
+    def _model(self) -> Any:
+        return self.recipe.model if self.recipe and self.recipe.model.vocab_size else None
+
+    def along(self, axis: str, key: str) -> tuple[list[float], list[float]]:
+        """The values of `key` over an axis of AXES; empty if the run does not have it."""
+        steps, values = column(self.lines, key)
+        if axis == "step":
+            return list(steps), values
+        places = self._places(axis)
+        pairs = [(places[s], v) for s, v in zip(steps, values, strict=True) if s in places]
+        return [x for x, _ in pairs], [y for _, y in pairs]
+
+    def _places(self, axis: str) -> dict[int, float]:
+        """{step: its place on the axis}."""
+        if axis == "seconds":
+            total, before, found = 0.0, 0, {}
+            for step, seconds in zip(*column(self.lines, "step_s"), strict=True):
+                # Where only each n-th step was written, the others took as long
+                total += (seconds if math.isfinite(seconds) else 0.0) * max(0, step - before)
+                before = max(step, before)
+                found[step] = float(f"{total:.6g}")
+            return found
+        tokens = dict(zip(*column(self.lines, "tokens"), strict=True))
+        if axis == "tokens":
+            return tokens
+        return {} if self._model is None else {s: n * flops_per_token(self._model) for s, n in tokens.items()}
+
+
+def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
+    """The runs in these folders, named by as much of their paths as tells them apart.
+
+    Raises:
+        UserError: a folder is no run, or comes twice.
+    """
+    found = []
+    for number, (folder, name) in enumerate(zip(folders, _names(folders), strict=True)):
+        guard(folder)
+        with understood(folder / FILE):
+            lines = read_metrics(folder)
+        found.append(ComparedRun(name, folder, lines, _recipe(folder / "recipe.toml"), number))
+    return found
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    real = [folder.resolve() for folder in folders]
+    if twice := [str(f) for f, r in zip(folders, real, strict=True) if real.count(r) > 1]:
+        raise UserError(f"{twice[0]} is given twice; a comparison needs different runs")
+    depth = next(n for n in range(1, 100) if len({r.parts[-n:] for r in real}) == len(real))
+    return [printable("/".join(r.parts[-depth:])) for r in real]
+
+
+def _recipe(path: Path) -> Recipe | None:
+    try:
+        return load(str(path)) if path.is_file() else None
+    except UserError:
+        return None
+
+
+def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+    """{field: its value in each run} of the recipe's fields that differ. A run without a recipe has None."""
+    values = [{row.key: row.value for row in explain(run.recipe)} if run.recipe else {} for run in runs]
+    known = [one for one in values if one]
+    keys = [key for key in (known[0] if known else ()) if any(one[key] != known[0][key] for one in known)]
+    return {key: [one.get(key) for one in values] for key in keys}
+
+
+def as_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """The comparison as JSON values."""
+    rows = [
+        {"run": str(run.folder), "name": run.name}
+        | {k: v if math.isfinite(v) else None for k, v in run.figures.items()}
+        for run in runs
+    ]
+    return {"runs": rows, "differences": differences(runs), "notes": notes(runs)}
+
+
+def notes(runs: Sequence[ComparedRun]) -> list[str]:
+    """What a reader of the comparison has to know."""
+    changed = differences(runs)
+    found = [f"{run.name} has no recipe that this version reads." for run in runs if run.recipe is None]
+    if {"data.tokenizer", "model.vocab_size"} & changed.keys():
+        found.append("The tokenizers differ, so losses per token do not compare; bits per byte do.")
+    if "data.source" in changed or "data.val_fraction" in changed:
+        found.append("The data differ, so validation losses are of different texts.")
+    if {"train.val_sequences", "model.seq_len"} & changed.keys():
+        found.append("Validation has other sequences, so validation losses compare with care.")
+    return found
+
+
+def text(runs: Sequence[ComparedRun]) -> str:
+    """The comparison as lines for a terminal: figures of each run, then the fields in which they differ."""
+    all_figures = [run.figures for run in runs]
+    keys = [key for key in FIGURES if any(key in figures for figures in all_figures)]
+    rows = [["", *(FIGURES[key][0] for key in keys)]]
+    rows += [[run.name, *_cells(f, keys)] for run, f in zip(runs, all_figures, strict=True)]
+    changed = differences(runs)
+    lines = _columns(rows)
+    if changed:
+        table = [["", *(run.name for run in runs)]]
+        table += [[key, *(_value(value) for value in values)] for key, values in changed.items()]
+        lines += ["", "differences", *_columns(table)]
+    return "\n".join([*lines, *(f"note: {note}" for note in notes(runs))])
+
+
+def _cells(figures: Mapping[str, float], keys: Sequence[str]) -> list[str]:
+    return [FIGURES[key][1](figures[key]) if key in figures else "" for key in keys]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _value(value: Any) -> str:
+    return "unset" if value is None else printable(str(value))[:40]
+
+
+def write_comparison(runs: Sequence[ComparedRun], path: Path) -> None:
+    """Writes the page."""
+    write_atomically(path, page(runs))
+
+
+def page(runs: Sequence[ComparedRun]) -> str:
+    """The page as HTML."""
+    said = "".join(f"<p class=alarm>{escape(note)}</p>" for note in notes(runs))
+    names = ", ".join(run.name for run in runs)
+    parts = {"Figures": figures_table, "Curves": curves, "Differences": difference_table}
+    sections = "".join(section(title, drawn(runs)) for title, drawn in parts.items())
+    body = f"""<header>
+<p class="kicker">Comparison</p>
+<h1>{len(runs)} runs</h1>
+<p class="lead">{escape(names)}</p>
+{said}
+</header>
+<main>
+{sections}
+</main>"""
+    return document(f"{len(runs)} runs compared", body, style(), asset("report.js"))
+
+
+def style() -> str:
+    """The style sheet of a run's report, with a colour per run. From the eighth run on lines are dashed."""
+    light, dark = (
+        " ".join(f"--c{i}: {color};" for i, color in enumerate(colors)) for colors in (LIGHT, DARK)
+    )
+    classes = "".join(
+        f".line.c{i}, .dots.c{i} {{ stroke: var(--c{i}); }} .swatch.c{i} {{ background: var(--c{i}); }}\n"
+        for i in range(len(LIGHT))
+    )
+    roots = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    return f"{asset('report.css')}\n{roots}{classes}{asset('compare.css')}"
+
+
+def section(title: str, body: str) -> str:
+    """A section of the page; "" without a body."""
+    name = title.lower().replace(" ", "-")
+    return (
+        f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>\n{body}\n</section>\n'
+        if body
+        else ""
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """A table that scrolls in a narrow window. rows: HTML of the first cell, HTML cells with their tags."""
+    titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(f'<tr><th scope="row">{first}</th>{"".join(cells)}</tr>\n' for first, cells in rows)
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead>'
+        f"<tr>{titles}</tr></thead><tbody>\n{body}</tbody></table></div>"
+    )
+
+
+def figures_table(runs: Sequence[ComparedRun]) -> str:
+    """A row per run; the lowest loss of each kind stands out."""
+    found = [run.figures for run in runs]
+    keys = [key for key in FIGURES if any(key in figures for figures in found)]
+    best = {
+        key: min((f[key] for f in found if math.isfinite(f.get(key, math.nan))), default=None)
+        for key in SMALLEST_IS_BEST
+    }
+    rows = []
+    for run, figures in zip(runs, found, strict=True):
+        cells = [
+            f"<td{' class=best' if key in best and figures.get(key) == best[key] else ''}>{escape(cell)}</td>"
+            for key, cell in zip(keys, _cells(figures, keys), strict=True)
+        ]
+        rows.append((f'<span class="swatch {_style(run)}"></span>{escape(run.name)}', cells))
+    return table(["Run", *(FIGURES[key][0] for key in keys)], rows)
+
+
+def difference_table(runs: Sequence[ComparedRun]) -> str:
+    changed = differences(runs)
+    if not changed:
+        return '<p class="none">No field of the recipes differs.</p>'
+    rows = [
+        (escape(key), [f"<td>{escape(_value(value))}</td>" for value in values])
+        for key, values in changed.items()
+    ]
+    return table(["Field", *(run.name for run in runs)], rows)
+
+
+def curves(runs: Sequence[ComparedRun]) -> str:
+    """Training and validation loss of all runs over each axis."""
+    charts = [
+        draw(chart)
+        for kind, key in (("Train loss", "loss"), ("Validation loss", "val_loss"))
+        for axis in AXES
+        if (chart := _chart(runs, kind, key, axis)) is not None
+    ]
+    legend = "".join(f'<li><span class="swatch {_style(run)}"></span>{escape(run.name)}</li>' for run in runs)
+    return (
+        f'<ul class="legend runs">{legend}</ul>\n<div class="charts">\n{"".join(charts)}</div>'
+        if charts
+        else ""
+    )
+
+
+def _chart(runs: Sequence[ComparedRun], kind: str, key: str, axis: str) -> Chart | None:
+    """One chart; None if no run has the values. Both kinds of loss have the same x axis."""
+    ends = [x for run in runs for own in ("loss", "val_loss") for x in run.along(axis, own)[0] if x > 0]
+    series = []
+    for run in runs:
+        steps, values = run.along(axis, key)
+        if key == "loss":
+            values = smooth(values, len(values) // 50 | 1)
+        series.append(Series(run.name, steps, values, _style(run), dots=key != "loss"))
+    if not ends or not any(one.steps for one in series):
+        return None
+    last = [max(x) for run in runs if (x := run.along(axis, "loss")[0])]
+    log = bool(last) and max(last) > SPREAD * min(last)
+    low = min(ends) if not log else max(min(ends), min(last) / 20)
+    series = [_from(one, low if log else -math.inf) for one in series]
+    unit = f", {AXES[axis]}" if AXES[axis] else ""
+    return Chart(
+        f"{key}-{axis}",
+        f"{kind} over {axis}{unit}",
+        series,
+        (low, max(ends)),
+        log=True,
+        axis=axis,
+        log_axis=log,
+        stretches=max(40, STRETCHES // len(runs)),
+    )
+
+
+def _from(series: Series, low: float) -> Series:
+    """The series from this place on."""
+    kept = [(x, y) for x, y in zip(series.steps, series.values, strict=True) if x >= low]
+    return replace(series, steps=[x for x, _ in kept], values=[y for _, y in kept])
+
+
+def _style(run: ComparedRun) -> str:
+    return f"c{run.color % len(LIGHT)}" + " dashed" * (run.color // len(LIGHT) % 2)

@@ -1,0 +1,185 @@
+"""The page of a sweep: its law, isoFLOP curves, curves of other fields, and all of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from fivefold.errors import printable
+from fivefold.files import guard, write_atomically
+from fivefold.observe import compare
+from fivefold.observe.compare import ComparedRun
+from fivefold.observe.document import asset, document
+from fivefold.observe.format import short_number
+from fivefold.observe.xy_picture import Line, to_svg
+from fivefold.plan.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
+from fivefold.plan.sweep_results import COUNTED, Curve, Results, iso_flops, notes
+from fivefold.recipe import sweep as sweep_table
+
+PUBLISHED = {"Hoffmann et al. (arXiv 2203.15556)": HOFFMANN, "Besiroglu et al. (arXiv 2404.10102)": BESIROGLU}
+MOST_CURVES = 28  # runs whose losses are drawn
+
+
+def write(folder: Path, found: Results) -> Path:
+    """Writes FOLDER/report.html and returns its path."""
+    guard(folder)
+    path = folder / "report.html"
+    write_atomically(path, page(folder, found))
+    return path
+
+
+def page(folder: Path, found: Results) -> str:
+    """The page as HTML."""
+    name = printable(folder.resolve().name)
+    rows = found.sweep.rows
+    done = [row for row in rows if row.status == sweep_table.FINISHED]
+    runs = compare.read_runs([folder / row.name for row in done]) if done else []
+    varied = ", ".join(found.sweep.varied)
+    said = "".join(f'<p class="alarm">{escape(note)}</p>' for note in notes(found))
+    lead = f"{found.sweep.recipe}: {len(done)} of {len(rows)} runs are finished. They vary {varied or 'nothing'}."
+    sections = [
+        compare.section("Scaling law", _law(found)),
+        compare.section("Other fields", _curves(found.curves)),
+        compare.section(
+            "Runs", compare.figures_table(runs) + _unfinished(found) if runs else _unfinished(found)
+        ),
+        compare.section("Curves", compare.curves(_spread(runs))),
+        compare.section("Differences", compare.difference_table(runs) if len(runs) > 1 else ""),
+    ]
+    body = f"""<header>
+<p class="kicker">Sweep</p>
+<h1>{escape(name)}</h1>
+<p class="lead">{escape(printable(lead))}</p>
+{said}
+</header>
+<main>
+{"".join(sections)}</main>"""
+    return document(f"{name}: sweep", body, compare.style(), asset("report.js"))
+
+
+def _spread(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
+    """At most MOST_CURVES of the runs, evenly."""
+    return (
+        runs if len(runs) <= MOST_CURVES else [runs[i * len(runs) // MOST_CURVES] for i in range(MOST_CURVES)]
+    )
+
+
+def _unfinished(found: Results) -> str:
+    rows = [row for row in found.sweep.rows if row.status != sweep_table.FINISHED]
+    listed = "".join(f"<li>{escape(printable(f'{r.name}: {r.status} {r.why}'.strip()))}</li>" for r in rows)
+    return f"<p>Not finished:</p><ul>{listed}</ul>" if rows else ""
+
+
+def _law(found: Results) -> str:
+    """Pictures and table of the law, or why there is none; "" if neither sizes nor lengths vary."""
+    pictures = iso_flop_picture(found) + length_picture(found)
+    if found.law is None:
+        return pictures + f'<p class="none">No law: {escape(found.why)}.</p>' if len(found.runs) > 1 else ""
+    names = ("E", "A", "B", "alpha", "beta", "growth")
+    rows = []
+    for title, law in {"this sweep": found.law.law, **PUBLISHED}.items():
+        rows.append((escape(title), [f"<td>{getattr(law, name):.4g}</td>" for name in names]))
+        if law is found.law.law:
+            spans = [found.law.interval(lambda one, name=name: getattr(one, name)) for name in names]
+            rows.append(("90% interval", [f"<td>{low:.3g} to {high:.3g}</td>" for low, high in spans]))
+    table = compare.table(["L = E + A/N^alpha + B/D^beta", *names[:5], "a of N ~ C^a"], rows)
+    held = "".join(f"<li>{escape(str(one))}</li>" for one in found.held_out)
+    held = f"<p>Held out of the fit, and predicted by it:</p><ul>{held}</ul>" if held else ""
+    counted = (
+        f'<p class="aside">{escape(COUNTED)}. Fitted to {len(found.runs)} runs by the Huber loss of log L; '
+    )
+    counted += f"they scatter by {100 * found.law.scatter:.2f}% around it.</p>"
+    return pictures + f"<p></p>{counted}{table}{held}{_optima(found)}"
+
+
+def _optima(found: Results) -> str:
+    most = max(run.flops for run in found.runs)
+    rows = []
+    for one in found.optima():
+        interval = " to ".join(short_number(one[f"parameters_{end}"]) for end in ("low", "high"))
+        cells = (short_number(one["parameters"]), interval, short_number(one["tokens"]), f"{one['loss']:.3f}")
+        beyond = " (extrapolated)" if one["flops"] > most else ""
+        rows.append((f"{one['flops']:.2e}{beyond}", [f"<td>{cell}</td>" for cell in cells]))
+    return "<p>The best size for a budget of FLOPs:</p>" + compare.table(
+        ["FLOPs", "N", "90%", "D", "loss"], rows
+    )
+
+
+def iso_flop_picture(found: Results) -> str:
+    """Loss over size for a few budgets: runs as points, the law as lines, its minimum with a ring."""
+    lines, law = [], found.law.law if found.law else None
+    for color, (flops, points) in enumerate(iso_flops(found)):
+        name = f"{flops:.1e} FLOPs"
+        lines.append(Line(name, points, color, dots=True, line=law is None))
+        if law is not None:
+            lines.append(_iso_line(law, flops, points, color))
+    words = "Equal FLOPs: loss by size, " + ("runs (points) and the law (lines)" if law else "runs")
+    return to_svg(words, lines, "parameters N", "loss", (True, False))
+
+
+def _iso_line(law: Law, flops: float, points: Sequence[tuple[float, float]], color: int) -> Line:
+    best = law.optimum(flops)
+    inside = points[0][0] / 2 <= best.parameters <= points[-1][0] * 2
+    ends = [points[0][0], points[-1][0], *([best.parameters] if inside else [])]
+    sizes = np.geomspace(min(ends) / 1.1, max(ends) * 1.1, 40)
+    drawn = [(float(N), law.loss(float(N), flops / (FLOPS * float(N)))) for N in sizes]
+    marks = [(best.parameters, law.loss(best.parameters, best.tokens))] if inside else []
+    return Line("", drawn, color, marks=marks)
+
+
+def length_picture(found: Results) -> str:
+    """Loss over tokens for each size: runs as points, the law as lines; held-out runs with a ring."""
+    law, lines = found.law.law if found.law else None, []
+    by_size = sorted(found.runs, key=lambda run: (run.parameters, run.tokens))
+    figures = {row.name: row.figures for row in found.sweep.rows}
+    held = [
+        (figures[one.name]["parameters"], figures[one.name]["tokens"], one.measured) for one in found.held_out
+    ]
+    for color, (N, group) in enumerate(groupby(by_size, key=lambda run: run.parameters)):
+        points = [(run.tokens, run.loss) for run in group]
+        own = [(D, loss) for size, D, loss in held if size == N]
+        lines.append(
+            Line(f"N {short_number(N)}", [*points, *own], color, dots=True, line=law is None, marks=own)
+        )
+        lines += [_length_line(law, N, [*points, *own], color)] if law else []
+    for color, N in enumerate(sorted({N for N, _, _ in held} - {run.parameters for run in found.runs})):
+        own = [(D, loss) for size, D, loss in held if size == N]
+        lines.append(
+            Line(f"N {short_number(N)}, held out", own, len(lines) + color, dots=True, line=False, marks=own)
+        )
+        lines += [_length_line(law, N, own, len(lines) - 1 + color)] if law else []
+    words = "Loss by tokens and size" + (": runs (points) and the law (lines)" if law else "")
+    rings = "; rings: held out" if held else ""
+    return to_svg(words + rings, lines, "tokens D", "loss", (True, True))
+
+
+def _length_line(law: Law, N: float, points: Sequence[tuple[float, float]], color: int) -> Line:
+    ends = [D for D, _ in points]
+    return Line(
+        "", [(float(D), law.loss(N, float(D))) for D in np.geomspace(min(ends), max(ends), 30)], color
+    )
+
+
+def _curves(curves: Sequence[Curve]) -> str:
+    """A picture for each varied field, with what came out best."""
+    shown = ""
+    for key, group in groupby(curves, key=lambda curve: curve.key):
+        own = list(group)
+        listed = "".join(f"<li>{escape(str(curve))}</li>" for curve in own)
+        shown += f"{curve_picture(key, own)}<ul>{listed}</ul>"
+    return shown
+
+
+def curve_picture(key: str, curves: Sequence[Curve]) -> str:
+    """Loss over the values of a field, a line for each setting of the others; the best value with a ring."""
+    values = [x for curve in curves for x, _ in curve.points]
+    log = min(values) > 0 and max(values) > 3 * min(values)
+    lines = [
+        Line(curve.label or key, curve.points, number, dots=True, marks=[curve.best])
+        for number, curve in enumerate(curves)
+    ]
+    return to_svg(f"Loss by {key}; rings: the best of each line", lines, key, "loss", (log, False))

@@ -1,0 +1,254 @@
+"""Runs a sweep: a process per run, one at a time or several. Each run resumes by itself; the table says how far they
+are.
+
+The runs are forked from a server process that has imported torch and done nothing else (Python's forkserver), so they
+start at once, and what one of them does to its process ends with it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.data import DataSet
+from fivefold.data.batches import require_enough
+from fivefold.errors import CheckFailed, CommunicationError, RankFailed, UserError, printable
+from fivefold.files import guard, make_folder, open_file, owned, stream
+from fivefold.host import cores
+from fivefold.launch.exits import DONE, FAILED, STOPPED, USER, in_words
+from fivefold.launch.interrupt import Leaving, stopping_signals
+from fivefold.launch.rank_process import stop_with_parent
+from fivefold.launch.supervisor import Signals
+from fivefold.observe.format import duration, short_number
+from fivefold.observe.metrics import read_metrics
+from fivefold.observe.summary import summarize
+from fivefold.plan.budget import training_flops
+from fivefold.recipe import active_parameters, resolve, tokens_before, total_steps
+from fivefold.recipe import sweep as table
+from fivefold.recipe.sweep import Row, Sweep
+from fivefold.spread.layout import Layout
+from fivefold.train.start import AUTO, prepare_data, run_command
+
+LOG = "log.txt"
+FIGURES = (
+    "steps", "loss", "val_loss", "best_val_loss", "val_bits_per_byte", "train_s", "tokens_per_s", "mfu",
+    "peak_memory_bytes",
+)  # fmt: skip
+"""Of `observe.summary`, for a finished run."""
+
+
+def plan(sweep: Sweep, base: str | Path) -> None:
+    """Checks all runs and fills in their sizes: parameters N, tokens D, FLOPs 6 N D, passes over the data.
+
+    Raises:
+        UserError: a value is wrong, or the data does not do.
+    """
+    known: dict[str, DataSet] = {}
+    for row in sweep.rows:
+        if row.status == table.FINISHED:
+            continue
+        recipe = sweep.load(base, row)
+        key = f"{recipe.data!r} {recipe.model.arch}"
+        data = known[key] if key in known else known.setdefault(key, prepare_data(recipe, quiet=False))
+        parameters = active_parameters(resolve(recipe, vocab_size=data.vocab_size).model)
+        if table.FLOPS in row.settings:
+            row.figures["tokens"] = math.ceil(
+                float(row.settings[table.FLOPS]) / training_flops(parameters, 1)
+            )
+            recipe = sweep.load(base, row)
+        require_enough(recipe, len(data.train), None if data.val is None else len(data.val))
+        tokens = tokens_before(recipe, total_steps(recipe))
+        row.figures |= {
+            "parameters": parameters,
+            "tokens": tokens,
+            "flops": training_flops(parameters, tokens),
+            "epochs": round(tokens / len(data.train), 4),
+            "lr": recipe.optim.lr,
+        }
+
+
+def run(folder: Path, sweep: Sweep, jobs: int, say: Callable[[str], None]) -> int:
+    """Runs what is not finished, `jobs` runs at a time. Returns the exit code: DONE, FAILED if a run failed, STOPPED if
+    a signal came. say: told a line when a run ends.
+
+    Raises:
+        UserError: another process works on this sweep, or there are too few GPUs for so many jobs.
+    """
+    guard(folder)
+    layouts = [Layout.from_recipe(sweep.load(folder / table.BASE, row).layout) for row in sweep.rows]
+    ranks = max(layout.ranks for layout in layouts)
+    places = [environment(slot, jobs, ranks, cores(), _gpus()) for slot in range(jobs)]
+    with owned(folder), Signals() as signals:
+        return _Runs(folder, sweep, places, say, signals).all()
+
+
+def environment(slot: int, jobs: int, ranks: int, cores: int, gpus: Sequence[str]) -> dict[str, str]:
+    """What a run's process has in its environment: its share of the cores, and its own GPUs.
+
+    Raises:
+        UserError: the GPUs are too few for so many jobs.
+    """
+    if jobs == 1:
+        return {}
+    if gpus and jobs * ranks > len(gpus):
+        raise UserError(
+            f"--jobs {jobs}: a run needs {ranks} GPU(s), and this machine has {len(gpus)}. Nearest valid: --jobs "
+            f"{max(1, len(gpus) // ranks)}"
+        )
+    threads = (
+        {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, cores // (jobs * ranks)))}
+    )
+    own = gpus[slot * ranks : (slot + 1) * ranks]
+    return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
+
+
+def _gpus() -> list[str]:
+    """The numbers or names of the GPUs that this command may use."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    said = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (said.split(",") if said else [str(number) for number in range(count)])[:count]
+
+
+class _Runs:
+    """The runs of a sweep that are under way. places: the environment of each job."""
+
+    def __init__(
+        self,
+        folder: Path,
+        sweep: Sweep,
+        places: Sequence[Mapping[str, str]],
+        say: Callable[[str], None],
+        signals: Signals,
+    ):
+        self.folder, self.sweep, self.say, self.signals = folder, sweep, say, signals
+        self.waiting = [row for row in sweep.rows if row.status != table.FINISHED]
+        self.free = list(enumerate(places))[::-1]
+        self.running: dict[Any, tuple[Row, tuple[int, Mapping[str, str]], float]] = {}
+        self.done = len(sweep.rows) - len(self.waiting)
+        self.context: Any = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["fivefold.train.sweep"])
+
+    def all(self) -> int:
+        try:
+            while (self.waiting and self.signals.first is None) or self.running:
+                self._start()
+                wait([self.signals.reader, *(process.sentinel for process in self.running)])
+                self._pass_on()
+                self._collect()
+        finally:
+            for process in self.running:
+                process.kill()
+            for process in self.running:
+                process.join()
+        ends = {row.status for row in self.sweep.rows}
+        stopped = self.signals.first is not None or table.STOPPED in ends
+        return DONE if ends <= {table.FINISHED} else STOPPED if stopped else FAILED
+
+    def _start(self) -> None:
+        while self.waiting and self.free and self.signals.first is None:
+            row, place = self.waiting.pop(0), self.free.pop()
+            arguments = (self.folder.absolute(), row.name, Path.cwd(), {**os.environ, **place[1]})
+            process = self.context.Process(target=train_row, args=arguments, name=row.name, daemon=False)
+            process.start()
+            self.running[process] = row, place, time.monotonic()
+
+    def _pass_on(self) -> None:
+        """Tells the runs to save and stop; a second Ctrl-C ends them at once."""
+        with suppress(BlockingIOError):
+            os.read(self.signals.reader, 4096)
+        if self.signals.news:
+            self.signals.news = 0
+            for process in self.running:
+                process.kill() if self.signals.impatient else process.terminate()
+
+    def _collect(self) -> None:
+        for process in [one for one in self.running if one.exitcode is not None]:
+            row, place, began = self.running.pop(process)
+            process.join()
+            self.free.append(place)
+            self._ended(row, process.exitcode, time.monotonic() - began)
+            table.write(self.folder, self.sweep)
+
+    def _ended(self, row: Row, code: int, seconds: float) -> None:
+        """Notes the end of a run in the table, and says it."""
+        run = self.folder / row.name
+        row.why = ""
+        if code == DONE:
+            found = summarize(read_metrics(run))
+            row.figures |= {key: found[key] for key in FIGURES if key in found}
+            row.status = table.FINISHED
+            self.done += 1
+            said = f"{figures_text(row.figures)}, {duration(seconds)}"
+        elif code == STOPPED or self.signals.first is not None:
+            row.status = table.STOPPED
+            said = "stopped; it resumes when the sweep does"
+        else:
+            row.status, row.why = table.FAILED, f"{in_words(code)}: {last_words(run)}"
+            said = f"failed, {row.why} (all of it: {run / LOG})"
+        self.say(f"[{self.done}/{len(self.sweep.rows)}] {row.name}: {said}")
+
+
+def figures_text(figures: Mapping[str, Any]) -> str:
+    """The line of a finished run."""
+    loss = figures.get("val_loss", figures.get("loss", math.nan))
+    kind = "validation loss" if "val_loss" in figures else "loss"
+    return (
+        f"N {short_number(figures['parameters'])}, D {short_number(figures['tokens'])}, {kind} {loss:.4f}, "
+        f"{short_number(figures.get('tokens_per_s', math.nan))} tokens/s"
+    )
+
+
+def last_words(run: Path, tail: int = 4096) -> str:
+    """The last line that a run has printed."""
+    try:
+        with open_file(run / LOG) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+            lines = file.read().decode("utf-8", "replace").split("\n")
+    except OSError:
+        return "it has printed nothing"
+    return printable(
+        next((line.strip() for line in reversed(lines) if line.strip()), "it has printed nothing")
+    )
+
+
+def train_row(folder: Path, name: str, here: Path, environment: Mapping[str, str]) -> None:
+    """Trains a row in this process, or resumes it, and ends the process with `fivefold train`'s code. here: the folder
+    in which paths of the recipe start."""
+    for number in stopping_signals():
+        signal.signal(number, signal.SIG_DFL)
+    stop_with_parent()
+    os.chdir(here)
+    os.environ.clear()
+    os.environ.update(environment)
+    guard(folder)
+    run = folder / name
+    make_folder(run)
+    with stream(run / LOG) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(line_buffering=True, errors="backslashreplace")
+    try:
+        with Leaving():
+            sweep = table.read(folder)
+            (row,) = (row for row in sweep.rows if row.name == name)
+            run_command(sweep.load(folder / table.BASE, row), out=run, resume_from=AUTO)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER)
+    except (CheckFailed, CommunicationError, RankFailed) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        sys.exit(FAILED)
