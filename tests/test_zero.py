@@ -69,13 +69,13 @@ def steps(rank: int, world: int, recipe: Recipe, microbatches: int, count: int =
 
     def keep_first_gradient() -> None:
         if state.step == 0:
-            found["gradients"] = {n: g.numpy().copy() for n, g in state.gradients().items()}
+            found["gradients"] = {n: g.float().numpy().copy() for n, g in state.gradients().items()}
 
     for _ in range(count):
         done = take_step(state, recipe, share(state, recipe, microbatches), inspect=keep_first_gradient)
         found["losses"].append(done.loss)
         found["norms"].append(done.norm)
-    found["weights"] = {n: w.numpy().copy() for n, w in state.masters().items()}
+    found["weights"] = {n: w.float().numpy().copy() for n, w in state.masters().items()}
     return found
 
 

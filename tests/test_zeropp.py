@@ -193,12 +193,16 @@ def test_hier_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "least", "most"),
-    [("weights", 1e-4, 0.05), ("gradients:int8", 1e-3, 0.02), ("gradients", 0.02, 0.3)],
+    ("mode", "text", "least", "most"),
+    [
+        pytest.param(mode, *case, marks=[] if mode == "fp32" else pytest.mark.slow)
+        for mode in ("fp32", "bf16_pure", "fp16")
+        for case in (("weights", 1e-4, 0.05), ("gradients:int8", 1e-3, 0.02), ("gradients", 0.02, 0.3))
+    ],
 )
-def test_gradients_are_off_by_the_quantisation(text: str, least: float, most: float) -> None:
+def test_gradients_are_off_by_the_quantisation(mode: str, text: str, least: float, most: float) -> None:
     """Of each parameter by no more than that of its blocks, and not by nothing."""
-    plain = recipe_of("llama", "layout.zero=3", "layout.dp_shard=4")
+    plain = recipe_of("llama", "layout.zero=3", "layout.dp_shard=4", f"precision.mode={mode}")
     recipe = change(plain, [f"layout.zeropp={text}", "layout.ranks_per_node=2"])
     found, wanted = (joined(run_ranks(4, steps, one, 1, 1), one, "gradients") for one in (recipe, plain))
     error, name = worst(found, wanted)
