@@ -19,9 +19,15 @@ def questions(
     if all(value is None for value in (tokens, deadline, price, noise_scale)):
         return None
     from fivefold.plan.questions import ask
+
+    return ask(tokens, deadline, price, noise_scale, run_tokens(recipe))
+
+
+def run_tokens(recipe: Recipe) -> float:
+    """Tokens of the recipe's run."""
     from fivefold.recipe import tokens_before, total_steps
 
-    return ask(tokens, deadline, price, noise_scale, float(tokens_before(recipe, total_steps(recipe))))
+    return float(tokens_before(recipe, total_steps(recipe)))
 
 
 def answers(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.cli import budget, plan_options
+from fivefold.cli import budget, plan_options, plan_terms
 from fivefold.cli.formulas import print_formulas
 from fivefold.cli.local import ensure_measured, run_calibration
 from fivefold.cli.options import (
@@ -23,6 +23,7 @@ from fivefold.errors import UserError
 from fivefold.files import write
 
 if TYPE_CHECKING:
+    from fivefold.plan.conventions import Conventions
     from fivefold.plan.devices import Cluster
     from fivefold.plan.predict import Plan
     from fivefold.plan.questions import Questions
@@ -44,6 +45,7 @@ EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3 --exact",
     "fivefold plan llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
     "fivefold plan gpt2-124m --layout tp=4 --formulas",
+    "fivefold plan llama-7b --layout dp=64 --psi 7.5e9 --states paper",
 ]
 
 
@@ -72,12 +74,20 @@ def plan(
     formulas: plan_options.FormulasOption = False,
     rank: plan_options.RankOption = 0,
     expert_load: plan_options.ExpertLoadOption = None,
+    terms: plan_options.TermsOption = False,
+    states: plan_options.StatesOption = None,
+    activations: plan_options.ActivationsOption = None,
+    bubble: plan_options.BubbleOption = None,
+    flops: plan_options.FlopsOption = None,
+    psi: plan_options.PsiOption = None,
     json: JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
 
     --search ignores the recipe's layout and lists the fastest layouts that fit. --tokens, --deadline, --price and
-    --noise-scale ask for days, devices and cost, and for the tokens and batch size that suit the model.
+    --noise-scale ask for days, devices and cost, and for the tokens and batch size that suit the model. --terms prints
+    what totals are made of; --states, --activations, --bubble, --flops and --psi choose the convention of a paper or
+    course for it. They change no prediction.
     """
     if calibrate:
         run_calibration([recipe, *(more or [])], json)
@@ -95,11 +105,12 @@ def plan(
     require_writable("--save", save)
     require_writable("--html", html)
     require_writable("--memory-timeline", memory_timeline)
+    how = plan_terms.conventions(terms, states, activations, bubble, flops, psi)
     ensure_measured(cluster)
     typed = (recipe, set_ or [], cluster)
     loaded, machine, software = _read(typed, "dp=1" if search else layout, search, params, expert_load)
     asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
-    request = Request(recipe, loaded, machine, software, asked, explain, save, json, memory_timeline)
+    request = Request(recipe, loaded, machine, software, asked, explain, save, json, memory_timeline, how)
     if search:
         draw_search(_search(request, top, precision), wanted, loaded, typed)
     else:
@@ -136,7 +147,7 @@ def _read(
 
 @dataclass(frozen=True)
 class Request:
-    """One request: recipe, cluster, software, budget questions, and what to show and save."""
+    """One request: recipe, cluster, software, budget questions, what to show and save, conventions of terms."""
 
     name: str
     recipe: Recipe
@@ -147,6 +158,7 @@ class Request:
     save: Path | None
     json: bool
     timeline: Path | None = None
+    how: Conventions | None = None
 
 
 def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -> Plan:
@@ -162,6 +174,7 @@ def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -
     drawn = _timelines(request.timeline, request.recipe, result, rank) if request.timeline else []
     if request.json:
         besides = ({"terms": dict(result.step.terms)} if request.explain else {}) | answers
+        besides |= plan_terms.answers(request.how, result, request.recipe, request.asked)
         names = ("exact", "dry_run") if dry_run else ("exact",)
         print_json(
             result.as_json()
@@ -172,6 +185,7 @@ def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -
     else:
         print("\n".join(_text(request.name, result, request.explain, traced)))
         budget.print_answers(answers)
+        plan_terms.print_terms(request.how, result, request.recipe, request.asked)
         if drawn:
             from fivefold.observe.memory_picture import to_text
 
@@ -241,12 +255,15 @@ def _search(request: Request, top: int, precision: str | None) -> Found:
             request.asked, found.plans[0], request.recipe, request.machine, request.software
         )
     if request.json:
+        if found.plans:
+            answers |= plan_terms.answers(request.how, found.plans[0], request.recipe, request.asked)
         print_json(found.as_json() | answers)
         return found
     if found.nothing:
         print(f"without offload {found.nothing}\n")
     print("\n".join(_table(request.name, found, modes)))
     budget.print_answers(answers)
+    plan_terms.print_terms(request.how, found.plans[0], request.recipe, request.asked)
     if request.explain:
         print("\n".join(["", *_text(request.name, found.plans[0], True)]))
     return found

@@ -99,3 +99,44 @@ ParamsOption = Annotated[
         "--params", metavar="N", help="Plan a model with about N parameters instead of the recipe's."
     ),
 ]
+TermsOption = Annotated[
+    bool,
+    typer.Option(
+        "--terms",
+        help="Print parameters, states, activations, FLOPs, messages and bubble term by term, with formulas.",
+    ),
+]
+StatesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--states",
+        metavar="CONVENTION",
+        help="Terms of the states: paper (2 + 2 + 12 bytes), bf16_pure, fp32 or fivefold (the recipe's own).",
+    ),
+]
+ActivationsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--activations",
+        metavar="CONVENTION",
+        help="Terms of the activations: plain (34sbh + 5abs^2), flash or fivefold (the recipe's own).",
+    ),
+]
+BubbleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--bubble", metavar="CONVENTION", help="Terms of the bubble: over the ideal time, or over the step."
+    ),
+]
+FlopsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--flops", metavar="RATE", help="Terms of the FLOPs, at this rate of a device in FLOP/s: 160e12."
+    ),
+]
+PsiOption = Annotated[
+    float | None,
+    typer.Option(
+        "--psi", metavar="N", help="Count terms with N parameters, such as 175e9, instead of the recipe's."
+    ),
+]

@@ -69,3 +69,24 @@ def cut_of(name: str, shape: Shape, model: ModelSection) -> Cut | None:
         case "attention.out.weight" | "mlp.down.weight":
             return Cut("row", 1, shape[1:])
     return None
+
+
+PARTS = {
+    "embed_positions": "positions",
+    "embed": "embedding",
+    "attention": "attention",
+    "mlp.router": "router",
+    "mlp.experts": "experts",
+    "mlp.shared": "shared experts",
+    "mlp": "MLP",
+}
+"""Parts of a model by the beginning of a parameter's name. All norms are one part, wherever they are."""
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a parameter belongs to, in a reader's words."""
+    local = name.split(".", 2)[-1] if name.startswith("blocks.") else name
+    if "norm" in local:
+        return "norms"
+    known = (part for prefix, part in PARTS.items() if local.startswith(prefix))
+    return next(known, local.partition(".")[0] if local != name else "output layer")

@@ -38,7 +38,8 @@ def summary(plan: Plan) -> list[str]:
         f"memory        {room} on {plan.place(worst)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"step          {step.seconds:.4g} s: " + ", ".join(f"{name} {100 * x:.1f}%" for name, x in shares),
         f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.ranks:,.0f} per device, "
-        f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s per device, MFU {100 * plan.mfu:.1f}%",
+        f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s per device, MFU {100 * plan.mfu:.1f}%, "
+        f"HFU {100 * plan.hfu:.1f}%",
     ]
     away = [(tier, max(getattr(one, tier) for one in plan.memory)) for tier in ("host", "disk")]
     if offloaded := [f"{size / GIB:.1f} GiB per rank {AWAY[tier]}" for tier, size in away if size]:

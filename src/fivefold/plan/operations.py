@@ -92,5 +92,11 @@ def largest_backward(found: Sums, recompute: str, software: Software) -> tuple[f
     return (sum(size for size, _ in made), workspace) if recompute == "full" else max(made, key=sum)
 
 
+def flops(op: Operation) -> float:
+    """FLOPs of an operation in forward."""
+    m = op.matmul
+    return op.attention + (2 * m.count * m.m * m.n * m.k if m else 0.0)
+
+
 def _of(sizes: ByRole, roles: frozenset[Role]) -> float:
     return sum(size for role, size in sizes.items() if role in roles)

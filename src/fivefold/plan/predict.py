@@ -25,7 +25,7 @@ from fivefold.plan.recompute_budget import resolve as resolve_budget
 from fivefold.plan.slow_links import SlowLinks, compare
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, States, of
 from fivefold.plan.stalls import Stalls, stalls
-from fivefold.plan.time import Parts, Step, step
+from fivefold.plan.time import Parts, Step, recomputed, step
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, sent
 from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
@@ -114,6 +114,11 @@ class Plan:
         s = self.setting
         return self.model_flops_per_gpu / s.cluster.device.peak[s.rate]
 
+    @cached_property
+    def hfu(self) -> float:
+        """MFU with the FLOPs that backward repeats (hardware FLOPs utilisation: PaLM, arXiv 2204.02311, appendix B)."""
+        return self.mfu * (1 + recomputed(self.setting))
+
     def as_json(self) -> dict[str, Any]:
         """The object that `fivefold plan --json` prints."""
         step = self.step
@@ -146,6 +151,7 @@ class Plan:
             }
             | ({"stalls": self.stalls.as_json()} if self.stalls else {}),
             "mfu": self.mfu,
+            "hfu": self.hfu,
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_gpu": self.tokens_per_s / self.ranks,
             "model_tflops_per_gpu": self.model_flops_per_gpu / 1e12,

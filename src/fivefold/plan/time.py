@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,7 +12,7 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul, Operation, Work
 from fivefold.models.recomputation import of_blocks, region
 from fivefold.optim import OPTIMIZERS, rounding_traffic, update_traffic
-from fivefold.plan import communication, memory, offload, outer, rates, volume
+from fivefold.plan import communication, memory, offload, operations, outer, rates, volume
 from fivefold.plan.communication import exposed, group, held
 from fivefold.plan.cost import Cost, Setting, operation, part, together
 from fivefold.plan.measured import Measured
@@ -93,6 +94,20 @@ def saves_late(layout: Layout) -> bool:
     gradients (parallel/recompute.py)."""
     splits = layout.pp > 1 and splits_backward(layout.schedule, layout.pp, layout.stages_per_rank)
     return layout.tp > 1 or splits
+
+
+def recomputed(s: Setting) -> float:
+    """FLOPs that backward repeats, as a share of the model's."""
+    card, late = card_of(s.model), saves_late(s.layout)
+    work, again = card.work(s.sizes, s.software), 0.0
+    total = sum(operations.flops(op) for op in work.end)
+    kinds = Counter(zip(card.mixed, of_blocks(s.layout.recompute, s.model.layers), strict=True))
+    for (mixed, mode), count in kinds.items():
+        used = region(mode, s.software)
+        for op in work.block[mixed]:
+            total += count * operations.flops(op)
+            again += count * operations.flops(op) * used.repeated(op, late)
+    return again / (3 * total)  # backward takes twice as many as forward
 
 
 def _host(machine: Measured, layout: Layout, mode: str) -> Cost:

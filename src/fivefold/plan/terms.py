@@ -1,0 +1,447 @@
+"""The terms behind a plan's totals, by the conventions of papers and courses: parameters by part, states, activations,
+FLOPs, messages in units of Psi, bubble. A formula is evaluated as it is printed (`conventions.evaluate`)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+from fivefold.models.card import card_of
+from fivefold.models.operations import Operation, Sizes
+from fivefold.models.parameters import part_of
+from fivefold.models.recomputation import region
+from fivefold.optim import OPTIMIZERS
+from fivefold.plan import budget, conventions, memory, time
+from fivefold.plan.conventions import (
+    ACTIVATIONS,
+    ADAM,
+    BUBBLES,
+    DROPOUT,
+    PARAMETERS,
+    STATES,
+    WIDTH,
+    Conventions,
+    evaluate,
+)
+from fivefold.plan.cost import Setting
+from fivefold.plan.predict import Plan, price
+from fivefold.plan.software import Software, States
+from fivefold.plan.volume import SENT
+from fivefold.recipe import active_parameters
+from fivefold.schedules.pipeline import few, peak_live, simulate
+from fivefold.spread.layout import Layout
+from fivefold.spread.units import syncs
+
+
+@dataclass(frozen=True)
+class Term:
+    """A named value. formula: in the symbols of `plan/conventions.py`; "" if it has none. unit: "parameters", "bytes",
+    "FLOPs", "Psi", "share", or a word. note: a remark. more: further values."""
+
+    name: str
+    value: float
+    unit: str
+    formula: str = ""
+    note: str = ""
+    more: Mapping[str, float] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        found = {"formula": self.formula, "value": self.value, "unit": self.unit, "note": self.note}
+        return found | dict(self.more or {})
+
+
+Symbols = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A plan and what its terms are counted with. tokens: of the run. deadline: seconds, if there is one."""
+
+    plan: Plan
+    how: Conventions
+    tokens: float
+    deadline: float | None = None
+
+    @property
+    def setting(self) -> Setting:
+        return self.plan.setting
+
+    @cached_property
+    def symbols(self) -> Symbols:
+        s, model = self.setting, self.setting.model
+        layout, width = s.layout, float(model.dim)
+        own = card_of(model).count
+        return {
+            "n_v": model.vocab_size or 0, "d": width, "h": width, "f": model.ffn_dim or 0, "L": model.layers,
+            "a": model.heads, "s": model.seq_len, "b": s.sizes.B, "m": s.microbatches, "p": layout.pp, "c": layout.cp,
+            "v": layout.stages_per_rank, "t": layout.tp, "n": sharing(layout), "D": self.tokens,
+            "D_1": self.plan.tokens, "Psi": self.how.psi or own, "N": self.how.psi or active_parameters(model),
+        }  # fmt: skip
+
+    def term(self, name: str, formula: str, unit: str, note: str = "") -> Term:
+        """The term of a formula."""
+        return Term(name, evaluate(formula, self.symbols), unit, formula, note)
+
+
+def sharing(layout: Layout) -> int:
+    """Ranks that share states: those that do, or without ZeRO those that could."""
+    return layout.shards if layout.zero else layout.dp * layout.cp
+
+
+def matching(formulas: Iterable[str], value: float, symbols: Symbols) -> str:
+    """The first formula with this value, or ""."""
+    return next((text for text in formulas if math.isclose(evaluate(text, symbols), value)), "")
+
+
+def parameters(asked: Asked) -> Iterator[Term]:
+    """Parameters by part."""
+    card, found = card_of(asked.setting.model), Counter[str]()
+    for name, shape in card.parameters.items():
+        found[part_of(name)] += math.prod(shape)
+    for part, count in found.items():
+        formula = matching(PARAMETERS.get(part, ()), count, asked.symbols)
+        yield Term(part, count, "parameters", formula)
+    yield Term("model", card.count, "parameters", note="all parts")
+    active = active_parameters(asked.setting.model)
+    if active < card.count:
+        yield Term("active", active, "parameters", note="of a token: its experts only")
+    if not (card.gated or card.latent_attention):
+        yield asked.term("plain GPT", conventions.MODEL, "parameters", "the courses' formula")
+    if asked.how.psi:
+        yield Term("Psi", asked.how.psi, "parameters", note="as given: the terms below count with it")
+
+
+def states_of(asked: Asked) -> tuple[States, list[tuple[str, float]]]:
+    """Bytes per parameter, and by name those of the optimizer's states."""
+    s = asked.setting
+    given = STATES[asked.how.states]
+    if given:
+        return given, [(name, given.moments / len(ADAM)) for name in ADAM]
+    card, b = OPTIMIZERS[s.software.optimizer], s.states
+    if card.uniform and sum(state.bytes for state in card.states) == b.moments:
+        return b, [(state.name, state.bytes) for state in card.states]
+    model = card_of(s.model)
+    every = sum(card.state_bytes(name, shape) for name, shape in model.parameters.items())
+    moments = b.moments if card.uniform else every / model.count
+    return replace(b, moments=moments), [("optimizer states", moments)]
+
+
+def states(asked: Asked) -> Iterator[Term]:
+    """Bytes of each state, then of all on a rank by ZeRO stage."""
+    layout = asked.setting.layout
+    b, moments = states_of(asked)
+    rows = [("parameters", b.working), ("gradients", b.gradient), ("fp32 copy", b.master), *moments]
+    for name, size in rows:
+        if size:
+            yield asked.term(name, f"{size:g} Psi", "bytes")
+    yield asked.term("all states", f"{b.working + b.gradient + b.optimizer:g} Psi", "bytes")
+    held = "Psi / (t p)" if layout.tp * layout.pp > 1 else "Psi"
+    for zero in range(4):
+        each = partial(memory.state_bytes, b, zero, microbatches=asked.setting.microbatches, pp=layout.pp)
+        whole, shared = sum(each(computes=1, keeps=0)), sum(each(computes=0, keeps=1))
+        terms = [f"{whole:g} {held}"] * bool(whole) + [f"{shared:g} {held} / n"] * bool(shared)
+        where = f"a rank, n = {sharing(layout)}"
+        yield asked.term(f"ZeRO {zero}", " + ".join(terms), "bytes", where)
+    most = max(one.params + one.gradients + one.optimizer for one in asked.plan.memory)
+    yield Term("this plan", most, "bytes", note="predicted, the rank with most")
+
+
+@dataclass
+class Kept:
+    """Bytes that a part of a block keeps: all, those that grow with s^2, statistics of attention."""
+
+    total: float = 0.0
+    squares: float = 0.0
+    statistics: float = 0.0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(
+            self.total + other.total, self.squares + other.squares, self.statistics + other.statistics
+        )
+
+    def formula(self, x: Symbols) -> str:
+        """Its bytes as multiples of s b h, a b s^2 and a b s."""
+        linear = self.total - self.squares - self.statistics
+        parts = (
+            (linear / evaluate("s b h", x), "s b h"),
+            (self.squares / evaluate("a b s^2", x), "a b s^2"),
+            (self.statistics / evaluate("a b s", x), "a b s"),
+        )
+        return " + ".join(f"{round(number, 9):.9g} {unit}" for number, unit in parts if number)
+
+
+def kept_by_part(ops: list[Operation], recompute: str, software: Software) -> dict[str, Kept]:
+    """What attention, MLP and norms keep of a microbatch. A norm keeps its input; its output is the sublayer's."""
+    used = region(recompute, software).keeps
+    found = {"attention": Kept(), "MLP": Kept(), "norms": Kept()}
+    part = "attention"
+    for op in ops:
+        for saved in op.saved:
+            if saved.role not in used:
+                continue
+            own = "norms" if saved.name == f"{op.name} input" and op.rate == "norm" else part
+            squares = saved.size if saved.role == "core" else 0.0
+            statistics = saved.size if saved.name == "log-sum-exp" else 0.0
+            found[own] += Kept(saved.size, squares, statistics)
+        if op.name == "add1":
+            part = "MLP"
+    return found
+
+
+def counted_in(asked: Asked) -> tuple[Sizes, Software]:
+    """Sizes and program by which activations are counted."""
+    s = asked.setting
+    program = ACTIVATIONS[asked.how.activations]
+    if program is None:
+        return s.sizes, s.software
+    model = s.model.model_copy(update={"dropout": DROPOUT})
+    return replace(s.sizes, model=model, e=WIDTH, narrow=0.0, sp_regather=s.sizes.sp), program
+
+
+def activations(asked: Asked) -> Iterator[Term]:
+    """Bytes kept for backward: of a block's parts and a microbatch on a rank, of all blocks, of a whole batch."""
+    s, x = asked.setting, asked.symbols
+    sizes, program = counted_in(asked)
+    card = card_of(sizes.model)
+    kinds = Counter(card.mixed)
+    total = 0.0
+    for mixed, blocks in kinds.items():
+        named = f"{'experts, ' if mixed else 'dense, '}" if len(kinds) > 1 else ""
+        ops = card.block_operations(sizes, program, mixed)
+        parts = kept_by_part(ops, "none", program)
+        block = sum(parts.values(), Kept())
+        total += blocks * block.total
+        for name, one in parts.items():
+            yield Term(named + name, one.total, "bytes", one.formula(x))
+        yield Term(named + "block", block.total, "bytes", block.formula(x), "a microbatch on a rank")
+        for mode in ("selective", "full"):
+            left = sum(kept_by_part(ops, mode, program).values(), Kept())
+            yield Term(named + mode, left.total, "bytes", left.formula(x), f"recompute={mode} keeps")
+    yield Term("all blocks", total, "bytes", note="a microbatch on a rank")
+    token = total * s.layout.tp / sizes.N
+    yield Term("token", token, "bytes", note="all blocks, all ranks")
+    yield Term("batch", token * asked.plan.tokens, "bytes", note=f"{asked.plan.tokens:,} tokens at once")
+    yield asked.term("one activation", "D_1 h", "elements", "of a whole batch")
+    yield asked.term("one activation, fp32", "4 D_1 h", "bytes")
+
+
+def flops(asked: Asked) -> Iterator[Term]:
+    """FLOPs of a step and of the run, utilisation, and time at a given rate."""
+    plan, model = asked.plan, asked.setting.model
+    x, card = asked.symbols, card_of(asked.setting.model)
+    yield asked.term("forward", "2 N D_1", "FLOPs", "a step")
+    yield asked.term("backward", "4 N D_1", "FLOPs", "a step")
+    attention = plan.tokens * sum(card.attention_flops(number) for number in range(model.layers))
+    formula = matching(conventions.ATTENTION_FLOPS, attention, x)
+    yield Term("attention", attention, "FLOPs", formula, "a step, besides N")
+    yield asked.term("run", "6 N D", "FLOPs", f"{asked.tokens:.4g} tokens")
+    yield asked.term("run, full recomputation", "8 N D", "FLOPs", "+33.3%: forward runs twice")
+    if not plan.service:
+        more = slower(asked.setting)
+        yield Term("time, full recomputation", more, "share", note="more for a step, predicted")
+    yield Term("MFU", plan.mfu, "share", note="of the data sheet's peak, predicted")
+    yield Term("HFU", plan.hfu, "share", note="with what backward recomputes")
+    rate, given = asked.how.flops or plan.model_flops_per_gpu, "given" if asked.how.flops else "predicted"
+    yield Term("rate", rate, "FLOP/s", note=f"a device, {given}")
+    work = budget.training_flops(x["N"], asked.tokens)
+    yield Term("days", work / (plan.ranks * rate * budget.DAY), "days", note=f"on {plan.ranks} device(s)")
+    if asked.deadline:
+        count = budget.devices_for(work, asked.deadline, rate)
+        yield Term("devices", count, "devices", note=f"within {asked.deadline / budget.DAY:g} days")
+
+
+def slower(s: Setting) -> float:
+    """How much longer a step takes if every block is recomputed, as a share of one without."""
+    none, full = (price(replace(s, layout=replace(s.layout, recompute=mode))) for mode in ("none", "full"))
+    return full.step.seconds / none.step.seconds - 1
+
+
+COLLECTIVES = {"gather": "all_gather", "scatter": "reduce_scatter", "sum": "all_reduce"}
+TECHNIQUES = {
+    "DP": Layout(dp_replicate=2),
+    "ZeRO 1": Layout(dp_shard=2, zero=1),
+    "ZeRO 2": Layout(dp_shard=2, zero=2),
+    "ZeRO 3": Layout(dp_shard=2, zero=3),
+    "ZeRO++, between nodes": Layout(
+        dp_shard=4, zero=3, zeropp="weights,hier,gradients", ranks_per_node=2
+    ),
+}  # fmt: skip
+"""The smallest layouts that have each technique's messages."""
+
+
+def data_units(layout: Layout) -> tuple[float, float]:
+    """What data parallelism sends per parameter, in numbers of 16 bits: (once per step, per microbatch). With ZeRO++ it
+    is what a node sends to others, without the scales of quantised blocks."""
+    across = layout.zeropp != Layout().zeropp
+    once = each = 0.0
+    for sync in syncs(layout):
+        if across and sync.group != "across":
+            continue
+        part = 1.0 if across else sync.part  # every rank of a node sends its part
+        size = part * 2 * SENT[COLLECTIVES[sync.what]](2)  # without (n - 1) / n
+        size *= sync.blocks.bits / (8 * WIDTH) if sync.blocks else 1.0
+        once, each = once + size * (not sync.each), each + size * sync.each
+    return once, each
+
+
+def messages(asked: Asked) -> Iterator[Term]:
+    """What each parallelism sends. Data parallelism in units of Psi, without the factor (n - 1) / n."""
+    s, x = asked.setting, asked.symbols
+    b, _ = states_of(asked)
+    yield asked.term("gradients", f"{b.gradient:g} Psi", "bytes", "every step")
+    if x["n"] > 1:
+        ring = f"2 (n - 1) / n {b.gradient:g} Psi"
+        yield asked.term("ring all-reduce of them", ring, "bytes", f"a rank sends, n = {x['n']:g}")
+    for name, layout in TECHNIQUES.items():
+        once, each = data_units(replace(layout, pp=s.layout.pp))
+        factor = " + ".join([f"{once:g}"] * bool(once) + [f"{each:g} m".removeprefix("1 ")] * bool(each))
+        formula = f"({factor}) Psi" if once and each else f"{factor} Psi"
+        units = evaluate(formula, x) / x["Psi"]
+        note = f"{once + each:g} Psi with m = 1" if each else ""
+        yield Term(name, units, "Psi", formula, note, {"one_microbatch": once + each})
+    yield from tensor_messages(asked)
+    yield from pipeline_messages(asked)
+    for axis, size in asked.plan.sent.items():
+        units = size / (WIDTH * x["Psi"])
+        note = f"{units:.3g} Psi in 16 bits; the rank that sends most, a step"
+        yield Term(f"this plan, {axis}", size, "bytes", note=note, more={"psi": units})
+
+
+def tensor_messages(asked: Asked) -> Iterator[Term]:
+    """What a block sends over the tensor axis for a microbatch: without sequence parallelism, with it, and if backward
+    gathers again what forward gathered."""
+    s, x = asked.setting, asked.symbols
+    card, t = card_of(s.model), s.layout.tp
+    ways = {"TP": (False, False), "TP + SP": (True, False), "TP + SP, sp_regather": (True, True)}
+    for name, (sp, regather) in ways.items() if t > 1 else ():
+        sizes = replace(s.sizes, sp=sp, sp_regather=regather)
+        forward, backward, size = Counter[str](), Counter[str](), 0.0
+        for op in card.block_operations(sizes, s.software, any(card.mixed)):
+            for calls, sent in ((forward, op.sent_forward), (backward, op.sent_backward)):
+                for one in sent:
+                    if one.axis == "tp":
+                        calls[one.what] += one.calls
+                        size += SENT[one.what](t) * one.size / s.sizes.e
+        factor = size / evaluate("s b h (t - 1) / t / c", x)
+        formula = f"{round(factor, 6):g} s b h (t - 1) / t" + " / c" * (s.layout.cp > 1)
+        words = [", ".join(f"{n} {what}" for what, n in calls.items()) for calls in (forward, backward)]
+        note = f"of a block and microbatch; forward {words[0]}; backward {words[1]}"
+        yield Term(name, size, "elements", formula, note, {"bytes": size * s.sizes.e})
+
+
+def pipeline_messages(asked: Asked) -> Iterator[Term]:
+    """What stages on different ranks send each other in a step."""
+    s = asked.setting
+    if s.layout.pp == 1:
+        return
+    rank_of = memory.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
+    crossed = sum(one != other for one, other in pairwise(rank_of))
+    size = 2 * crossed * s.microbatches * s.sizes.n * s.model.dim
+    formula = matching(["2 s b h m (p v - 1)", "2 s b h m (p v - 1) / t"], size, asked.symbols)
+    note = f"of a step, there and back over {crossed} boundaries between ranks"
+    yield Term("PP", size, "elements", formula, note, {"bytes": size * s.sizes.e})
+
+
+def bubble(asked: Asked) -> Iterator[Term]:
+    """Idle time of the pipeline: by formula, of this schedule with equal stages, and predicted."""
+    plan, s = asked.plan, asked.setting
+    layout, m = s.layout, s.microbatches
+    if layout.pp == 1:
+        yield Term("bubble", 0.0, "share", note="no pipeline")
+        return
+    microbatch = sum(cost.seconds for cost in time.stage_costs(s)) / layout.pp
+    yield Term("microbatch", microbatch, "seconds", note="t_f + t_b of a rank with average stages, predicted")
+    idle = (layout.pp - 1) * microbatch / layout.stages_per_rank
+    yield Term("idle", idle, "seconds", note="(p - 1) (t_f + t_b) / v")
+    some = memory.schedule(layout.schedule, layout.pp, few(m, layout.pp), layout.virtual_stages)
+    timeline = simulate(some)  # F and B of equal stages take 1 and 2
+    busy = timeline.busy(0)
+    simulated = timeline.makespan - busy, busy / some.microbatches * m
+    predicted = plan.step.bubble, plan.step.seconds - plan.step.bubble
+    for way, formula in BUBBLES.items():
+        if asked.how.bubble not in (None, way):
+            continue
+        to = "of the time without it" if way == "ideal" else "of the step"
+        yield asked.term(f"formula, {way}", formula, "share", to)
+        for name, note, (waits, works) in (
+            (layout.schedule, f"{to}, simulated with equal stages", simulated),
+            ("this plan", f"{to}, predicted", predicted),
+        ):
+            whole = works if way == "ideal" else works + waits
+            yield Term(f"{name}, {way}", waits / whole, "share", note=note)
+    held, times = memory.live_schedule(layout, m)
+    assert held is not None  # there is a pipeline
+    live = times * max(peak_live(held)) / layout.stages_per_rank
+    yield Term("live microbatches", live, "microbatches", note="of the rank with most, equal stages")
+
+
+SECTIONS: dict[str, Callable[[Asked], Iterator[Term]]] = {
+    "parameters": parameters,
+    "states": states,
+    "activations": activations,
+    "flops": flops,
+    "messages": messages,
+    "bubble": bubble,
+}
+"""What can be printed, in this order."""
+
+
+def terms(asked: Asked) -> dict[str, list[Term]]:
+    """The terms of the sections that are asked for."""
+    return {name: list(SECTIONS[name](asked)) for name in SECTIONS if name in asked.how.sections}
+
+
+def as_json(asked: Asked, found: dict[str, list[Term]]) -> dict[str, Any]:
+    """The conventions, and the terms by section and name."""
+    how = {"states": asked.how.states, "activations": asked.how.activations, "bubble": asked.how.bubble}
+    return {"chosen": how | {"flops": asked.how.flops, "psi": asked.how.psi}} | {
+        section: {term.name: term.as_json() for term in some} for section, some in found.items()
+    }
+
+
+def lines(asked: Asked, found: dict[str, list[Term]]) -> Iterator[str]:
+    """The terms as lines of text."""
+    titles = {
+        "states": f"states, convention {asked.how.states}",
+        "activations": f"activations, convention {asked.how.activations}",
+        "flops": "FLOPs",
+    }
+    for section, some in found.items():
+        yield ""
+        yield titles.get(section, section)
+        rows = [(term.name, term.formula, _value(term), term.note) for term in some]
+        name, formula, value, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        for row in rows:
+            yield f"  {row[0]:{name}}  {row[1]:{formula}}  {row[2]:>{value}}  {row[3]}".rstrip()
+
+
+def _value(term: Term) -> str:
+    """A value with its unit. Bytes are decimal, as in the papers, and binary, as in the rest of a plan."""
+    match term.unit:
+        case "bytes":
+            return f"{_scaled(term.value, 1000, 'B')} ({_scaled(term.value, 1024, 'iB')})"
+        case "parameters" | "elements" | "devices":
+            return f"{term.value:,.0f} {term.unit}"
+        case "share":
+            return f"{100 * term.value:.1f}%"
+        case "days":
+            return f"{term.value:,.1f} days"
+        case "FLOPs":
+            return f"{term.value:.3g} FLOPs"
+        case "FLOP/s":
+            return f"{term.value / 1e12:,.4g} TFLOP/s"
+        case _:
+            return f"{term.value:.4g} {term.unit}"
+
+
+def _scaled(size: float, base: int, unit: str) -> str:
+    """Bytes with a prefix. Giga stays until ten tera: the papers' states are thousands of GB."""
+    for prefix, power, least in (("T", 4, 10), ("G", 3, 1), ("M", 2, 0)):
+        if size >= least * base**power:
+            return f"{size / base**power:,.1f} {prefix}{unit}"
+    raise AssertionError(size)

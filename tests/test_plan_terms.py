@@ -1,0 +1,236 @@
+"""Terms of a plan by the conventions of papers and courses: the courses' numbers, each by one command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app
+from fivefold.errors import UserError
+from fivefold.models.card import card_of
+from fivefold.models.parameters import part_of
+from fivefold.plan.clusters import parse
+from fivefold.plan.conventions import Conventions, evaluate
+from fivefold.plan.predict import predict
+from fivefold.plan.terms import SECTIONS, Asked, terms
+from fivefold.recipe import load
+
+GPT3 = (
+    "gpt2-124m --set model.layers=96 --set model.dim=12288 --set model.heads=96 --set model.seq_len=2048 "
+    "--set train.microbatch_size=1 --set train.global_batch_size=1562"
+)
+DOCS = Path(__file__).parent.parent / "docs" / "planner.md"
+PIPELINE = "llama-7b --set train.global_batch_size=8 --set train.microbatch_size=1"
+INTERLEAVED = f"{PIPELINE} --layout pp=4,schedule=interleaved,virtual_stages=2"
+
+
+def run(command: str) -> str:
+    found = CliRunner().invoke(app, ["plan", *command.split()])
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def conventions(command: str) -> dict[str, Any]:
+    return json.loads(run(f"{command} --json"))["conventions"]
+
+
+# (command, section, {term: the courses' value})
+COURSES = [
+    (f"{GPT3} --layout dp=1 --terms", "parameters", {"model": 174.6e9, "plain GPT": 174.6e9}),
+    (
+        f"{GPT3} --layout dp=1 --psi 175e9 --tokens 300e9 --deadline 30d --flops 160e12",
+        "flops",
+        {"run": 6 * 175e9 * 300e9, "devices": 760, "run, full recomputation": 8 * 175e9 * 300e9},
+    ),
+    (
+        f"{GPT3} --layout dp=1 --psi 175e9 --states paper",
+        "states",
+        {
+            "parameters": 350e9,
+            "gradients": 350e9,
+            "fp32 copy": 700e9,
+            "momentum": 700e9,
+            "variance": 700e9,
+            "all states": 2800e9,
+        },
+    ),
+    (
+        "llama-7b --layout dp=64 --psi 7.5e9 --states paper",
+        "states",
+        {"ZeRO 0": 120e9, "ZeRO 1": 31.4e9, "ZeRO 2": 16.6e9, "ZeRO 3": 1.88e9},
+    ),
+    ("llama-7b --layout dp=1 --psi 7e9 --states fp32", "states", {"all states": 112e9}),
+    ("llama-7b --layout dp=1 --psi 10e9 --states bf16_pure", "states", {"all states": 80e9}),
+    (
+        "llama-7b --layout dp=1 --activations plain",
+        "activations",
+        {"one activation": 16 * 2**30, "one activation, fp32": 64 * 2**30},
+    ),
+    (f"{GPT3} --layout dp=1 --activations plain", "activations", {"batch": 430.2e12, "block": 2868903936}),
+    (f"{GPT3} --layout tp=8 --flops 160e12", "flops", {"time, full recomputation": 0.319}),  # of 30 to 40%
+    (f"{PIPELINE} --layout pp=4 --bubble ideal", "bubble", {"1f1b, ideal": 0.375, "formula, ideal": 0.375}),
+    (f"{PIPELINE} --layout pp=4 --bubble step", "bubble", {"1f1b, step": 3 / 11, "live microbatches": 4}),
+    (f"{PIPELINE} --layout pp=4,schedule=gpipe --bubble ideal", "bubble", {"live microbatches": 8}),
+    (f"{INTERLEAVED} --bubble ideal", "bubble", {"interleaved, ideal": 0.1875, "formula, ideal": 0.1875}),
+    (
+        f"{GPT3} --layout dp=8 --psi 175e9 --states paper --terms --set train.global_batch_size=1536",
+        "messages",
+        {"gradients": 350e9, "ring all-reduce of them": 2 * 7 / 8 * 350e9},
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "section", "values"), COURSES)
+def test_numbers_of_the_courses(command: str, section: str, values: dict[str, float]) -> None:
+    found = conventions(command)[section]
+    for name, value in values.items():
+        assert found[name]["value"] == pytest.approx(value, rel=0.003), name
+
+
+def test_text_has_the_courses_digits() -> None:
+    text = run(f"{GPT3} --layout dp=1 --psi 175e9 --states paper")
+    for line in ("2 Psi   350.0 GB", "4 Psi   700.0 GB", "16 Psi 2,800.0 GB (2,607.7 GiB)"):
+        assert " ".join(line.split()) in " ".join(text.split())
+    text = run("llama-7b --layout dp=64 --psi 7.5e9 --states paper")
+    assert all(f" {size} GB" in text for size in ("120.0", "31.4", "16.6", "1.9"))
+    documented = (
+        DOCS.read_text(encoding="utf-8").partition("  states, convention paper\n")[2].partition("```")[0]
+    )
+    assert len(documented.splitlines()) == 11
+    assert documented in text
+    assert "760 devices" in run(
+        f"{GPT3} --layout dp=1 --psi 175e9 --tokens 300e9 --deadline 30d --flops 160e12"
+    )
+
+
+def test_parts_of_gpt3() -> None:
+    """Parameters, activations and FLOPs of a plain GPT are formulas to the last number."""
+    found = conventions(f"{GPT3} --layout dp=1 --activations plain --terms")
+    parts = {name: part["formula"] for name, part in found["parameters"].items() if part["formula"]}
+    assert parts == {
+        "embedding": "n_v d",
+        "positions": "s d",
+        "attention": "L (4 d^2 + 4 d)",
+        "MLP": "L (8 d^2 + 5 d)",
+        "norms": "L 4 d + 2 d",
+        "plain GPT": "n_v d + L (12 d^2 + 5 d)",
+    }
+    kept = {name: part["formula"] for name, part in found["activations"].items()}
+    assert kept["attention"] == "11 s b h + 5 a b s^2"
+    assert (kept["MLP"], kept["norms"]) == ("19 s b h", "4 s b h")
+    assert kept["block"] == "34 s b h + 5 a b s^2"
+    assert (kept["selective"], kept["full"]) == ("34 s b h", "2 s b h")
+    assert found["flops"]["attention"]["formula"] == "6 L h s D_1"
+
+
+@pytest.mark.parametrize("t", [1, 8])
+def test_tensor_ranks_keep_a_share(t: int) -> None:
+    """arXiv 2205.05198, equations 2 and 4: 10 + 24 / t, and with sequence parallelism 34 / t."""
+    layout = f"--layout tp={t} --activations flash"
+    found = conventions(f"{GPT3} {layout}")["activations"]
+    statistics = f"{4 / t:g} a b s"
+    assert found["block"]["formula"] == f"{10 + 24 / t:g} s b h + {statistics}"
+    if t > 1:
+        found = conventions(f"{GPT3} {layout.replace('tp=8', 'tp=8,sp=true')}")["activations"]
+        assert found["block"]["formula"] == f"{34 / t:g} s b h + {statistics}"
+
+
+def test_messages_in_units_of_psi() -> None:
+    """DP and ZeRO 1 send 2 Psi, ZeRO 2 1 + m, ZeRO 3 3 m, ZeRO++ 0.75 (arXiv 1910.02054, 2306.10209). Sequence
+    parallelism sends as much as tensor parallelism, unless backward gathers again."""
+    found = conventions("llama-7b --layout dp=8,tp=8 --terms")["messages"]
+    units = {
+        name: (one["formula"], one["one_microbatch"])
+        for name, one in found.items()
+        if "one_microbatch" in one
+    }
+    assert units == {
+        "DP": ("2 Psi", 2),
+        "ZeRO 1": ("2 Psi", 2),
+        "ZeRO 2": ("(1 + m) Psi", 2),
+        "ZeRO 3": ("3 m Psi", 3),
+        "ZeRO++, between nodes": ("(0.5 + 0.25 m) Psi", 0.75),
+    }
+    assert found["ZeRO 3"]["value"] == 3 * 64  # microbatches
+    assert found["TP"]["formula"] == found["TP + SP"]["formula"] == "8 s b h (t - 1) / t"
+    assert found["TP"]["bytes"] == found["TP + SP"]["bytes"]
+    assert found["TP + SP, sp_regather"]["formula"] == "10 s b h (t - 1) / t"
+    assert "forward 2 all_reduce; backward 2 all_reduce" in found["TP"]["note"]
+    sent = [
+        json.loads(run(f"llama-7b --layout tp=8{sp} --json"))["communication"]["bytes_per_rank"]
+        for sp in ("", ",sp=true")
+    ]
+    assert sent[1]["tp"] == pytest.approx(sent[0]["tp"], rel=0.01)
+
+
+def test_interleaving_multiplies_the_messages() -> None:
+    plain, looped = (
+        conventions(f"{layout} --terms")["messages"]["PP"]
+        for layout in (f"{PIPELINE} --layout pp=4", INTERLEAVED)
+    )
+    assert plain["formula"] == looped["formula"] == "2 s b h m (p v - 1)"
+    assert looped["value"] / plain["value"] == 7 / 3
+
+
+def test_utilisation_of_the_hardware() -> None:
+    """Full recomputation repeats forward: 4 / 3 of the blocks' FLOPs. Without it both are equal."""
+    for mode, low, high in (("none", 1.0, 1.0), ("selective", 1.0, 1.0), ("full", 1.32, 4 / 3)):
+        found = json.loads(run(f"llama-7b --layout dp=8,zero=3,recompute={mode} --json"))
+        assert low <= found["hfu"] / found["mfu"] <= high
+    assert "HFU" in run("llama-7b --layout dp=8,zero=3")
+
+
+def test_conventions_change_no_prediction() -> None:
+    layout = "gpt2-124m --layout dp=2,zero=1 --set train.microbatch_size=4"
+    plain = json.loads(run(f"{layout} --json"))
+    asked = json.loads(
+        run(f"{layout} --terms --states fp32 --activations plain --flops 1e9 --psi 1e15 --json")
+    )
+    assert asked.pop("conventions")["chosen"]["psi"] == 1e15
+    assert asked == plain
+
+
+@pytest.mark.parametrize(
+    "option", ["--states paperr", "--activations x", "--bubble x", "--flops 0", "--psi nan"]
+)
+def test_conventions_that_there_are_not(option: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "llama-7b", "--layout", "dp=1", *option.split()])
+    assert isinstance(result.exception, UserError)
+    assert option in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "name", ["bert-base-mlm", "deepseek-v3", "llama-7b", "mixtral-8x7b", "moe-tiny", "quickstart"]
+)
+def test_terms_of_every_architecture(name: str) -> None:
+    """Parts add up to the model, and states of this program to what is predicted."""
+    recipe = load(name, ["model.vocab_size=32000", "train.microbatch_size=1"], "dp=1")
+    plan = predict(recipe, parse("h100"))
+    found = terms(Asked(plan, Conventions(sections=tuple(SECTIONS)), 1e9))
+    model = plan.setting.model
+    parts = {one.name: one.value for one in found["parameters"]}
+    names = {part_of(name) for name in card_of(model).parameters}
+    assert sum(parts[part] for part in names) == parts["model"]
+    kept = {one.name: one.value for one in found["states"]}
+    assert kept["ZeRO 0"] == pytest.approx(kept["this plan"], rel=1e-6)
+    symbols = Asked(plan, Conventions(), 1e9).symbols
+    for section in found.values():
+        for one in section:
+            if one.formula and one.unit != "Psi":
+                assert evaluate(one.formula, symbols) == pytest.approx(one.value, rel=1e-6), one.name
+
+
+def test_formulas_are_read_as_printed() -> None:
+    sizes = {"L": 3.0, "d": 2.0, "n": 4.0, "Psi": 5.0}
+    assert evaluate("L (4 d^2 + 4 d)", sizes) == 3 * (16 + 8)
+    assert evaluate("2 (n - 1) / n 2 Psi", sizes) == 15
+
+
+def test_defaults_of_adam() -> None:
+    """The paper's (arXiv 1412.6980), but for beta2: docs/optimizers.md says why."""
+    found = json.loads(CliRunner().invoke(app, ["optimizers", "--json", "--only", "adam,radam"]).output)
+    adam, radam = (one["fields"] for one in found["optimizers"])
+    assert (adam["betas"], adam["eps"]) == ([0.9, 0.95], 1e-8)
+    assert radam["betas"] == [0.9, 0.999]
