@@ -29,6 +29,7 @@ HASHES = ROOT / ".ci" / "hashes.json"
 OWN = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "RECORD.jws", "RECORD.p7s")
 OURS = {"fivefold"}
 UNPINNED = {"pip"}  # brings itself up to date, and is not imported
+PIP_AUDIT = "pip-audit==2.9.0"  # in an environment of its own
 
 
 def name_of(text: str) -> str:
@@ -76,7 +77,9 @@ def check() -> list[str]:
     there = installed()
     for name, found in there.items():
         version = found.version.partition("+")[0]
-        if wanted.get(name, version) != version:
+        if name not in wanted:
+            wrong.append(f"{name} {found.version} is installed, and constraints.txt does not pin it")
+        elif wanted[name] != version:
             wrong.append(f"{name} {found.version} is installed, constraints.txt has {wanted[name]}")
         pinned = known.get(name, {}).get(wheel(found))
         if pinned is None:
@@ -178,7 +181,7 @@ def known() -> int:
             "--disable-pip-version-check",
             "--retries",
             "1",
-            "pip-audit",
+            PIP_AUDIT,
         ]
         if subprocess.run(install, check=False, capture_output=True).returncode:
             print("note: pip-audit cannot be installed here; vulnerabilities are not looked up")

@@ -30,7 +30,7 @@ from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
 from fivefold.train.job import Job
 from fivefold.train.saved import load_checkpoint
-from fivefold.train.saver import Saver
+from fivefold.train.saver import BUSY, FAILED, Saver
 
 
 def main() -> None:
@@ -54,8 +54,10 @@ def main() -> None:
         began = time.perf_counter()
         if saver is not None:
             saver.poll()
-        inspect = (lambda: saver.before_update()) if saver is not None else (lambda: None)
-        take_step(state, recipe, [(tokens, tokens)], inspect=inspect).wait()
+        done = take_step(state, recipe, [(tokens, tokens)], inspect=lambda: inspect(saver))
+        done.wait()
+        if saver is not None:
+            saver.answer(done.more.get(FAILED), done.more.get(BUSY))
         return time.perf_counter() - began
 
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
@@ -69,7 +71,15 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:20} {value:,.4f}" if isinstance(value, float) else f"{name:20} {value}")
     if args.out:
-        args.out.write_text(json.dumps({**found, "machine": describe()}, indent=1) + "\n")
+        command = f"python benchmarks/checkpoints.py --layers {args.layers} --saves {args.saves}"
+        args.out.write_text(json.dumps({"command": command, **found, "machine": describe()}, indent=1) + "\n")
+
+
+def inspect(saver: Saver | None) -> dict[str, torch.Tensor]:
+    if saver is None:
+        return {}
+    saver.before_update()
+    return saver.figures()
 
 
 def saves(state: State, job: Job, step: Callable[..., float], count: int) -> dict[str, Any]:

@@ -67,7 +67,9 @@ def main() -> int:
     worst = max(row["seconds"] for row in rows)
     print(f"{right} of {len(rows)} within {args.hang_s + LIMIT_S:g} s and right; slowest {worst:.1f} s")
     if args.out:
+        options = f"--cases {args.cases} --hang-s {args.hang_s:g} --at-once {args.at_once} --seed {args.seed}"
         found = {
+            "command": f"python benchmarks/hangs.py {options}",
             "machine": describe(),
             "hang_s": args.hang_s,
             "right": right,

@@ -1,5 +1,6 @@
 """Messages over an axis: every operation beside the plain computation, what is counted, and what is said on failure."""
 
+import errno
 import re
 from datetime import timedelta
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import fivefold.comm.axis as axis_
 from fivefold.comm import Axis, all_or_none
-from fivefold.errors import CommunicationError
+from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.spread.layout import Layout
@@ -215,6 +216,27 @@ def wrong(rank: int, world: int) -> None:
 def test_a_wrong_call_stays_what_it_is() -> None:
     """No verdict about other ranks hides it."""
     run_ranks(2, wrong)
+
+
+def failing(rank: int, world: int, mine: list[BaseException | None]) -> tuple[str, str]:
+    try:
+        with all_or_none(axis_of(rank, world)):
+            if (error := mine[rank]) is not None:
+                raise error
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_what_failed_on_one_rank_fails_on_all_in_its_kind() -> None:
+    """A launcher starts ranks again after a fault of one of them, and not after a mistake of the user's."""
+    mistake, full = UserError("layout.tp = 3"), OSError(errno.ENOSPC, "full")
+    assert run_ranks(2, failing, [None, mistake]) == [("UserError", "layout.tp = 3")] * 2
+    said = run_ranks(2, failing, [None, KeyError("x")])
+    assert said == [("CommunicationError", "rank 1: KeyError('x')"), ("KeyError", "'x'")]
+    assert run_ranks(2, failing, [full, None])[1][0] == "BusyError"
+    assert run_ranks(2, failing, [BusyError("in use"), None]) == [("BusyError", "in use")] * 2
+    assert run_ranks(2, failing, [mistake, BusyError("in use")]) == [("UserError", "layout.tp = 3")] * 2
 
 
 def test_an_error_is_told_even_if_the_others_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

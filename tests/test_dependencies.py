@@ -51,6 +51,8 @@ def test_what_differs_from_its_pin_is_found(
     assert tool.check() == ["rich 15.0.0 py3-none-any has other files than .ci/hashes.json says"]
     monkeypatch.setattr(tool, "pins", lambda: {"rich": "14.0.0"})
     assert "rich 15.0.0 is installed, constraints.txt has 14.0.0" in tool.check()
+    monkeypatch.setattr(tool, "pins", dict)
+    assert "rich 15.0.0 is installed, and constraints.txt does not pin it" in tool.check()
     (tmp_path / "hashes.json").write_text("{}")
     capsys.readouterr()
     monkeypatch.setattr(tool, "pins", lambda: {"rich": "15.0.0"})

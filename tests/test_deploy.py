@@ -41,7 +41,15 @@ def run(script: str, bin_: Path, code: int) -> int:
 
 @pytest.mark.parametrize(
     ("code", "slurm", "torchrun", "before"),
-    [(0, 0, 0, 0), (75, 75, 75, 99), (1, 75, 1, 0), (143, 75, 1, 0), (1, 1, 1, 10), (2, 2, 2, 0)],
+    [
+        (0, 0, 0, 0),
+        (75, 75, 75, 99),
+        (1, 75, 1, 0),
+        (143, 75, 1, 0),
+        (74, 75, 1, 0),
+        (1, 1, 1, 10),
+        (2, 2, 2, 0),
+    ],
 )
 def test_a_saved_stop_is_requeued_and_a_failure_some_times(
     bin_: Path,

@@ -32,6 +32,7 @@ from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve
+from fivefold.recipe import fit
 from fivefold.recipe.fit import nearest_layout
 from fivefold.recipe.idle import notes
 from fivefold.spread import shares
@@ -149,6 +150,26 @@ def test_experts_keep_their_division_and_their_microbatches() -> None:
     dense = nearest_layout(load("quickstart", sets[1:], "dp=4"), 3)
     assert dense.recipe.train.microbatch_size == 2
     assert "microbatches of 2 for 4" in dense.line
+
+
+def test_the_search_for_a_layout_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing fits, whatever the size of what was asked."""
+    seen = []
+    monkeypatch.setattr(fit, "in_layout", lambda recipe, layout: seen.append(layout) or recipe)
+    monkeypatch.setattr(fit, "contradictions", lambda recipe: ["wrong"])
+    recipe = load("quickstart", ["train.global_batch_size=64"])
+    asked = recipe.layout.model_copy(update={"pp": 16, "tp": 8, "cp": 8, "dp_replicate": 4})
+    with pytest.raises(UserError, match="none of the 2,000 nearest layouts of 4095 or fewer ranks is valid"):
+        nearest_layout(recipe.model_copy(update={"layout": asked}), 4095)
+    assert len(seen) == fit.MOST_TRIED
+
+
+def test_a_spare_rank_leaves_no_mark(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a signal the others save, and they alone can say 75. With 75 of a rank that waits, Slurm would kill them."""
+    recipe = change(recipe_of(room, "dp=1"), ["train.global_batch_size=1"])
+    monkeypatch.setattr(ranks_, "found", lambda: (1, 2, 1, 2))
+    monkeypatch.setattr(ranks_, "wait_as_spare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert run_command(recipe, out=tmp_path, resume_from="auto") == tmp_path
 
 
 def test_sites_are_not_elastic() -> None:
@@ -412,7 +433,7 @@ def met(rank: int, world: int, members: int, port: int) -> tuple[str, int, float
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if rank >= members:
-        ranks_.wait_as_spare(lambda: False)
+        ranks_.wait_as_spare()
         return "spare", members, 0.0
     with ranks_.join(members=members) as ranks:
         total = torch.ones(())

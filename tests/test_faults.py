@@ -238,6 +238,36 @@ def test_a_run_can_end_at_the_first_fault(base: Recipe, tmp_path: Path) -> None:
     assert (found.meta["step"], found.meta["updates"]) == (3, 2)
 
 
+def test_a_save_that_fails_does_not_hide_the_fault(base: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("not a folder")
+    recipe = change(base, ["faults.on_nonfinite=abort", "checkpoint.every=0"])
+    ((_, said),) = run_on(recipe, tmp_path, poisoned_rank, [3])
+    assert said.startswith(
+        "step 3: loss or gradient is not finite; the update is skipped. The run ends here, and "
+    )
+    assert "cannot write the checkpoint" in said
+
+
+def spoiled_rank(rank: int, world: int, recipe: Recipe, out: Path) -> str:
+    """One gradient of the last rank, which it does not own, is not finite in step 2."""
+
+    def spoil(state: State, when: str) -> None:
+        if when == "gradient" and state.step == 1 and rank == world - 1:
+            (replica,) = state.parallel.replicas
+            name = next(name for name, part in replica.parts.items() if not part.owned)
+            replica.gradients[name].fill_(math.inf)
+
+    with after_each_step(spoil), pytest.raises(UserError) as caught:
+        train_rank(rank, world, recipe, out)
+    return str(caught.value)
+
+
+def test_a_gradient_that_another_rank_owns_is_judged_in_the_same_step(base: Recipe, tmp_path: Path) -> None:
+    recipe = change(base, ["faults.on_nonfinite=abort"], "tp=2")
+    for said in run_on(recipe, tmp_path, spoiled_rank):
+        assert said == "step 2: loss or gradient is not finite; the update is skipped"
+
+
 class Spiking(torch.nn.Module):
     """Its loss is 50 times the usual one in call 30."""
 

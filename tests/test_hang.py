@@ -24,6 +24,7 @@ from fivefold.comm.axis import Axis
 from fivefold.comm.hang import Judge, Post, Seen, Wait
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import Watchdog
+from fivefold.launch import verdict
 from fivefold.launch.exits import HUNG
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.slow import SlowRanks, section
@@ -56,9 +57,11 @@ def post(rank: int, wait: Wait | None, still_s: float = 31, host: str = "here 1"
     )
 
 
-def judged(*posts: Post | None, silent: dict[int, float] | None = None) -> tuple[tuple[int, ...], str] | None:
+def judged(
+    *posts: Post | None, silent: dict[int, float] | None = None, ahead: bool = False
+) -> tuple[tuple[int, ...], str] | None:
     seen = {rank: Seen(one, (silent or {}).get(rank, 0.0)) for rank, one in enumerate(posts)}
-    return Judge(0, "here 1", 30, 10, 30).verdict(seen)
+    return Judge(0, "here 1", 30, 10, 30, ahead).verdict(seen)
 
 
 PAIR, TP = (0, 1), (0, 1, 2, 3)
@@ -80,6 +83,22 @@ def test_the_end_of_the_chain_is_missing() -> None:
     assert judged(*posts[:3], replace(posts[3], phase="saving", patience=10)) is None
     assert judged(*posts[:3], replace(posts[3], still_s=301, phase="saving", patience=10))
     assert judged(*posts[:3], None, silent={3: 11})
+
+
+def test_ranks_that_hang_while_nobody_waits() -> None:
+    """On GPUs the host that has begun the fewest messages is missing, and the others wait for their devices."""
+    stuck = [post(rank, None, begun={"0": 9 - (rank == 2)}) for rank in range(3)]
+    missing, said = judged(*stuck) or ((), "")
+    assert missing == (0, 1, 2)
+    assert said.count("it has done nothing for 31 s, after step 12, at user.py:3") == 3
+    assert judged(stuck[0], replace(stuck[1], still_s=1))[0] == (0,)  # type: ignore[index]
+    missing, said = judged(*stuck, ahead=True) or ((), "")
+    assert missing == (2,)
+    assert said.endswith("in work. Rank 0 waits in results of the device")
+    assert judged(*stuck[:2], replace(stuck[2], phase="saving", patience=10), ahead=True) is None
+    missing, said = judged(*stuck[:2], ahead=True) or ((), "")
+    assert missing == (0, 1)
+    assert "the device" not in said
 
 
 def test_a_receive_waits_for_its_sender() -> None:
@@ -112,6 +131,13 @@ def test_a_host_that_is_silent_and_a_process_that_is() -> None:
         "rank 1 is missing: nothing is heard of host there for 11 s. "
         in judged(post(0, wait), far, silent={1: 11})[1]
     )  # type: ignore[index]
+    beside = post(2, None, 1, host="there 2")
+    assert judged(post(0, wait), replace(far, wait=None, still_s=1), beside, silent={1: 11}) is None, (
+        "something holds its interpreter: another rank of its host is heard"
+    )
+    starting = replace(far, phase="starting", patience=10, wait=None, still_s=1)
+    assert judged(post(0, wait), starting, silent={1: 99}) is None
+    assert judged(post(0, wait), starting, silent={1: 101})
     busy = post(
         1, None, 15, begun={"a": 2}, phase="starting", patience=10
     )  # of this machine: something holds its interpreter
@@ -179,7 +205,9 @@ def enter() -> None:
 
 
 def test_how_long_a_message_may_take(watchdog: Watchdog) -> None:
-    assert pass_time(watchdog, 1000) is None, "it waits for nothing"
+    assert pass_time(watchdog, 1000) == 37, "it waits for nothing, and hangs"
+    with progress.phase("saving"):
+        assert pass_time(watchdog, 1000) is None, "it works apart"
     enter()
     assert pass_time(watchdog, 1000) == 30
     progress.mark()
@@ -208,6 +236,42 @@ def test_a_signal_shortens_the_wait_also_of_the_rank_that_hangs(watchdog: Watchd
     with progress.phase("saving"):
         progress.waits.clear()
         assert pass_time(watchdog, 1000) is None, "a save takes as long as it takes"
+
+
+def test_a_rank_that_gets_on_after_a_signal_says_so(
+    watchdog: Watchdog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(verdict.FOLDER, str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    said = tmp_path / f"{verdict.MOVED}-0"
+    with progress.phase("saving"):
+        pass_time(watchdog, 2)
+        assert not said.exists(), "nobody asked it to stop"
+        watchdog._note(bytes([signal.SIGTERM]))
+        progress.get_on()
+        pass_time(watchdog, 1)
+        said.unlink()
+        pass_time(watchdog, 5)
+        assert not said.exists(), "it does nothing"
+        progress.get_on()
+        pass_time(watchdog, 1)
+    assert said.exists()
+
+
+def test_only_rank_0_is_asked_before_something_hangs(watchdog: Watchdog) -> None:
+    """Each rank that reads all posts when the run starts would be many reads of one store."""
+    board, asked = watchdog.board, list[list[int]]()
+    assert isinstance(board, Board)
+    watchdog.ranks = Ranks(1, 3, 1, 3, CPU)
+    board.posts, plain = {0: post(0, None, 0), 2: post(2, None, 0)}, board.read
+    board.read = lambda ranks: (
+        asked.append([*ranks]) or {r: x for r, x in plain(ranks).items() if r in asked[-1]}
+    )  # type: ignore[method-assign]
+    pass_time(watchdog, 3)
+    assert asked == [[0]]
+    enter()
+    pass_time(watchdog, 20)
+    assert asked[-1] == [0, 2]
 
 
 def test_a_slow_save_or_load_gets_on(tmp_path: Path) -> None:

@@ -141,6 +141,28 @@ def test_a_host_whose_name_is_loopback_is_refused(clean):
         network.listening("127.0.1.1", 0)
 
 
+def test_a_host_whose_own_name_is_loopback_is_called_by_its_interface(clean):
+    """As on Debian, where a host's own name is 127.0.1.1 on itself. Other hosts' names stay."""
+    there = {"eth0": "10.0.0.5", "ib0": "10.1.0.5"}
+    clean.setattr(network.socket, "gethostname", lambda: "node0.cluster")
+    clean.setattr(network, "own_address", lambda host: "127.0.0.1" if "node0" in host else "10.0.0.5")
+    clean.setattr(network, "addresses", lambda: there)
+    clean.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(UserError, match=r"node0 .*, and several other interfaces .* Set GLOO_SOCKET_IFNAME"):
+        network.reachable("node0", "gloo")
+    for value, address in {
+        "ib0": "10.1.0.5",
+        "eth": "10.0.0.5",
+        "=eth0": "10.0.0.5",
+        "^ib": "10.0.0.5",
+    }.items():
+        clean.setenv("NCCL_SOCKET_IFNAME", value)
+        assert network.reachable("node0", "nccl") == address
+    del there["ib0"]
+    assert network.reachable("node0", "gloo") == "10.0.0.5"
+    assert network.reachable("node1", "gloo") == "node1"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_store_listens_at_one_address_only(clean):
     """PyTorch's own listens on every interface."""

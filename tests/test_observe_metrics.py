@@ -99,6 +99,13 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
         writer.write({"step": 1, "loss": 2.5, "lr": 0.1})
         writer.write({"step": 2, "val_loss": 2.0})
         writer.write({"step": 2, "sample": "def f():\n    pass"})
+        with open("/dev/full", "wb", buffering=0) as full:
+            assert writer._events is not None
+            (own := writer._events._file).flush()
+            writer._events._file = writer._events._records._writer = full
+            assert "TensorBoard's files end at step 3: " in writer.write({"step": 3, "loss": 2.0})
+            assert writer.write({"step": 4, "loss": 2.0}) == "", "said once"
+            own.close()
     found = events(tmp_path / "tensorboard")
     assert found[0].file_version == "brain.Event:2"
     scalars = {(e.step, v.tag): v.simple_value for e in found for v in e.summary.value if v.tag != "sample"}

@@ -71,6 +71,10 @@ def mistake() -> None:
     raise UserError("layout.tp = 3 does not divide")
 
 
+def full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "run/step-1")
+
+
 def forbidden() -> None:
     raise OSError(errno.EROFS, "Read-only file system", "run/metrics.jsonl")
 
@@ -91,6 +95,19 @@ def deaf(ranks: Ranks) -> None:
     """It notes signals, and does nothing about them."""
     print(f"rank {ranks.rank} is here", flush=True)
     time.sleep(600)
+
+
+def save_for_long(ranks: Ranks) -> int:
+    """Three times the grace time, and always on the way."""
+    stopping = signal.getsignal(signal.SIGTERM).__self__  # type: ignore[union-attr]
+    print(f"rank {ranks.rank} is here", flush=True)
+    while not stopping.wanted():
+        time.sleep(0.01)
+    for _ in range(15):
+        time.sleep(0.1)
+        if ranks.rank == 0:
+            verdict.get_on()
+    return signal.SIGTERM
 
 
 def outcome_of(work: Any, grace_s: float | None = None, leave_s: float = 5.0) -> Outcome:
@@ -120,6 +137,7 @@ def test_a_pod_without_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         (fail, "failed", "rank 1 failed: KeyError: 'of rank 1'"),
         (mistake, "error", "layout.tp = 3 does not divide"),
         (forbidden, "error", "run/metrics.jsonl: Read-only file system"),
+        (full, "busy", "run/step-1: No space left on device"),
         (found_hung, "hung", "rank 0 is missing in all_reduce"),
     ],
 )
@@ -142,6 +160,10 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:
     outcome = launched.value(20)
     assert outcome.signal == signal.SIGTERM
     assert "did not end by itself" in outcome.failure.text
+    saving = Launched(tmp_path / "saving", outcome_of, save_for_long, 0.5)
+    saving.until(lambda: saving.said.count("is here") == 2)
+    saving.send(signal.SIGTERM)
+    assert saving.value(20) == Outcome(stopped=signal.SIGTERM), "they get on, and are waited for"
     plain = Launched(tmp_path / "plain", outcome_of, deaf)
     plain.until(lambda: plain.said.count("is here") == 2)
     plain.send(signal.SIGTERM)
@@ -293,7 +315,7 @@ def test_a_run_in_use_is_refused_and_a_suspended_rank_does_not_keep_it_from_stop
     run = command(tmp_path / "log", *words(out, text, "train.steps=100000"))
     run.until(lambda: last_step(out) > 2)
     second = command(tmp_path / "second", "train", str(out), "--resume")
-    assert second.wait() == exits.USER
+    assert second.wait() == exits.BUSY
     assert f"{out} is in use: process {run.pid} on " in second.said
     run.send(signal.SIGSTOP, run.ranks()[1])
     time.sleep(0.3)

@@ -6,6 +6,7 @@ raised. Whoever prints it, or passes it on in a file, needs no care.
 
 from __future__ import annotations
 
+import errno
 import unicodedata
 from collections.abc import Iterable
 
@@ -52,6 +53,28 @@ class _Message(Exception):
 
 class UserError(_Message, ValueError):
     """Bad input: a recipe key, a file, a layout. The command line prints the message and exits with 2."""
+
+
+class BusyError(UserError):
+    """Something outside of the recipe that may pass: a full disk, a folder in use, a host that does not answer yet.
+    Launchers try again. The exit code is 74."""
+
+
+PASSING = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EBUSY,
+    errno.ENFILE,
+    errno.EADDRINUSE,
+}
+"""Errors of the system that may pass by themselves."""
+
+
+def system_error(message: str, error: OSError) -> UserError:
+    """The error to raise for one of the system's: a BusyError if it may pass."""
+    return BusyError(message) if error.errno in PASSING else UserError(message)
 
 
 class CheckFailed(_Message):

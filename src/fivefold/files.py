@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TextIO
 
-from fivefold.errors import UserError, shortened
+from fivefold.errors import BusyError, UserError, shortened, system_error
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
 NOT_FLUSHED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
@@ -196,9 +196,10 @@ def writable(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        raise UserError(
+        raise system_error(
             f"cannot write the cache {error.filename or folder}: {error.strerror}; "
-            "set data.cache or $FIVEFOLD_CACHE to a folder with free space"
+            "set data.cache or $FIVEFOLD_CACHE to a folder with free space",
+            error,
         ) from error
 
 
@@ -232,7 +233,7 @@ def owned(folder: Path) -> Iterator[None]:
     Where the file system has no locks, nothing is checked.
 
     Raises:
-        UserError: another process has it. The message says which, on what host, since when.
+        BusyError: another process has it. The message says which, on what host, since when.
     """
     make_folder(folder)
     path = folder / LOCK
@@ -259,7 +260,7 @@ def _take(f: TextIO, folder: Path) -> None:
             f.seek(0)
             host, pid, since = _owner(f.read(1000))
         if host != socket.gethostname() or _alive(pid) or time.monotonic() > until:
-            raise UserError(
+            raise BusyError(
                 f"{folder} is in use: process {pid} on {host} has trained in it since {since}. Stop it, or wait until "
                 "it ends"
             )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, system_error
 from fivefold.files import open_file
 
 FORMAT = 3
@@ -160,8 +160,8 @@ def read(folder: Path) -> tuple[Manifest, bytes]:
 def unreadable(path: Path, error: OSError) -> UserError:
     """The error for a file that is there and cannot be read. Only what a disk has lost is damage. Whoever may not read
     a checkpoint, or has too many open files, cannot tell whether it is valid."""
-    kind = Damaged if error.errno == errno.EIO else UserError
-    return kind(f"{path} cannot be read: {error.strerror}")
+    said = f"{path} cannot be read: {error.strerror}"
+    return Damaged(said) if error.errno == errno.EIO else system_error(said, error)
 
 
 def parse(content: bytes, path: Path) -> Manifest:

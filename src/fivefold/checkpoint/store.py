@@ -41,7 +41,7 @@ from fivefold.checkpoint.manifest import (
 )
 from fivefold.checkpoint.manifest import MANIFEST as MANIFEST
 from fivefold.comm.progress import progress
-from fivefold.errors import UserError
+from fivefold.errors import UserError, system_error
 from fivefold.files import open_file
 from fivefold.host import cores
 
@@ -269,7 +269,7 @@ def checkpoints(run: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UserError(f"{home}: the checkpoints cannot be read: {error.strerror}") from None
+        raise system_error(f"{home}: the checkpoints cannot be read: {error.strerror}", error) from None
     return sorted(found, key=step_in)
 
 

@@ -18,7 +18,7 @@ from fivefold.checkpoint.manifest import DTYPES, KINDS, MANIFEST, Box, join, key
 from fivefold.checkpoint.store import all_of, odd_numbers
 from fivefold.comm import ALONE, Axis, all_or_none
 from fivefold.comm.progress import progress
-from fivefold.errors import UserError
+from fivefold.errors import BusyError, UserError, system_error
 from fivefold.files import flush, make_folder, remove, rename, stream
 from fivefold.files import write as write_file
 
@@ -115,7 +115,7 @@ class Writing:
                 free = shutil.disk_usage(self.temporary).free
                 if free < needed + SPARE_BYTES:
                     remove(self.temporary)
-                    raise UserError(
+                    raise BusyError(
                         f"cannot write the checkpoint {self.folder}: it needs {_mib(needed)}, and the disk has "
                         f"{_mib(free)} free. Make room there, or keep fewer (checkpoint.keep_last)"
                     )
@@ -202,7 +202,7 @@ class Writing:
         try:
             yield
         except OSError as error:
-            raise UserError(f"cannot write the checkpoint {self.folder}: {error}") from error
+            raise system_error(f"cannot write the checkpoint {self.folder}: {error}", error) from error
 
 
 def save(

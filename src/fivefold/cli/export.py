@@ -21,7 +21,7 @@ def export(
 
     The folder holds safetensors weights, config.json and the tokenizer. transformers loads it as it is.
     """
-    require_run(run)
+    require_run(run, look=False)
     from fivefold.checkpoint.hf import export_run
 
     export_run(run, folder)

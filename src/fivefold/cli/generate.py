@@ -36,7 +36,7 @@ def generate(
 
     Uses the weights of the run's last checkpoint.
     """
-    require_run(run)
+    require_run(run, look=False)
     from fivefold.train.generate import Sampling, generate_text, open_run
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

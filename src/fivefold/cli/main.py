@@ -33,9 +33,17 @@ from fivefold.cli import (
     train,
     verify,
 )
-from fivefold.errors import CheckFailed, CommunicationError, RankFailed, UserError, printable
+from fivefold.errors import (
+    PASSING,
+    BusyError,
+    CheckFailed,
+    CommunicationError,
+    RankFailed,
+    UserError,
+    printable,
+)
 from fivefold.host.memory import restart_with_huge_pages
-from fivefold.launch.exits import FAILED, USER
+from fivefold.launch.exits import BUSY, FAILED, USER
 
 # Plain help texts: rich alone takes 0.1 s to import
 app = typer.Typer(
@@ -105,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments), prog_name="fivefold")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER)
+        sys.exit(BUSY if isinstance(error, BusyError) else USER)
     except MemoryError:
         print(
             "error: memory ran out. Close other programs, or raise this one's limit (ulimit -v)",
@@ -113,11 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         sys.exit(USER)
     except OSError as error:  # no permission, full disk, name too long: print the system's message
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EMFILE, errno.ENFILE):
+        if error.filename is None and error.errno not in PASSING | {errno.EMFILE}:
             raise
         name = printable(str(error.filename or "output")[:200])
         print(f"error: {name}: {error.strerror}", file=sys.stderr)
-        sys.exit(USER)
+        sys.exit(BUSY if error.errno in PASSING else USER)
     except (CheckFailed, CommunicationError, RankFailed) as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(FAILED)

@@ -55,14 +55,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=run_folders)]
 
 
-def require_run(folder: Path) -> Path:
-    """Returns `folder` if it holds a run.
+def require_run(folder: Path, look: bool = True) -> Path:
+    """Returns `folder` if it holds a run. look: see `guard`; False where what follows looks.
 
     Raises:
         UserError: it does not; the message names runs nearby.
     """
     if (folder / "recipe.toml").is_file():
-        guard(folder)
+        guard(folder, look=look)
         return folder
     what = "has no recipe.toml" if folder.is_dir() else "there is no such folder"
     runs = run_folders()

@@ -55,7 +55,7 @@ def report(
         _sweep(sweeps[0], hold_out, json)
         return
     for run in runs:
-        require_run(run)
+        require_run(run, look=False)
     if len(runs) > 1:
         _compare(runs, out or COMPARISON, json)
         return

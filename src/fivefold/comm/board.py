@@ -81,8 +81,8 @@ class Files:
 
 
 class Store:
-    """Keys of the store in which the ranks met. every_s: seconds between posts. The first round reads everybody's,
-    because a host that is lost cannot be asked for its name; later ones read only when asked to."""
+    """Keys of the store in which the ranks met. every_s: seconds between posts. It reads only what is asked
+    for: rank 0's post at first, everybody's when something hangs. The store keeps the posts of hosts that are lost."""
 
     def __init__(self, store: dist.Store, rank: int, every_s: float):
         self.store, self.rank, self.every_s, self.answers = store, rank, every_s, 0

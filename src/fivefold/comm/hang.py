@@ -3,6 +3,10 @@
 A rank that waits in collective N of a group waits for those ranks that have begun fewer there. These may wait
 themselves, in another group. The end of the chain is the rank that waits for nobody, that has stopped, or whose host
 cannot be reached. If there is no such rank, the ranks wait for each other, or the network has lost a message.
+
+A rank that hangs while nobody waits for it judges itself. On a GPU it waits for the device, though it has not said so:
+its host may be stuck in the launch of a kernel, because the device waits for a message. Then those are missing that
+have begun the fewest messages.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,32 +103,66 @@ class Verdict(NamedTuple):
 @dataclass(frozen=True)
 class Judge:
     """Of the ranks as one of them sees them. rank, host: its own. limit_s: how long a message may take. silence_s: how
-    long a rank may go without a post. apart_s: times its patience, how long a rank may work apart."""
+    long a rank may go without a post. apart_s: times its patience, how long a rank may work apart. ahead: hosts run
+    ahead of their devices, which do the messages."""
 
     rank: int
     host: str
     limit_s: float
     silence_s: float
     apart_s: float
+    ahead: bool = False
 
     def verdict(self, seen: Mapping[int, Seen]) -> Verdict | None:
         """None: nobody is missing, or the missing one still does something."""
+        own = seen[self.rank].post
+        assert own is not None, "a rank knows itself"
+        if own.wait is None and self.ahead:
+            seen = {**seen, self.rank: Seen(replace(own, wait=Wait("step")))}
         ends, waiting = self._follow(seen)
+        if own.wait is None:
+            ends = self._first(ends or self._still(seen), seen) if self.ahead else self._still(seen)
         if not ends:
             return self._nobody(waiting, seen)
         missing, far = tuple(sorted(ends)), dict[str, list[int]]()
-        why = {rank: self._excuse(rank, seen.get(rank, Seen(None))) for rank in missing}
+        why = {rank: self._excuse(rank, seen) for rank in missing}
         if any(reason is None for reason in why.values()):
             return None
         for rank in missing:
             post, silent_s = seen.get(rank, Seen(None))
-            if post is not None and post.host != self.host and silent_s >= self.silence_s:
+            if post is not None and self._is_lost(post, silent_s, seen):
                 far.setdefault(post.host, []).append(rank)
         said = [
             f"rank {rank} {why[rank]}" for rank in missing if not any(rank in some for some in far.values())
         ]
         said += [self.lost(host, {rank: seen[rank] for rank in ranks}) for host, ranks in far.items()]
-        return Verdict(missing, f"{'; '.join(said)}. {self._others(waiting)}")
+        others = self._others({rank: wait for rank, wait in waiting.items() if rank not in missing})
+        return Verdict(missing, f"{'; '.join(said)}. {others}".strip(". "))
+
+    def _still(self, seen: Mapping[int, Seen]) -> list[int]:
+        """The ranks that wait for nobody, work on nothing apart, and get nothing done."""
+        posts = {rank: one.post for rank, one in seen.items() if one.post}
+        idle = [rank for rank, post in posts.items() if post.wait is None and not post.phase]
+        return [rank for rank in idle if self._excuse(rank, seen) is not None]
+
+    @staticmethod
+    def _first(ranks: list[int], seen: Mapping[int, Seen]) -> list[int]:
+        """Those of these ranks that have begun no more messages than others of them."""
+        begun = {rank: one.post.begun for rank, one in seen.items() if one.post}
+
+        def is_behind(rank: int, other: int) -> bool:
+            theirs = begun.get(rank, {})
+            return any(theirs.get(group, number) < number for group, number in begun.get(other, {}).items())
+
+        return [r for r in ranks if not any(is_behind(other, r) for other in ranks)] or ranks
+
+    def _is_lost(self, post: Post, silent_s: float, seen: Mapping[int, Seen]) -> bool:
+        """True if another host is lost: nothing is heard of any of its ranks. A rank alone may only be held up, by
+        something that holds its interpreter."""
+        if post.host == self.host or silent_s < self.silence_s * (post.patience if post.phase else 1):
+            return False
+        there = [one for one in seen.values() if one.post and one.post.host == post.host]
+        return all(one.silent_s >= self.silence_s for one in there)
 
     def lost(self, host: str, seen: Mapping[int, Seen]) -> str:
         """Says that a host is lost, with these ranks."""
@@ -162,13 +200,14 @@ class Judge:
         behind = [r for r, theirs in posts.items() if theirs is None or not _has_begun(theirs, wait, post)]
         return behind or [rank for rank in others if seen[rank].silent_s >= self.silence_s]
 
-    def _excuse(self, rank: int, seen: Seen) -> str | None:
+    def _excuse(self, rank: int, all_seen: Mapping[int, Seen]) -> str | None:
         """Why a rank counts as missing, in words; None if it still does something."""
+        seen = all_seen.get(rank, Seen(None))
         post = seen.post
         if post is None:
             return "is missing: it has not begun to train"
         where = _where(post)
-        if post.host != self.host and seen.silent_s >= self.silence_s:
+        if self._is_lost(post, seen.silent_s, all_seen):
             return "is missing"  # see `lost`
         if post.host == self.host and seen.silent_s >= self.silence_s:
             state = state_of(post.pid)

@@ -4,9 +4,10 @@
         train()
 
 A thread of each rank posts once a second what the rank has begun and what it waits for (`progress.py`, `board.py`).
-When its rank has waited for as long as a message may take, it reads the others' posts and judges (`hang.py`). The first
-rank with a verdict collects the stacks of all ranks of its machine, says it, and all leave (`launch/exits.py`). gloo's
-own time-out, 10 minutes, stays the last resort.
+When its rank has waited for as long as a message may take, it reads the others' posts and judges (`hang.py`). So does a
+rank that waits for nobody and gets nothing done, a little later: perhaps nobody waits, or all do without a word, in the
+launch of a kernel. The first rank with a verdict collects the stacks of all ranks of its machine, says it, and all
+leave (`launch/exits.py`). gloo's own time-out, 10 minutes, stays the last resort.
 
 A message may take `hang_s`, or three usual steps if they are longer. Work that ranks do apart has more time
 (`Progress.phase`). Time counts only while this thread runs, so a machine that sleeps finds no hang when it wakes up.
@@ -45,6 +46,7 @@ from fivefold.launch.ranks import STORE_FILE, Ranks
 STEPS = 3  # usual steps that a message may take
 TICKS, TICK_S = 10, 1.0  # looks in the time that a message may take; most seconds between two
 STOPPING = 3  # after a signal, a message may take so many times less
+UNASKED = 1.25  # a rank that waits for nobody judges that many times later: others may know more
 ROUNDS = 10  # posts to a store in the time that a message may take
 STACKS_S = 0.5  # for other ranks to write their stacks
 LEAVE_S = 2.0  # for the rank with the verdict to write it
@@ -146,22 +148,25 @@ class Watchdog:
             held_s, to = self._sending.look()
             progress.sending = min(1.0, held_s / seconds), to
         moved = progress.moved
+        if self.signal is not None and moved != self._moved:
+            verdict.get_on()
         self._still_s = self._still_s + seconds if moved == self._moved else 0.0
         self._moved, self._beat = moved, self._beat + 1
         own = self._post()
         self._seen[self.ranks.rank] = Seen(own)
-        idle = own.wait is None and not own.phase  # a save, for example, takes as long as it takes
-        alone = self.board is None  # perhaps a notebook, which must not end: nobody waits for this rank
-        stuck = self.signal is not None and idle and self._still_s >= self.limit_s and not alone
+        # A save, for example, takes as long as it takes. One rank is perhaps a notebook, which must not end.
+        idle = own.wait is None and not own.phase and self.board is not None
+        judges, limit_s = own.wait is not None or idle, self.limit_s
         if self.board is not None:
             self.board.post(json.dumps(own.to_json()))
-            asked = own.wait is not None and self._still_s >= self.limit_s / 2
-            if asked or len(self._seen) < self.ranks.world:
-                self._read(seconds if asked else 0.0)
+            asked = judges and self._still_s >= limit_s / 2
+            if asked or 0 not in self._seen:  # rank 0's host is where the store may be lost
+                self._read(seconds if asked else 0.0, asked)
             else:
                 self._unanswered_s = 0.0
-        stuck = stuck or (own.wait is not None and self._still_s >= self.limit_s)
-        if stuck and (found := self._judge()) is not None:
+        if idle and self.signal is None:
+            limit_s *= UNASKED
+        if judges and self._still_s >= limit_s and (found := self._judge(own)) is not None:
             self._leave(found)
 
     def _post(self) -> Post:
@@ -177,10 +182,10 @@ class Watchdog:
             begun, tuple(at), self._stack_path, int(_SIGNAL),
         )  # fmt: skip
 
-    def _read(self, seconds: float) -> None:
-        """Reads what others have posted. seconds: that count as silence of those who have not."""
+    def _read(self, seconds: float, everybody: bool) -> None:
+        """Reads what others, or rank 0, have posted. seconds: that count as silence of those who have not."""
         assert self.board is not None
-        others = [rank for rank in range(self.ranks.world) if rank != self.ranks.rank]
+        others = [rank for rank in range(self.ranks.world if everybody else 1) if rank != self.ranks.rank]
         found = self.board.read(others)
         answered = self.board.answers > self._answers
         self._answers = self.board.answers
@@ -190,11 +195,12 @@ class Watchdog:
             same = before is not None and before.beat == post.beat
             self._seen[rank] = Seen(post, silent_s + seconds if same else 0.0)
 
-    def _judge(self) -> Verdict | None:
+    def _judge(self, own: Post) -> Verdict | None:
         silence_s = max(self.limit_s / 3, 3 * self.board.every_s) if self.board else 0.0
         apart_s = max(self.hang_s, self.limit_s)
-        judge = Judge(self.ranks.rank, self.host, self.limit_s, silence_s, apart_s)
-        if self.board and self._unanswered_s >= silence_s:
+        ahead = self.ranks.device.type == "cuda"
+        judge = Judge(self.ranks.rank, self.host, self.limit_s, silence_s, apart_s, ahead)
+        if self.board and own.wait is not None and self._unanswered_s >= silence_s:
             return judge.store_lost(self._seen, self._unanswered_s)
         return judge.verdict(self._seen)
 

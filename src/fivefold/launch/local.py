@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fivefold.errors import RankFailed, UserError
+from fivefold.errors import BusyError, RankFailed, UserError
 from fivefold.host import cores
 from fivefold.launch.exits import unsaved
 from fivefold.launch.ranks import Ranks
@@ -47,7 +47,7 @@ def as_error(failure: Failure, more: str = "") -> UserError | RankFailed:
     """The failure as an exception. more: text to add. A traceback is printed here."""
     if failure.more:
         print(f"rank {failure.rank} failed:\n{failure.more}", file=sys.stderr, flush=True)
-    kind = UserError if failure.kind == "error" else RankFailed
+    kind = {"error": UserError, "busy": BusyError}.get(failure.kind, RankFailed)
     return kind(failure.text + more)
 
 

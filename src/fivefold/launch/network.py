@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from fivefold.errors import UserError
+from fivefold.errors import BusyError, UserError, system_error
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
@@ -24,7 +24,7 @@ def own_address(host: str) -> str:
     """The address of this machine on the way to a host. It sends nothing.
 
     Raises:
-        UserError: there is no such host, or no way to it.
+        BusyError: there is no such host yet, or no way to it.
     """
     try:
         kind, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -32,7 +32,22 @@ def own_address(host: str) -> str:
             way.connect(where)
             return way.getsockname()[0]
     except OSError as error:
-        raise UserError(f"no way to the host {host}: {error.strerror or error}") from None
+        raise BusyError(f"no way to the host {host}: {error.strerror or error}") from None
+
+
+def addresses() -> dict[str, str]:
+    """The IPv4 address of each interface that has one, by its name, without loopback (Linux)."""
+    if sys.platform != "linux":
+        return {}
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                said = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(said[20:24])
+    return {name: address for name, address in found.items() if not is_loopback(address)}
 
 
 def is_loopback(address: str) -> bool:
@@ -51,15 +66,38 @@ def interface_of(address: str) -> str:
                 if ipaddress.ip_address(bytes.fromhex(raw)) == wanted:
                     return name
         return ""
-    import fcntl
+    return next((name for name, its in addresses().items() if its == str(wanted)), "")
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if found[20:24] == wanted.packed:
-                    return name
-    return ""
+
+def reachable(host: str, backend: str) -> str:
+    """`host`, as this machine has to call it. On Debian a host's own name is 127.0.1.1 on itself, where no other host
+    could reach it: then this is the address of its only interface, or of the one that is named.
+
+    Raises:
+        UserError: it has several, and none or several of them are named.
+    """
+    own = host.partition(".")[0] == socket.gethostname().partition(".")[0] != "localhost"
+    if not own or not is_loopback(own_address(host)):
+        return host
+    found = addresses()
+    if is_named(backend):
+        found = {name: address for name, address in found.items() if _names(backend, name)}
+    if len(found) != 1:
+        count = "several other interfaces have addresses" if found else "no other interface has an address"
+        raise UserError(
+            f"{host} stands for the loopback interface on its own host, and {count} there.{interfaces(backend)}"
+        )
+    return next(iter(found.values()))
+
+
+def _names(backend: str, interface: str) -> bool:
+    """True if the user has named this interface. NCCL takes `^` as "not", and names as beginnings of names unless `=`
+    is before them."""
+    setting = os.environ[_variable(backend)]
+    words = setting.lstrip("^=").split(",")
+    exact = backend == "gloo" or "=" in setting[:2]
+    named = any(interface == word or (not exact and interface.startswith(word)) for word in words if word)
+    return named != setting.startswith("^")
 
 
 def _variable(backend: str) -> str:
@@ -100,7 +138,8 @@ def listening(host: str, port: int, alone: bool = False) -> int:
     way to it. Returns its descriptor, which the caller owns. alone: other hosts need not reach it.
 
     Raises:
-        UserError: the address is taken, or is the loopback interface's though other hosts must reach it.
+        BusyError: the address is taken.
+        UserError: it is the loopback interface's though other hosts must reach it.
     """
     address = _address(host)
     if is_loopback(address) and not alone:
@@ -114,14 +153,14 @@ def listening(host: str, port: int, alone: bool = False) -> int:
         if error.errno == errno.EADDRNOTAVAIL and (own := own_address(host)) != address:
             with suppress(OSError):
                 return _listen(own, port)
-        raise UserError(f"cannot listen at {address}, port {port}: {error.strerror}") from None
+        raise system_error(f"cannot listen at {address}, port {port}: {error.strerror}", error) from None
 
 
 def _address(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise UserError(f"there is no host {host}: {error.strerror or error}") from None
+        raise BusyError(f"there is no host {host}: {error.strerror or error}") from None
 
 
 def _listen(address: str, port: int) -> int:

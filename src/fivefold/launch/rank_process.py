@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fivefold.errors import CommunicationError, UserError
+from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.files import NO_ROOM
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
@@ -25,7 +25,7 @@ from fivefold.launch.interrupt import Interrupt, stopping_signals
 from fivefold.launch.ranks import Ranks
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
-_HOPELESS = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP}
+_HOPELESS = NO_ROOM | {errno.EMFILE, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,11 @@ def _run(work: Callable[[Ranks], int | None], interrupt: Interrupt, met: threadi
     except KeyboardInterrupt:
         return unsaved(signal.SIGINT)
     except UserError as error:
-        code = verdict.leave("error", str(error))
+        code = verdict.leave("busy" if isinstance(error, BusyError) else "error", str(error))
     except OSError as error:
-        if error.errno in _HOPELESS:
-            code = verdict.leave("error", f"{error.filename or 'the run'}: {error.strerror}")
+        if error.errno in PASSING | _HOPELESS:
+            kind = "busy" if error.errno in PASSING else "error"
+            code = verdict.leave(kind, f"{error.filename or 'the run'}: {error.strerror}")
         else:
             code = _fail(error)
     except CommunicationError as error:
@@ -98,8 +99,8 @@ def _fail(error: Exception) -> int:
 
 
 def _follow_launcher(place: Place, met: threading.Event) -> None:
-    """Has this rank stop, and save, when the launcher is killed; and end in any case after the grace time. Before the
-    ranks have met there is nothing to save, and some may never come."""
+    """Has this rank stop, and save, when the launcher is killed; and end in any case once it has done nothing for
+    the grace time. Before the ranks have met there is nothing to save, and some may never come."""
     ours, theirs = place.lifeline
     theirs.close()
     stop_with_parent()
@@ -121,6 +122,7 @@ def _watch_launcher(lifeline: Connection, grace_s: float, met: threading.Event) 
         lifeline.recv_bytes()
     if sys.platform != "linux":
         os.kill(os.getpid(), signal.SIGTERM)
-    if met.is_set():
-        time.sleep(grace_s)
+    began = time.monotonic()
+    while met.is_set() and (left_s := max(began, verdict.moved_at()) + grace_s - time.monotonic()) > 0:
+        time.sleep(left_s)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -14,14 +14,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import CommunicationError, UserError
+from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.host import cores
 from fivefold.launch import network, verdict
 
@@ -83,6 +83,10 @@ def device_for(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def _backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
 def threads_of(local_world: int) -> int:
     """Threads of each of `local_world` ranks on this machine. The user's or the launcher's setting wins."""
     said = os.environ.get("OMP_NUM_THREADS", "")
@@ -97,7 +101,8 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
     None: all.
 
     Raises:
-        UserError: a variable of the launcher is wrong, or the other ranks cannot be reached.
+        UserError: a variable of the launcher is wrong.
+        BusyError: the other ranks cannot be reached.
         CommunicationError: one of our launcher's ranks has ended.
     """
     rank, launched, local_rank, local_world = found() or (0, 1, 0, 1)
@@ -114,9 +119,9 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
     if launched > 1:
         atexit.unregister(_free_groups)  # of a join before
         atexit.register(_free_groups)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = _backend()
         if world > local_world and not network.is_named(backend):
-            network.name_interface(backend, _master()[0])
+            network.name_interface(backend, network.reachable(_master()[0], backend))
         try:
             store = _store(rank, launched, timeout_s)
             if world > 1:
@@ -127,7 +132,7 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
             said = f"rank {rank} cannot reach the other ranks: {str(error).splitlines()[0][:300]}"
             if verdict.FOLDER in os.environ:  # ranks of our launcher: one of them has ended
                 raise CommunicationError(said) from error
-            raise UserError(f"{said}.{network.interfaces(backend)}") from error
+            raise BusyError(f"{said}.{network.interfaces(backend)}") from error
     try:
         yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
     finally:
@@ -138,15 +143,15 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
             dist.destroy_process_group()
 
 
-def wait_as_spare(stop_wanted: Callable[[], bool], timeout_s: float = Ranks.timeout_s) -> None:
-    """Waits while the other ranks of the launcher train. Their launcher could not use a rank that has ended when
-    another is gone."""
+def wait_as_spare(timeout_s: float = Ranks.timeout_s) -> None:
+    """Waits while the other ranks of the launcher train, also after a signal: they are saving then, and some launchers
+    kill all ranks when one has ended. Nor could they use a rank that has ended when another is gone."""
     launched = found()
     assert launched is not None, "only a launcher has ranks to spare"
     rank, world, *_ = launched
     with contextlib.suppress(RuntimeError):  # the store has ended with the others
         store = _store(rank, world, timeout_s)
-        while not stop_wanted() and not store.check([_FINISHED]):
+        while not store.check([_FINISHED]):
             time.sleep(SPARE_POLL_S)
 
 
@@ -179,6 +184,8 @@ def _store(rank: int, world: int, timeout_s: float) -> dist.Store:
     master, timeout = rank == 0 and not shared, timedelta(seconds=timeout_s)
     launched = found()
     on_one_host = launched is None or launched[1] == launched[3]
+    if not on_one_host:
+        host = network.reachable(host, _backend())
     at = network.listening(host, port, alone=on_one_host) if master else None
     store = dist.TCPStore(host, port, world, master, timeout, wait_for_workers=False, master_listen_fd=at)
     return dist.PrefixStore(_round(store, rank, world, timeout_s), store)

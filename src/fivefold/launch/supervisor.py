@@ -5,8 +5,8 @@ interface). Whatever a rank does, or does not do, the launcher gets its outcome:
 
 - When a rank fails, the others are killed: they could only wait for it. Only if the first one just lost another rank,
   that one has SETTLE_S to say why.
-- When the run is to stop, ranks finish their step and save. Those that have not left after the grace time are killed.
-  Ranks that were suspended (SIGSTOP) are continued.
+- When the run is to stop, ranks finish their step and save. They are killed when none of them has got anything done
+  for the grace time: a large save takes longer. Ranks that were suspended (SIGSTOP) are continued.
 - A rank that has left its verdict has LEAVE_S to end.
 """
 
@@ -113,7 +113,9 @@ class Supervisor:
         self.ended: dict[int, tuple[float, int]] = {}
         self.killed: set[int] = set()
         self.kills = oom_kills()
-        self.kill_at = math.inf  # time.monotonic when all ranks are killed
+        self.kill_at = math.inf  # time.monotonic when all ranks are killed, because one has failed
+        self.stop_at = math.inf  # the same, because they do not leave
+        self.moved = 0  # when (st_mtime_ns) a rank last said that it gets on
         self.reforming = False
         self.spoke_at: dict[int, float] = {}  # when ranks were seen to have left a verdict
         self.context: Any = multiprocessing.get_context(method)
@@ -129,8 +131,9 @@ class Supervisor:
                 self._wait()
                 self._collect()
                 self._end_those_that_spoke()
-                if time.monotonic() >= self.kill_at or self.signals.impatient:
-                    self.kill_at = math.inf
+                self._wait_for_those_that_get_on()
+                if time.monotonic() >= min(self.kill_at, self.stop_at) or self.signals.impatient:
+                    self.kill_at = self.stop_at = math.inf
                     self._kill(self.running)
             return self._outcome()
         finally:
@@ -144,7 +147,7 @@ class Supervisor:
         """Starts all ranks. A signal that comes meanwhile is blocked until the rank, or the launcher, can note it."""
         attempt, numbers = self.attempt, stopping_signals()
         graceful = attempt.grace_s is not None
-        grace_s = attempt.grace_s() if attempt.grace_s is not None else 0.0
+        grace_s = self._grace_s()
         for rank in range(attempt.world):
             slot = attempt.slots[rank] if attempt.slots else rank
             place = Place(rank, attempt.world, slot, self.folder, graceful, grace_s, os.getpid(), lifeline)
@@ -179,14 +182,27 @@ class Supervisor:
             self._stop(signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
-        grace_s = self.attempt.grace_s() if self.attempt.grace_s is not None else 0.0
-        self._kill_in(grace_s)
+        self.stop_at = min(self.stop_at, time.monotonic() + self._grace_s())
         for process in self.running.values():
             _send(process, number)
             _send(process, signal.SIGCONT)
 
+    def _grace_s(self) -> float:
+        return self.attempt.grace_s() if self.attempt.grace_s is not None else 0.0
+
+    def _wait_for_those_that_get_on(self) -> None:
+        """Gives all ranks the grace time again when one has got something done since the last look."""
+        if self.stop_at == math.inf or self.attempt.grace_s is None:
+            return
+        moved = 0
+        for file in self.folder.glob(f"{verdict.MOVED}-*"):
+            with suppress(OSError):
+                moved = max(moved, file.stat().st_mtime_ns)
+        if moved != self.moved:
+            self.moved, self.stop_at = moved, time.monotonic() + self._grace_s()
+
     def _wait(self) -> None:
-        seconds = min(POLL_S, max(0.0, self.kill_at - time.monotonic()))
+        seconds = min(POLL_S, max(0.0, min(self.kill_at, self.stop_at) - time.monotonic()))
         wait([self.signals.reader, *(process.sentinel for process in self.running.values())], seconds)
         with suppress(BlockingIOError):
             os.read(self.signals.reader, 4096)

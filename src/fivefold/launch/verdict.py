@@ -8,6 +8,7 @@ printed by a rank that only lost another one.
 | `done` | did its work |
 | `stopped` | was asked to stop, and has saved; the file holds the signal's number |
 | `error` | met an error of the user's, which trying again does not mend |
+| `busy` | met a full disk, a folder in use or the like, which may pass |
 | `hung` | found that a message does not end; the file says which, and what rank is missing |
 | `failed` | raised an exception: the traceback |
 | `lost` | could not reach another rank, which may be the one that failed |
@@ -15,8 +16,10 @@ printed by a rank that only lost another one.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,10 +28,18 @@ from signal import SIGABRT, SIGKILL
 
 from fivefold.errors import printable, shortened
 from fivefold.files import own_word
-from fivefold.launch.exits import FAILED, HUNG, STOPPED, USER, in_words
+from fivefold.launch.exits import BUSY, FAILED, HUNG, STOPPED, USER, in_words
 
 FOLDER = "FIVEFOLD_VERDICTS"  # environment variable of a rank: the folder of its attempt
-CODES = {"done": 0, "stopped": STOPPED, "error": USER, "hung": HUNG, "failed": FAILED, "lost": FAILED}
+CODES = {
+    "done": 0,
+    "stopped": STOPPED,
+    "error": USER,
+    "busy": BUSY,
+    "hung": HUNG,
+    "failed": FAILED,
+    "lost": FAILED,
+}
 LONGEST_TEXT = 20_000
 """Characters of a rank's last words: a traceback."""
 SOONER_S = 0.5  # the launcher may see it that much after a survivor's message
@@ -63,6 +74,25 @@ def leave(kind: str, text: str = "") -> int:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
     return CODES[kind]
+
+
+MOVED = "moved"  # a file MOVED-RANK: see `get_on`
+_moved_at = -math.inf
+
+
+def get_on() -> None:
+    """This rank has been asked to stop, and still gets something done: it saves, or ends a validation. Who would kill
+    it after the grace time waits for longer."""
+    global _moved_at
+    _moved_at = time.monotonic()
+    if folder := os.environ.get(FOLDER):
+        with suppress(OSError):
+            Path(folder, f"{MOVED}-{os.environ.get('RANK', '0')}").touch()
+
+
+def moved_at() -> float:
+    """When (time.monotonic) this rank last said that it gets on."""
+    return _moved_at
 
 
 def lost(error: BaseException) -> bool:
@@ -105,8 +135,8 @@ def judge(
         rank = min(errors)
         return Failure(rank, "error", errors[rank])
     first: list[tuple[float, int, str]] = []
-    said = {kind: read(folder, kind) for kind in ("hung", "failed", "lost")}
-    for kind in ("hung", "failed"):
+    said = {kind: read(folder, kind) for kind in ("busy", "hung", "failed", "lost")}
+    for kind in ("busy", "hung", "failed"):
         first += [((folder / f"{kind}-{rank}").stat().st_mtime, rank, kind) for rank in said[kind]]
     spoke = {rank for texts in said.values() for rank in texts}
     spoke |= read(folder, "done").keys() | read(folder, "stopped").keys()
@@ -122,8 +152,8 @@ def judge(
         rank = min(killed)
         return Failure(rank, "ended", f"rank {rank} did not end by itself, and was killed")
     _, rank, kind = min(first)
-    if kind == "hung":
-        return Failure(rank, kind, said["hung"][rank])
+    if kind in ("busy", "hung"):
+        return Failure(rank, kind, said[kind][rank])
     if kind == "failed":
         trace = said["failed"][rank].rstrip()
         return Failure(

@@ -76,20 +76,22 @@ class MetricsWriter:
         arrays), text, None, or numbers by name.
 
         A full or read-only disk is no error: the lines follow when they can be written. Returns what to tell the user
-        about that, once; otherwise "".
+        about that, and about TensorBoard's files, once; otherwise "".
         """
         line = {key: _plain(value) for key, value in metrics.items() if value is not None}
         assert isinstance(line.get("step"), int), f"a metrics line needs an integer step: {metrics}"
         self._file.write(_text(line))
+        problems: list[str] = []
         if self._events:
             try:
                 self._events.write(line)
-            except OSError:  # a record may be cut, and what follows could not be read
+            except OSError as error:  # a record may be cut, and what follows could not be read
                 self._events = None
+                problems.append(f"TensorBoard's files end at step {line['step']}: {error}")
         told, self._told = self._told, bool(self._file.error)
-        return f"{self._file.path}: {self._file.error}; lines are kept and written later" * (
-            self._told > told
-        )
+        if self._told > told:
+            problems.append(f"{self._file.path}: {self._file.error}; lines are kept and written later")
+        return "; ".join(problems)
 
     def flush(self) -> None:
         """Forces the lines to the disk: a checkpoint that survives a power cut needs those before it."""

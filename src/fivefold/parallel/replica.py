@@ -7,7 +7,7 @@ backward of each microbatch with enable_sync before the last, finish, update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -77,18 +77,28 @@ class Replica(Kept, Protocol):
         ...
 
 
-def gradient_square(replicas: Iterable[Replica], mesh: Mesh) -> Tensor:
+def gradient_square(replicas: Sequence[Replica], mesh: Mesh) -> Tensor:
     """This rank's share of the squared norm of the gradient, a scalar in fp64: each element counts once, on the rank
-    that owns it. Where nothing is divided, every rank has the whole gradient, and its whole norm."""
-    divided, mine, found = mesh.layout.divided, list[Tensor](), list[Norms]()
-    for replica in replicas:
-        names = [n for n in replica.gradients if not divided or replica.parts[n].owned]
-        known = replica.norms() if isinstance(replica, Paged) else None
-        if known is None:
-            mine += [replica.gradients[name] for name in names]
-        else:
-            found += [known[name] for name in names]
-    return sum_of_squares(mine, mesh.device, found)
+    that owns it. Where nothing is divided, every rank has the whole gradient, and its whole norm.
+
+    What a rank has and does not own counts as 0 if it is finite. If not, nor is the sum: the rank would take it into
+    its weights."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for owned in (True, False):
+        mine, found = list[Tensor](), list[Norms]()
+        for replica in replicas:
+            names = [
+                n for n in replica.gradients if (not mesh.layout.divided or replica.parts[n].owned) == owned
+            ]
+            known = replica.norms() if isinstance(replica, Paged) else None
+            if known is None:
+                mine += [replica.gradients[name] for name in names]
+            else:
+                found += [known[name] for name in names]
+        if mine or found:
+            square = sum_of_squares(mine, mesh.device, found)
+            total += square if owned else 0 * square
+    return total
 
 
 def assert_owned_once(replicas: Iterable[Replica], mesh: Mesh, total: int) -> None:

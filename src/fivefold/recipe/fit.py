@@ -18,6 +18,7 @@ from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout, divisors, to_text
 
+MOST_TRIED = 2000  # layouts: each takes about a millisecond
 TRIED = 3  # numbers of data-parallel ranks for one division of the model: some algorithms do not take every number
 R = TypeVar("R", bound=Recipe)
 
@@ -51,12 +52,13 @@ def nearest_layout(recipe: Recipe, ranks: int) -> Fit:
             "number changes what is trained"
         )
     pinned = with_layout(recipe, replace(asked, microbatches=None), microbatch_size=microbatch_size(recipe))
-    for layout in _nearest(asked, ranks, recipe.train.global_batch_size):
+    for layout in islice(_nearest(asked, ranks, recipe.train.global_batch_size), MOST_TRIED):
         found = in_layout(pinned, layout)
         if not any(contradictions(found)):
             return Fit(found, layout.ranks, _line(pinned, found, ranks))
     raise UserError(
-        f"layout '{to_text(asked)}': no layout of {ranks} or fewer ranks is valid for this recipe"
+        f"layout '{to_text(asked)}': none of the {MOST_TRIED:,} nearest layouts of {ranks} or fewer ranks is valid for "
+        "this recipe"
     )
 
 

@@ -363,8 +363,9 @@ class LaunchSection(Section):
     """Restarts of the local ranks, after one has died or hung, until a newer checkpoint is saved; then they count
     anew. A death at the same step as the one before counts three times. 0: none."""
     grace: float = Field(default=30.0, gt=0)
-    """Seconds that ranks have, when a signal stops the run, to finish their step and save, beside the time of two
-    steps. Those that have not left by then are killed."""
+    """Seconds for which ranks may get nothing done, beside the time of two steps, when a signal stops the run: they
+    finish their step or validation, save and leave. After that they are killed. A large save takes as long as it
+    takes."""
 
 
 class Sections(Section):

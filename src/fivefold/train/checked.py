@@ -17,7 +17,7 @@ import torch
 from fivefold.checkpoint import store
 from fivefold.checkpoint.manifest import MANIFEST, Damaged
 from fivefold.comm import Axis, all_or_none, told
-from fivefold.errors import UserError
+from fivefold.errors import BusyError
 from fivefold.host import machine_id
 from fivefold.parallel.mesh import Mesh
 
@@ -29,7 +29,7 @@ def assert_same(folders: list[Path], mesh: Mesh) -> None:
     folders: newest first.
 
     Raises:
-        UserError: they differ, for example because the disk is not shared.
+        BusyError: they differ, because the disk is not shared, or hosts see it late.
     """
     if mesh.size("run") == 1:
         return
@@ -40,9 +40,9 @@ def assert_same(folders: list[Path], mesh: Mesh) -> None:
     last, first, high, low = extremes.tolist()
     if last != -first:
         seen = "none" if first == 1 else f"step {-first}"
-        raise UserError(f"ranks see different checkpoints: {seen} to step {last}. Is the disk shared?")
+        raise BusyError(f"ranks see different checkpoints: {seen} to step {last}. Is the disk shared?")
     if high != -low:
-        raise UserError(f"ranks see different checkpoints of step {step}. Is the disk shared?")
+        raise BusyError(f"ranks see different checkpoints of step {step}. Is the disk shared?")
 
 
 def _content(folder: Path) -> bytes:

@@ -36,6 +36,11 @@ class Fault(UserError):
         self.step, self.said, self.act, self.back_to = step, said, act, back_to
         self.leaves_out, self.good = leaves_out, good
 
+    def unsaved(self, why: UserError) -> Fault:
+        """The same, after which the weights could not be saved either."""
+        said = f"{self.said}. The run ends here, and this step could not be saved: {why}"
+        return Fault(self.step, said, self.act, self.back_to, self.leaves_out, self.good)
+
 
 def policy(faults: FaultsSection, kind: str) -> str:
     """What the recipe wants done after a fault of this kind: "tell", "skip", "rollback" or "abort"."""

@@ -45,7 +45,7 @@ from fivefold.train.memory import MemoryWatch
 from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import identity
-from fivefold.train.saver import Saver
+from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import training_batches, validation_set
 
 SQUARES = "partial_squares"  # the figure of a step that `NoiseScale.take` returns
@@ -121,7 +121,7 @@ class RunHooks:
         self.memory.begin_update()
         if self.recorder is not None:
             self.recorder.mark("update", "update")
-        return {SQUARES: self.noise.take()} if self.noise else {}
+        return self.saver.figures() | ({SQUARES: self.noise.take()} if self.noise else {})
 
     def end_step(self) -> dict[str, Any]:
         self.predicted.end_step()
@@ -153,6 +153,7 @@ class RunHooks:
         return lambda index: batches(i, mesh, share=((first + index) % whole, whole))[0]
 
     def record(self, line: dict[str, Any]) -> None:
+        self.saver.answer(line.pop(FAILED, None), line.pop(BUSY, None))
         said = note(self.job.recipe.faults, line)
         for name in (*KINDS, *USUAL):
             if not said or not line.get(name):

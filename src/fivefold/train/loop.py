@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fivefold.comm.progress import progress
+from fivefold.errors import UserError
 from fivefold.parallel.pipeline import Microbatch
 from fivefold.recipe import FaultsSection, Recipe, batch_size
 from fivefold.step.state import State
@@ -93,7 +94,10 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
                 fault = weights_fault(state, recipe.faults) or fault
             if fault is not None:
                 if fault.act == "abort" and fault.good:
-                    hooks.save(state.step, ends=True)
+                    try:
+                        hooks.save(state.step, ends=True)
+                    except UserError as error:
+                        raise fault.unsaved(error) from error
                 raise fault
             if ends or saving:
                 hooks.save(state.step, ends=ends)  # first, because the sender of a signal may not wait long

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fivefold.checkpoint.background import Background
 from fivefold.checkpoint.write import Writing
@@ -25,6 +26,8 @@ from fivefold.train.saved import prepare, prune
 COPY_ROOM = 1.25
 """Free memory that a copy of the state needs, relative to its bytes."""
 JOIN_S = 30
+FAILED, BUSY = "save_failed", "save_under_way"
+"""Figures of a step: the numbers of ranks whose part of the save has failed, or is not complete."""
 
 
 class Saver:
@@ -52,6 +55,8 @@ class Saver:
         self.under_way: Background | None = None
         self.seconds = 0.0
         self._asked: Started | None = None
+        self._awaited = False  # the answer is on its way to the host
+        self._answer: tuple[float, float] | None = None
 
     def save(self, meta: Mapping[str, Any], ends: bool) -> None:
         """Saves the state as it is now. ends: the run ends here, so the save is complete when this returns.
@@ -83,25 +88,38 @@ class Saver:
             self.seconds += self.under_way.wait_for_copy()
 
     def poll(self) -> None:
-        """Between steps: learns what became of the save under way. The ranks ask each other in one step and read the
-        answer in the next, so nobody waits."""
+        """Between steps: learns what became of the save under way. The ranks ask each other in one step. The answer
+        comes to the host with the figures of that step (`answer`), so nobody waits, and no host for its device."""
         if self.under_way is None:
             return
-        if self._asked is not None:
-            failed, busy = self._asked().tolist()
-            self._asked = None
+        if self._answer is not None:
+            failed, busy = self._answer
+            self._answer = None
             if failed or not busy:
                 self.settle()
                 return
-        failed = self.under_way.error is not None
-        ended = self.under_way.ended.is_set()
-        self._asked = self.axis.start_all_reduce(
-            torch.tensor([float(failed), float(not ended)], device=self.axis.device)
-        )
+        if self._awaited:
+            return
+        said = self.under_way.error is not None, not self.under_way.ended.is_set()
+        flags = [torch.full((), float(flag), device=self.axis.device) for flag in said]
+        self._asked, self._awaited = self.axis.start_all_reduce(torch.stack(flags)), True
+
+    def figures(self) -> dict[str, Tensor]:
+        """What the ranks have asked each other in this step."""
+        if self._asked is None:
+            return {}
+        asked, self._asked = self._asked, None
+        return dict(zip((FAILED, BUSY), asked().unbind(), strict=True))
+
+    def answer(self, failed: float | None, busy: float | None) -> None:
+        """The host has read the figures of a step; None: it had none of these."""
+        if self._awaited and failed is not None and busy is not None:
+            self._answer, self._awaited = (failed, busy), False
 
     def settle(self) -> None:
         """Waits for the save under way. Says so if it failed."""
         save, self.under_way = self.under_way, None
+        self._answer, self._awaited = None, False
         if self._asked is not None:
             self._asked()
             self._asked = None

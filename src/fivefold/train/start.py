@@ -146,8 +146,8 @@ def run_command(
             note_restart(job.out, restarted, world)
         if launched or (world == 1 and not span):
             if launched and launched[0] >= world:
-                ranks_.wait_as_spare(interrupt.wanted)
-                stopped = interrupt.signal
+                ranks_.wait_as_spare()
+                return out  # it knows nothing of what is saved: only the others say so
             else:
                 stopped = _run_here(job, interrupt, world)
         else:
