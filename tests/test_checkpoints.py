@@ -24,8 +24,8 @@ from fivefold.step.state import build_state
 from fivefold.train import saver
 from fivefold.train.job import Job
 from fivefold.train.meta import meta_of
+from fivefold.train.resume import resume
 from fivefold.train.run import run_rank
-from fivefold.train.saved import resume
 from fivefold.train.start import run_command
 
 TINY = [

@@ -45,7 +45,7 @@ from fivefold.spread.layout import Layout, describe, to_text
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace.step import trace
-from fivefold.train.saved import load_checkpoint
+from fivefold.train.loaded import load_checkpoint
 from fivefold.train.share import share_of
 
 V = 96

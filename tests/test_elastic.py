@@ -31,8 +31,7 @@ from fivefold.launch.slots import Slots, between
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import predict
-from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve
-from fivefold.recipe import fit
+from fivefold.recipe import Recipe, change, fit, load, microbatches_per_step, resolve
 from fivefold.recipe.fit import nearest_layout
 from fivefold.recipe.idle import notes
 from fivefold.spread import shares
@@ -165,7 +164,7 @@ def test_the_search_for_a_layout_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_spare_rank_leaves_no_mark(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a signal the others save, and they alone can say 75. With 75 of a rank that waits, Slurm would kill them."""
+    """The others save then, and they alone can say 75. After a 75 of a rank that waits, Slurm would kill them."""
     recipe = change(recipe_of(room, "dp=1"), ["train.global_batch_size=1"])
     monkeypatch.setattr(ranks_, "found", lambda: (1, 2, 1, 2))
     monkeypatch.setattr(ranks_, "wait_as_spare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))

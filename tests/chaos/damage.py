@@ -20,7 +20,7 @@ from fivefold.errors import UserError
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.step.state import State, build_state
 from fivefold.train.job import Job
-from fivefold.train.saved import resume
+from fivefold.train.resume import resume
 
 OLDER, NEWEST = 1, 2
 

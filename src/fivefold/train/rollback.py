@@ -24,9 +24,9 @@ from fivefold.train.checked import assert_same, damaged_together
 from fivefold.train.faults import Fault
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
+from fivefold.train.loaded import load_checkpoint
 from fivefold.train.loop import train_loop
 from fivefold.train.meta import meta_of
-from fivefold.train.saved import load_checkpoint
 from fivefold.train.share import reader
 
 FILE = "rollbacks.json"

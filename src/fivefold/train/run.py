@@ -31,8 +31,8 @@ from fivefold.train.job import Job
 from fivefold.train.join import join
 from fivefold.train.out_of_memory import foreseen, told
 from fivefold.train.prediction import Prediction
+from fivefold.train.resume import resume
 from fivefold.train.rollback import train
-from fivefold.train.saved import resume
 from fivefold.train.self_test import settle
 
 

@@ -41,9 +41,10 @@ from fivefold.train.job import Job
 from fivefold.train.loop import due
 from fivefold.train.out_of_memory import told as told_of_memory
 from fivefold.train.prediction import Prediction
+from fivefold.train.resume import resume
 from fivefold.train.rollback import FILE, read
 from fivefold.train.run import conclude, introduce, write_run_files
-from fivefold.train.saved import identity, resume
+from fivefold.train.saved import identity
 from fivefold.train.saver import Saver
 from fivefold.train.share import batches_of, share_of, validation_set
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, Signals
@@ -83,88 +83,144 @@ def run_command(
         RankFailed: a rank died or hung too often. The message names it.
         SystemExit: a signal stopped the run: with STOPPED after saving, else with 128 + its number (`launch/exits.py`).
     """
-    launched, restarted = ranks_.found(), restarted_by()
-    if restarted and not resume and resume_from is None:
+    caller = Caller.of_this_process()
+    if caller.restarted and not resume and resume_from is None:
         resume_from = AUTO
-    span = nproc if isinstance(nproc, tuple) and not launched else None
-    nproc = nproc if isinstance(nproc, int) else None
-    ensure_open_files(
-        launched[1] if launched else (span and span[1]) or nproc or Layout.from_recipe(recipe.layout).ranks
-    )
-    asked = None
-    if span:
-        nearest_layout(recipe, span[0])  # refuses what cannot be elastic
-    elif launched and resume_from is not None and recipe.sites.count == 1 and not recipe.servers.count:
-        fit = nearest_layout(recipe, launched[1])  # the launcher may be elastic, too
-        if fit.line:
-            asked, recipe = recipe, fit.recipe
-        if fit.line and not launched[0]:
-            print(fit.line, file=sys.stderr)
-    elif seat is None:
-        recipe = _fit_layout(recipe, nproc, launched[1] if launched else None)
-    else:
-        own = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
-        validate(own, (launched[1] if launched else nproc) or own.ranks)
-    data = None
-    if batches is None:
-        data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
-        vocab_size = data.vocab_size
-    else:
-        if module is None and recipe.model.vocab_size is None:
-            raise UserError(
-                "your own data needs model.vocab_size, the number of token ids: --set model.vocab_size=N"
-            )
-        vocab_size = recipe.model.vocab_size or 2
-    recipe = resolve(recipe, vocab_size=vocab_size)
-    asked = asked and resolve(asked, vocab_size=vocab_size)
-    recipe = _within_budget(recipe, launched is None, quiet=bool(launched and launched[0]))
-    out = _run_folder(out, name, resume, resume_from is not None, launched[0] if launched else None)
+    either = resume_from is not None
+    span = nproc if isinstance(nproc, tuple) and caller.world is None else None
+    recipe, asked = _for_ranks(recipe, nproc, caller, either, seat)
+    data, vocab_size = _data(recipe, module, batches, quiet=not caller.first)
+    recipe = _within_budget(resolve(recipe, vocab_size=vocab_size), caller)
+    out = _run_folder(out, name, resume, either, caller)
     chosen = None if resume_from is None or resume_from == AUTO else Path(resume_from)
-    guard(out, look=not (launched and launched[0]))
-    if chosen is not None:
-        guard(chosen, look=not (launched and launched[0]))
-    own = module is not None or batches is not None
-    command = (
-        f"fivefold.resume({str(out)!r}, ...)"
-        if own
-        else shlex.join(["fivefold", "train", str(out), "--resume", *(seat.options if seat else ())])
-    )
-    again = resume or resume_from is not None
-    job = Job(recipe, out, data, module, batches, val_batches, again, command, seat, chosen, asked)
-    layout = Layout.from_recipe(recipe.layout)
-    world = (site_layout(layout, recipe.sites.count) if seat else layout).ranks + recipe.servers.count
-    return_large_memory() if OFFLOADS[layout.offload].disk else keep_freed_memory()
-    if module is None and card_of(recipe.model).has_experts:
-        keep_few_primitives()
-    if not torch.cuda.is_available() and not launched:  # measured before the run disturbs it
-        ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores())
-    with owned(out) if not (launched and launched[0]) else nullcontext(), Interrupt() as interrupt:
-        if chosen is not None and not (launched and launched[0]) and not restarted:
-            for moved in go_back(out, chosen):
-                print(f"note: later than {chosen.name}, so it is set aside: {moved}", file=sys.stderr)
-        if restarted and not (launched and launched[0]):
-            note_restart(job.out, restarted, world)
-        if launched or (world == 1 and not span):
-            if launched and launched[0] >= world:
-                ranks_.wait_as_spare()
-                return out  # it knows nothing of what is saved: only the others say so
-            else:
-                stopped = _run_here(job, interrupt, world)
+    for folder in (out, chosen):
+        if folder is not None:
+            guard(folder, look=caller.first)
+    job = Job(
+        recipe, out, data, module, batches, val_batches, resume or either,
+        _resume_command(out, seat, own=module is not None or batches is not None), seat, chosen,
+        asked and resolve(asked, vocab_size=vocab_size),
+    )  # fmt: skip
+    _set_up_process(job, caller)
+    world = _ranks_of(job)
+    with owned(out) if caller.first else nullcontext(), Interrupt() as interrupt:
+        if caller.first:
+            _note_start(job, caller, world)
+        if caller.rank >= world:
+            ranks_.wait_as_spare()
+            return out  # it knows nothing of what is saved: only the others say so
+        if caller.world is not None or (world == 1 and not span):
+            stopped = _run_here(job, interrupt, world)
         else:
-            elastic = Elastic(job, *span, _attempt) if span else None
-            restarts = (
-                Restarts(job, elastic.attempt, elastic.failed, elastic=True)
-                if elastic
-                else Restarts(job, partial(_attempt, world))
-            )
-            outcome = launch(restarts.first(), fork, restarts.again)
-            stopped = restarts.conclude(outcome, partial(_advice, job, world))
+            stopped = _run_local(job, world, span, fork)
         if stopped is not None:
             raise SystemExit(STOPPED)
         run_complete()
-        if not launched or launched[0] == 0:
+        if caller.first:
             add_exact(job)
     return out
+
+
+@dataclass(frozen=True)
+class Caller:
+    """How this process was started. rank, world: those of a foreign launcher's ranks; world None: there is none.
+    restarted: the launcher that has started them again."""
+
+    rank: int
+    world: int | None
+    restarted: str | None
+
+    @classmethod
+    def of_this_process(cls) -> Caller:
+        rank, world, *_ = ranks_.found() or (0, None)
+        return cls(rank, world, restarted_by())
+
+    @property
+    def first(self) -> bool:
+        """True for the process that prints, checks the run folder and owns it."""
+        return self.rank == 0
+
+
+def _for_ranks(
+    recipe: Recipe, nproc: int | tuple[int, int] | None, caller: Caller, either: bool, seat: Seat | None
+) -> tuple[Recipe, Recipe | None]:
+    """The recipe with a layout for the ranks that there are, and the one that was asked for if a later start may return
+    to it. either: it resumes if there is a checkpoint, so an elastic launcher may have started it."""
+    given = nproc if isinstance(nproc, int) else None
+    most = given or (nproc[1] if isinstance(nproc, tuple) else None)
+    ensure_open_files(caller.world or most or Layout.from_recipe(recipe.layout).ranks)
+    if isinstance(nproc, tuple) and caller.world is None:
+        nearest_layout(recipe, nproc[0])  # refuses what cannot be elastic
+    elif caller.world is not None and either and recipe.sites.count == 1 and not recipe.servers.count:
+        fit = nearest_layout(recipe, caller.world)
+        if fit.line:
+            if caller.first:
+                print(fit.line, file=sys.stderr)
+            return fit.recipe, recipe
+    elif seat is None:
+        return _fit_layout(recipe, given, caller.world), None
+    else:
+        own = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
+        validate(own, caller.world or given or own.ranks)
+    return recipe, None
+
+
+def _data(
+    recipe: Recipe, module: nn.Module | None, batches: BatchSource | None, quiet: bool
+) -> tuple[DataSet | None, int]:
+    """The recipe's data (None: the user's own batches), and the size of the vocabulary."""
+    if batches is None:
+        data = prepare_data(recipe, quiet)
+        return data, data.vocab_size
+    if module is None and recipe.model.vocab_size is None:
+        raise UserError(
+            "your own data needs model.vocab_size, the number of token ids: --set model.vocab_size=N"
+        )
+    return None, recipe.model.vocab_size or 2
+
+
+def _resume_command(out: Path, seat: Seat | None, own: bool) -> str:
+    """own: with the user's own model or data, which only Python has."""
+    if own:
+        return f"fivefold.resume({str(out)!r}, ...)"
+    return shlex.join(["fivefold", "train", str(out), "--resume", *(seat.options if seat else ())])
+
+
+def _ranks_of(job: Job) -> int:
+    """The ranks that train here: of all sites, or of this one."""
+    recipe = job.recipe
+    layout = Layout.from_recipe(recipe.layout)
+    return (site_layout(layout, recipe.sites.count) if job.seat else layout).ranks + recipe.servers.count
+
+
+def _set_up_process(job: Job, caller: Caller) -> None:
+    """Sets the allocator, and measures the matmul rate before the run disturbs it."""
+    offload = Layout.from_recipe(job.recipe.layout).offload
+    return_large_memory() if OFFLOADS[offload].disk else keep_freed_memory()
+    if job.module is None and card_of(job.recipe.model).has_experts:
+        keep_few_primitives()
+    if not torch.cuda.is_available() and caller.world is None:
+        ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores())
+
+
+def _note_start(job: Job, caller: Caller, world: int) -> None:
+    """Goes back to a chosen checkpoint, and notes that a launcher has started the ranks again."""
+    if job.resume_from is not None and not caller.restarted:
+        for moved in go_back(job.out, job.resume_from):
+            print(f"note: later than {job.resume_from.name}, so it is set aside: {moved}", file=sys.stderr)
+    if caller.restarted:
+        note_restart(job.out, caller.restarted, world)
+
+
+def _run_local(job: Job, world: int, span: tuple[int, int] | None, fork: bool) -> int | None:
+    """Starts local ranks, and again after failures. Returns the signal that stopped them."""
+    if span:
+        elastic = Elastic(job, *span, _attempt)
+        restarts = Restarts(job, elastic.attempt, elastic.failed, elastic=True)
+    else:
+        restarts = Restarts(job, partial(_attempt, world))
+    outcome = launch(restarts.first(), fork, restarts.again)
+    return restarts.conclude(outcome, partial(_advice, job, world))
 
 
 def _attempt(world: int, job: Job) -> Attempt:
@@ -196,9 +252,9 @@ def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
         raise
 
 
-def _within_budget(recipe: Recipe, measured: bool, quiet: bool) -> Recipe:
-    """The recipe with a mode of recomputation for each block, if `layout.recompute` is a budget. measured: by this
-    machine's own times. Ranks of several machines take the same table instead, so they agree.
+def _within_budget(recipe: Recipe, caller: Caller) -> Recipe:
+    """The recipe with a mode of recomputation for each block, if `layout.recompute` is a budget: by this machine's own
+    times. Ranks of a launcher, perhaps on several machines, take the same table instead, so they agree.
 
     Raises:
         UserError: the budget is too small.
@@ -208,9 +264,9 @@ def _within_budget(recipe: Recipe, measured: bool, quiet: bool) -> Recipe:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known = recipe.precision.model_copy(update={"mode": compute_mode(recipe, device).name})
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    found = budget(recipe.model_copy(update={"precision": known}), *priced_here(name, measured))
+    found = budget(recipe.model_copy(update={"precision": known}), *priced_here(name, caller.world is None))
     assert found is not None
-    if not quiet:
+    if caller.first:
         print(found.line(recipe.layout.recompute), file=sys.stderr)
     layout = recipe.layout.model_copy(update={"recompute": found.recompute})
     return recipe.model_copy(update={"layout": layout})
@@ -293,14 +349,14 @@ def prepare_data(recipe: Recipe, quiet: bool) -> DataSet:
         return prepare(recipe, progress)
 
 
-def _run_folder(out: Path | None, name: str, resume: bool, either: bool, launched_rank: int | None) -> Path:
+def _run_folder(out: Path | None, name: str, resume: bool, either: bool, caller: Caller) -> Path:
     """The run folder. A given one must be new, or hold the run to resume (either: it may be both). Rank 0 of a launcher
     checks that."""
     if out is None:
         if resume or either:
             option = "--resume" if resume else "--resume-from"
             raise UserError(f"{option} needs the run's folder: fivefold train RUN {option}, or --out RUN")
-        if launched_rank is not None:
+        if caller.world is not None:
             raise UserError("ranks of torchrun or Slurm need a common run folder; add --out DIR")
         number = 1
         while True:
@@ -309,7 +365,7 @@ def _run_folder(out: Path | None, name: str, resume: bool, either: bool, launche
                 return folder
             except FileExistsError:
                 number += 1
-    if launched_rank:
+    if not caller.first:
         return out
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: this is a file, not a folder")
