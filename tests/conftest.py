@@ -2,6 +2,10 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -9,3 +13,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("FORCE_COLOR", None)
 if "FIVEFOLD_CACHE" not in os.environ:  # kept between runs: a second `make test` starts at once
     os.environ["FIVEFOLD_CACHE"] = os.path.join(tempfile.gettempdir(), f"fivefold-tests-{os.getuid()}")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Any]:
+    """Two hosts, network namespaces of this machine, with 200 Mbit/s between them."""
+    from namespaces import Hosts, Unavailable
+
+    try:
+        with Hosts(2, "200mbit") as found:
+            yield found
+    except Unavailable as reason:
+        pytest.skip(str(reason))

@@ -48,16 +48,6 @@ SLOW = [
 ]
 
 
-@pytest.fixture(scope="module")
-def hosts():
-    """Two hosts with 200 Mbit/s between them."""
-    try:
-        with Hosts(2, "200mbit") as found:
-            yield found
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-
-
 def check(hosts: Hosts, folder: Path, layouts: list[str]) -> list[dict]:
     """Trains the layouts on 2 x 2 ranks, and compares each with one process. Returns what the ranks say."""
     env = GLOO | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}

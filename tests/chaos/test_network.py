@@ -11,7 +11,7 @@ from pathlib import Path
 
 import process
 import pytest
-from namespaces import Done, Hosts, Unavailable
+from namespaces import Done, Hosts
 from runs import lines
 
 from fivefold.checkpoint import store
@@ -20,15 +20,6 @@ GLOO = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
 LAYOUT, STEPS = "dp=4", 200
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def hosts():
-    try:
-        with Hosts(2, "200mbit") as found:
-            yield found
-    except Unavailable as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")
