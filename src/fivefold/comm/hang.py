@@ -115,13 +115,14 @@ class Judge:
 
     def verdict(self, seen: Mapping[int, Seen]) -> Verdict | None:
         """None: nobody is missing, or the missing one still does something."""
-        own = seen[self.rank].post
+        own, posted = seen[self.rank].post, seen
         assert own is not None, "a rank knows itself"
         if own.wait is None and self.ahead:
             seen = {**seen, self.rank: Seen(replace(own, wait=Wait("step")))}
         ends, waiting = self._follow(seen)
         if own.wait is None:
-            ends = self._first(ends or self._still(seen), seen) if self.ahead else self._still(seen)
+            still = self._still(posted)
+            ends = self._first(ends or still, seen) if self.ahead else still
         if not ends:
             return self._nobody(waiting, seen)
         missing, far = tuple(sorted(ends)), dict[str, list[int]]()
