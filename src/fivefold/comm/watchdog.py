@@ -5,8 +5,8 @@
 
 A thread of each rank posts once a second what the rank has begun and what it waits for (`progress.py`, `board.py`).
 When its rank has waited for as long as a message may take, it reads the others' posts and judges (`hang.py`). So does a
-rank that waits for nobody and gets nothing done, after twice the time: perhaps nobody waits, or all do without a word, in the
-launch of a kernel. The first rank with a verdict collects the stacks of all ranks of its machine, says it, and all
+rank that waits for nobody and gets nothing done, after twice the time: perhaps nobody waits, or all do without a word,
+in the launch of a kernel. The first rank with a verdict collects the stacks of all ranks of its machine, says it, and all
 leave (`launch/exits.py`). gloo's own time-out, 10 minutes, stays the last resort.
 
 A message may take `hang_s`, or three usual steps if they are longer. Work that ranks do apart has more time
@@ -46,7 +46,7 @@ from fivefold.launch.ranks import STORE_FILE, Ranks
 STEPS = 3  # usual steps that a message may take
 TICKS, TICK_S = 10, 1.0  # looks in the time that a message may take; most seconds between two
 STOPPING = 3  # after a signal, a message may take so many times less
-UNASKED = 2  # a rank that waits for nobody judges after so many times the limit: those that wait for it know more
+UNASKED = 2  # a rank that waits for nobody judges that many times later: others know more
 ROUNDS = 10  # posts to a store in the time that a message may take
 STACKS_S = 0.5  # for other ranks to write their stacks
 LEAVE_S = 2.0  # for the rank with the verdict to write it
