@@ -132,9 +132,13 @@ def test_a_failed_check_exits_with_1(
 
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("recipes") == 0
-    assert "\nquickstart " in capsys.readouterr().out
+    assert "\n  quickstart " in capsys.readouterr().out
     assert run("recipes", "--json") == 0
-    assert "llama-7b" in json.loads(capsys.readouterr().out)["recipes"]
+    found = json.loads(capsys.readouterr().out)
+    assert "llama2-7b" in found["recipes"]
+    assert found["families"]["llama"][::5] == ["llama2-7b", "llama3-405b"], "by size"
+    assert found["parameters"]["llama2-7b"] == 6_738_415_616
+    assert found["parameters"]["shakespeare"] is None, "its text is not there yet"
 
 
 def test_a_printed_recipe_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +176,7 @@ def test_check_notes_what_the_layout_does_not_use(capsys: pytest.CaptureFixture[
     assert 'note     layout.schedule = "zbv" has no effect in this layout' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["bert-base-mlm", "gpt2-124m", "llama-7b", "quickstart", "shakespeare"])
+@pytest.mark.parametrize("name", ["bert-base-mlm", "gpt2-124m", "llama2-7b", "quickstart", "shakespeare"])
 def test_check_shipped_without_data(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", name, "--no-data") == 0
     assert "the recipe is valid" in capsys.readouterr().out

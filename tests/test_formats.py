@@ -176,11 +176,12 @@ def test_formats_names_ranges_and_hardware(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "65504" in out
     assert "3.4e+38" in out
-    assert "fp4 e2m1  Blackwell, CDNA 4" in out
+    assert "fp4 e2m1  Blackwell, Blackwell Ultra, CDNA 4" in out
     main_ends(["formats", "--json"])
     rows = {row["format"]: row for row in json.loads(capsys.readouterr().out)["formats"]}
-    assert rows["fp16"]["computed_by"][0] == "Volta (2017)"
+    assert rows["fp16"]["computed_by"][0] == "Pascal (2016)"
     assert rows["bf16"]["computed_by"][0] == "Ampere (2020)"
+    assert rows["fp4 e2m1"]["devices"] == ["gb200", "b200", "b300", "mi355x"]
     assert rows["fp4 e2m1"]["modes"] == []
     assert rows["fp8 e4m3"]["modes"] == rows["fp8 e5m2"]["modes"] == ["fp8"]
     assert "shown, not trained" in out

@@ -27,6 +27,7 @@ MODELS = [
 def test_shipped_models_have_as_many_parameters_as_counted(name):
     model = load(name).model
     model = resolve_model(model, vocab_size=model.vocab_size or 4096)
+    model = model.model_copy(update={"layers": min(model.layers, model.dense_layers + 3)})  # blocks are alike
     assert sum(p.numel() for p in build(model).parameters()) == count_parameters(model)
 
 

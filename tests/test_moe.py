@@ -341,10 +341,10 @@ def test_what_cannot_be_is_refused(text, overrides, message):
         change(recipe_of(text), overrides)
 
 
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory):
+@pytest.fixture(scope="module", params=["moe", "qwen3_moe"])
+def mixtral(request, tmp_path_factory):
     """(our module, theirs with the same weights, read from the folder that is exported, the model section)."""
-    model = section(expert_ffn_dim=48, ffn_dim=48, rope_theta=500.0, aux_loss_weight=0.02)
+    model = section(arch=request.param, expert_ffn_dim=48, ffn_dim=48, rope_theta=500.0, aux_loss_weight=0.02)
     ours = build(model, device="cpu", seed=3)
     folder = tmp_path_factory.mktemp("mixtral")
     return ours, read_by_transformers(ours, model, folder), model

@@ -79,7 +79,9 @@ def test_cgroup_quotas_bound_cores_and_memory(tmp_path: Path, monkeypatch: pytes
         ("NVIDIA L4", "bf16", 121),
         ("NVIDIA L40", "bf16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("NVIDIA GeForce RTX 4090", "bf16", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "bf16", None),
         ("AMD Instinct MI250X", "tf32", None),
     ],
 )

@@ -1,24 +1,142 @@
 """Clusters that the planner knows, and the price of collectives on them."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from fivefold.cli.main import app
 from fivefold.errors import UserError
+from fivefold.host.devices import BY_NAME
 from fivefold.plan import communication
 from fivefold.plan.clusters import PRESETS, of_gpu, parse
+from fivefold.plan.predict import mode_of, predict
 from fivefold.plan.topology import topology
+from fivefold.recipe import load
 from fivefold.schedules.collectives.cost import compare
 from fivefold.spread.layout import Layout
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_presets(name: str) -> None:
-    cluster = parse(f"{name}:16384")
-    assert (cluster.devices, cluster.per_node, cluster.nodes) == (16384, 8, 2048)
-    assert 0.4 < cluster.device.matmul <= 1
-    assert cluster.device.peak["bf16"] > 4 * cluster.device.peak["fp32"]
-    assert cluster.intra.achieved > cluster.inter.achieved
+    per_node = {"gb200": 72, "tpu-v4": 4, "tpu-v5p": 4}.get(name, 8)
+    cluster = parse(f"{name}:{128 * per_node}")
+    device, sheet = cluster.device, BY_NAME[name]
+    assert (cluster.per_node, cluster.nodes) == (per_node, 128)
+    assert 0.4 < device.matmul <= 1
+    assert max(device.peak.values()) >= 2 * min(device.peak.values()) or len(device.peak) == 1
+    assert cluster.intra.achieved >= cluster.inter.achieved * (cluster.wiring.cards or per_node) / per_node
+    assert device.peak == {dtype: rate for dtype, rate in sheet.peak.items() if dtype in device.peak}
+    assert sheet.name in PRESETS, "every sheet is a cluster"
+
+
+# Of each maker's data sheet, in its units: GB, GB/s, dense TFLOP/s, GB/s of links both ways.
+SHEETS = {
+    "p100": (16, 732, {"fp32": 10.6, "fp16": 21.2, "bf16": None}, 160),
+    "v100": (32, 900, {"fp32": 15.7, "fp16": 125, "bf16": None, "fp8": None}, 300),
+    "t4": (16, 320, {"fp32": 8.1, "fp16": 65, "bf16": None}, 0),
+    "a100-40gb": (40, 1555, {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp8": None}, 600),
+    "a100": (80, 2039, {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp8": None}, 600),
+    "a800": (80, 2039, {"bf16": 312}, 400),
+    "h100": (80, 3350, {"tf32": 989 / 2, "bf16": 1979 / 2, "fp8": 3958 / 2, "fp4": None}, 900),
+    "h100-pcie": (80, 2000, {"bf16": 1513 / 2, "fp8": 3026 / 2}, 600),
+    "h800": (80, 3350, {"bf16": 1979 / 2, "fp64": 1}, 400),
+    "h200": (141, 4800, {"bf16": 1979 / 2, "fp8": 3958 / 2}, 900),
+    "b200": (180, 8000, {"tf32": 2200 / 2, "bf16": 4500 / 2, "fp8": 9000 / 2, "fp4": 18000 / 2}, 1800),
+    "b300": (288, 8000, {"bf16": 4500 / 2, "fp8": 9000 / 2, "fp4": 108000 / 8}, 1800),
+    "gb200": (186, 8000, {"bf16": 5000 / 2, "fp8": 10000 / 2, "fp4": 20000 / 2}, 1800),
+    "mi250x": (64, 1600, {"bf16": 383 / 2, "fp32": 95.7 / 2, "tf32": None}, 400),
+    "mi300x": (192, 5300, {"bf16": 1307.4, "fp8": 2614.9, "fp4": None}, 896),
+    "tpu-v4": (32, 1200, {"bf16": 275, "fp32": None, "fp16": None}, 600),
+    "tpu-v5p": (95, 2765, {"bf16": 459, "fp32": None, "fp16": None}, 1200),
+    "rtx4090": (24, 1008, {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3}, 0),
+}
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_sheets_are_the_makers(name: str) -> None:
+    """Memory counts as the maker does: most say GB of 2^30 bytes."""
+    memory, bandwidth, rates, links = SHEETS[name]
+    sheet = BY_NAME[name]
+    assert memory in (pytest.approx(sheet.memory / 1e9), pytest.approx(sheet.memory / 2**30))
+    assert (sheet.bandwidth / 1e9, 2 * sheet.link / 1e9) == pytest.approx((bandwidth, links))
+    for dtype, rate in rates.items():
+        assert sheet.rate(dtype) == (rate and pytest.approx(rate * 1e12, rel=0.03)), dtype
+    assert sheet.source.startswith(sheet.maker)
+    assert abs(int(sheet.generation[-5:-1]) - sheet.year) <= 2
+
+
+def test_a_format_that_a_device_lacks_is_named() -> None:
+    """`auto` is fp32 on a V100, as in training. TPUs have a rate of bf16 only."""
+    recipe = ["model.layers=2", "train.microbatch_size=1"]
+    message = "bf16: v100 has no rate of bf16 .* prices fp32, fp16$"
+    with pytest.raises(UserError, match=message):
+        predict(load("llama2-7b", recipe), parse("v100:64"))
+    auto = predict(load("llama2-7b", [*recipe, "precision.mode=auto"]), parse("v100:64"))
+    assert auto.setting.mode == "fp32"
+    assert mode_of("tf32", parse("a100")) == "tf32"
+    with pytest.raises(UserError, match="tf32: t4 has no rate of tf32"):
+        mode_of("tf32", parse("t4"))
+    assert mode_of("auto", parse("tpu-v4")) == "bf16"
+
+
+def test_every_named_device_can_be_planned_for() -> None:
+    for name, cluster in PRESETS.items():
+        recipe = load("gpt2-124m", ["train.microbatch_size=1", "model.dropout=0.1"], f"dp={cluster.per_node}")
+        plan = predict(recipe, parse(name))
+        assert 0 < plan.step.seconds < 3600, name
+        assert plan.mfu < cluster.device.matmul, name
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "per_node"),
+    [("64xV100", 64, 8), ("v100x64", 64, 8), ("H100 SXM:16", 16, 8), ("mi300x:8", 8, 8), ("8xmi300x", 8, 8),
+     ("MI300Xx16", 16, 8), ("8x4xh100", 32, 4), ("h100x8x4", 32, 4), ("GB200-NVL72:144", 144, 72)],
+)  # fmt: skip
+def test_short_forms(text: str, devices: int, per_node: int) -> None:
+    cluster = parse(text)
+    assert (cluster.devices, cluster.per_node) == (devices, per_node)
+
+
+def test_clusters_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each device and cluster in text and JSON; one by name with all its links."""
+    run("clusters")
+    text = capsys.readouterr().out
+    assert all(text.count(f"\n  {name} ") == 2 for name in PRESETS)
+    run("clusters", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["devices"]] == list(BY_NAME)
+    assert {one["name"] for one in found["clusters"]} == set(PRESETS)
+    v100 = next(one for one in found["devices"] if one["name"] == "v100")
+    assert (v100["flops"]["bf16"], v100["flops"]["fp16"], v100["year"]) == (None, 125e12, 2017)
+
+    run("clusters", "b200:16", "--json")
+    b200 = json.loads(capsys.readouterr().out)
+    links = {row["link"]: row for row in b200["links"]}
+    assert b200["devices"] == 16
+    assert links["NVLink"]["each_way"] == 900e9  # 1.8 TB/s both ways
+    assert links["PCIe 5.0 x16"]["each_way"] == 63e9
+    assert links["network (RDMA)"]["each_way"] == 50e9  # 400 Gb/s
+    assert {"memory", "host memory", "disk, reading", "disk, writing"} < links.keys()
+    assert all(row["reached"] is None or row["reached"] <= row["each_way"] for row in b200["links"])
+
+    run("clusters", "b300")
+    text = capsys.readouterr().out
+    assert "assumed, not measured: matmul, attention, ring" in text
+    assert re.search(r"NVLink +900 +1,800 +675 +3.4 us", text)
+    assert "400 Gb/s" not in text
+    assert "800 Gb/s, 8 cards per node" in text
+
+    (tmp_path / "lab.toml").write_text('base = "t4"\nmatmul_share = 0.6\ninter_gb_s = 5\n')
+    run("clusters", str(tmp_path / "lab.toml"))
+    text = capsys.readouterr().out
+    assert "assumed, not measured: attention, ring" in text
+    assert "40 Gb/s, 1 card per node" in text
+
+
+def run(*arguments: str) -> None:
+    app(list(arguments), standalone_mode=False)
 
 
 def test_nodes_of_other_sizes() -> None:
@@ -158,18 +276,26 @@ def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
 
 @pytest.mark.parametrize(
     ("name", "preset"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("AMD Instinct MI300X", "mi300x")],
-)
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"), ("NVIDIA H200 NVL", "h200-nvl"), ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6", "b300"),
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA H800", "h800"), ("Tesla V100-SXM2-32GB", "v100"), ("Tesla P100-SXM2-16GB", "p100"), ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L4", "l4"), ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI250X", "mi250x"),
+    ],
+)  # fmt: skip
 def test_preset_of_a_gpu(name: str, preset: str) -> None:
     assert of_gpu(name) is PRESETS[preset]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GB200", "NVIDIA L4", "NVIDIA A100 MIG 1g.10gb", "other"],
+    ["NVIDIA A100 MIG 1g.10gb", "NVIDIA GB300", "NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "other"],
 )
 def test_other_gpus_get_no_other_figures(name: str) -> None:
-    with pytest.raises(UserError, match=rf"no figures of {name} \(it has those of a100, h100"):
+    with pytest.raises(UserError, match=rf"no figures of {name} \(it has those of p100, v100"):
         of_gpu(name)
 
 

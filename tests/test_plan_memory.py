@@ -127,7 +127,7 @@ def test_live_microbatches_of_the_first_stage() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "qwen3", "olmo2", "deepseek"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "qwen3", "olmo2", "deepseek", "qwen3_moe"])
 def test_elements_are_those_of_the_sharding_table(layout: Layout, arch: str) -> None:
     section = ModelSection(arch=arch, layers=7, dim=64, heads=4, seq_len=32, ffn_dim=96)  # pyright: ignore[reportArgumentType]
     model = resolve_model(section, vocab_size=256)

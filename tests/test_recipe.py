@@ -24,6 +24,7 @@ from fivefold.recipe import (
     count_parameters,
     expected_vocab_size,
     explain,
+    families,
     flops_per_token,
     load,
     resolve,
@@ -36,7 +37,9 @@ from fivefold.recipe.idle import notes
 from fivefold.recipe.migrate import RENAMED
 
 SHIPPED = [
-    "bert-base-mlm", "deepseek-v3", "gpt2-124m", "llama-7b", "mixtral-8x7b", "moe-tiny", "quickstart", "shakespeare",
+    "bert-base-mlm", "bert-large-mlm", "bert-tiny", "deepseek-v3", "gpt2-1.5b", "gpt2-124m", "gpt2-355m", "gpt2-774m",
+    "gpt3-175b", "llama2-13b", "llama2-70b", "llama2-7b", "llama3-405b", "llama3-70b", "llama3-8b", "mixtral-8x7b",
+    "moe-tiny", "mt-nlg-530b", "quickstart", "qwen3-30b-a3b", "qwen3-8b", "shakespeare", "t-nlg-17b",
 ]  # fmt: skip
 
 
@@ -79,12 +82,37 @@ def test_shipped(name: str) -> None:
 
 def test_shipped_is_complete() -> None:
     assert list(shipped()) == SHIPPED
+    assert sorted(name for names in families().values() for name in names) == SHIPPED
 
 
 def test_llama_7b_is_the_real_one() -> None:
-    recipe = load("llama-7b")
+    recipe = load("llama2-7b")
+    assert recipe == load("llama-7b"), "its earlier name"
     assert (recipe.model.layers, recipe.model.dim, recipe.model.seq_len) == (32, 4096, 4096)
     assert tokens_per_step(recipe) == 2**22
+
+
+def test_a_base_gives_what_a_recipe_leaves_out(tmp_path: Path) -> None:
+    text = 'base = "llama2-7b"\n[model]\nlayers = 2\n[train]\nsteps = 3\n'
+    recipe, base = load(write(tmp_path, text)), load("llama2-7b")
+    assert (recipe.model.layers, recipe.model.dim) == (2, 4096)
+    assert (recipe.train.steps, recipe.train.tokens) == (3, None)
+    assert (recipe.optim, recipe.layout) == (base.optim, base.layout)
+    own = load(write(tmp_path, text + "[layout]\ntp = 2\n")).layout
+    assert own == load("llama2-7b", layout="tp=2").layout, "a layout replaces the base's as a whole"
+
+
+@pytest.mark.parametrize("base", ['"lama2-7b"', "3", '"recipe.toml"', '["llama2-7b"]'])
+def test_a_base_is_a_shipped_recipe(tmp_path: Path, base: str) -> None:
+    message = errors(write(tmp_path, f"base = {base}\n"))
+    assert f"line 1: base = {base}: must be the name of a shipped recipe" in message
+    assert ("did you mean 'llama2-7b'?" in message) == (base == '"lama2-7b"')
+
+
+def test_errors_in_a_recipe_with_a_base_name_its_lines(tmp_path: Path) -> None:
+    message = errors(write(tmp_path, 'base = "llama2-7b"\nmodel = 3\n[optim]\nlrr = 1\n'))
+    assert "line 2: model = 3: must be a section" in message
+    assert "line 4: optim.lrr = 1: unknown key" in message
 
 
 def test_not_found() -> None:
@@ -268,8 +296,8 @@ def test_the_last_override_counts() -> None:
 
 
 def test_none_unsets() -> None:
-    assert load("llama-7b", ["model.ffn_dim=none"]).model.ffn_dim is None
-    assert load("llama-7b", ["layout.recompute=none"]).layout.recompute == "none"  # here it is a word
+    assert load("llama2-7b", ["model.ffn_dim=none"]).model.ffn_dim is None
+    assert load("llama2-7b", ["layout.recompute=none"]).layout.recompute == "none"  # here it is a word
     assert "optim.lr" in errors("quickstart", ["optim.lr=none"])
 
 
@@ -282,10 +310,10 @@ def test_steps_and_tokens_replace_each_other() -> None:
 
 
 def test_layout_replaces_the_section() -> None:
-    layout = load("llama-7b", layout="dp=8,tp=2,zero=1").layout
+    layout = load("llama2-7b", layout="dp=8,tp=2,zero=1").layout
     assert (layout.dp_shard, layout.tp, layout.zero, layout.recompute) == (8, 2, 1, "none")
-    assert load("llama-7b", ["layout.recompute=full"], layout="dp=8").layout.recompute == "full"
-    assert "--layout: layout.zero = 7" in errors("llama-7b", layout="zero=7")
+    assert load("llama2-7b", ["layout.recompute=full"], layout="dp=8").layout.recompute == "full"
+    assert "--layout: layout.zero = 7" in errors("llama2-7b", layout="zero=7")
 
 
 def test_change() -> None:
@@ -487,7 +515,7 @@ def test_tokens_round_up_to_steps() -> None:
 def test_parameters_of_published_models() -> None:
     gpt2 = ModelSection(arch="gpt2", layers=12, dim=768, heads=12, seq_len=1024, vocab_size=50257)
     bert = ModelSection(arch="bert", layers=12, dim=768, heads=12, seq_len=512, vocab_size=30522)
-    llama2 = load("llama-7b").model
+    llama2 = load("llama2-7b").model
     llama3 = ModelSection(
         layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256, seq_len=8192
     )

@@ -13,7 +13,7 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="NAME:DEVICES",
-        help="a100, h100, h200, b200, mi300x, local or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4.",
+        help="A name of `fivefold clusters`, local, or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4.",
     ),
 ]
 SearchOption = Annotated[bool, typer.Option("--search", help="Find the fastest layouts that fit.")]

@@ -18,17 +18,33 @@ def recipes(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """List the shipped recipes, or print one of them."""
-    from fivefold.recipe import shipped, source
+    """List the shipped recipes by family with their parameters, or print one of them."""
+    from fivefold.observe.format import short_number
+    from fivefold.recipe import families, shipped, source
 
     if name is not None:
         text = source(name)
         print_json({"name": name, "toml": text}) if json else print(text, end="")
         return
-    found = shipped()
+    found, sizes = shipped(), {name: _parameters(name) for name in shipped()}
+    groups = {
+        family: sorted(names, key=lambda name: sizes[name] or 0) for family, names in families().items()
+    }
     if json:
-        print_json({"recipes": found})
+        print_json({"recipes": found, "families": groups, "parameters": sizes})
         return
     width = max(map(len, found))
-    for recipe, description in found.items():
-        print(f"{recipe:{width}}  {description}")
+    for family, names in groups.items():
+        print(family)
+        for name in names:
+            size = sizes[name]
+            print(f"  {name:{width}}  {short_number(size) if size else '':>7}  {found[name]}")
+
+
+def _parameters(name: str) -> int | None:
+    """Parameters of a shipped recipe's model; None: they depend on the text's vocabulary."""
+    from fivefold.recipe import count_parameters, expected_vocab_size, load
+
+    recipe = load(name)
+    size = expected_vocab_size(recipe)
+    return count_parameters(recipe.model.model_copy(update={"vocab_size": size})) if size else None

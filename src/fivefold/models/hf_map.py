@@ -28,6 +28,22 @@ def same(ours: str, theirs: str, *kinds: str) -> list[Entry]:
     return [Entry(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in kinds or ("weight",)]
 
 
+def experts(
+    ours: str,
+    theirs: str,
+    model: ModelSection,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Entry]:
+    """The weights of routed experts, which have three matrices each there. names: gate, up, down."""
+    D, F, E = model.dim, model.expert_ffn_dim or 0, model.experts or 0
+    each, (gate, up, down) = [f"{theirs}.{number}" for number in range(E)], names
+    both = tuple(f"{expert}.{name}.weight" for expert in each for name in (gate, up))
+    return [
+        Entry(f"{ours}.gate_up", both, (F,) * (2 * E)),
+        Entry(f"{ours}.down", tuple(f"{expert}.{down}.weight" for expert in each), (D,) * E),
+    ]
+
+
 def refuse(name: str, model: ModelSection, theirs: Mapping[str, Any], *more: str) -> None:
     """Refuses a model whose fields have other values than a format can express. theirs: field -> its only value there.
     more: further "model.FIELD = VALUE" that it lacks.

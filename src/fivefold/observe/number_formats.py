@@ -35,7 +35,7 @@ STYLE = """
 
 
 def generations(form: Format) -> list[str]:
-    """The generations of GPUs with a data sheet that states a rate for a format, from the oldest."""
+    """The generations of devices with a data sheet that states a rate for a format, from the oldest."""
     found = {sheet.generation for sheet in SHEETS if sheet.rate(form.multiplied)}
     return sorted(found, key=lambda name: (name[-6:], name))
 
@@ -59,6 +59,7 @@ def table() -> list[dict[str, object]]:
             "smallest": one.smallest,
             "epsilon": one.epsilon,
             "computed_by": generations(one),
+            "devices": [sheet.name for sheet in SHEETS if sheet.rate(one.multiplied)],
             "modes": modes(one),
         }
         for one in FORMATS.values()
@@ -81,7 +82,7 @@ def to_text() -> str:
     for block in BLOCKS:
         scale = block.scale.name + (", fp32 per tensor" if block.tensor else "")
         scaled.append([block.name, str(block.size), scale, f"{block.bits:g}"])
-    computed = [["format", "computed by GPUs of", "precision.mode"]]
+    computed = [["format", "computed by", "precision.mode"]]
     for one in FORMATS.values():
         mode = ", ".join(modes(one)) or "shown, not trained"
         computed.append([one.name, ", ".join(name.partition(" (")[0] for name in generations(one)), mode])

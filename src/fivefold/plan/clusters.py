@@ -11,29 +11,15 @@ from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import read_bytes
-from fivefold.host.devices import BY_NAME, GB, sheet_of
+from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, sheet_of
 from fivefold.plan import measured
-from fivefold.plan.devices import Cluster, Device, Link, Storage, Wiring, of_table
+from fivefold.plan.devices import Cluster, Device, Link, Storage, Wiring, copies, of_table
 from fivefold.precision import DTYPES
 from fivefold.recipe.load import MOST_BYTES
 from fivefold.spread.layout import MOST_RANKS
 
-RATED = tuple(dtype.name for dtype in DTYPES.values() if dtype.stored)
+RATED = tuple(DTYPES)
 """The dtypes whose rates a cluster has."""
-
-
-def _device(name: str, matmul: float, **shares: Any) -> Device:
-    """The device of a data sheet. matmul: FLOP/s in bf16 that programs reach. shares: of the sheet's other figures."""
-    sheet = BY_NAME[name]
-    peak = {dtype: rate for dtype in RATED if (rate := sheet.rate(dtype))}
-    return Device(name, peak, matmul / peak["bf16"], sheet.units, sheet.memory, sheet.bandwidth, **shares)
-
-
-def _preset_of(device: Device, ring: float, network: Link, **link: Any) -> Cluster:
-    """A cluster with nodes of 8. ring: bytes/s that collectives reach inside a node."""
-    wire = BY_NAME[device.name].link
-    return Cluster(device.name, device, 0, 8, Link(wire, ring / wire, _HOP, **link), network)
-
 
 # Specifications come from the data sheets (host/devices.py). These are the rates that programs reach.
 # "matmul" is the highest bf16 rate that a search over shapes found (stas00/ml-engineering, "MAMF" table). B200's rate
@@ -42,38 +28,104 @@ def _preset_of(device: Device, ring: float, network: Link, **link: Any) -> Clust
 # NVLink's share is what nccl-tests' rings reach with 16 GiB on 8 devices (ml-engineering, network/README.md).
 # InfiniBand's is NVIDIA's 24 of 25 and 48 of 50 GB/s. Latencies per hop come from NCCL's own tuning model (ring,
 # "Simple": 3.4 us NVLink, 14 us network). Attention is FlashAttention-2, as in PyTorch: on A100 arXiv 2307.08691,
-# figures 5 and 6, on H100 figure 7.
+# figures 5 and 6, on H100 figure 7. Devices of one chip (A100 with 40 GB, A800, H800) reach the same shares.
 _HOP, _NETWORK_HOP = 3.4e-6, 14e-6
-_HDR, _NDR = Link(25 * GB, 24 / 25, _NETWORK_HOP), Link(50 * GB, 48 / 50, _NETWORK_HOP)
-_HOPPER_MATMUL, _HOPPER_ATTENTION = 794.5e12, (0.37, 0.31)
+_EDR, _HDR, _NDR, _XDR = (Link(rate * GB, 24 / 25, _NETWORK_HOP) for rate in (12.5, 25, 50, 100))
+_A100_MATMUL, _HOPPER_MATMUL, _B200_MATMUL = 271.2 / 312, 794.5 / 989.4, 1125 / 2250
+_A100_RING, _HOPPER_RING, _B200_RING = 234.9 / 300, 367.2 / 450, 682.2 / 900
+_A100_ATTENTION, _HOPPER_ATTENTION = (0.60, 0.55), (0.37, 0.31)
+# What is assumed of devices that nobody has measured for us: round shares below those of the measured ones.
+_MATMUL, _RING, _ATTENTION = 0.75, 0.75, (0.40, 0.30)
 
+
+def _preset(
+    name: str,
+    network: Link,
+    matmul: float | None = None,
+    ring: float | None = None,
+    attention: tuple[float, float] | None = None,
+    *,
+    per_node: int = 8,
+    cards: int = 0,
+    reduce: float | None = None,
+    mesh: bool = False,
+    streaming: float = Device.streaming,
+    **host: Any,
+) -> Cluster:
+    """A cluster of the nodes that a device is usually sold in. matmul, ring, attention: shares of the sheet's rates;
+    None: assumed. Devices without links to a whole node send over PCIe, by way of the host."""
+    sheet = BY_NAME[name]
+    peak = {dtype: rate for dtype in RATED if (rate := sheet.rate(dtype))}
+    device = Device(
+        name,
+        peak,
+        matmul or _MATMUL,
+        sheet.units,
+        sheet.memory,
+        sheet.bandwidth,
+        streaming,
+        attention or _ATTENTION,
+        assumed=tuple(
+            what
+            for what, given in (("matmul", matmul), ("attention", attention), ("ring", ring))
+            if not given
+        ),
+    )
+    return Cluster(
+        name,
+        device,
+        0,
+        per_node,
+        Link((not sheet.linked and sheet.link) or PCIE[sheet.pcie], ring or _RING, _HOP, reduce, mesh),
+        network,
+        wiring=Wiring(cards),
+        host_link=copies(sheet.to_host),
+        **host,
+    )
+
+
+def _tpu(name: str) -> Cluster:
+    """Hosts of 4 chips in a torus that needs no other network: a ring sends both ways along one of three axes."""
+    axis = Link(BY_NAME[name].link / 3, 0.9, 1e-6)
+    return replace(_preset(name, axis, ring=0.9, per_node=4), intra=axis)
+
+
+# Networks: of DGX-1 and DGX A100 to B300 (one card per device from A100 on); GB200: of an NVL72 rack, whose hosts are
+# linked to the devices by NVLink-C2C; MI250X: of Frontier's nodes, whose 4 modules are 8 devices. The others are the
+# builder's choice; what is common is assumed.
 PRESETS = {
     cluster.name: cluster
     for cluster in (
-        _preset_of(_device("a100", 271.2e12, attention=(0.60, 0.55)), 234.9 * GB, _HDR),
-        _preset_of(
-            _device("h100", _HOPPER_MATMUL, attention=_HOPPER_ATTENTION), 367.2 * GB, _NDR, reduce=480 * GB
-        ),
-        _preset_of(
-            _device("h200", _HOPPER_MATMUL, attention=_HOPPER_ATTENTION), 367.2 * GB, _NDR, reduce=480 * GB
-        ),
-        _preset_of(
-            _device("b200", 1125e12, streaming=0.67, attention=(0.52, 0.42)),
-            682.2 * GB,
-            _NDR,
-            reduce=845 * GB,
-        ),
+        _preset("p100", _EDR, cards=4),
+        _preset("v100", _EDR, cards=4),
+        _preset("t4", _EDR, cards=1),
+        _preset("a100-40gb", _HDR, _A100_MATMUL, _A100_RING, _A100_ATTENTION),
+        _preset("a100", _HDR, _A100_MATMUL, _A100_RING, _A100_ATTENTION),
+        _preset("a800", _HDR, _A100_MATMUL, _A100_RING, _A100_ATTENTION),
+        _preset("l4", _EDR, cards=1),
+        _preset("l40s", _HDR, cards=4),
+        _preset("rtx4090", _EDR, cards=1),
+        _preset("h100-nvl", _NDR, cards=4),
+        _preset("h200-nvl", _NDR, cards=4),
+        _preset("h100-pcie", _NDR, cards=4),
+        _preset("h100", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, reduce=480 * GB),
+        _preset("h800", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION),
+        _preset("h200", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, reduce=480 * GB),
+        _preset("b200", _NDR, _B200_MATMUL, _B200_RING, (0.52, 0.42), reduce=845 * GB, streaming=0.67),
+        _preset("gb200", _NDR, per_node=72, host_memory=36 * 480 * GB, host_bandwidth=36 * 400 * GB),
+        _preset("b300", _XDR),
+        _preset("mi250x", _HDR, cards=4, host_memory=512 * GIB),
         # All 8 devices reach 312.9 GB/s. The network is the builder's choice; 400 Gb/s per device are assumed.
-        _preset_of(
-            _device("mi300x", 668.4e12, streaming=0.8, attention=(0.40, 0.27)),
-            312.9 * GB,
-            _NDR,
-            mesh=True,
-        ),
+        _preset("mi300x", _NDR, 668.4 / 1307.4, 312.9 / 448, (0.40, 0.27), streaming=0.8, mesh=True),
+        _preset("mi325x", _NDR, mesh=True),
+        _preset("mi355x", _NDR, mesh=True),
+        _tpu("tpu-v4"),
+        _tpu("tpu-v5p"),
     )
-}
+}  # fmt: skip
 
 
+LOCAL = "local"
 _BASES = f"a preset, one of {', '.join(PRESETS)}, or local"
 
 
@@ -90,17 +142,19 @@ def of_gpu(name: str) -> Cluster:
 
 
 def parse(text: str) -> Cluster:
-    """Reads `h100:64` (64 devices, 8 per node), `h100:8x4` (8 nodes of 4), or `my.toml`, `my.toml:64`.
+    """Reads `h100:64` or `64xh100` (64 devices, in nodes as they are sold), `h100:8x4` (8 nodes of 4), or `my.toml`,
+    `my.toml:64`.
 
     Without a number `devices` is 0, and the cluster has as many devices as the layout needs.
 
     Raises:
         UserError: unknown cluster, impossible number of devices, broken file.
     """
+    text = canonical(text)
     name, colon, count = (text, "", "") if text.endswith(".toml") else text.rpartition(":")
     if not colon:
         name, count = text, ""
-    cluster = _own(Path(name)) if name.endswith(".toml") else _preset(name, text)
+    cluster = _own(Path(name)) if name.endswith(".toml") else _named(name, text)
     if colon and not count:
         raise UserError(f"cluster '{text}': the number of devices is missing, such as {name}:8")
     return _sized(cluster, count, text) if count else cluster
@@ -120,17 +174,33 @@ def local() -> Cluster:
     return of_table(table)
 
 
-def _preset(name: str, text: str) -> Cluster:
-    if name.lower() == "local":
+def _named(name: str, text: str) -> Cluster:
+    key = device_name(name)
+    if key == LOCAL:
         return local()
-    if name.lower() not in PRESETS:
-        known = [*PRESETS, "local"]
-        near = did_you_mean(name.lower(), known)
+    if key not in PRESETS:
+        near = did_you_mean(key, [*PRESETS, LOCAL])
         raise UserError(
-            f"cluster '{text}': unknown name '{name}'{near} (valid: {', '.join(known)}, with a "
-            "number of devices such as h100:64, or the path of a .toml file)"
+            f"cluster '{text}': unknown name '{name}'{near} (valid: {', '.join(PRESETS)}, {LOCAL}, with a "
+            "number of devices such as h100:64, or the path of a .toml file; `fivefold clusters` describes them)"
         )
-    return PRESETS[name.lower()]
+    return PRESETS[key]
+
+
+def device_name(text: str) -> str:
+    """The name of a device as the table has it: `h100` for `H100 SXM`, `a100` for `A100-80GB`."""
+    name = re.sub(r"[ _]", "-", text.strip().lower())
+    return next((name.removesuffix(end) for end in ("-sxm", "-80gb", "-nvl72") if name.endswith(end)), name)
+
+
+def canonical(text: str) -> str:
+    """`64xH100` and `h100x64` as `h100:64`; `8x4xh100` as `h100:8x4`. Everything else stays as it is."""
+    if text.endswith(".toml") or ":" in text:
+        return text
+    if found := re.fullmatch(r"(\d+(?:x\d+)?)x([a-z].*)", text, re.ASCII | re.IGNORECASE):
+        return f"{found[2]}:{found[1]}"
+    found = re.fullmatch(r"(.+?)x(\d+(?:x\d+)?)", text, re.ASCII | re.IGNORECASE)
+    return f"{found[1]}:{found[2]}" if found and device_name(found[1]) in PRESETS else text
 
 
 def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
@@ -185,6 +255,8 @@ _KEYS = {
     "disk_read_gb_s": _Key(GB),
     "disk_write_gb_s": _Key(GB),
 }
+_SHARES = {"matmul": "matmul_share", "ring": "intra_share"}
+"""Keys that replace what a preset assumes."""
 _WHOLE = (
     "hosts_per_machine",
     "devices",
@@ -194,7 +266,6 @@ _WHOLE = (
     "nvlink_domain",
     "nodes_per_leaf",
 )
-LOCAL = "local"
 _OF_HOSTS = (
     "devices", "devices_per_node", "inter_gb_s", "inter_share", "inter_latency_us", "nics_per_node", "nodes_per_leaf",
     "oversubscription", "hosts_per_machine",
@@ -320,6 +391,7 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
         name=name,
         peak={dtype: rate for dtype, rate in peak.items() if rate},
         matmul=values.get("matmul_share", device.matmul),
+        assumed=tuple(what for what in device.assumed if _SHARES.get(what) not in values),
         units=int(values.get("units", device.units)),
         memory=values.get("memory_gb", device.memory),
         bandwidth=values.get("memory_bandwidth_tb_s", device.bandwidth),
@@ -332,7 +404,7 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
         link["intra"],
         link["inter"],
         disk=values.get("disk_write_gb_s", cluster.disk),
-        wiring=_wiring(values, torus),
+        wiring=_wiring(values, torus, cluster.wiring.cards),
         disk_read=values.get("disk_read_gb_s", cluster.disk_read),
         host_link=_host_link(values, cluster),
         host_memory=values.get("host_memory_gb", cluster.host_memory),
@@ -346,12 +418,12 @@ def _host_link(values: dict[str, float], cluster: Cluster) -> Storage:
     return Storage(rate, rate, 2 * rate) if rate else cluster.host_link
 
 
-def _wiring(values: dict[str, float], torus: tuple[int, ...]) -> Wiring:
+def _wiring(values: dict[str, float], torus: tuple[int, ...], cards: int) -> Wiring:
     pcie = None
     if "pcie_gb_s" in values:
         pcie = Link(values["pcie_gb_s"], 1.0, values.get("pcie_latency_us", 0.0))
     return Wiring(
-        int(values.get("nics_per_node", 0)),
+        int(values.get("nics_per_node", cards)),
         int(values.get("nvlink_domain", 0)),
         pcie,
         int(values.get("nodes_per_leaf", 0)),

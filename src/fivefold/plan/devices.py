@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from fivefold.host.devices import GB, GIB
+from fivefold.host.devices import GB, GIB, PCIE
 from fivefold.plan.measured import Measured, Share
 from fivefold.schedules.collectives import Line
 
@@ -24,7 +24,8 @@ class Device:
     and backward, on long sequences with heads of 128. reserve: bytes that the program's runtime and the network library
     take (an estimate; reported as it is). spread: standard deviation of the speed of devices of one model on dense
     products; of several hundred the fastest and the slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs
-    Are Created Equal"). measured: what takes the place of all these rates.
+    Are Created Equal"). measured: what takes the place of all these rates. assumed: shares that nobody has measured,
+    "matmul", "attention" or "ring" (of the links within a node).
     """
 
     name: str
@@ -38,6 +39,7 @@ class Device:
     reserve: float = 1.5 * GIB
     spread: float = 0.015
     measured: Share | None = None
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,14 @@ class Storage:
         return Storage(self.read / ranks, self.write / ranks, self.both / ranks)
 
 
-PCIE = Storage(25 * GB, 25 * GB, 50 * GB)
-"""What copies between a GPU and pinned memory reach on PCIe 4.0 x16, of 32 GB/s each way."""
+def copies(rate: float) -> Storage:
+    """What copies between a GPU and pinned memory reach on a link of so many bytes/s each way: 25 GB/s on PCIe 4.0."""
+    reached = rate * 25 / 31.5
+    return Storage(reached, reached, 2 * reached)
+
+
+PINNED = copies(PCIE[4])
+"""Of a device that is not in the table."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class Cluster:
     hosts: int = 1
     disk_read: float = 0.0
     disk_both: float = 0.0
-    host_link: Storage = PCIE
+    host_link: Storage = PINNED
     host_memory: float = 1024 * GIB
     host_bandwidth: float = 300 * GB
 

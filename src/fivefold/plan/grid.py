@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
-from fivefold.plan.clusters import parse
+from fivefold.plan.clusters import canonical, parse
 from fivefold.plan.devices import Cluster
 from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.software import Software, of
@@ -93,7 +93,7 @@ def base(recipe: Recipe, cluster: str, expert_load: float | None = None) -> Base
     layout = Layout.from_recipe(full.layout)
     validate(layout, machine.devices or layout.ranks)
     software = with_load(of(machine), full.model, expert_load)
-    return Base(recipe, full, layout, replace(machine, devices=layout.ranks), cluster, software)
+    return Base(recipe, full, layout, replace(machine, devices=layout.ranks), canonical(cluster), software)
 
 
 def axes(center: Base, budget: float = BUDGET) -> list[Slider]:

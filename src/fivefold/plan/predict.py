@@ -356,10 +356,22 @@ def mode_of(wanted: str, cluster: Cluster) -> str:
     Raises:
         UserError: the planner does not price it there.
     """
-    mode = chosen(wanted, "bf16" in cluster.device.peak)
+    peak = cluster.device.peak
+    mode = chosen(wanted, "bf16" in peak)
     if mode not in PRECISIONS or not priced(mode, cluster):
         known = ", ".join(name for name in PRECISIONS if priced(name, cluster))
-        raise UserError(f"precision.mode = {mode}: the planner prices {known} on {cluster.device.name}")
+        row = PRECISIONS.get(mode)
+        missing = (
+            [dtype for dtype in (row.working, matmul_dtype(mode, cluster.device)) if dtype not in peak]
+            if row
+            else []
+        )
+        why = (
+            f": {cluster.device.name} has no rate of {missing[0]} (`fivefold clusters`); on it"
+            if missing
+            else ":"
+        )
+        raise UserError(f"precision.mode = {mode}{why} the planner prices {known}")
     return mode
 
 

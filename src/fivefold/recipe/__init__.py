@@ -3,7 +3,7 @@
 from fivefold.models.card import resolve_model
 from fivefold.models.count import active_parameters, count_parameters, flops_per_token
 from fivefold.models.section import ModelSection
-from fivefold.recipe.load import change, load, shipped, source
+from fivefold.recipe.load import change, families, load, shipped, source
 from fivefold.recipe.ramp import LeftOut, batch_size, leave_out, place, sequences_before
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.resolve import (
@@ -45,6 +45,7 @@ __all__ = [
     "count_parameters",
     "expected_vocab_size",
     "explain",
+    "families",
     "flops_per_token",
     "leave_out",
     "load",

@@ -22,6 +22,9 @@ from fivefold.spread.layout import parse as parse_layout
 MOST_BYTES = 256 << 10
 """Size of a recipe's file. A long one has 5 KiB."""
 _SHIPPED = Path(__file__).parent.parent / "recipes"
+"""A folder for each family of models."""
+EARLIER = {"llama-7b": "llama2-7b"}
+"""Names of shipped recipes in earlier versions."""
 
 
 def load(
@@ -44,9 +47,7 @@ def load(
     Raises:
         UserError: it names the file and every wrong key, with its line, its value and what is allowed.
     """
-    path = find(name_or_path)
-    text = _read(path)
-    table, origins = migrate(_parse(text, path), _lines(text))
+    table, origins = _with_base(find(name_or_path))
     return _Draft(table, origins).finish(f"recipe {name_or_path}", overrides, layout, over)
 
 
@@ -61,8 +62,22 @@ def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = N
 
 def shipped() -> dict[str, str]:
     """The shipped recipes: {name: first line of its comment}."""
-    files = sorted(_SHIPPED.glob("*.toml"))
-    return {file.stem: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files}
+    return {
+        name: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
+        for name, file in _files().items()
+    }
+
+
+def families() -> dict[str, list[str]]:
+    """The names of the shipped recipes by family, in alphabetical order."""
+    found: dict[str, list[str]] = {}
+    for name, file in _files().items():
+        found.setdefault(file.parent.name, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def _files() -> dict[str, Path]:
+    return {file.stem: file for file in sorted(_SHIPPED.glob("*/*.toml"), key=lambda file: file.stem)}
 
 
 def source(name_or_path: str | Path) -> str:
@@ -80,9 +95,10 @@ def find(name_or_path: str | Path) -> Path:
     Raises:
         UserError: there is none; the message names the nearest shipped recipe.
     """
-    names = [file.stem for file in sorted(_SHIPPED.glob("*.toml"))]
-    if str(name_or_path) in names:
-        return _SHIPPED / f"{name_or_path}.toml"
+    files = _files()
+    name = EARLIER.get(str(name_or_path), str(name_or_path))
+    if name in files:
+        return files[name]
     path = Path(name_or_path)
     if path.is_file():
         return path
@@ -96,8 +112,38 @@ def find(name_or_path: str | Path) -> Path:
         if path.is_dir()
         else "no such file, and no shipped recipe of this name"
     )
-    hint = did_you_mean(path.stem, names)
-    raise UserError(f"recipe '{name_or_path}': {what}{hint or '.'} Shipped recipes: {', '.join(names)}")
+    hint = did_you_mean(path.name.removesuffix(".toml"), files)
+    raise UserError(f"recipe '{name_or_path}': {what}{hint or '.'} Shipped recipes: {', '.join(files)}")
+
+
+def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """(table, origins) of a file, with the fields of its base that it does not set. Its [layout] replaces the base's as
+    a whole, and each of train.steps and train.tokens replaces the other.
+
+    Raises:
+        UserError: the file is not valid TOML, or its base is no shipped recipe.
+    """
+    text = _read(path)
+    table, origins = migrate(_parse(text, path), _lines(text))
+    if "base" not in table:
+        return table, origins
+    base = table.pop("base")
+    files = _files()
+    if not isinstance(base, str) or EARLIER.get(base, base) not in files:
+        hint = did_you_mean(base, files) if isinstance(base, str) else ""
+        raise UserError(
+            f"recipe {path}: {origins.get('base', 'base')}: base = {words.short(base)}: must be the name of a shipped "
+            f"recipe{hint or ', one of ' + ', '.join(files)}"
+        )
+    below, _ = _with_base(files[EARLIER.get(base, base)])
+    train = table.get("train")
+    if isinstance(train, dict) and {"steps", "tokens"} & train.keys():
+        below["train"] = {name: v for name, v in below["train"].items() if name not in ("steps", "tokens")}
+    for section, fields in below.items():
+        own = table.setdefault(section, fields)
+        if isinstance(own, dict) and section != "layout":
+            table[section] = fields | own
+    return table, origins
 
 
 def _read(path: Path) -> str:

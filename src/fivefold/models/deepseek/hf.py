@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.models.deepseek.card import widths_of
-from fivefold.models.hf_map import Entry, refuse, same
+from fivefold.models.hf_map import Entry, experts, refuse, same
 from fivefold.models.llama import hf as llama
 from fivefold.models.section import ModelSection
 
@@ -65,16 +65,13 @@ def _attention(ours: str, theirs: str, query: int, key_value: int) -> list[Entry
 
 
 def _mixture(model: ModelSection, ours: str, theirs: str) -> list[Entry]:
-    D, F, E = model.dim, model.expert_ffn_dim or 0, model.experts or 0
-    experts, shared = [f"{theirs}.experts.{e}" for e in range(E)], f"{theirs}.shared_experts"
-    gate_up = tuple(f"{expert}.{kind}_proj.weight" for expert in experts for kind in ("gate", "up"))
+    width, shared = (model.expert_ffn_dim or 0) * (model.shared_experts or 0), f"{theirs}.shared_experts"
     both = tuple(f"{shared}.{kind}_proj.weight" for kind in ("gate", "up"))
     return [
         *same(f"{ours}.router", f"{theirs}.gate"),
         Entry(f"{ours}.router.bias", (f"{theirs}.gate.e_score_correction_bias",)),
-        Entry(f"{ours}.experts.gate_up", gate_up, (F,) * (2 * E)),
-        Entry(f"{ours}.experts.down", tuple(f"{e}.down_proj.weight" for e in experts), (D,) * E),
-        Entry(f"{ours}.shared.gate_up.weight", both, (F * (model.shared_experts or 0),) * 2),
+        *experts(f"{ours}.experts", f"{theirs}.experts", model),
+        Entry(f"{ours}.shared.gate_up.weight", both, (width, width)),
         *same(f"{ours}.shared.down", f"{shared}.down_proj"),
     ]
 

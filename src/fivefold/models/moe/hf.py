@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf_map import Entry, refuse, same
+from fivefold.models.hf_map import Entry, experts, refuse, same
 from fivefold.models.llama import hf as llama
 from fivefold.models.section import ModelSection
 
@@ -36,15 +36,11 @@ def entries(model: ModelSection) -> list[Entry]:
         UserError: Mixtral cannot express the model.
     """
     _check(model)
-    D, F, E = model.dim, model.expert_ffn_dim or 0, model.experts or 0
     table = [entry for entry in llama.entries(model) if ".mlp." not in entry.ours]
     for i in range(model.layers):
         ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.block_sparse_moe"
-        experts = [f"{theirs}.experts.{e}" for e in range(E)]
         table += same(f"{ours}.router", f"{theirs}.gate")
-        gate_up = tuple(f"{expert}.{w}.weight" for expert in experts for w in ("w1", "w3"))
-        table += [Entry(f"{ours}.experts.gate_up", gate_up, (F,) * (2 * E))]
-        table += [Entry(f"{ours}.experts.down", tuple(f"{e}.w2.weight" for e in experts), (D,) * E)]
+        table += experts(f"{ours}.experts", f"{theirs}.experts", model, ("w1", "w3", "w2"))
     return table
 
 

@@ -1,0 +1,1 @@
+"""Qwen3 with a mixture of experts."""
