@@ -57,7 +57,7 @@ def tiny(given: str) -> list[str]:
 
 
 def scaled_down(line: str) -> str:
-    if not re.search("fivefold (train|verify|draw)", line) or re.fullmatch(
+    if not re.search("fivefold (train|verify|draw|sweep)", line) or re.fullmatch(
         r"fivefold draw run(s/\w+)?", line
     ):
         return line
