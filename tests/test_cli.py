@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.cli import check, export, generate, import_, recipes, report, tokenize, train
+from fivefold.cli import check, eval_, export, generate, import_, recipes, report, tokenize, train
 from fivefold.cli.main import main
 from fivefold.recipe import Recipe
 
@@ -16,6 +16,7 @@ COMMANDS = {
     "check": check,
     "recipes": recipes,
     "tokenize": tokenize,
+    "eval": eval_,
     "generate": generate,
     "report": report,
     "export": export,

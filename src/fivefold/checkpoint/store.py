@@ -257,6 +257,20 @@ def latest(run: Path) -> Path:
     return found[-1]
 
 
+def chosen(run: Path, step: int | None) -> Path:
+    """The checkpoint of a step; None: the newest.
+
+    Raises:
+        UserError: the run has none, or none of this step.
+    """
+    if step is None:
+        return latest(run)
+    if folder_of(run, step) not in (found := checkpoints(run)):
+        there = ", ".join(str(step_in(folder)) for folder in found[-20:])
+        raise UserError(f"step = {step}: {run} has no checkpoint of this step; it has {there or 'none'}")
+    return folder_of(run, step)
+
+
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first: all folders that are called exactly like one. They may be damaged.
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import JsonOption, RunArgument, print_json, require_run
-from fivefold.errors import UserError, printable
+from fivefold.cli.options import JsonOption, RunArgument, StepOption, print_json, require_run
+from fivefold.errors import printable
 
 EXAMPLES = [
     "fivefold generate runs/first --prompt 'def main('",
@@ -30,19 +30,17 @@ def generate(
     seed: Annotated[
         int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")
     ] = 0,
+    step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Generate text with a trained model.
-
-    Uses the weights of the run's last checkpoint.
-    """
+    """Generate text with a trained model."""
     require_run(run, look=False)
-    from fivefold.train.generate import Sampling, generate_text, open_run
+    from fivefold.checkpoint import store
+    from fivefold.train.generate import Sampling, generate_text, open_run, require_tokenizer
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    module, recipe, tokenizer = open_run(run)
-    if tokenizer is None:
-        raise UserError(f"'{run}' was trained on token files, so it has no tokenizer to encode a prompt with")
+    module, recipe, tokenizer = open_run(run, checkpoint=store.chosen(run, step))
+    tokenizer = require_tokenizer(run, tokenizer)
     pieces = generate_text(module, recipe.model, tokenizer, prompt, sampling)
     if json:
         print_json({"prompt": prompt, "text": "".join(pieces)})

@@ -53,6 +53,12 @@ LayoutOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=run_folders)]
+StepOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0, metavar="N", show_default=False, help="Step of the checkpoint. [default: the newest]"
+    ),
+]
 
 
 def require_run(folder: Path, look: bool = True) -> Path:

@@ -7,6 +7,7 @@ could end a document, or hide a word from the loss.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,13 +39,15 @@ PIECE = 1 << 17  # characters encoded at once; bounds memory (the library takes 
 class Tokenizer:
     """Encodes and decodes text, and describes the vocabulary.
 
-    vocab_size: all ids are below it. end_id: the token between documents. mask_id: the token that hides a word where
-    the objective is `mlm`, or None. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are
+    vocab_size: all ids are below it. end_id: the token between documents. begin_id: the token before a document: the
+    one that the file's config calls bos_token, else the end token. start_ids: what the file's own template puts before
+    a text; nothing in tokenizers of ours. mask_id: the token that hides a word where the objective is `mlm`, or None.
+    token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are
     exact for byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate
     for vocabularies that change the text (BERT's lower-casing).
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None):
+    def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None, begin: str | None = None):
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = (
@@ -56,6 +59,8 @@ class Tokenizer:
         self.vocab_size = max(self._vocab.values()) + 1
         self._names = {"eos_token": end} | ({} if mask is None else {"mask_token": mask})
         self.end_id = self._vocab[end]
+        self.begin_id = self._vocab[begin or end]
+        self.start_ids = _before_text(self._spec)
         self.mask_id = None if mask is None else self._vocab[mask]
         self._special = {t["id"] for t in self._spec["added_tokens"] if t["special"]}
         self._is_bytes = _is_plain_bytes(self._spec)
@@ -200,7 +205,9 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
         named_mask = config.get("mask_token")
         mask_token = _find_token(path, vocab, named_mask, KNOWN_MASKS, "mask") if mask or named_mask else None
         _mark_special(spec, vocab, [end] if mask_token is None else [end, mask_token])
-        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), end, mask_token)
+        begin = _named(config.get("bos_token"))
+        known = begin if begin in vocab else None
+        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), end, mask_token, known)
     except UserError:
         raise
     except OSError as error:
@@ -238,14 +245,30 @@ def _with_special(inner: tokenizers.Tokenizer, mask: bool) -> Tokenizer:
 
 
 def _find_token(path: Path, vocab: dict[str, int], named: Any, usual: list[str], role: str) -> str:
-    named = named.get("content") if isinstance(named, dict) else named
-    for token in [named, *usual]:
-        if isinstance(token, str) and token in vocab:
+    for token in [_named(named), *usual]:
+        if token is not None and token in vocab:
             return token
     raise UserError(
         f"data.tokenizer: {path} has no {role} token; name it in tokenizer_config.json beside it, "
         f"or use one of {', '.join(usual)}"
     )
+
+
+def _named(token: Any) -> str | None:
+    """A special token of tokenizer_config.json: text, or an object with its content."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _before_text(spec: dict[str, Any]) -> list[int]:
+    """The ids that the template of a tokenizer.json puts before a text."""
+    processor = spec.get("post_processor") or {}
+    for part in [processor, *processor.get("processors", [])]:
+        if part.get("type") == "TemplateProcessing":
+            names = [next(iter(piece.items())) for piece in part["single"]]
+            before = itertools.takewhile(lambda piece: piece[0] == "SpecialToken", names)
+            return [i for _, token in before for i in part["special_tokens"][token["id"]]["ids"]]
+    return []
 
 
 def _mark_special(spec: dict[str, Any], vocab: dict[str, int], tokens: list[str]) -> None:

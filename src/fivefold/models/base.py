@@ -51,7 +51,8 @@ class LanguageModel(nn.Module, ABC):
         """Tokens (B, T) -> logits (B, T, V), fp32; with targets (B, T) -> mean loss over targets other than -100.
 
         inputs: tokens, or (B, T, D) from the previous blocks if the model has no beginning. cache: the tokens follow
-        those in the cache, and only the logits of the last position are returned, (B, 1, V), which sampling needs.
+        those in the cache. Without targets only the logits of the last position are returned, (B, 1, V), which sampling
+        needs.
         positions_T: the tokens' positions in their sequence; None: 0, 1, 2, ... after the cache.
         """
         if positions_T is None:
@@ -63,7 +64,9 @@ class LanguageModel(nn.Module, ABC):
             x_BTD = block(x_BTD, *context, **({} if cache is None else {"cache": cache[int(number)]}))
         if not self.last:
             return x_BTD
-        return self.end(x_BTD if cache is None else x_BTD[:, -1:], targets_BT)
+        if cache is not None and targets_BT is None:
+            x_BTD = x_BTD[:, -1:]
+        return self.end(x_BTD, targets_BT)
 
 
 def block_dict(blocks: list[nn.Module]) -> nn.ModuleDict:

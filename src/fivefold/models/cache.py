@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,11 @@ class LayerCache:
         self.length = stop
         return self.k[:, :stop], self.v[:, :stop]
 
+    def rows(self, rows: Sequence[int], capacity: int) -> LayerCache:
+        copy = LayerCache((len(rows), capacity, *self.k.shape[2:]), self.k.dtype, self.k.device)
+        copy.append(self.k[rows, : self.length], self.v[rows, : self.length])
+        return copy
+
 
 class Cache:
     """One `LayerCache` per block, passed to a model with each piece of text: the prompt, then token by token."""
@@ -61,6 +68,13 @@ class Cache:
         self.capacity = capacity or model.seq_len
         shape = (batch, self.capacity, model.kv_heads or model.heads, model.head_width)
         self.layers = [LayerCache(shape, dtype, device) for _ in range(model.layers)]
+
+    def rows(self, rows: Sequence[int], capacity: int) -> Cache:
+        """A new cache of `capacity` tokens that begins with these rows of this one, some perhaps several times."""
+        copy = Cache.__new__(Cache)
+        copy.capacity = capacity
+        copy.layers = [layer.rows(rows, capacity) for layer in self.layers]
+        return copy
 
     @property
     def length(self) -> int:

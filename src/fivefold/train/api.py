@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ from torch import nn
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.hf import export_run
-from fivefold.errors import UserError
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.recipe import Recipe, load
-from fivefold.train.generate import Sampling, generate_text, open_run
+from fivefold.train.evaluate import Evaluation, evaluate
+from fivefold.train.generate import Sampling, generate_text, open_run, require_tokenizer
 from fivefold.train.job import BatchSource
 from fivefold.train.start import run_command
 
@@ -45,15 +46,28 @@ class Run:
             UserError: the run has no checkpoint or no tokenizer, or a sampling value is not allowed.
         """
         module, recipe, tokenizer = open_run(self.path)
-        if tokenizer is None:
-            raise UserError(
-                f"{self.path} was trained on token files, so it has no tokenizer to encode a prompt with"
-            )
+        tokenizer = require_tokenizer(self.path, tokenizer)
         return "".join(
             generate_text(
                 module, recipe.model, tokenizer, prompt, Sampling(max_tokens, temperature, top_k, top_p, seed)
             )
         )
+
+    def evaluate(
+        self,
+        *texts: Path | str,
+        tasks: Sequence[Path | str] = (),
+        step: int | None = None,
+        **how: Any,
+    ) -> dict[str, Any]:
+        """Perplexity and bits per byte of text files, accuracy on task files (docs/evaluation.md).
+
+        step: of the checkpoint; None: the newest. how: fields of `Evaluation` (train/evaluate.py), such as shots=5.
+
+        Raises:
+            UserError: a file, line or setting cannot be used, or the run has no such checkpoint.
+        """
+        return evaluate(self.path, texts, tasks, Evaluation(**how), step=step)
 
     def checkpoints(self) -> list[Path]:
         """Folders of the run's checkpoints, oldest first."""

@@ -13,6 +13,7 @@ from fivefold.checkpoint import store
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError
 from fivefold.files import guard
+from fivefold.models.base import LanguageModel
 from fivefold.models.build import build
 from fivefold.models.cache import Cache
 from fivefold.models.card import card_of
@@ -55,11 +56,11 @@ def open_run(
     checkpoint: Path | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-) -> tuple[nn.Module, Recipe, Tokenizer | None]:
+) -> tuple[LanguageModel, Recipe, Tokenizer | None]:
     """The model of a run with the weights of a checkpoint (None: the latest), its recipe and its tokenizer.
 
     Args:
-        dtype: of the weights; None: as stored.
+        dtype: of the weights; None: as stored. Buffers always stay as stored.
 
     Raises:
         UserError: the folder is not a run, has no checkpoint, or its weights are not those of the recipe's model.
@@ -72,9 +73,19 @@ def open_run(
         raise UserError(
             f"{run}: its weights belong to a custom module, not to the recipe's {recipe.model.arch}"
         )
-    module.load_state_dict({name: t.to(device, dtype) for name, t in state.items()}, assign=True)
+    buffers = card_of(recipe.model).buffers
+    module.load_state_dict(
+        {name: t.to(device, None if name in buffers else dtype) for name, t in state.items()}, assign=True
+    )
     tokenizer_file = run / "tokenizer.json"
     return module.eval(), recipe, load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+
+
+def require_tokenizer(run: Path, tokenizer: Tokenizer | None) -> Tokenizer:
+    """Raises UserError if a run has no tokenizer."""
+    if tokenizer is None:
+        raise UserError(f"'{run}' was trained on token files, so it has no tokenizer to encode text with")
+    return tokenizer
 
 
 def generate_text(

@@ -1,0 +1,158 @@
+"""`fivefold eval RUN`: perplexity of texts, multiple choice and completions by likelihood."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fivefold.cli.options import (
+    JsonOption,
+    RunArgument,
+    StepOption,
+    print_json,
+    require_run,
+    require_writable,
+)
+from fivefold.files import write_atomically
+
+EXAMPLES = [
+    "fivefold eval runs/first my_texts/*.txt",
+    "fivefold eval runs/first --task hellaswag_val.jsonl --limit 1000",
+    "fivefold eval runs/first --task ARC-Easy-Test.jsonl --shots 5 --shots-from ARC-Easy-Train.jsonl --json",
+]
+
+
+def eval_(
+    run: RunArgument,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE]...",
+            help="Text files: perplexity and bits per byte. A .jsonl holds one document per line.",
+            show_default=False,
+        ),
+    ] = None,
+    task: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Task file: JSON lines in our own form (docs/evaluation.md) or as HellaSwag, ARC and LAMBADA are "
+            "published. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    shots: Annotated[
+        int, typer.Option(metavar="K", help="Solved examples in front of each item of a task.")
+    ] = 0,
+    shots_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Task file that examples are drawn from. [default: the task's own]",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the examples.")] = 1234,
+    limit: Annotated[int, typer.Option(metavar="N", help="First N items of each task; 0: all.")] = 0,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens that the model sees at most. [default: model.seq_len]",
+            show_default=False,
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens that a window of a long text scores. [default: --context]",
+            show_default=False,
+        ),
+    ] = None,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Tokens per batch: bounds the memory. [default: 8192]", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fp32|bf16|fp16",
+            help="Dtype to compute in. [default: as the run's validation]",
+            show_default=False,
+        ),
+    ] = None,
+    text_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="Field of a .jsonl that holds the text. [default: data.text_key]",
+            show_default=False,
+        ),
+    ] = None,
+    step: StepOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the figures here as JSON, with each item's.", show_default=False
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Evaluate a trained model: perplexity, bits per byte, accuracy.
+
+    Multiple choice goes by the likelihood of the choices. Tasks in which the model writes freely are not supported.
+    A run of any layout is evaluated in one process.
+    """
+    require_run(run, look=False)
+    require_writable("--out", out)
+    from fivefold.train.evaluate import Evaluation, evaluate
+
+    how = Evaluation(shots, shots_from, seed, limit, context, stride, batch_tokens, dtype, text_key)
+    found = evaluate(run, texts or (), task or (), how, step=step)
+    if out is not None:
+        write_atomically(out, json_.dumps(found, indent=1) + "\n")
+    for row in found["tasks"]:
+        del row["details"]
+    print_json(found) if json else print("\n".join(_lines(found)))
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    """The figures for people."""
+    lines = [
+        f"{found['run']}, step {found['step']:,}, in {found['dtype']} on {found['device']}, context "
+        f"{found['context']:,} tokens, stride {found['stride']:,}"
+    ]
+    for row in found["texts"]:
+        lines.append(
+            f"  {row['file']}: perplexity {_number(row['perplexity'])}, bits per byte {row['bits_per_byte']:.4f}  "
+            f"({row['documents']:,} documents, {row['tokens']:,} tokens, {row['bytes']:,} bytes)"
+        )
+    for row in found["tasks"]:
+        figures = f"accuracy {_share(row, 'accuracy')}"
+        if "accuracy_norm" in row:
+            figures += f", by length {_share(row, 'accuracy_norm')}"
+        else:
+            figures += f", perplexity {_number(row['perplexity'])}"
+        lines.append(
+            f"  {row['file']}: {figures}  ({row['schema']}, {row['items']:,} items, {row['shots']} shots)"
+        )
+        if row["cut"]:
+            lines.append(
+                f"    the prompts of {row['cut']:,} items are longer than the context: their beginnings were cut off"
+            )
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "beyond 1e300" if value is None else f"{value:.4g}"
+
+
+def _share(row: dict[str, Any], name: str) -> str:
+    error = row[f"{name}_stderr"]
+    return f"{row[name]:.3f}" + ("" if error is None else f" +- {error:.3f}")

@@ -1,0 +1,320 @@
+"""Evaluates a run: perplexity and bits per byte of texts, multiple choice and completions by likelihood.
+
+Prompts, the border between context and continuation, windows and scores are those of lm-evaluation-harness 0.4.13
+("lm-eval" below; its files are named where they matter), so its figures for the exported folder are the same
+(benchmarks/eval_beside.py). Tasks in which the model writes freely are not supported.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from fivefold.checkpoint import store
+from fivefold.data.items import Item, prompts, read_items, require_enough
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.data.whole import documents
+from fivefold.errors import UserError
+from fivefold.files import guard
+from fivefold.host.machine import has_fast_bf16
+from fivefold.launch.ranks import device_for
+from fivefold.models.base import LanguageModel
+from fivefold.models.card import card_of
+from fivefold.models.rules import having
+from fivefold.models.section import ModelSection
+from fivefold.precision import DTYPES, PRECISIONS, chosen, torch_dtype
+from fivefold.recipe import Recipe, load
+from fivefold.train.generate import open_run, require_tokenizer
+from fivefold.train.likelihood import Request, Score, score, windows
+
+BATCH_TOKENS = 8192
+LEAST_SHARED = 8
+"""Tokens of a prompt from which on the choices of an item share one pass over it."""
+COMPUTED = tuple(name for name, dtype in DTYPES.items() if dtype.stored and dtype.multiplied)
+"""The dtypes in which a model can be evaluated."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a run is evaluated."""
+
+    shots: int = 0
+    """Solved examples in front of each item of a task."""
+    shots_from: Path | str | None = None
+    """Task file of the examples; None: the task's own file, without the item itself."""
+    seed: int = 1234
+    """Seed of the examples' choice. lm-eval's default is the same."""
+    limit: int = 0
+    """Number of items per task, the first ones; 0: all."""
+    context: int | None = None
+    """Tokens that the model sees at most; None: the recipe's `seq_len`."""
+    stride: int | None = None
+    """Tokens that each window of a document scores after the first one; None: `context`, as lm-eval. Fewer give each
+    token more to see, and take longer."""
+    batch_tokens: int | None = None
+    """Tokens per batch, which bounds the memory; None: 8192, or `context` if that is more."""
+    dtype: str | None = None
+    """fp32, bf16 or fp16; None: that of the run's validation (`precision.mode`)."""
+    text_key: str | None = None
+    """Field of .jsonl files that holds a document's text; None: the recipe's `data.text_key`."""
+
+    def __post_init__(self) -> None:
+        for name, valid, allowed in (
+            ("shots", self.shots >= 0, "0 or more"),
+            ("seed", 0 <= self.seed < 2**63, "0 to 2^63 - 1"),
+            ("limit", self.limit >= 0, "0 (all) or more"),
+            ("context", self.context is None or self.context >= 1, "1 or more"),
+            ("stride", self.stride is None or self.stride >= 1, "1 or more"),
+            ("batch_tokens", self.batch_tokens is None or self.batch_tokens >= 1, "1 or more"),
+            ("dtype", self.dtype in (None, *COMPUTED), f"one of {', '.join(COMPUTED)}"),
+            ("shots_from", self.shots_from is None or self.shots > 0, "used with shots of 1 or more only"),
+        ):
+            if not valid:
+                raise UserError(f"{name} = {getattr(self, name)}: must be {allowed}")
+
+
+def evaluate(
+    run: Path,
+    texts: Sequence[Path | str] = (),
+    tasks: Sequence[Path | str] = (),
+    how: Evaluation = Evaluation(),
+    *,
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Evaluates the checkpoint of a step (None: the newest) on texts and task files, in this process.
+
+    Returns plain data: what was evaluated (run, step, dtype, device, context, stride), a row for each of `texts` and
+    `tasks`. See docs/evaluation.md for the keys.
+
+    Raises:
+        UserError: nothing to evaluate, a file or line that cannot be used, or a model that scores no text.
+    """
+    if not texts and not tasks:
+        raise UserError("nothing to evaluate: name text files, task files, or both")
+    guard(run)
+    recipe = load(run / "recipe.toml")
+    if not card_of(recipe.model).causal:
+        raise UserError(
+            f"{recipe.model.arch} is bidirectional: it gives no likelihood of a text from left to right. Use a run of "
+            f"{having('causal', 'or')}; the masked loss is in the run's metrics.jsonl"
+        )
+    context = _length("context", how.context, recipe.model.seq_len, "the recipe's model.seq_len")
+    stride = _length("stride", how.stride, context, "context")
+    if how.batch_tokens is not None and how.batch_tokens < context:
+        raise UserError(
+            f"batch_tokens = {how.batch_tokens}: must be {context} or more, or lower context = {context}"
+        )
+    given = [_read_task(Path(path), how) for path in tasks]  # an error comes before the weights are read
+    device, dtype = device_for(0), how.dtype or _dtype(recipe)
+    folder = store.chosen(run, step)
+    module, _, tokenizer = open_run(run, checkpoint=folder, device=device, dtype=torch_dtype(dtype))
+    tokenizer = require_tokenizer(run, tokenizer)
+    scorer = Scorer(module, tokenizer, recipe.model, context, how.batch_tokens)
+    rows = [_text(scorer, Path(path), stride, how.text_key or recipe.data.text_key) for path in texts]
+    return {
+        "run": str(run),
+        "step": store.step_in(folder),
+        "dtype": dtype,
+        "device": device.type,
+        "context": context,
+        "stride": stride,
+        "texts": rows + ([_text_row("all files", rows)] if len(rows) > 1 else []),
+        "tasks": [_task(scorer, task) for task in given],
+    }
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model with its tokenizer, which scores texts."""
+
+    module: LanguageModel
+    tokenizer: Tokenizer
+    model: ModelSection
+    context: int
+    batch_tokens: int | None = None
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self.tokenizer.encode_array(text).astype(np.int32)
+        V = self.model.vocab_size or 0
+        if len(ids) and ids.max() >= V:
+            raise UserError(f"the tokenizer gives token id {ids.max()}; the model knows ids 0 to {V - 1}")
+        return ids
+
+    def document(self, text: str) -> np.ndarray:
+        """Tokens of a document behind the token that begins one (lm-eval: prefix_token_id), so the first is scored,
+        too. The end of the document is not."""
+        return np.concatenate([np.array([self.tokenizer.begin_id], np.int32), self.encode(text)])
+
+    def continuations(self, context: str, continuations: Sequence[str]) -> list[Request]:
+        """Requests that score each continuation behind the context.
+
+        As lm-eval (lm_eval/api/model.py, `_encode_pair` and `loglikelihood`): blanks at the end of the context go to
+        the continuation, because most tokenizers join a blank with the word behind it. Context and continuation are
+        encoded together, and the number of tokens of the context alone says where the continuation begins. Behind an
+        empty context the continuation begins a document. Any other context begins with what the tokenizer's template
+        puts before a text (Llama's BOS; nothing in runs of ours). Of texts that are too long the beginning is cut off.
+
+        Raises:
+            UserError: a continuation has no token of its own, or more than the model sees at once.
+        """
+        front = context.rstrip()
+        seen, begin = len(self.encode(front)), self.tokenizer.start_ids if front else []
+        begin = np.array(begin if seen else [self.tokenizer.begin_id], np.int32)
+        found: list[tuple[np.ndarray, int]] = []
+        for continuation in continuations:
+            tokens = np.concatenate([begin, self.encode(context + continuation)])
+            scored = len(tokens) - len(begin) - seen
+            if not 1 <= scored <= self.context:
+                raise UserError(f"{continuation!r:.60} has {scored} tokens; must be 1 to {self.context}")
+            found.append((tokens, scored))
+        most = self.context + 1
+        shared = _shared(found) if all(len(tokens) <= most for tokens, _ in found) else 0
+        return [Request(tokens[-most:], scored, shared, len(tokens) > most) for tokens, scored in found]
+
+    def score(self, requests: Iterator[Request]) -> Iterator[tuple[Request, Score]]:
+        return score(self.module, self.model, requests, self.batch_tokens or max(BATCH_TOKENS, self.context))
+
+
+def _shared(found: Sequence[tuple[np.ndarray, int]]) -> int:
+    """The number of tokens in which all (tokens, scored) begin alike, before those that predict scored ones; 0 where it
+    is not worth a pass of its own."""
+    first = found[0][0]
+    alike = min(len(tokens) - 1 - scored for tokens, scored in found)
+    for tokens, _ in found:
+        same = first[:alike] == tokens[:alike]
+        alike = alike if same.all() else int(same.argmin())
+    return alike if len(found) > 1 and alike >= LEAST_SHARED else 0
+
+
+def _text(scorer: Scorer, path: Path, stride: int, text_key: str) -> dict[str, Any]:
+    """Figures of a file's documents, each scored by itself."""
+    row = {"documents": 0, "bytes": 0, "words": 0, "tokens": 0, "nats": 0.0}
+
+    def requests() -> Iterator[Request]:
+        for text in documents(path, text_key):
+            try:
+                tokens = scorer.document(text)
+            except UserError as error:
+                raise UserError(f"{path}, document {row['documents'] + 1}: {error}") from None
+            row["documents"] += 1
+            row["bytes"] += len(text.encode())
+            row["words"] += len(re.split(r"\s+", text))  # as lm-eval (lm_eval/api/task.py, count_words)
+            row["tokens"] += len(tokens) - 1
+            yield from windows(tokens, scorer.context, stride)
+
+    for _, found in scorer.score(requests()):
+        row["nats"] -= found.log_p
+    if not row["tokens"]:
+        raise UserError(f"{path} holds no text")
+    return _text_row(str(path), [row])
+
+
+def _text_row(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    sums = {key: sum(row[key] for row in rows) for key in ("documents", "bytes", "words", "tokens", "nats")}
+    return {
+        "file": name,
+        **sums,
+        "perplexity": _exp(sums["nats"] / sums["tokens"]),
+        "word_perplexity": _exp(sums["nats"] / sums["words"]),
+        "bits_per_byte": sums["nats"] / sums["bytes"] / math.log(2),
+    }
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A task file as it was read. contexts: the prompt of each item."""
+
+    path: Path
+    schema: str
+    items: Sequence[Item]
+    contexts: Sequence[str]
+    how: Evaluation
+
+
+def _read_task(path: Path, how: Evaluation) -> _Task:
+    schema, items = read_items(path)
+    pool, source, same = items, path, how.shots_from is None
+    if how.shots_from is not None:
+        source = Path(how.shots_from)
+        pool = read_items(source)[1]
+    if how.shots:
+        require_enough(how.shots, source, pool, same=same)
+    chosen_ones = items[: how.limit or None]
+    contexts = list(prompts(chosen_ones, how.shots, pool, how.seed, same=same))
+    return _Task(path, schema, chosen_ones, contexts, how)
+
+
+def _task(scorer: Scorer, task: _Task) -> dict[str, Any]:
+    """Figures of a task. `details` has a row for each item."""
+
+    def requests() -> Iterator[Request]:
+        for item, context in zip(task.items, task.contexts, strict=True):
+            try:
+                yield from scorer.continuations(context, [item.join + choice for choice in item.choices])
+            except UserError as error:
+                raise UserError(f"{task.path}, line {item.line}: {error}") from None
+
+    scores = scorer.score(requests())
+    details = [_judge(item, list(islice(scores, len(item.choices)))) for item in task.items]
+    completion = all(len(item.choices) == 1 for item in task.items)
+    row: dict[str, Any] = {
+        "file": str(task.path),
+        "schema": task.schema,
+        "items": len(task.items),
+        "shots": task.how.shots,
+        "seed": task.how.seed,
+        "cut": sum(detail["cut"] for detail in details),
+        **_mean("accuracy", [detail["right"] for detail in details]),
+    }
+    if completion:
+        row["perplexity"] = _exp(-fmean(detail["log_likelihoods"][0] for detail in details))
+    else:
+        row |= _mean("accuracy_norm", [detail["right_norm"] for detail in details])
+    return row | {"details": details}
+
+
+def _judge(item: Item, scored: Sequence[tuple[Request, Score]]) -> dict[str, Any]:
+    """The choice with the largest log-likelihood, and that with the largest per character. As lm-eval
+    (lm_eval/api/task.py, process_results): lengths are those of the choices' characters, without the blank before them;
+    of equals the first counts. A completion is right if greedy decoding would write it."""
+    log_p = [found.log_p for _, found in scored]
+    detail: dict[str, Any] = {"line": item.line, "answer": item.answer, "log_likelihoods": log_p}
+    detail["greedy"] = [found.greedy for _, found in scored]
+    detail["cut"] = any(request.cut for request, _ in scored)
+    if len(item.choices) == 1:
+        return detail | {"right": scored[0][1].greedy}
+    per_character = [p / len(choice) for p, choice in zip(log_p, item.choices, strict=True)]
+    chosen_one, chosen_norm = log_p.index(max(log_p)), per_character.index(max(per_character))
+    detail |= {"chosen": chosen_one, "chosen_norm": chosen_norm}
+    return detail | {"right": chosen_one == item.answer, "right_norm": chosen_norm == item.answer}
+
+
+def _mean(name: str, right: Sequence[bool]) -> dict[str, float | None]:
+    """The share of right answers with its standard error (None for a single item)."""
+    error = stdev(map(float, right)) / math.sqrt(len(right)) if len(right) > 1 else None
+    return {name: fmean(right), f"{name}_stderr": error}
+
+
+def _exp(nats: float) -> float | None:
+    """None: beyond what a number holds."""
+    return math.exp(nats) if nats < 700 else None
+
+
+def _length(name: str, value: int | None, most: int, what: str) -> int:
+    if value is not None and value > most:
+        raise UserError(f"{name} = {value}: must be at most {most} ({what})")
+    return value or most
+
+
+def _dtype(recipe: Recipe) -> str:
+    """The dtype of the weights in the run's validation."""
+    fast = has_fast_bf16(device_for(0).type)
+    return PRECISIONS[chosen(recipe.precision.mode, fast)].working
