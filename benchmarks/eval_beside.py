@@ -124,7 +124,7 @@ def ours(run: Path, folder: Path) -> dict[str, Any]:
     from fivefold.data.items import prompts, read_items
     from fivefold.train.evaluate import Evaluation, evaluate
 
-    rows = {}
+    rows, found = {}, {}
     for shots, names in TASKS.items():
         how = Evaluation(shots=shots, seed=SEED, dtype="fp32")
         texts = [folder / "texts.jsonl"] if shots == 0 else []
@@ -151,7 +151,7 @@ def theirs(model: Path, folder: Path) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    package = Path(lm_eval.__file__).parent / "tasks"
+    package = Path(str(lm_eval.__file__)).parent / "tasks"
     (folder / "tasks").mkdir()
     for name in (*FIGURES, "many"):
         task = their_task(name, package, folder)

@@ -48,7 +48,8 @@ class LayerCache:
         return self.k[:, :stop], self.v[:, :stop]
 
     def rows(self, rows: Sequence[int], capacity: int) -> LayerCache:
-        copy = LayerCache((len(rows), capacity, *self.k.shape[2:]), self.k.dtype, self.k.device)
+        _, _, K, d = self.k.shape
+        copy = LayerCache((len(rows), capacity, K, d), self.k.dtype, self.k.device)
         copy.append(self.k[rows, : self.length], self.v[rows, : self.length])
         return copy
 
