@@ -229,8 +229,7 @@ def test_items_of_each_schema() -> None:
         0,
     )
     assert (
-        swag[4].context
-        == "Home and Garden: How to grow basil. Choose a pot. Basil needs room for its roots."
+        swag[4].context == "Home and Garden: How to grow basil. Choose a pot. Basil needs room for its roots."
     )
     assert swag[4].choices[0].endswith("can drain.. Fill it with loose soil.")
     assert swag[4].choices[3] == "Feed the roots with bread and cheese. Repeat at noon."
