@@ -15,10 +15,11 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 # Empty files that say what is installed, and when: older than the two lists below, they are made again.
 TO_TRAIN := $(VENV)/.installed
 TO_TEST := $(VENV)/.installed-test
+TO_DOCS := $(VENV)/.installed-docs
 LISTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-chaos check audit sbom format clean
+.PHONY: help train test test-all test-chaos check docs audit sbom format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -48,6 +49,10 @@ check: $(TO_TEST)  ## format, lint, types, import rules
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_imports.py
 
+docs: $(TO_DOCS)  ## build/site/index.html: the documentation as a site; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
+	@echo "open build/site/index.html"
+
 audit: $(TO_TEST)  ## installed versions and files against their pins; known vulnerabilities, if the index answers
 	$(BIN)/python .ci/dependencies.py check
 	$(BIN)/python .ci/dependencies.py known
@@ -70,6 +75,10 @@ $(TO_TRAIN): $(LISTS) | $(BIN)/python
 
 $(TO_TEST): $(LISTS) | $(BIN)/python
 	$(INSTALL) -e '.[test,dev]'
+	@touch $(TO_TRAIN) $@
+
+$(TO_DOCS): $(LISTS) | $(BIN)/python
+	$(INSTALL) -e '.[docs]'
 	@touch $(TO_TRAIN) $@
 
 $(BIN)/python:

@@ -74,6 +74,8 @@ def execute(line: str, folder: Path) -> None:
     line = scaled_down(INSTEAD.get(line, line))
     if line.startswith("make "):
         execute_make(line, folder)
+    elif program := re.match(r"torchrun .* (examples/lectures/\w+\.py)", line):
+        assert f"\n{line}" in (REPO / program[1]).read_text()  # test_lecture_programs.py runs it
     elif not line.startswith("fivefold ") or ">" in line:
         run(line, folder)
     elif SEVERAL_RANKS.search(line):
@@ -88,7 +90,7 @@ def execute(line: str, folder: Path) -> None:
 
 def execute_make(line: str, folder: Path) -> None:
     """`make train` trains, with the environment of the tests; the others only say what they would run."""
-    stamps = "-o .venv/.installed -o .venv/.installed-test"
+    stamps = "-o .venv/.installed -o .venv/.installed-test -o .venv/.installed-docs"
     if line == "make train":
         sets = " ".join(f"--set {setting}" for setting in [*TINY[:-1], "train.steps=3"])
         run(f"ln -s {shlex.quote(sys.prefix)} .venv", folder)
@@ -99,6 +101,7 @@ def execute_make(line: str, folder: Path) -> None:
     wanted = {
         "make test": ["-m pytest"],
         "make check": ["ruff format --check", "ruff check", "pyright"],
+        "make docs": ["-m mkdocs"],
         "make test-chaos": ["tests/chaos/run.py kills --number 100"],
         "make test-chaos KILLS=300 SEED=2": ["tests/chaos/run.py kills --number 300 --seed 2"],
     }

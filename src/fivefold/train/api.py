@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.hf import export_run
@@ -72,6 +72,14 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """Folders of the run's checkpoints, oldest first."""
         return store.checkpoints(self.path)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of the last checkpoint, by name.
+
+        Raises:
+            UserError: the run has no checkpoint.
+        """
+        return store.load(store.latest(self.path), kinds=("model",)).model
 
     def export(self, folder: Path | str) -> Path:
         """Writes the last checkpoint as a folder that Hugging Face `transformers` loads."""
