@@ -222,6 +222,13 @@ def test_terms_of_every_architecture(name: str) -> None:
                 assert evaluate(one.formula, symbols) == pytest.approx(one.value, rel=1e-6), one.name
 
 
+def test_experts_have_ranks_of_their_own() -> None:
+    """With expert parallelism the formulas of the states are the prediction, too."""
+    for zero in (0, 1, 2, 3):
+        found = conventions(f"mixtral-8x7b --layout dp=16,ep=8,tp=2,zero={zero} --states fivefold")["states"]
+        assert found[f"ZeRO {zero}"]["value"] == pytest.approx(found["this plan"]["value"], rel=0.001)
+
+
 def test_formulas_are_read_as_printed() -> None:
     sizes = {"L": 3.0, "d": 2.0, "n": 4.0, "Psi": 5.0}
     assert evaluate("L (4 d^2 + 4 d)", sizes) == 3 * (16 + 8)

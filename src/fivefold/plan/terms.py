@@ -75,12 +75,15 @@ class Asked:
     def symbols(self) -> Symbols:
         s, model = self.setting, self.setting.model
         layout, width = s.layout, float(model.dim)
-        own = card_of(model).count
+        card = card_of(model)
+        psi = self.how.psi or card.count
+        routed = sum(math.prod(card.parameters[name]) for name, cut in card.cuts.items() if cut.axis == "ep")
         return {
             "n_v": model.vocab_size or 0, "d": width, "h": width, "f": model.ffn_dim or 0, "L": model.layers,
             "a": model.heads, "s": model.seq_len, "b": s.sizes.B, "m": s.microbatches, "p": layout.pp, "c": layout.cp,
             "v": layout.stages_per_rank, "t": layout.tp, "n": sharing(layout), "D": self.tokens,
-            "D_1": self.plan.tokens, "Psi": self.how.psi or own, "N": self.how.psi or active_parameters(model),
+            "D_1": self.plan.tokens, "Psi": psi, "Psi_e": psi * routed / card.count, "e": layout.ep,
+            "N": self.how.psi or active_parameters(model),
         }  # fmt: skip
 
     def term(self, name: str, formula: str, unit: str, note: str = "") -> Term:
@@ -140,11 +143,14 @@ def states(asked: Asked) -> Iterator[Term]:
         if size:
             yield asked.term(name, f"{size:g} Psi", "bytes")
     yield asked.term("all states", f"{b.working + b.gradient + b.optimizer:g} Psi", "bytes")
-    held = "Psi / (t p)" if layout.tp * layout.pp > 1 else "Psi"
+    held = "(Psi - Psi_e + Psi_e / e)" if layout.ep > 1 else "Psi"
+    share = "Psi"
+    if layout.tp * layout.pp > 1:
+        held, share = f"{held} / (t p)", "Psi / (t p)"
     for zero in range(4):
         each = partial(memory.state_bytes, b, zero, microbatches=asked.setting.microbatches, pp=layout.pp)
         whole, shared = sum(each(computes=1, keeps=0)), sum(each(computes=0, keeps=1))
-        terms = [f"{whole:g} {held}"] * bool(whole) + [f"{shared:g} {held} / n"] * bool(shared)
+        terms = [f"{whole:g} {held}"] * bool(whole) + [f"{shared:g} {share} / n"] * bool(shared)
         where = f"a rank, n = {sharing(layout)}"
         yield asked.term(f"ZeRO {zero}", " + ".join(terms), "bytes", where)
     most = max(one.params + one.gradients + one.optimizer for one in asked.plan.memory)
@@ -441,7 +447,7 @@ def _value(term: Term) -> str:
 
 def _scaled(size: float, base: int, unit: str) -> str:
     """Bytes with a prefix. Giga stays until ten tera: the papers' states are thousands of GB."""
-    for prefix, power, least in (("T", 4, 10), ("G", 3, 1), ("M", 2, 0)):
+    for prefix, power, least in (("T", 4, 10), ("G", 3, 1), ("M", 2, 0.1), ("K", 1, 0)):
         if size >= least * base**power:
             return f"{size / base**power:,.1f} {prefix}{unit}"
     raise AssertionError(size)
