@@ -17,12 +17,8 @@ from fivefold.plan.predict import predict
 from fivefold.plan.terms import SECTIONS, Asked, terms
 from fivefold.recipe import load
 
-GPT3 = (
-    "gpt2-124m --set model.layers=96 --set model.dim=12288 --set model.heads=96 --set model.seq_len=2048 "
-    "--set train.microbatch_size=1 --set train.global_batch_size=1562"
-)
 DOCS = Path(__file__).parent.parent / "docs" / "planner.md"
-PIPELINE = "llama-7b --set train.global_batch_size=8 --set train.microbatch_size=1"
+PIPELINE = "llama2-7b --set train.global_batch_size=8 --set train.microbatch_size=1"
 INTERLEAVED = f"{PIPELINE} --layout pp=4,schedule=interleaved,virtual_stages=2"
 
 
@@ -38,14 +34,14 @@ def conventions(command: str) -> dict[str, Any]:
 
 # (command, section, {term: the courses' value})
 COURSES = [
-    (f"{GPT3} --layout dp=1 --terms", "parameters", {"model": 174.6e9, "plain GPT": 174.6e9}),
+    ("gpt3-175b --terms", "parameters", {"model": 174.6e9, "plain GPT": 174.6e9}),
     (
-        f"{GPT3} --layout dp=1 --psi 175e9 --tokens 300e9 --deadline 30d --flops 160e12",
+        "gpt3-175b --psi 175e9 --deadline 30d --flops 160e12",
         "flops",
         {"run": 6 * 175e9 * 300e9, "devices": 760, "run, full recomputation": 8 * 175e9 * 300e9},
     ),
     (
-        f"{GPT3} --layout dp=1 --psi 175e9 --states paper",
+        "gpt3-175b --psi 175e9 --states paper",
         "states",
         {
             "parameters": 350e9,
@@ -57,25 +53,29 @@ COURSES = [
         },
     ),
     (
-        "llama-7b --layout dp=64 --psi 7.5e9 --states paper",
+        "llama2-7b --layout dp=64 --psi 7.5e9 --states paper",
         "states",
         {"ZeRO 0": 120e9, "ZeRO 1": 31.4e9, "ZeRO 2": 16.6e9, "ZeRO 3": 1.88e9},
     ),
-    ("llama-7b --layout dp=1 --psi 7e9 --states fp32", "states", {"all states": 112e9}),
-    ("llama-7b --layout dp=1 --psi 10e9 --states bf16_pure", "states", {"all states": 80e9}),
+    ("llama2-7b --layout dp=1 --psi 7e9 --states fp32", "states", {"all states": 112e9}),
+    ("llama2-7b --layout dp=1 --psi 10e9 --states bf16_pure", "states", {"all states": 80e9}),
     (
-        "llama-7b --layout dp=1 --activations plain",
+        "llama2-7b --layout dp=1 --activations plain",
         "activations",
         {"one activation": 16 * 2**30, "one activation, fp32": 64 * 2**30},
     ),
-    (f"{GPT3} --layout dp=1 --activations plain", "activations", {"batch": 430.2e12, "block": 2868903936}),
-    (f"{GPT3} --layout tp=8 --flops 160e12", "flops", {"time, full recomputation": 0.319}),  # of 30 to 40%
+    (
+        "gpt3-175b --layout dp=1 --activations plain --set train.global_batch_size=1562",
+        "activations",
+        {"batch": 430.2e12, "block": 2868903936},
+    ),
+    ("gpt3-175b --layout tp=8 --flops 160e12", "flops", {"time, full recomputation": 0.319}),  # of 30 to 40%
     (f"{PIPELINE} --layout pp=4 --bubble ideal", "bubble", {"1f1b, ideal": 0.375, "formula, ideal": 0.375}),
     (f"{PIPELINE} --layout pp=4 --bubble step", "bubble", {"1f1b, step": 3 / 11, "live microbatches": 4}),
     (f"{PIPELINE} --layout pp=4,schedule=gpipe --bubble ideal", "bubble", {"live microbatches": 8}),
     (f"{INTERLEAVED} --bubble ideal", "bubble", {"interleaved, ideal": 0.1875, "formula, ideal": 0.1875}),
     (
-        f"{GPT3} --layout dp=8 --psi 175e9 --states paper --terms --set train.global_batch_size=1536",
+        "gpt3-175b --layout dp=8 --psi 175e9 --states paper --terms",
         "messages",
         {"gradients": 350e9, "ring all-reduce of them": 2 * 7 / 8 * 350e9},
     ),
@@ -90,24 +90,22 @@ def test_numbers_of_the_courses(command: str, section: str, values: dict[str, fl
 
 
 def test_text_has_the_courses_digits() -> None:
-    text = run(f"{GPT3} --layout dp=1 --psi 175e9 --states paper")
+    text = run("gpt3-175b --psi 175e9 --states paper")
     for line in ("2 Psi   350.0 GB", "4 Psi   700.0 GB", "16 Psi 2,800.0 GB (2,607.7 GiB)"):
         assert " ".join(line.split()) in " ".join(text.split())
-    text = run("llama-7b --layout dp=64 --psi 7.5e9 --states paper")
+    text = run("llama2-7b --layout dp=64 --psi 7.5e9 --states paper")
     assert all(f" {size} GB" in text for size in ("120.0", "31.4", "16.6", "1.9"))
     documented = (
         DOCS.read_text(encoding="utf-8").partition("  states, convention paper\n")[2].partition("```")[0]
     )
     assert len(documented.splitlines()) == 11
     assert documented in text
-    assert "760 devices" in run(
-        f"{GPT3} --layout dp=1 --psi 175e9 --tokens 300e9 --deadline 30d --flops 160e12"
-    )
+    assert "760 devices" in run("gpt3-175b --psi 175e9 --deadline 30d --flops 160e12")
 
 
 def test_parts_of_gpt3() -> None:
     """Parameters, activations and FLOPs of a plain GPT are formulas to the last number."""
-    found = conventions(f"{GPT3} --layout dp=1 --activations plain --terms")
+    found = conventions("gpt3-175b --layout dp=1 --activations plain --terms")
     parts = {name: part["formula"] for name, part in found["parameters"].items() if part["formula"]}
     assert parts == {
         "embedding": "n_v d",
@@ -129,18 +127,18 @@ def test_parts_of_gpt3() -> None:
 def test_tensor_ranks_keep_a_share(t: int) -> None:
     """arXiv 2205.05198, equations 2 and 4: 10 + 24 / t, and with sequence parallelism 34 / t."""
     layout = f"--layout tp={t} --activations flash"
-    found = conventions(f"{GPT3} {layout}")["activations"]
+    found = conventions(f"gpt3-175b {layout}")["activations"]
     statistics = f"{4 / t:g} a b s"
     assert found["block"]["formula"] == f"{10 + 24 / t:g} s b h + {statistics}"
     if t > 1:
-        found = conventions(f"{GPT3} {layout.replace('tp=8', 'tp=8,sp=true')}")["activations"]
+        found = conventions(f"gpt3-175b {layout.replace('tp=8', 'tp=8,sp=true')}")["activations"]
         assert found["block"]["formula"] == f"{34 / t:g} s b h + {statistics}"
 
 
 def test_messages_in_units_of_psi() -> None:
     """DP and ZeRO 1 send 2 Psi, ZeRO 2 1 + m, ZeRO 3 3 m, ZeRO++ 0.75 (arXiv 1910.02054, 2306.10209). Sequence
     parallelism sends as much as tensor parallelism, unless backward gathers again."""
-    found = conventions("llama-7b --layout dp=8,tp=8 --terms")["messages"]
+    found = conventions("llama2-7b --layout dp=8,tp=8 --terms")["messages"]
     units = {
         name: (one["formula"], one["one_microbatch"])
         for name, one in found.items()
@@ -159,27 +157,28 @@ def test_messages_in_units_of_psi() -> None:
     assert found["TP + SP, sp_regather"]["formula"] == "10 s b h (t - 1) / t"
     assert "forward 2 all_reduce; backward 2 all_reduce" in found["TP"]["note"]
     sent = [
-        json.loads(run(f"llama-7b --layout tp=8{sp} --json"))["communication"]["bytes_per_rank"]
+        json.loads(run(f"llama2-7b --layout tp=8{sp} --json"))["communication"]["bytes_per_rank"]
         for sp in ("", ",sp=true")
     ]
     assert sent[1]["tp"] == pytest.approx(sent[0]["tp"], rel=0.01)
 
 
 def test_interleaving_multiplies_the_messages() -> None:
+    """By v for a rank between others; over all boundaries from p - 1 to p v - 1."""
     plain, looped = (
-        conventions(f"{layout} --terms")["messages"]["PP"]
-        for layout in (f"{PIPELINE} --layout pp=4", INTERLEAVED)
+        conventions(f"{layout} --terms")["messages"] for layout in (f"{PIPELINE} --layout pp=4", INTERLEAVED)
     )
-    assert plain["formula"] == looped["formula"] == "2 s b h m (p v - 1)"
-    assert looped["value"] / plain["value"] == 7 / 3
+    assert looped["this plan, pp"]["value"] == 2 * plain["this plan, pp"]["value"]
+    assert plain["PP"]["formula"] == looped["PP"]["formula"] == "2 s b h m (p v - 1)"
+    assert looped["PP"]["value"] / plain["PP"]["value"] == 7 / 3
 
 
 def test_utilisation_of_the_hardware() -> None:
     """Full recomputation repeats forward: 4 / 3 of the blocks' FLOPs. Without it both are equal."""
     for mode, low, high in (("none", 1.0, 1.0), ("selective", 1.0, 1.0), ("full", 1.32, 4 / 3)):
-        found = json.loads(run(f"llama-7b --layout dp=8,zero=3,recompute={mode} --json"))
+        found = json.loads(run(f"llama2-7b --layout dp=8,zero=3,recompute={mode} --json"))
         assert low <= found["hfu"] / found["mfu"] <= high
-    assert "HFU" in run("llama-7b --layout dp=8,zero=3")
+    assert "HFU" in run("llama2-7b --layout dp=8,zero=3")
 
 
 def test_conventions_change_no_prediction() -> None:
@@ -196,13 +195,13 @@ def test_conventions_change_no_prediction() -> None:
     "option", ["--states paperr", "--activations x", "--bubble x", "--flops 0", "--psi nan"]
 )
 def test_conventions_that_there_are_not(option: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "llama-7b", "--layout", "dp=1", *option.split()])
+    result = CliRunner().invoke(app, ["plan", "llama2-7b", "--layout", "dp=1", *option.split()])
     assert isinstance(result.exception, UserError)
     assert option in str(result.exception)
 
 
 @pytest.mark.parametrize(
-    "name", ["bert-base-mlm", "deepseek-v3", "llama-7b", "mixtral-8x7b", "moe-tiny", "quickstart"]
+    "name", ["bert-base-mlm", "deepseek-v3", "llama2-7b", "mixtral-8x7b", "moe-tiny", "quickstart"]
 )
 def test_terms_of_every_architecture(name: str) -> None:
     """Parts add up to the model, and states of this program to what is predicted."""

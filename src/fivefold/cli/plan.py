@@ -45,7 +45,7 @@ EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3 --exact",
     "fivefold plan llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
     "fivefold plan gpt2-124m --layout tp=4 --formulas",
-    "fivefold plan llama-7b --layout dp=64 --psi 7.5e9 --states paper",
+    "fivefold plan llama2-7b --layout dp=64 --psi 7.5e9 --states paper",
 ]
 
 
