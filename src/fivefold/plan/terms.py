@@ -232,6 +232,8 @@ def activations(asked: Asked) -> Iterator[Term]:
     token = total * s.layout.tp / sizes.N
     yield Term("token", token, "bytes", note="all blocks, all ranks")
     yield Term("batch", token * asked.plan.tokens, "bytes", note=f"{asked.plan.tokens:,} tokens at once")
+    most = max(one.activations for one in asked.plan.memory)
+    yield Term("this plan", most, "bytes", note="predicted at the peak, the rank with most")
     yield asked.term("one activation", "D_1 h", "elements", "of a whole batch")
     yield asked.term("one activation, fp32", "4 D_1 h", "bytes")
 
