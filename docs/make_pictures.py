@@ -17,13 +17,16 @@ from fivefold.plan.clusters import parse
 from fivefold.plan.frontier import as_rows, frontier
 from fivefold.plan.offload import units_of
 from fivefold.plan.pages import svg as plan_svg
+from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
+from fivefold.plan.sweep_results import results as results_of
 from fivefold.plan.time import stage_costs
 from fivefold.plan.timeline import timeline
 from fivefold.precision.histogram import from_json as histogram_of
 from fivefold.recipe import load, resolve
+from fivefold.recipe.sweep import Row, Sweep
 from fivefold.schedules import collectives
 from fivefold.schedules.collectives import draw
 from fivefold.schedules.offload import WAYS, busy
@@ -87,6 +90,8 @@ def main() -> None:
     (PLAN_FOLDER / "formats.svg").write_text(picture, encoding="utf-8")
     (PLAN_FOLDER / "memory_step.svg").write_text(memory(), encoding="utf-8")
     (PLAN_FOLDER / "precision.svg").write_text(losses(), encoding="utf-8")
+    for name, picture in scaling().items():
+        (PLAN_FOLDER / f"scaling_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
 
@@ -167,6 +172,20 @@ def workers() -> dict[str, str]:
         "stragglers": worker_picture.to_svg(
             lagging, "Three workers, the last one slow: shares with their step"
         ),
+    }
+
+
+def scaling() -> dict[str, str]:
+    """The law of benchmarks/scaling.py with the largest run held out, and its learning rates."""
+    found, drawn = json.loads((RESULTS / "scaling.json").read_text()), {}
+    for name in ("law", "rates"):
+        rows = [Row(r["name"], r["settings"], r["status"], figures=r) for r in found[name]["runs"]]
+        drawn[name] = results_of(Sweep("quickstart", [], None, [], rows, ""), "largest")
+    curves = drawn["rates"].curves
+    return {
+        "flops": iso_flop_picture(drawn["law"]),
+        "tokens": length_picture(drawn["law"]),
+        "rates": curve_picture(curves[0].key, curves),
     }
 
 

@@ -52,7 +52,7 @@ def test_curves_over_steps_tokens_seconds_and_flops(folders: list[Path]) -> None
     for name, factor in (("tokens", 4096), ("FLOPs", as_json(runs)["runs"][0]["flops"] / 60)):
         for line, steps in zip(found[f"Train loss over {name}"]["lines"], (60, 120), strict=True):
             assert line["x"][-1] == pytest.approx(factor * steps, rel=1e-3)
-    seconds = found["Validation loss over seconds, s"]["lines"][1]["x"]
+    seconds = found["Validation loss over seconds"]["lines"][1]["x"]
     assert seconds[-1] == pytest.approx(summarize(runs[1].lines)["train_s"], rel=1e-4)
     steps = found["Validation loss over step"]["lines"]
     assert [line["x"] for line in steps] == [list(range(6, 61, 6)), list(range(12, 121, 12))]

@@ -10,6 +10,7 @@ import pytest
 from observe_page import check_contrast, check_drawn, check_policy, check_structure
 from observe_run import make_run
 
+from fivefold.observe.compare import read_runs, write_comparison
 from fivefold.observe.report import write_report
 
 PROGRAM = observe_browser.find()
@@ -104,3 +105,42 @@ def test_a_sample_cannot_run_scripts(browser: observe_browser.Browser, tmp_path:
     assert browser.evaluate("window.hacked === undefined")
     assert browser.evaluate(f"document.body.innerText.includes({evil!r})")
     check_policy(browser, path, evil)
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a short and a long run, so that the x axes are logarithmic."""
+    folder = tmp_path_factory.mktemp("compared")
+    runs = [make_run(folder / name, steps) for name, steps in (("short", 40), ("long", 400))]
+    write_comparison(read_runs(runs), folder / "comparison.html")
+    return folder / "comparison.html"
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, True), (390, False)])
+def test_a_comparison_is_drawn(
+    browser: observe_browser.Browser, comparison: Path, width: int, dark: bool
+) -> None:
+    browser.open(comparison, width, dark=dark)
+    assert browser.errors == []
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    assert count(browser, ".chart") == 8
+    boxes = browser.evaluate(
+        "[...document.querySelectorAll('.scale.linear .line')].map(e => e.getBoundingClientRect().width)"
+    )
+    assert min(boxes) > width / 10
+    check_structure(browser)
+
+
+def test_the_cursor_of_a_comparison_stays_on_its_axis(
+    browser: observe_browser.Browser, comparison: Path
+) -> None:
+    browser.open(comparison)
+    plot = "document.querySelector('[aria-labelledby=loss-tokens] .plot')"
+    browser.evaluate(f"{plot}.scrollIntoView()")
+    x, y = browser.evaluate(f"(b => [b.left + b.width / 2, b.top + 20])({plot}.getBoundingClientRect())")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    shown = browser.evaluate(f"{plot}.querySelector('.values').innerText.split('\\n')")
+    assert shown[0] == "tokens"
+    middle = (4096 * 40 / 20 * 4096 * 400) ** 0.5  # a logarithmic axis from a twentieth of the short run
+    assert abs(int(shown[1].replace(",", "")) / middle - 1) < 0.1
+    assert count(browser, ".cursor:not([hidden])") == 2, "training and validation loss over tokens"

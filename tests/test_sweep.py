@@ -113,7 +113,7 @@ def test_a_sweep_from_start_to_page(
     out = capsys.readouterr().out
     assert "lr1e-3: N 9" in out
     assert "lr1e30: failed, exit code 2: error: " in out
-    assert f"resume with: fivefold sweep {sweep}" in out
+    assert f"try again with: fivefold sweep {sweep}" in out
     before = (sweep / "lr1e-3" / "metrics.jsonl").stat().st_mtime_ns
 
     again = [*base, *abort, "--over", "optim.lr=1e-3,1e30,1e-2", "--json"]
@@ -182,6 +182,14 @@ def test_a_saved_sweep_is_read_with_care(tmp_path: Path) -> None:
     for change, said in (
         ({"format": 9}, "format 9; this version reads 1"),
         ({"runs": [{**content["runs"][0], "name": "../x"}]}, "'../x' is no name of a run"),
+        (
+            {"runs": [{**content["runs"][0], "figures": {"parameters": "<b>"}}]},
+            "figures.parameters is no number",
+        ),
+        (
+            {"runs": [{**content["runs"][0], "status": "finished"}]},
+            "is damaged, or was not written by Fivefold",
+        ),
         ({"runs": [3]}, "is damaged, or was not written by Fivefold"),
     ):
         (tmp_path / table.FILE).write_text(json.dumps(content | change))

@@ -10,6 +10,7 @@ import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, SetOption, print_json
 from fivefold.errors import UserError
+from fivefold.launch.exits import STOPPED
 from fivefold.launch.interrupt import Leaving, run_complete
 
 EXAMPLES = [
@@ -68,8 +69,7 @@ def sweep(
 
     folder, made, base = _open(recipe, over or [], set_ or [], layout, out)
     for row in made.rows:  # all values, before torch is imported
-        if table.FLOPS not in row.settings:
-            made.load(base, row)
+        made.load(base, row)
     from fivefold.plan.pages import sweep as page
     from fivefold.plan.sweep_results import check_hold_out, results
     from fivefold.train.sweep import plan, run
@@ -88,6 +88,9 @@ def sweep(
     say(f"{folder}: {len(made.rows)} runs" + (f", {finished} finished before" if finished else ""))
     code = run(folder, made, jobs, say)
     run_complete()
+    if code == STOPPED:  # whoever stopped it may wait for a few seconds only
+        print(f"stopped; resume with: fivefold sweep {folder}", file=sys.stderr)
+        raise typer.Exit(code)
     found = results(made, hold_out)
     path = page.write(folder, found)
     if json:
@@ -96,7 +99,7 @@ def sweep(
         print(found.text())
         print(path)
         if code:
-            print(f"resume with: fivefold sweep {folder}")
+            print(f"try again with: fivefold sweep {folder}")
     raise typer.Exit(code)
 
 

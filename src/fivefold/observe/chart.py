@@ -116,8 +116,9 @@ def _x_ticks(chart: Chart) -> list[tuple[float, str]]:
         return [(step, short_number(step)) for step in ticks(*chart.span, count=6) if step == int(step)]
     marks = log_scale(*chart.span).ticks if _is_log(chart) else ticks(*chart.span, count=6)
     marks = [mark for mark in marks if chart.span[0] <= mark <= chart.span[1]]
-    marks = marks[:: max(1, math.ceil(len(marks) / 7))]
-    return list(zip(marks, tick_labels(marks), strict=True))
+    marks = marks[:: max(1, math.ceil(len(marks) / 6))]
+    labels = map(short_number, marks) if _is_log(chart) else tick_labels(marks)
+    return list(zip(marks, labels, strict=True))
 
 
 def thin(series: Series, span: Span, stretches: int = STRETCHES) -> Series:

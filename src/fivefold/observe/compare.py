@@ -19,8 +19,8 @@ from fivefold.observe.optimizer_paths import DARK, LIGHT
 from fivefold.observe.summary import column, summarize
 from fivefold.recipe import Recipe, count_parameters, explain, flops_per_token, load
 
-AXES = {"step": "", "tokens": "", "seconds": "s", "FLOPs": ""}
-"""What losses are drawn against; the unit of the table's column."""
+AXES = ("step", "tokens", "seconds", "FLOPs")
+"""What losses are drawn against."""
 SPREAD = 8.0
 """Runs whose lengths differ by more get a logarithmic x axis."""
 FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -302,10 +302,9 @@ def _chart(runs: Sequence[ComparedRun], kind: str, key: str, axis: str) -> Chart
     log = bool(last) and max(last) > SPREAD * min(last)
     low = min(ends) if not log else max(min(ends), min(last) / 20)
     series = [_from(one, low if log else -math.inf) for one in series]
-    unit = f", {AXES[axis]}" if AXES[axis] else ""
     return Chart(
         f"{key}-{axis}",
-        f"{kind} over {axis}{unit}",
+        f"{kind} over {axis}",
         series,
         (low, max(ends)),
         log=True,

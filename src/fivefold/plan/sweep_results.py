@@ -89,6 +89,12 @@ class Results:
     why: str
     held_out: Sequence[HeldOut]
     curves: Sequence[Curve]
+    hold_out: str | None = None
+
+    @property
+    def sized(self) -> bool:
+        """True if sizes or lengths vary, so that a law is expected."""
+        return any(key.startswith(SIZES) for key in self.sweep.varied)
 
     @property
     def budgets(self) -> list[float]:
@@ -162,7 +168,7 @@ class Results:
             best = min(usable, key=lambda row: _loss(row) or math.inf)
             lines.append(f"best          {best.name}: loss {_loss(best):.4f}")
         lines += [f"curve         {curve}" for curve in self.curves]
-        lines += self._law_text() if self.law else [f"law           none: {self.why}"] * _sized(self.sweep)
+        lines += self._law_text() if self.law else [f"law           none: {self.why}"] * self.sized
         lines += [f"held out      {one}" for one in self.held_out]
         lines += [f"note          {note}" for note in notes(self)]
         return "\n".join(lines)
@@ -199,6 +205,10 @@ def notes(found: Results) -> list[str]:
     said = list(found.law.notes) if found.law else []
     if bad := [r.name for r in found.sweep.rows if r.status == table.FINISHED and _loss(r) is None]:
         said.append(f"left out, because the loss is not finite: {', '.join(bad)}")
+    if found.hold_out and found.law and not found.held_out:
+        said.append(
+            f"{found.hold_out} is not held out: it is not finished, or not the best run of its N and D"
+        )
     most = max((row.figures.get("epochs") or 0 for row in found.sweep.rows), default=0)
     if most > 1:
         said.append(f"runs see the data up to {most:.3g} times; the law is for data that is seen once")
@@ -218,7 +228,7 @@ def results(sweep: Sweep, hold_out: str | None = None) -> Results:
     why = too_few(fitted)
     law = None if why else fit(fitted)
     predicted = [HeldOut(r.name, r.loss, *law.prediction(r.parameters, r.tokens)) for r in held if law]
-    return Results(sweep, fitted, law, why, predicted, curves(sweep))
+    return Results(sweep, fitted, law, why, predicted, curves(sweep), hold_out)
 
 
 def check_hold_out(sweep: Sweep, hold_out: str | None) -> None:
@@ -256,11 +266,6 @@ def _loss(row: Row) -> float | None:
     loss = row.figures.get("val_loss", row.figures.get("loss"))
     fine = row.status == table.FINISHED and isinstance(loss, int | float) and 0 < loss < math.inf
     return float(loss) if fine else None  # type: ignore[arg-type]
-
-
-def _sized(sweep: Sweep) -> bool:
-    """True if sizes or lengths vary, so that a law is expected."""
-    return any(key.startswith(SIZES) for key in sweep.varied)
 
 
 def curves(sweep: Sweep) -> list[Curve]:

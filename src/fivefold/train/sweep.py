@@ -30,6 +30,7 @@ from fivefold.host import cores
 from fivefold.launch.exits import DONE, FAILED, STOPPED, USER, in_words
 from fivefold.launch.interrupt import Leaving, stopping_signals
 from fivefold.launch.rank_process import stop_with_parent
+from fivefold.launch.ranks import found
 from fivefold.launch.supervisor import Signals
 from fivefold.observe.format import duration, short_number
 from fivefold.observe.metrics import read_metrics
@@ -42,6 +43,7 @@ from fivefold.spread.layout import Layout
 from fivefold.train.start import AUTO, prepare_data, run_command
 
 LOG = "log.txt"
+GRACE_S = 60.0
 FIGURES = (
     "steps", "loss", "val_loss", "best_val_loss", "val_bits_per_byte", "train_s", "tokens_per_s", "mfu",
     "peak_memory_bytes",
@@ -84,8 +86,11 @@ def run(folder: Path, sweep: Sweep, jobs: int, say: Callable[[str], None]) -> in
     a signal came. say: told a line when a run ends.
 
     Raises:
-        UserError: another process works on this sweep, or there are too few GPUs for so many jobs.
+        UserError: another process works on this sweep, there are too few GPUs for so many jobs, or a launcher has
+            started this.
     """
+    if found() is not None:
+        raise UserError("a sweep starts its runs itself: start it once, without torchrun or Slurm's tasks")
     guard(folder)
     layouts = [Layout.from_recipe(sweep.load(folder / table.BASE, row).layout) for row in sweep.rows]
     ranks = max(layout.ranks for layout in layouts)
@@ -148,10 +153,11 @@ class _Runs:
                 self._pass_on()
                 self._collect()
         finally:
+            for process in self.running:  # an error here: the runs save
+                process.terminate()
             for process in self.running:
+                process.join(GRACE_S)
                 process.kill()
-            for process in self.running:
-                process.join()
         ends = {row.status for row in self.sweep.rows}
         stopped = self.signals.first is not None or table.STOPPED in ends
         return DONE if ends <= {table.FINISHED} else STOPPED if stopped else FAILED
@@ -186,8 +192,8 @@ class _Runs:
         run = self.folder / row.name
         row.why = ""
         if code == DONE:
-            found = summarize(read_metrics(run))
-            row.figures |= {key: found[key] for key in FIGURES if key in found}
+            figures = summarize(read_metrics(run))
+            row.figures |= {key: figures[key] for key in FIGURES if key in figures}
             row.status = table.FINISHED
             self.done += 1
             said = f"{figures_text(row.figures)}, {duration(seconds)}"

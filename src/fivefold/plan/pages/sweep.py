@@ -76,9 +76,11 @@ def _unfinished(found: Results) -> str:
 
 def _law(found: Results) -> str:
     """Pictures and table of the law, or why there is none; "" if neither sizes nor lengths vary."""
+    if not found.sized:
+        return ""
     pictures = iso_flop_picture(found) + length_picture(found)
     if found.law is None:
-        return pictures + f'<p class="none">No law: {escape(found.why)}.</p>' if len(found.runs) > 1 else ""
+        return pictures + f'<p class="none">No law: {escape(found.why)}.</p>'
     names = ("E", "A", "B", "alpha", "beta", "growth")
     rows = []
     for title, law in {"this sweep": found.law.law, **PUBLISHED}.items():
@@ -133,35 +135,25 @@ def _iso_line(law: Law, flops: float, points: Sequence[tuple[float, float]], col
 
 def length_picture(found: Results) -> str:
     """Loss over tokens for each size: runs as points, the law as lines; held-out runs with a ring."""
-    law, lines = found.law.law if found.law else None, []
-    by_size = sorted(found.runs, key=lambda run: (run.parameters, run.tokens))
-    figures = {row.name: row.figures for row in found.sweep.rows}
-    held = [
-        (figures[one.name]["parameters"], figures[one.name]["tokens"], one.measured) for one in found.held_out
-    ]
-    for color, (N, group) in enumerate(groupby(by_size, key=lambda run: run.parameters)):
-        points = [(run.tokens, run.loss) for run in group]
-        own = [(D, loss) for size, D, loss in held if size == N]
-        lines.append(
-            Line(f"N {short_number(N)}", [*points, *own], color, dots=True, line=law is None, marks=own)
-        )
-        lines += [_length_line(law, N, [*points, *own], color)] if law else []
-    for color, N in enumerate(sorted({N for N, _, _ in held} - {run.parameters for run in found.runs})):
-        own = [(D, loss) for size, D, loss in held if size == N]
-        lines.append(
-            Line(f"N {short_number(N)}, held out", own, len(lines) + color, dots=True, line=False, marks=own)
-        )
-        lines += [_length_line(law, N, own, len(lines) - 1 + color)] if law else []
+    law, figures = found.law.law if found.law else None, {row.name: row.figures for row in found.sweep.rows}
+    points: dict[float, list[tuple[float, float]]] = {}
+    rings: dict[float, list[tuple[float, float]]] = {}
+    for run in found.runs:
+        points.setdefault(run.parameters, []).append((run.tokens, run.loss))
+    for one in found.held_out:
+        N, point = figures[one.name]["parameters"], (figures[one.name]["tokens"], one.measured)
+        points.setdefault(N, []).append(point)
+        rings.setdefault(N, []).append(point)
+    lines = []
+    for color, N in enumerate(sorted(points)):
+        own = sorted(points[N])
+        name = f"N {short_number(N)}"
+        lines.append(Line(name, own, color, dots=True, line=law is None, marks=rings.get(N, ())))
+        if law is not None:
+            lengths = np.geomspace(own[0][0], own[-1][0], 30)
+            lines.append(Line("", [(float(D), law.loss(N, float(D))) for D in lengths], color))
     words = "Loss by tokens and size" + (": runs (points) and the law (lines)" if law else "")
-    rings = "; rings: held out" if held else ""
-    return to_svg(words + rings, lines, "tokens D", "loss", (True, True))
-
-
-def _length_line(law: Law, N: float, points: Sequence[tuple[float, float]], color: int) -> Line:
-    ends = [D for D, _ in points]
-    return Line(
-        "", [(float(D), law.loss(N, float(D))) for D in np.geomspace(min(ends), max(ends), 30)], color
-    )
+    return to_svg(words + "; rings: held out" * bool(rings), lines, "tokens D", "loss", (True, True))
 
 
 def _curves(curves: Sequence[Curve]) -> str:
