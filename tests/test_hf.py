@@ -191,6 +191,11 @@ def test_first_bert_files_with_gamma_and_pooler_are_imported(tmp_path):
         ("llama", {"model_type": "mistral"}, ["sliding_window is missing", "4096"]),
         ("llama", {"model_type": "gemma"}, ['"gemma"', "bert, deepseek_v3, gpt2, llama, mistral, mixtral"]),
         ("qwen3", {"use_sliding_window": True}, ["use_sliding_window = true"]),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [0], "decoder_sparse_step": 2},
+            ["mlp_only_layers = [0]", "step = 2"],
+        ),
         ("olmo2", {"hidden_act": "gelu"}, ["hidden_act = gelu", "silu"]),
         ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ("llama", {"hidden_size": None}, ["dim", "integer"]),

@@ -103,6 +103,20 @@ def test_norms_of_queries_and_keys(room, layout, overrides):
     passes(room, layout, *overrides)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,ep=2,tp=2,sp=true",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in ("dp=2,ep=2", "pp=2,dp=2,ep=2,zero=3", "cp=2,ep=2")
+        ),
+    ],
+)
+def test_norms_of_queries_and_keys_beside_experts(room, layout):
+    passes(room, layout, "model.arch=qwen3_moe", "model.kv_heads=2", "model.head_dim=16")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gpt2", "bert"])
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=true", "pp=2", "dp=2,zero=3", "cp=2"])
