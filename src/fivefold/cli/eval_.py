@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json as json_
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +20,7 @@ from fivefold.cli.options import (
     require_run,
     require_writable,
 )
+from fivefold.errors import printable
 from fivefold.files import write_atomically
 
 EXAMPLES = [
@@ -114,12 +119,31 @@ def eval_(
     from fivefold.train.evaluate import Evaluation, evaluate
 
     how = Evaluation(shots, shots_from, seed, limit, context, stride, batch_tokens, dtype, text_key)
-    found = evaluate(run, texts or (), task or (), how, step=step)
+    with _progress() as tell:
+        found = evaluate(run, texts or (), task or (), how, step=step, tell=tell)
     if out is not None:
         write_atomically(out, json_.dumps(found, indent=1) + "\n")
     for row in found["tasks"]:
         del row["details"]
     print_json(found) if json else print("\n".join(_lines(found)))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """On a terminal, a line that says twice a second what has been done."""
+    last = time.monotonic()
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > 0.5:
+            last = time.monotonic()
+            print(f"\r\033[K{printable(text)[-100:]}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield tell if sys.stderr.isatty() else lambda text: None
+    finally:
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

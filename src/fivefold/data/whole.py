@@ -46,6 +46,12 @@ def documents(path: Path, text_key: str = "text") -> Iterator[str]:
         raise UserError(f"{path}: not UTF-8: byte 0x{raw[error.start]:02x} at {error.start:,}") from None
 
 
+def require_readable(path: Path) -> None:
+    """Raises UserError if a file cannot be opened."""
+    with _opened(path):
+        pass
+
+
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of each line of a file that is not blank.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 from fivefold.checkpoint import store
 from fivefold.data.items import Item, prompts, read_items, require_enough
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.data.whole import documents
+from fivefold.data.whole import documents, require_readable
 from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.host.machine import has_fast_bf16
@@ -88,8 +88,11 @@ def evaluate(
     how: Evaluation = Evaluation(),
     *,
     step: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Evaluates the checkpoint of a step (None: the newest) on texts and task files, in this process.
+
+    tell: is called with what has been done, many times a second.
 
     Returns plain data: what was evaluated (run, step, dtype, device, context, stride), a row for each of `texts` and
     `tasks`. See docs/evaluation.md for the keys.
@@ -112,13 +115,16 @@ def evaluate(
         raise UserError(
             f"batch_tokens = {how.batch_tokens}: must be {context} or more, or lower context = {context}"
         )
-    given = [_read_task(Path(path), how) for path in tasks]  # an error comes before the weights are read
+    for path in texts:  # errors come before the weights are read
+        require_readable(Path(path))
+    given = [_read_task(Path(path), how) for path in tasks]
     device, dtype = device_for(0), how.dtype or _dtype(recipe)
     folder = store.chosen(run, step)
     module, _, tokenizer = open_run(run, checkpoint=folder, device=device, dtype=torch_dtype(dtype))
     tokenizer = require_tokenizer(run, tokenizer)
     scorer = Scorer(module, tokenizer, recipe.model, context, how.batch_tokens)
-    rows = [_text(scorer, Path(path), stride, how.text_key or recipe.data.text_key) for path in texts]
+    text_key = how.text_key or recipe.data.text_key
+    rows = [_text(scorer, Path(path), stride, text_key, tell) for path in texts]
     return {
         "run": str(run),
         "step": store.step_in(folder),
@@ -127,7 +133,7 @@ def evaluate(
         "context": context,
         "stride": stride,
         "texts": rows + ([_text_row("all files", rows)] if len(rows) > 1 else []),
-        "tasks": [_task(scorer, task) for task in given],
+        "tasks": [_task(scorer, task, tell) for task in given],
     }
 
 
@@ -194,7 +200,9 @@ def _shared(found: Sequence[tuple[np.ndarray, int]]) -> int:
     return alike if len(found) > 1 and alike >= LEAST_SHARED else 0
 
 
-def _text(scorer: Scorer, path: Path, stride: int, text_key: str) -> dict[str, Any]:
+def _text(
+    scorer: Scorer, path: Path, stride: int, text_key: str, tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Figures of a file's documents, each scored by itself."""
     row = {"documents": 0, "bytes": 0, "words": 0, "tokens": 0, "nats": 0.0}
 
@@ -210,8 +218,11 @@ def _text(scorer: Scorer, path: Path, stride: int, text_key: str) -> dict[str, A
             row["tokens"] += len(tokens) - 1
             yield from windows(tokens, scorer.context, stride)
 
-    for _, found in scorer.score(requests()):
+    scored = 0
+    for request, found in scorer.score(requests()):
         row["nats"] -= found.log_p
+        scored += request.scored
+        tell(f"{path}: {scored:,} tokens")
     if not row["tokens"]:
         raise UserError(f"{path} holds no text")
     return _text_row(str(path), [row])
@@ -252,7 +263,7 @@ def _read_task(path: Path, how: Evaluation) -> _Task:
     return _Task(path, schema, chosen_ones, contexts, how)
 
 
-def _task(scorer: Scorer, task: _Task) -> dict[str, Any]:
+def _task(scorer: Scorer, task: _Task, tell: Callable[[str], None]) -> dict[str, Any]:
     """Figures of a task. `details` has a row for each item."""
 
     def requests() -> Iterator[Request]:
@@ -263,7 +274,10 @@ def _task(scorer: Scorer, task: _Task) -> dict[str, Any]:
                 raise UserError(f"{task.path}, line {item.line}: {error}") from None
 
     scores = scorer.score(requests())
-    details = [_judge(item, list(islice(scores, len(item.choices)))) for item in task.items]
+    details: list[dict[str, Any]] = []
+    for item in task.items:
+        details.append(_judge(item, list(islice(scores, len(item.choices)))))
+        tell(f"{task.path}: {len(details):,} of {len(task.items):,} items")
     completion = all(len(item.choices) == 1 for item in task.items)
     row: dict[str, Any] = {
         "file": str(task.path),

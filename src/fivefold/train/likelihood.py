@@ -24,7 +24,7 @@ from fivefold.models.cache import Cache
 from fivefold.models.layers import Output
 from fivefold.models.section import ModelSection
 
-POOL = 32
+POOL = 8
 """Batches' tokens of requests that are sorted by their lengths at once. Memory is bounded by it."""
 
 
