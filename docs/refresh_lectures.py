@@ -1,0 +1,146 @@
+"""Runs the commands of docs/lectures and writes what they print under them, so that nobody types a figure.
+
+    python docs/refresh_lectures.py [PAGE...]
+
+A block of kind `console` has lines `$ fivefold ...`, each followed by what the command prints. A command may end in
+`| grep [-A N] PATTERN`, `| head -N` or `| tail -N`, which leave out the other lines. The table of README.md has a
+command and parts of what it prints; those are typed by hand, because they are the lectures' own figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+from fivefold.cli.main import main as fivefold
+
+FOLDER = Path(__file__).with_name("lectures")
+BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\| (\d+) \| (.*?) \| `(fivefold .*?)` \| (.*?) \| (.*?) \|$", re.MULTILINE)
+COLUMNS = "120"  # of the terminal that commands see
+
+
+class Number(NamedTuple):
+    """A row of the table: the lecture's statement, the command, parts of what it prints, and the topic's page."""
+
+    number: int
+    statement: str
+    command: str
+    prints: list[str]
+    page: str
+
+
+def pages() -> list[Path]:
+    """The pages of the lectures, with their table first."""
+    return sorted(FOLDER.glob("*.md"), key=lambda path: (path.name != "README.md", path.name))
+
+
+def refreshed(page: str) -> str:
+    """The page with what its commands print now."""
+    return BLOCK.sub(lambda found: f"```console\n{''.join(_lines(found[1]))}```", page)
+
+
+def numbers(page: str) -> list[Number]:
+    """The rows of the table of README.md."""
+    found = (row.groups() for row in ROW.finditer(page))
+    return [
+        Number(int(number), says, command, re.findall(r"`(.*?)`", prints), link)
+        for number, says, command, prints, link in found
+    ]
+
+
+def missing(row: Number) -> list[str]:
+    """The parts that the row's command does not print. Spaces are compared as one."""
+    there = plain(printed(row.command))
+    return [part for part in row.prints if plain(part) not in there]
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def commands(block: str) -> Iterator[tuple[str, str]]:
+    """(lines as written, the command in one line) of each command of a block."""
+    written = ""
+    for line in block.splitlines(keepends=True):
+        if not written and not line.startswith("$ "):
+            continue  # what a command printed when the page was written
+        written += line
+        if not line.endswith("\\\n"):
+            yield written, re.sub(r"\\\n *", "", written)[2:].strip()
+            written = ""
+
+
+def _lines(block: str) -> Iterator[str]:
+    """A block with what its commands print now."""
+    for number, (written, command) in enumerate(commands(block)):
+        yield ("\n" if number else "") + written
+        yield from (f"{line}\n" for line in shown(command))
+
+
+def shown(command: str) -> list[str]:
+    """The lines that a command prints and its filters let through, without spaces at their ends."""
+    program, *filters = _split(shlex.split(command))
+    lines = [line.rstrip() for line in printed(shlex.join(program)).strip("\n").splitlines()]
+    for words in filters:
+        lines = _filtered(words, lines)
+    return lines
+
+
+def _split(words: list[str]) -> Iterator[list[str]]:
+    """The commands of a pipeline."""
+    ends = [i for i, word in enumerate(words) if word == "|"]
+    for start, end in zip([-1, *ends], [*ends, len(words)], strict=True):
+        yield words[start + 1 : end]
+
+
+def _filtered(words: list[str], lines: list[str]) -> list[str]:
+    """What `grep -E`, `head` or `tail` would print of these lines."""
+    match words:
+        case ["grep", "-A", number, pattern]:
+            starts = [i for i, line in enumerate(lines) if re.search(pattern, line)]
+            return [line for i, line in enumerate(lines) if any(s <= i <= s + int(number) for s in starts)]
+        case ["grep", "-E", pattern] | ["grep", pattern]:
+            return [line for line in lines if re.search(pattern, line)]
+        case ["head", number]:
+            return lines[: int(number[1:])]
+        case ["tail", number]:
+            return lines[-int(number[1:]) :]
+    raise ValueError(f"not a filter of these pages: {shlex.join(words)}")
+
+
+@cache
+def printed(command: str) -> str:
+    """What a command prints, run in this process in a folder with the pages' TOML files."""
+    out = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, COLUMNS=COLUMNS):
+        for path in FOLDER.glob("*.toml"):
+            shutil.copy(path, folder)
+        with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            with contextlib.suppress(SystemExit):  # also that of a refusal, which a page may show
+                fivefold(shlex.split(command)[1:])
+    return out.getvalue()
+
+
+def main(paths: list[Path]) -> None:
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(refreshed(text), encoding="utf-8")
+        for row in numbers(text):
+            if gone := missing(row):
+                print(f"{path.name}, number {row.number}: `{row.command}` does not print {gone}")
+
+
+if __name__ == "__main__":
+    main([Path(name) for name in sys.argv[1:]] or pages())

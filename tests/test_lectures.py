@@ -1,0 +1,67 @@
+"""docs/lectures is true: its commands print what the pages show, and its sentences state no other figures."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from commands import REPO
+from test_readme import FENCE, blocks, lines, parse_only
+
+SCRIPT = runpy.run_path(str(REPO / "docs" / "refresh_lectures.py"))
+PAGES = SCRIPT["pages"]()
+TOPICS = [page for page in PAGES if page.name != "README.md"]
+NAMES = {page.name for page in TOPICS}
+QUOTED = re.compile(r"\$\$.*?\$\$|`[^`]*`|\]\([^)]*\)|arXiv [\d., and]+", re.DOTALL)  # no sentences
+FIGURE = re.compile(r"(?<![\w.,-])\d[\d,.]*\d(?![\w-])|(?<![\w.,-])\d+(?=%)")  # of two digits or more, or a share
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_shows_what_its_commands_print(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert SCRIPT["refreshed"](text) == text, f"run: python docs/refresh_lectures.py {page}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_other_commands_can_be_typed(page: Path) -> None:
+    """Those that train or measure: known options, a valid recipe."""
+    for block in blocks(page):
+        assert block.kind in ("console", "sh", "toml", "text"), f"{block.kind}: nothing checks it"
+        if block.kind == "sh":
+            for line in lines(block):
+                parse_only(line)
+
+
+def test_the_34_numbers_of_the_lectures() -> None:
+    rows = SCRIPT["numbers"](PAGES[0].read_text(encoding="utf-8"))
+    assert [row.number for row in rows] == list(range(1, 35))
+    assert all(row.prints for row in rows)
+    assert {row.number: gone for row in rows if (gone := SCRIPT["missing"](row))} == {}
+
+
+def test_every_topic_is_one_click_from_the_table() -> None:
+    text = PAGES[0].read_text(encoding="utf-8")
+    assert NAMES <= set(re.findall(r"\]\((\w+\.md)", text))
+
+
+@pytest.mark.parametrize("page", TOPICS, ids=name_of)
+def test_a_topic_has_its_parts(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "$$" in text, "a formula"
+    assert re.search(r"!\[.+\]\(.+\)", text), "a picture"
+    exercises, _, answers = text.partition("## Exercises")[2].partition("## Answers")
+    assert re.findall(r"^(\d)\. ", exercises, re.MULTILINE) == ["1", "2", "3"]
+    assert re.findall(r"^\*\*(\d)\.\*\*", answers, re.MULTILINE) == ["1", "2", "3"]
+    assert answers.count("\n$ fivefold ") >= 3, "each answer has a command"
+
+
+@pytest.mark.parametrize("page", TOPICS, ids=name_of)
+def test_sentences_state_figures_that_commands_print(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    shown = "\n".join(block.text for block in blocks(page))
+    told = FIGURE.findall(QUOTED.sub(" ", FENCE.sub(" ", text)))
+    assert [figure for figure in told if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", shown)] == []
