@@ -95,6 +95,8 @@ def shown(command: str) -> list[str]:
     lines = [line.rstrip() for line in printed(shlex.join(program)).strip("\n").splitlines()]
     for words in filters:
         lines = _filtered(words, lines)
+    if not lines or lines[0].startswith("Usage:"):
+        raise ValueError(f"nothing to show of: {command}\n" + "\n".join(lines))
     return lines
 
 
