@@ -4,7 +4,7 @@
 
 A block of kind `console` has lines `$ fivefold ...`, each followed by what the command prints. A command may end in
 `| grep [-A N] PATTERN`, `| head -N` or `| tail -N`, which leave out the other lines. The table of README.md has a
-command and parts of what it prints; those are typed by hand, because they are the lectures' own figures.
+commands and parts of what they print; those are typed by hand, because they are the lectures' own figures.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from fivefold.cli.main import main as fivefold
 
 FOLDER = Path(__file__).with_name("lectures")
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ROW = re.compile(r"^\| (\d+) \| (.*?) \| `(fivefold .*?)` \| (.*?) \| (.*?) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (\d+) \| (.*?) \| (`fivefold .*?`) \| (.*?) \| (.*?) \|$", re.MULTILINE)
+QUOTED = re.compile(r"`(.*?)`")
 COLUMNS = "120"  # of the terminal that commands see
 
 
 class Number(NamedTuple):
-    """A row of the table: the lecture's statement, the command, parts of what it prints, and the topic's page."""
+    """A row of the table: the lecture's statement, the commands, parts of what they print, and the topic's page."""
 
     number: int
     statement: str
-    command: str
+    commands: list[str]
     prints: list[str]
     page: str
 
@@ -55,14 +56,14 @@ def numbers(page: str) -> list[Number]:
     """The rows of the table of README.md."""
     found = (row.groups() for row in ROW.finditer(page))
     return [
-        Number(int(number), says, command, re.findall(r"`(.*?)`", prints), link)
-        for number, says, command, prints, link in found
+        Number(int(number), says, QUOTED.findall(commands), QUOTED.findall(prints), link)
+        for number, says, commands, prints, link in found
     ]
 
 
 def missing(row: Number) -> list[str]:
-    """The parts that the row's command does not print. Spaces are compared as one."""
-    there = plain(printed(row.command))
+    """The parts that the row's commands do not print. Spaces are compared as one."""
+    there = " ".join(plain(printed(command)) for command in row.commands)
     return [part for part in row.prints if plain(part) not in there]
 
 
@@ -129,9 +130,17 @@ def printed(command: str) -> str:
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, COLUMNS=COLUMNS):
         for path in FOLDER.glob("*.toml"):
             shutil.copy(path, folder)
-        with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            with contextlib.suppress(SystemExit):  # also that of a refusal, which a page may show
-                fivefold(shlex.split(command)[1:])
+        with contextlib.ExitStack() as stack:
+            for way in (
+                contextlib.chdir(folder),
+                contextlib.redirect_stdout(out),
+                contextlib.redirect_stderr(out),
+            ):
+                stack.enter_context(way)
+            stack.enter_context(
+                contextlib.suppress(SystemExit)
+            )  # also that of a refusal, which a page may show
+            fivefold(shlex.split(command)[1:])
     return out.getvalue()
 
 
@@ -141,7 +150,7 @@ def main(paths: list[Path]) -> None:
         path.write_text(refreshed(text), encoding="utf-8")
         for row in numbers(text):
             if gone := missing(row):
-                print(f"{path.name}, number {row.number}: `{row.command}` does not print {gone}")
+                print(f"{path.name}, number {row.number}: not printed: {gone}")
 
 
 if __name__ == "__main__":

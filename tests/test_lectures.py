@@ -2,18 +2,25 @@
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 from commands import REPO
-from test_readme import FENCE, blocks, lines, parse_only
+from test_readme import FENCE, blocks, lines
+
+import fivefold
+from fivefold.cli.main import app
 
 SCRIPT = runpy.run_path(str(REPO / "docs" / "refresh_lectures.py"))
 PAGES = SCRIPT["pages"]()
 TOPICS = [page for page in PAGES if page.name != "README.md"]
 NAMES = {page.name for page in TOPICS}
-QUOTED = re.compile(r"\$\$.*?\$\$|`[^`]*`|\]\([^)]*\)|arXiv [\d., and]+", re.DOTALL)  # no sentences
-FIGURE = re.compile(r"(?<![\w.,-])\d[\d,.]*\d(?![\w-])|(?<![\w.,-])\d+(?=%)")  # of two digits or more, or a share
+QUOTED = re.compile(r"\$\$.*?\$\$|\$[^$]+\$|`[^`]*`|\]\([^)]*\)|arXiv [\d., and]+", re.DOTALL)  # no sentences
+FIGURE = re.compile(
+    r"(?<![\w.,-])\d[\d,.]*\d(?![\w-])|(?<![\w.,-])\d+(?=%)"
+)  # of two digits or more, or a share
 
 
 def name_of(page: Path) -> str:
@@ -28,12 +35,21 @@ def test_a_page_shows_what_its_commands_print(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_other_commands_can_be_typed(page: Path) -> None:
-    """Those that train or measure: known options, a valid recipe."""
+    """Those that train or measure: known options, valid recipes, programs that are there."""
     for block in blocks(page):
-        assert block.kind in ("console", "sh", "toml", "text"), f"{block.kind}: nothing checks it"
-        if block.kind == "sh":
-            for line in lines(block):
-                parse_only(line)
+        assert block.kind in ("console", "sh", "text"), f"{block.kind}: nothing checks it"
+        for line in lines(block) if block.kind == "sh" else ():
+            if program := re.search(r"examples/\S+", line):
+                assert (REPO / program[0]).is_file(), line
+            else:
+                typed(shlex.split(line))
+
+
+def typed(words: list[str]) -> None:
+    command = typer.main.get_command(app).commands[words[1]]  # type: ignore[attr-defined]
+    found = command.make_context(words[1], words[2:]).params
+    if found.get("recipe") in fivefold.shipped():
+        fivefold.load(found["recipe"], found["set_"] or [], found.get("layout"))
 
 
 def test_the_34_numbers_of_the_lectures() -> None:
@@ -45,7 +61,7 @@ def test_the_34_numbers_of_the_lectures() -> None:
 
 def test_every_topic_is_one_click_from_the_table() -> None:
     text = PAGES[0].read_text(encoding="utf-8")
-    assert NAMES <= set(re.findall(r"\]\((\w+\.md)", text))
+    assert set(re.findall(r"\]\((\w+\.md)", text)) >= NAMES
 
 
 @pytest.mark.parametrize("page", TOPICS, ids=name_of)
@@ -64,4 +80,6 @@ def test_sentences_state_figures_that_commands_print(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     shown = "\n".join(block.text for block in blocks(page))
     told = FIGURE.findall(QUOTED.sub(" ", FENCE.sub(" ", text)))
-    assert [figure for figure in told if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", shown)] == []
+    assert [
+        figure for figure in told if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", shown)
+    ] == []
