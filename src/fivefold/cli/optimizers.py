@@ -98,10 +98,10 @@ def _row(card: OptimizerCard) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'optimizer':11}{'bytes':>7}{'embed':>7}  {'needs':10}{'source':40}states"]
+    lines = [f"{'optimizer':10}{'bytes':>8}{'embed':>9}  {'needs':10}{'source':40}states"]
     for row in rows:
         lines.append(
-            f"{row['name']:11}{row['bytes_per_parameter']:7.3g}{row['rest_bytes_per_parameter']:7.3g}  "
+            f"{row['name']:10}{row['bytes_per_parameter']:8.3g}{row['rest_bytes_per_parameter']:9.3g}  "
             f"{row['needs']:10}{row['source']:40}{', '.join(row['states'])}"
         )
     lines += [
