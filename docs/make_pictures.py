@@ -21,6 +21,7 @@ from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_pi
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
+from fivefold.plan.software import PAPER
 from fivefold.plan.sweep_results import results as results_of
 from fivefold.plan.time import stage_costs
 from fivefold.plan.timeline import timeline
@@ -37,6 +38,7 @@ from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_sv
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import token_spans
 from fivefold.trace.depth import timelines as timelines_of_memory
+from fivefold.trace.formulas import Shape, rows
 
 FOLDER = Path(__file__).with_name("parallelism") / "pictures"
 PLAN_FOLDER = Path(__file__).with_name("pictures")
@@ -94,6 +96,58 @@ def main() -> None:
         (PLAN_FOLDER / f"scaling_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
+    for name, picture in lectures().items():
+        (PLAN_FOLDER / f"lecture_{name}.svg").write_text(picture, encoding="utf-8")
+
+
+def lectures() -> dict[str, str]:
+    """States under ZeRO (arXiv 1910.02054, figure 1), and activations of a block (arXiv 2205.05198, figure 7)."""
+    psi, ranks = 7.5e9, 64
+    kinds = {
+        "weights": PAPER.working,
+        "gradients": PAPER.gradient,
+        "masters, moments": PAPER.master + PAPER.moments,
+    }
+    first = {"weights": 3, "gradients": 2, "masters, moments": 1}  # the stage that shards them
+    stages = {
+        f"ZeRO {stage}" if stage else "data parallel": {
+            kind: size * psi / (ranks if stage >= first[kind] else 1) / 1e9 for kind, size in kinds.items()
+        }
+        for stage in range(4)
+    }
+    saved = {row.name: row for row in rows(Shape(2048, 1, 12288, 96, 8))}
+    names = ("a block (1)", "selective", "tp (2)", "tp, sp (4)", "tp, sp, selective (6)", "full")
+    blocks = {
+        f"{name.partition(' (')[0]}: {saved[name].formula}": {"": saved[name].bytes / 1e6} for name in names
+    }
+    return {
+        "zero": bars("States of 7.5 billion parameters on 64 devices, per device", stages, "GB", 130),
+        "activations": bars("Activations of a block of GPT-3, 16 bits, t = 8", blocks, "MB", 340),
+    }
+
+
+def bars(title: str, rows: dict[str, dict[str, float]], unit: str, left: int) -> str:
+    """A bar for each row, of the values of its kinds, with their sum."""
+    longest = max(sum(row.values()) for row in rows.values())
+    kinds = list(next(iter(rows.values())))
+    width, top, high = 760, 66 if len(kinds) > 1 else 44, 30
+    parts = [text(20, 24, title, "600")]
+    for number, kind in enumerate(kinds if len(kinds) > 1 else []):
+        parts.append(f'<rect x="{20 + 170 * number}" y="38" width="12" height="12" fill="{COLORS[number]}"/>')
+        parts.append(text(38 + 170 * number, 49, kind))
+    for line, (name, row) in enumerate(rows.items()):
+        x, y = float(left), top + line * high
+        parts.append(text(20, y + 15, name))
+        for color, value in zip(COLORS, row.values(), strict=False):
+            wide = value / longest * (width - left - 90)
+            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="20" fill="{color}"/>')
+            x += wide
+        parts.append(text(x + 8, y + 15, f"{sum(row.values()):,.4g} {unit}"))
+    height = top + len(rows) * high + 10
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<rect width="100%" height="100%" fill="#fdfcf8"/>{"".join(parts)}</svg>\n'
+    )
 
 
 def offloads() -> str:
@@ -196,13 +250,13 @@ def plans() -> dict[str, str]:
     cluster, title = parse("h100:16"), f"{recipe} on 16 H100, {layout}"
     found = pictures(predict(loaded, cluster))
     assert found.timeline is not None
-    rows = as_rows(frontier(search(loaded, cluster)))
+    fastest = as_rows(frontier(search(loaded, cluster)))
     return {
         "memory": plan_svg.memory(found.plan, title),
         "timeline": to_svg(found.timeline, "8 of 32 microbatches", width=760),
         "roofline": plan_svg.roofline(found.roofline, found.plan.step.seconds, title),
         "frontier": plan_svg.frontier(
-            rows, found.plan.limit, f"{recipe} on 16 H100: the fastest layout for each memory"
+            fastest, found.plan.limit, f"{recipe} on 16 H100: the fastest layout for each memory"
         ),
     }
 
