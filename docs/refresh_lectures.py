@@ -125,11 +125,10 @@ def _filtered(words: list[str], lines: list[str]) -> list[str]:
 
 @cache
 def printed(command: str) -> str:
-    """What a command prints, run in this process in a folder with the pages' TOML files."""
+    """What a command prints, run in this process in a folder with what lies beside the pages."""
     out = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, COLUMNS=COLUMNS):
-        for path in FOLDER.glob("*.toml"):
-            shutil.copy(path, folder)
+        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.md"), dirs_exist_ok=True)
         with contextlib.ExitStack() as stack:
             for way in (
                 contextlib.chdir(folder),

@@ -37,9 +37,12 @@ def page(folder: Path, found: Results) -> str:
     name = printable(folder.resolve().name)
     rows = found.sweep.rows
     done = [row for row in rows if row.status == sweep_table.FINISHED]
-    runs = compare.read_runs([folder / row.name for row in done]) if done else []
+    there = [folder / row.name for row in done if (folder / row.name).is_dir()]
+    runs = compare.read_runs(there) if there else []
     varied = ", ".join(found.sweep.varied)
     said = "".join(f'<p class="alarm">{escape(note)}</p>' for note in notes(found))
+    if gone := len(done) - len(there):  # the table was copied without its runs
+        said += f'<p class="alarm">The folders of {gone} finished runs are not here, so their curves are not.</p>'
     lead = f"{found.sweep.recipe}: {len(done)} of {len(rows)} runs are finished. They vary {varied or 'nothing'}."
     sections = [
         compare.section("Scaling law", _law(found)),
