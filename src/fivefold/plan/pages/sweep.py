@@ -42,7 +42,9 @@ def page(folder: Path, found: Results) -> str:
     varied = ", ".join(found.sweep.varied)
     said = "".join(f'<p class="alarm">{escape(note)}</p>' for note in notes(found))
     if gone := len(done) - len(there):  # the table was copied without its runs
-        said += f'<p class="alarm">The folders of {gone} finished runs are not here, so their curves are not.</p>'
+        said += (
+            f'<p class="alarm">The folders of {gone} finished runs are not here, so their curves are not.</p>'
+        )
     lead = f"{found.sweep.recipe}: {len(done)} of {len(rows)} runs are finished. They vary {varied or 'nothing'}."
     sections = [
         compare.section("Scaling law", _law(found)),
