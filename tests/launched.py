@@ -85,14 +85,17 @@ def _call(log: str, result: Connection, function: Callable[..., Any], *arguments
     result.send(function(*arguments))
 
 
-def command(log: Path, *words: str) -> Launched:
-    """`fivefold WORDS`."""
-    return Launched(log, _main, words)
+def command(log: Path, *words: str, folder: Path | None = None) -> Launched:
+    """`fivefold WORDS`, in a folder, with this process's environment."""
+    return Launched(log, _main, words, folder and str(folder), dict(os.environ))
 
 
-def _main(words: tuple[str, ...]) -> None:
+def _main(words: tuple[str, ...], folder: str | None, environment: dict[str, str]) -> None:
     from fivefold.cli.main import main
 
+    if folder is not None:
+        os.chdir(folder)
+        os.environ.update(environment)
     sys.argv = ["fivefold", *words]
     main(words)
 

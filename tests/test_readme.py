@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import typer
 from commands import REPO, run
+from launched import command
 from test_imports import FILES, LINES, room_of
 
 import fivefold
@@ -34,6 +35,7 @@ INSTEAD = {
     ". .venv/bin/activate": "test -f Makefile || type fivefold",  # the programs are in PATH already
     ".venv/bin/pre-commit install": f"pre-commit validate-config {REPO}/.pre-commit-config.yaml",
 }
+STARTS_RANKS = re.compile(r"fivefold (train|verify) .*(--nproc|--layout)")
 already_run: set[str] = set()  # lines with several ranks that two documents share
 
 
@@ -71,7 +73,8 @@ def scaled_down(line: str) -> str:
 
 
 def execute(line: str, folder: Path) -> None:
-    """Runs a command. Those of one rank run in this process: importing torch is most of their time."""
+    """Runs a command: in this process, or, if it starts ranks, in one that is forked from a process which has imported
+    torch, because that import is most of their time."""
     line = scaled_down(INSTEAD.get(line, line))
     if line.startswith("make "):
         execute_make(line, folder)
@@ -79,9 +82,10 @@ def execute(line: str, folder: Path) -> None:
         assert f"\n{line}" in (REPO / program[1]).read_text()  # test_lecture_programs.py runs it
     elif not line.startswith("fivefold ") or ">" in line:
         run(line, folder)
-    elif SEVERAL_RANKS.search(line):
+    elif STARTS_RANKS.search(line):
         if line not in already_run:
-            run(line, folder)
+            started = command(folder / "printed.log", *shlex.split(line)[1:], folder=folder)
+            assert started.wait(120) == 0, f"{line}\n{started.said}"
         already_run.add(line)
     else:
         with pytest.raises(SystemExit) as stop:
