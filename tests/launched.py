@@ -85,17 +85,16 @@ def _call(log: str, result: Connection, function: Callable[..., Any], *arguments
     result.send(function(*arguments))
 
 
-def command(log: Path, *words: str, folder: Path | None = None) -> Launched:
-    """`fivefold WORDS`, in a folder, with this process's environment."""
-    return Launched(log, _main, words, folder and str(folder), dict(os.environ))
+def command(log: Path, *words: str, folder: Path | str = ".", **environment: str) -> Launched:
+    """`fivefold WORDS`, in a folder, with this process's environment and more."""
+    return Launched(log, _main, words, os.path.abspath(folder), {**os.environ, **environment})
 
 
-def _main(words: tuple[str, ...], folder: str | None, environment: dict[str, str]) -> None:
+def _main(words: tuple[str, ...], folder: str, environment: dict[str, str]) -> None:
     from fivefold.cli.main import main
 
-    if folder is not None:
-        os.chdir(folder)
-        os.environ.update(environment)
+    os.chdir(folder)
+    os.environ.update(environment)
     sys.argv = ["fivefold", *words]
     main(words)
 

@@ -1,13 +1,14 @@
 """Where ranks come from, which layout they get, and that local runs listen on loopback only."""
 
 import os
+import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from launched import command
 from ranks import run_ranks
 from test_train import TINY
 
@@ -363,33 +364,16 @@ def test_local_runs_listen_on_loopback_only_and_leave_no_process(tmp_path):
         for o in (*TINY, "train.steps=100000", f"data.source={text}", f"data.cache={tmp_path / 'cache'}")
     ]
     out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "fivefold.cli.main",
-        "train",
-        "quickstart",
-        *sets,
-        "--nproc=2",
-        f"--out={out}",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 60
-        while not (out / "metrics.jsonl").exists() or (out / "metrics.jsonl").stat().st_size < 1000:
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        everyone = family(process.pid)
-        addresses = listening(everyone)
-        process.terminate()
-        process.wait(60)
-    finally:
-        process.kill()
+    run = command(tmp_path / "log", "train", "quickstart", *sets, "--nproc=2", f"--out={out}")
+    run.until(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size >= 1000)
+    everyone = family(run.pid)
+    addresses = listening(everyone)
+    run.send(signal.SIGTERM)
+    code = run.wait(60)
     assert len(everyone) >= 3, "the command and two ranks"
     assert addresses, "gloo's ranks listen somewhere"
     assert addresses <= {"0100007F", "0" * 24 + "01000000"}, addresses  # 127.0.0.1 and ::1
-    assert process.returncode == 75, "stopped by SIGTERM, after saving"
+    assert code == 75, "stopped by SIGTERM, after saving"
     assert list((out / "checkpoints").glob("step-*/manifest.json"))
     time.sleep(0.2)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in everyone - {process.pid})
+    assert not any(Path(f"/proc/{pid}").exists() for pid in everyone - {run.pid})

@@ -81,7 +81,10 @@ def execute(line: str, folder: Path) -> None:
     elif program := re.match(r"torchrun .* (examples/lectures/\w+\.py)", line):
         assert f"\n{line}" in (REPO / program[1]).read_text()  # test_lecture_programs.py runs it
     elif not line.startswith("fivefold ") or ">" in line:
-        run(line, folder)
+        if line not in already_run:
+            run(line, folder)
+        if SEVERAL_RANKS.search(line):
+            already_run.add(line)
     elif STARTS_RANKS.search(line):
         if line not in already_run:
             started = command(folder / "printed.log", *shlex.split(line)[1:], folder=folder)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launched import command
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
 
@@ -347,29 +348,23 @@ def test_run_folder_and_its_errors(text, tmp_path, monkeypatch):
 
 
 def test_forked_ranks_and_their_errors(text, tmp_path):
-    """`--nproc 2`: real ranks of the elastic agent; what goes wrong in a rank is one clear error here."""
-    import subprocess
-    import sys
+    """`--nproc 2`: real ranks of the launcher; what goes wrong in a rank is one clear error here."""
 
-    def fivefold(*arguments: str) -> subprocess.CompletedProcess:
+    def fivefold(code: int, *arguments: str) -> str:
         sets = [f"--set={o}" for o in (*TINY, f"data.source={text}", f"data.cache={text.parent / 'cache'}")]
-        command = [sys.executable, "-m", "fivefold.cli.main", "train", "quickstart", *sets, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        (log := tmp_path / "printed").unlink(missing_ok=True)
+        done = command(log, "train", "quickstart", *sets, *arguments)
+        assert done.wait(120) == code, done.said
+        assert "Traceback" not in done.said
+        return done.said
 
     out = tmp_path / "run"
-    done = fivefold("--nproc", "2", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    assert "2 rank(s) on CPU" in done.stdout
+    assert "2 rank(s) on CPU" in fivefold(0, "--nproc", "2", "--out", str(out))
     assert len(lines(out, "loss")) == 6
-    done = fivefold("--nproc", "17", "--out", str(tmp_path / "many"))
-    assert done.returncode == 2
-    assert "global_batch_size" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "global_batch_size" in fivefold(2, "--nproc", "17", "--out", str(tmp_path / "many"))
     next(store.latest(out).glob("model-*")).write_bytes(b"broken")
-    done = fivefold("--nproc", "2", "--out", str(out), "--resume", "--set=train.steps=8")
-    assert done.returncode == 2
-    assert "is damaged" in done.stderr
-    assert "Traceback" not in done.stderr
+    said = fivefold(2, "--nproc", "2", "--out", str(out), "--resume", "--set=train.steps=8")
+    assert "is damaged" in said
 
 
 def test_resume_on_another_number_of_ranks(text, tmp_path):

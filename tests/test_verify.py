@@ -2,13 +2,13 @@
 
 import json
 import math
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launched import Launched, command
 from layouts import MOE, TINY, compared, side, tiny
 
 import fivefold
@@ -165,18 +165,16 @@ def test_what_is_changed_for_the_comparison_is_said(tmp_path):
         prepared(original, None, 3, "fp4")
 
 
-def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+def run(folder: Path, log: str, *arguments: str, **environment: str) -> Launched:
     tiny(folder, "dp=1")  # makes the text
     sets = [f"--set={o}" for o in (*TINY, f"data.source={folder}/text.txt", f"data.cache={folder}/cache")]
-    start = launcher or (sys.executable,)
-    command = [*start, "-m", "fivefold.cli.main", "verify", "quickstart", *sets, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return command(folder / log, "verify", "quickstart", *sets, *arguments, **environment)
 
 
 def test_command(tmp_path):
-    done = run(tmp_path, "--layout", "dp=2", "--json", "--steps", "2")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    done = run(tmp_path, "right", "--layout", "dp=2", "--json", "--steps", "2")
+    assert done.wait(120) == 0, done.said
+    report = json.loads(done.said[done.said.index("{") : done.said.rindex("}") + 1])
     assert report["passed"] is True
     assert report["layout"] == "dp=2"
     assert report["steps"] == 2
@@ -184,25 +182,23 @@ def test_command(tmp_path):
     for kind, tolerance in report["tolerance"].items():
         assert report[kind]["max_rel"] <= tolerance
     assert report["gradients"]["worst"]
-    done = run(tmp_path, "--layout", "dp=64")
-    assert done.returncode == 2
-    assert "global_batch_size" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run(tmp_path, "wrong", "--layout", "dp=64")
+    assert done.wait(120) == 2
+    assert "global_batch_size" in done.said
+    assert "Traceback" not in done.said
 
 
-def test_command_under_torchrun(tmp_path):
-    """Its ranks are used; the first compares and prints."""
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--no-python",
-        sys.executable,
-    )
-    done = run(tmp_path, "--layout", "dp=2", launcher=torchrun)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("dp=2 computes the same as one process") == 1
+def test_command_under_a_launcher(tmp_path):
+    """Ranks of torchrun, by their variables, are used; the first compares and prints."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        run(tmp_path, rank, "--layout", "dp=2", RANK=rank, LOCAL_RANK=rank, GLOO_SOCKET_IFNAME="lo", **names)
+        for rank in "01"
+    ]
+    assert [one.wait(120) for one in ranks] == [0, 0], ranks[0].said
+    assert [one.said.count("dp=2 computes the same as one process") for one in ranks] == [1, 0]
 
 
 def test_a_failed_check_exits_with_1(tmp_path, monkeypatch, capsys):
