@@ -59,8 +59,8 @@ QUICK = {
 """Run by every `make test`; the others by `make test-all`."""
 
 
-def marked(layouts: list[str]) -> list[Any]:
-    return [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
+def marked(layouts: list[str], quick: set[str]) -> list[Any]:
+    return [layout if layout in quick else pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def passes(room: Path, layout: str, *overrides: str, mode: str = "fp32") -> None
     assert report.passed, report
 
 
-@pytest.mark.parametrize("layout", marked(SINGLE + SCHEDULED + TOGETHER + EIGHT + FIVE))
+@pytest.mark.parametrize("layout", marked(SINGLE + SCHEDULED + TOGETHER + EIGHT + FIVE, QUICK))
 def test_layouts(room, layout):
     passes(room, layout)
 
@@ -89,7 +89,12 @@ NORMED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", NORMED)
+NORMED_QUICK = {
+    "dp=2,zero=3", "tp=2,sp=true", "pp=2", "cp=2", "tp=2,sp=true,recompute=selective", "dp=2,tp=2,pp=2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", marked(NORMED, NORMED_QUICK))
 @pytest.mark.parametrize(
     "overrides",
     [
