@@ -100,6 +100,31 @@ def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
     )
 
 
+def icons(recipe: Recipe, layout: Layout, title: str) -> str:
+    """The first few ranks side by side: each one's part of the model (layers downwards, the width of matrices across)
+    and of the batch (sequences downwards, tokens across). recipe: resolved."""
+    ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, 4))]
+    each, high = 2 * ICON + 30, ICON + 44
+    width = len(ranks) * each - 6
+    parts = []
+    for number, found in enumerate(ranks):
+        left = number * each + 8
+        words = (
+            f"experts {span_words((found.experts.start, found.experts.stop))}"
+            if layout.ep > 1 and found.experts
+            else ""
+        )
+        parts.append(f'<text class="name" x="{left}" y="18">rank {found.rank}</text>')
+        parts.append(f'<text class="soft" x="{left + 48}" y="18">{words}</text>')
+        parts.append(_model(found, recipe, left, 26) + _batch(found, recipe, left + ICON + 6, 26))
+        parts.append(f'<text class="soft" x="{left}" y="{high - 4}">model</text>')
+        parts.append(f'<text class="soft" x="{left + ICON + 6}" y="{high - 4}">batch</text>\n')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="layout" role="img" width="{width}" height="{high}" '
+        f'viewBox="0 0 {width} {high}">\n<title>{escape(title)}</title><style>{STYLE}</style>{"".join(parts)}</svg>\n'
+    )
+
+
 def _columns(layout: Layout, ranks: int) -> int:
     """Number of boxes side by side in a panel: the tensor ranks, or a square of boxes without them."""
     if layout.tp > 1:

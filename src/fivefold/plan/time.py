@@ -417,15 +417,19 @@ def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
 
 
 def optimizer(s: Setting, own: Elements) -> float:
+    """Seconds of the norm, the update and refreshing the weights, and of what all ranks agree on."""
+    return update(s, own) + _seconds(volume.control(s), s)
+
+
+def update(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update and refreshing the weights. They read and write all bytes of the states."""
     b = s.states
     kept = own.keeps if s.layout.zero else own.computes
     moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     size = kept * (moved + rounding_traffic(b.copied))
     oversubscription = s.cluster.oversubscription
-    update = oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
-    passes = s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
-    return passes * update + _seconds(volume.control(s), s)
+    once = oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
+    return once * s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
 
 
 def whole_matrices(s: Setting, position: int) -> float:

@@ -209,6 +209,13 @@ def _operations(
                     traffic.add(what, message.axis, size, times * count * s.microbatches, calls)
 
 
+def of_operations(s: Setting, ops: Iterable[Operation], recompute: str = "none") -> Counted:
+    """Messages of rank 0 for one microbatch of these operations: forward, backward, and what recomputation repeats."""
+    traffic = Traffic()
+    _operations(traffic, replace(s, microbatches=1), 0, ops, 1, recompute)
+    return traffic.found
+
+
 def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator[tuple[str, float, int]]:
     """Splits a message into collectives: (operation, bytes, calls)."""
     if message.what != "ring":

@@ -46,10 +46,10 @@ STYLE = (
 def memory(plan: Plan, title: str) -> str:
     """A bar for each pipeline rank, and the limit."""
     most = max(plan.limit, *(m.total for m in plan.memory))
-    scale, parts = (WIDTH - LEFT - RIGHT) / most, [_legend(KINDS, KINDS)]
+    scale, parts = (WIDTH - LEFT - RIGHT) / most, [legend(KINDS, KINDS)]
     for position, held in enumerate(plan.memory):
         top, left = TOP + 30 * position, float(LEFT)
-        parts.append(_text(LEFT - 10, top + 16, f"stage {position}", "soft end"))
+        parts.append(caption(LEFT - 10, top + 16, f"stage {position}", "soft end"))
         for name in KINDS:
             size = getattr(held, name)
             words = f"<title>{name} {memory_text(size)}</title>"
@@ -58,11 +58,11 @@ def memory(plan: Plan, title: str) -> str:
                 f'<rect class="{name}" x="{left:.2f}" y="{top}" width="{wide:.2f}" height="22">{words}</rect>'
             )
             left += size * scale
-        parts.append(_text(left + 8, top + 16, memory_text(held.total)))
+        parts.append(caption(left + 8, top + 16, memory_text(held.total)))
     bottom, limit = TOP + 30 * len(plan.memory), LEFT + plan.limit * scale
     parts.append(f'<path class="limit" d="M{limit:.2f} {TOP - 6}V{bottom}"/>')
-    parts.append(_text(limit, bottom + 16, f"limit {memory_text(plan.limit)}", "soft middle"))
-    return _document(title, "".join(parts), bottom + 28)
+    parts.append(caption(limit, bottom + 16, f"limit {memory_text(plan.limit)}", "soft middle"))
+    return document(title, "".join(parts), bottom + 28)
 
 
 def roofline(found: Roofline, step: float, title: str) -> str:
@@ -82,21 +82,21 @@ def roofline(found: Roofline, step: float, title: str) -> str:
     def y(value: float) -> float:
         return floor - (floor - TOP) * math.log(value / bottom) / math.log(top / bottom)
 
-    parts = [_legend(("compute", "memory"), ("compute-bound", "memory-bound"))]
+    parts = [legend(("compute", "memory"), ("compute-bound", "memory-bound"))]
     for rate in _decades(bottom, top):
         parts.append(f'<path class="grid" d="M{LEFT} {y(rate):.1f}H{right}"/>')
-        parts.append(_text(LEFT - 8, y(rate) + 4, _rate(rate), "soft end"))
+        parts.append(caption(LEFT - 8, y(rate) + 4, _rate(rate), "soft end"))
     for value in _decades(low, high):
         parts.append(f'<path class="grid" d="M{x(value):.1f} {TOP}V{floor}"/>')
-        parts.append(_text(x(value), floor + 17, f"{value:,g}", "soft middle"))
-    parts.append(_text(right, floor + 36, "FLOP per byte moved", "soft end"))
-    parts.append(_text(LEFT + 26, floor + 17, "bytes only", "soft middle"))
+        parts.append(caption(x(value), floor + 17, f"{value:,g}", "soft middle"))
+    parts.append(caption(right, floor + 36, "FLOP per byte moved", "soft end"))
+    parts.append(caption(LEFT + 26, floor + 17, "bytes only", "soft middle"))
     start = max(low, bottom / found.bandwidth)
     parts.append(
         f'<path class="roof" d="M{x(start):.1f} {y(start * found.bandwidth):.1f}'
         f'L{x(found.ridge):.1f} {y(found.peak):.1f}H{right}"/>'
     )
-    parts.append(_text(right, y(found.peak) - 7, f"{found.peak / 1e12:,.0f} TFLOP/s", "soft end"))
+    parts.append(caption(right, y(found.peak) - 7, f"{found.peak / 1e12:,.0f} TFLOP/s", "soft end"))
     level = floor - 6.0
     for p in sorted(found.points, key=lambda p: -p.seconds):
         radius = max(2.5, 50 * math.sqrt(p.seconds / step / math.pi))
@@ -106,8 +106,8 @@ def roofline(found: Roofline, step: float, title: str) -> str:
             parts.append(_circle(found, p, step, LEFT + 26, level - radius, radius))
             level -= 2 * radius + 3
     for p in _with_room(products, x, y):
-        parts.append(_text(x(p.intensity), y(p.rate) + 30, p.name, "middle"))
-    return _document(title, "".join(parts), floor + 46)
+        parts.append(caption(x(p.intensity), y(p.rate) + 30, p.name, "middle"))
+    return document(title, "".join(parts), floor + 46)
 
 
 def _circle(found: Roofline, p: Point, step: float, x: float, y: float, radius: float) -> str:
@@ -145,13 +145,13 @@ def frontier(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str
     parts = []
     for value, words in zip(up.ticks, tick_labels(up.ticks), strict=True):
         parts.append(f'<path class="grid" d="M{LEFT} {y(value):.1f}H{right}"/>')
-        parts.append(_text(LEFT - 8, y(value) + 4, words, "soft end"))
+        parts.append(caption(LEFT - 8, y(value) + 4, words, "soft end"))
     for value, words in zip(across.ticks, tick_labels(across.ticks), strict=True):
-        parts.append(_text(x(value * GIB), floor + 17, words, "soft middle"))
-    parts.append(_text(right, floor + 36, "GiB per device", "soft end"))
-    parts.append(_text(LEFT - 8, TOP - 14, "tokens/s", "soft end"))
+        parts.append(caption(x(value * GIB), floor + 17, words, "soft middle"))
+    parts.append(caption(right, floor + 36, "GiB per device", "soft end"))
+    parts.append(caption(LEFT - 8, TOP - 14, "tokens/s", "soft end"))
     parts.append(f'<path class="limit" d="M{x(limit):.1f} {TOP}V{floor}"/>')
-    parts.append(_text(x(limit) - 6, floor - 6, "limit", "soft end"))
+    parts.append(caption(x(limit) - 6, floor - 6, "limit", "soft end"))
     path = f"M{x(rows[0]['peak']):.1f} {y(rows[0]['tokens_per_s']):.1f}"
     path += "".join(f"H{x(row['peak']):.1f}V{y(row['tokens_per_s']):.1f}" for row in rows[1:])
     parts.append(f'<path class="best" d="{path}"/>')
@@ -159,10 +159,10 @@ def frontier(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str
         place = (x(row["peak"]), y(row["tokens_per_s"]))
         words = f"{memory_text(row['peak'])}, {row['tokens_per_s']:,.0f}/s: {row['words']}"
         parts.append(f'<circle class="dot" cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="4.5"/>')
-        parts.append(_text(place[0], place[1] - 9, str(number), "middle"))
-        parts.append(_text(30, floor + 44 + 17 * number, str(number), "soft end"))
-        parts.append(_text(38, floor + 44 + 17 * number, words, "small"))
-    return _document(title, "".join(parts), floor + 60 + 17 * len(rows))
+        parts.append(caption(place[0], place[1] - 9, str(number), "middle"))
+        parts.append(caption(30, floor + 44 + 17 * number, str(number), "soft end"))
+        parts.append(caption(38, floor + 44 + 17 * number, words, "small"))
+    return document(title, "".join(parts), floor + 60 + 17 * len(rows))
 
 
 def _rate(value: float) -> str:
@@ -173,23 +173,28 @@ def _decades(low: float, high: float) -> list[float]:
     return [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
 
 
-def _legend(kinds: Sequence[str], words: Sequence[str]) -> str:
-    left, parts = LEFT, []
+def legend(kinds: Sequence[str], words: Sequence[str], left: float = LEFT, top: float = 36) -> str:
+    """A coloured square and words for each kind."""
+    parts = []
     for kind, text in zip(kinds, words, strict=True):
-        parts.append(f'<rect class="{kind}" x="{left}" y="36" width="12" height="12"/>')
-        parts.append(_text(left + 18, 46, text, "soft"))
+        parts.append(f'<rect class="{kind}" x="{left:g}" y="{top:g}" width="12" height="12"/>')
+        parts.append(caption(left + 18, top + 10, text, "soft"))
         left += 44 + 6.4 * len(text)
     return "".join(parts)
 
 
-def _text(x: float, y: float, words: str, kind: str = "") -> str:
+def caption(x: float, y: float, words: str, kind: str = "") -> str:
+    """Words at a place."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
 
 
-def _document(title: str, body: str, height: float) -> str:
+def document(
+    title: str, body: str, height: float, width: float = WIDTH, left: float = LEFT, style: str = ""
+) -> str:
+    """A picture with its title. left: of the title. style: rules besides `STYLE`."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plan" role="img" width="{WIDTH}" height="{height:g}" '
-        f'viewBox="0 0 {WIDTH} {height:g}">\n<title>{escape(title)}</title><style>{STYLE}</style>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plan" role="img" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}">\n<title>{escape(title)}</title><style>{STYLE}{style}</style>\n'
         f'<rect class="paper" width="100%" height="100%"/>\n'
-        f'<text class="title" x="{LEFT}" y="22">{escape(title)}</text>\n{body}</svg>\n'
+        f'<text class="title" x="{left:g}" y="22">{escape(title)}</text>\n{body}</svg>\n'
     )

@@ -1,0 +1,475 @@
+"""`fivefold compare`: three criteria of each form of parallelism, when messages are sent, and when they hide."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import observe_browser
+import pytest
+from observe_page import check_contrast, check_drawn, check_structure
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app, main
+from fivefold.errors import UserError
+from fivefold.models.section import ModelSection
+from fivefold.plan import cost, criteria, memory, overlap_rules, time, volume
+from fivefold.plan.clusters import parse
+from fivefold.plan.compare import TECHNIQUES, Row, compare, named
+from fivefold.plan.cost import Setting
+from fivefold.plan.devices import Cluster
+from fivefold.plan.predict import setting
+from fivefold.plan.software import FIVEFOLD
+from fivefold.plan.timeline import timeline
+from fivefold.recipe import load, resolve_model
+from fivefold.schedules.overlap import COMPUTE, WAIT
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout import parse as fields
+
+RUNNER = CliRunner()
+PROGRAM = observe_browser.find()
+PLAIN = ["layout.recompute=none", "train.microbatch_size=1"]
+
+
+def model(**changes: Any) -> ModelSection:
+    sizes = {"layers": 8, "dim": 1024, "heads": 8, "ffn_dim": 4096, "seq_len": 1024} | changes
+    return resolve_model(ModelSection(**sizes), vocab_size=64)
+
+
+def of(layout: str, m: int = 4, on: Cluster | None = None, **changes: Any) -> Setting:
+    values: dict[str, Any] = fields(layout)
+    return setting(model(**changes), Layout(**values), on or parse("h100"), 1, m)
+
+
+def rows_of(recipe: str, ranks: int, *sets: str) -> dict[str, Row]:
+    found = compare(load(recipe, [*PLAIN, *sets], "dp=1"), parse(f"h100:{ranks}"), ranks)
+    return {row.technique: row for row in found}
+
+
+@pytest.fixture(scope="module")
+def llama() -> dict[str, Row]:
+    return rows_of("llama-7b", 8)
+
+
+def test_it_answers_without_torch(tmp_path: Path) -> None:
+    """Table, picture, page and thresholds of a recipe, in one process."""
+    code = (
+        "import sys; from fivefold.cli.main import main\n"
+        "for more in (['--picture', 'a.svg', '--page', 'b.html'], ['--overlap', '--picture', 'c.svg']):\n"
+        "    try: main(['compare', 'llama-7b', '--cluster', 'h100:8', *more])\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in tmp_path.iterdir()} == {"a.svg", "b.html", "c.svg"}
+
+
+def test_a_row_for_each_technique(llama: dict[str, Row]) -> None:
+    assert list(llama) == ["one device", *(technique.name for technique in TECHNIQUES)]
+    assert {name for name, row in llama.items() if row.plan is None} == {"EP"}
+    assert llama["EP"].why == "the model has no experts"
+    assert all(
+        row.plan and row.plan.ranks == 8 for name, row in llama.items() if name not in ("EP", "one device")
+    )
+    assert {row.plan.setting.sizes.B for row in llama.values() if row.plan} == {1}
+
+
+def test_what_does_not_divide_is_said() -> None:
+    rows = rows_of("llama-7b", 64)
+    assert rows["TP"].layout == "dp=2,tp=32"  # 32 heads
+    assert rows["TP"].why.startswith("layout.tp = 64 must divide model.heads = 32")
+    assert rows["PP"].layout == "pp=32,dp=2"
+    assert "more than model.layers = 32" in rows["PP"].why
+    assert not rows["CP"].why
+    small = rows_of("llama-7b", 64, "train.global_batch_size=7")
+    assert small["DDP"].plan is None
+    assert "64 data-parallel ranks need at least one microbatch each" in small["DDP"].why
+
+
+def test_redundant_computing_by_reason(llama: dict[str, Row]) -> None:
+    """Each technique repeats what it is known to repeat, and nothing else."""
+    reasons = {
+        name: {part for part, share in row.redundant.parts.items() if share > 1e-12}
+        for name, row in llama.items()
+        if row.plan
+    }
+    assert reasons["one device"] == reasons["ZeRO-1"] == reasons["ZeRO-2"] == reasons["ZeRO-3"] == set()
+    assert reasons["PP"] == set()  # its idle time is apart
+    assert reasons["DDP"] == {"update"}
+    assert reasons["CP"] == {"sums", "update"}
+    assert reasons["TP"] == {"operations", "sums", "update"}  # of norms, which are whole everywhere
+    assert llama["TP"].redundant.operations > 10 * llama["TP + SP"].redundant.operations > 0
+    assert llama["PP"].idle > 0
+    assert llama["DDP"].idle == 0
+
+
+def test_ranks_do_together_what_one_process_does(llama: dict[str, Row]) -> None:
+    one = llama["one device"].redundant.useful
+    for name in ("DDP", "ZeRO-1", "ZeRO-3", "PP"):
+        assert 8 * llama[name].redundant.useful == pytest.approx(one, rel=1e-9), name
+
+
+def test_replicas_repeat_the_update() -> None:
+    s = of("dp=4")
+    (own,) = memory.rank_elements(s.model, s.layout)
+    assert criteria.redundant(s).update == pytest.approx(3 / 4 * time.update(s, own))
+    assert criteria.redundant(of("dp=4,zero=1")).update == 0
+
+
+def test_full_recomputation_repeats_forward() -> None:
+    none, full = (replace(of(f"dp=1,recompute={mode}"), software=QUIET) for mode in ("none", "full"))
+    _, costs = time.parts(full, _work(full)).operations[False]
+    forward = full.microbatches * full.model.layers * sum(c.forward for c in costs)
+    found = criteria.redundant(full)
+    assert found.recompute == pytest.approx(forward)
+    assert found.recompute == pytest.approx(time.step(full).seconds - time.step(none).seconds)
+
+
+def _work(s: Setting):
+    from fivefold.models.card import card_of
+
+    return card_of(s.model).work(s.sizes, s.software)
+
+
+def test_what_sequence_parallelism_saves() -> None:
+    """Two norms and two residual sums of each block and the last norm, of activations that all ranks have: 5 and 6
+    passes over N D e bytes each, and their kernels' starts."""
+    one, cut = (
+        criteria.redundant(replace(of(f"tp=4{sp}"), software=replace(FIVEFOLD, kernel=0.0)))
+        for sp in ("", ",sp=true")
+    )
+    s = of("tp=4")
+    device = s.cluster.device
+    passes = s.model.layers * (2 * 5 + 2 * 6) + 5
+    size = passes * s.sizes.N * s.model.dim * s.sizes.e
+    seconds = s.microbatches * size / (device.bandwidth * device.streaming)
+    assert one.operations - cut.operations == pytest.approx(3 / 4 * seconds)
+
+
+def test_context_ranks_add_up_whole_gradients() -> None:
+    s = of("cp=4")
+    blocks, _, end, _ = memory.elements(s.model, s.layout)
+    size = sum(block.computes for block in blocks) + end.computes
+    assert criteria.redundant(s).sums == pytest.approx(
+        3 / 4 * s.microbatches * time.accumulate(size, s).weight
+    )
+
+
+@pytest.mark.parametrize(("m", "passes"), [(1, (2, 2, 2, 3)), (4, (2, 2, 5, 12))])
+def test_passes_of_the_model(m: int, passes: tuple[float, ...]) -> None:
+    """The lectures' 2 Psi of DDP and ZeRO-1/2, 3 Psi of ZeRO-3; (1 + m) and 3 m with m microbatches."""
+    found = [criteria.passes(of(f"dp=8,zero={zero}", m)) for zero in range(4)]
+    assert tuple(found) == passes
+    for zero in range(4):  # bytes of the planner, by the width of each message
+        s = of(f"dp=8,zero={zero}", m)
+        gathers = {0: 0, 1: 1, 2: 1, 3: 2 * m}[zero]
+        psi = memory.elements(s.model, Layout())
+        whole = sum(block.computes for block in psi[0]) + psi[1].computes + psi[2].computes
+        sent = 7 / 8 * whole * (gathers * 2 + (passes[zero] - gathers) * 4)
+        assert volume.sent(s)["dp"] == pytest.approx(sent, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "live"),
+    [
+        ("pp=4,schedule=gpipe", 16),
+        ("pp=4", 4),
+        ("pp=4,schedule=interleaved,virtual_stages=2", 5.5),
+        ("dp=4", 1),
+    ],
+)
+def test_live_microbatches(layout: str, live: float) -> None:
+    """GPipe keeps all m, 1F1B as many as there are ranks."""
+    assert criteria.live(of(layout, 16)) == live
+
+
+def test_messages_of_tensor_parallelism() -> None:
+    """Two all-reduces in the forward of a block, two in its backward; with sequence parallelism as many bytes."""
+    found = {(one.when, one.what): one for one in criteria.moments(of("tp=4"))}
+    forward = found["forward of a block", "all_reduce"]
+    assert forward.calls == found["backward of a block", "all_reduce"].calls == 2
+    assert forward.words == "2 all_reduce over tp"
+    assert forward.times == 8 * 4  # blocks and microbatches
+    s, cut = of("tp=4"), of("tp=4,sp=true")
+    assert volume.sent(cut)["tp"] == pytest.approx(volume.sent(s)["tp"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "tp=4", "tp=4,sp=true,recompute=full", "cp=4", "pp=4",
+        "pp=2,schedule=interleaved,virtual_stages=2", "dp_replicate=2,dp_shard=2,zero=3",
+    ],
+)  # fmt: skip
+def test_moments_are_all_messages(layout: str) -> None:
+    """They add up to what a counter sees, but for the few numbers and shared gradients that the docstring names."""
+    s = of(layout)
+    mine = Counter[tuple[str, str]]()
+    for one in criteria.moments(s):
+        mine[one.what, one.axis] += one.times * one.size
+    seen = volume._traffic(s, 0).found
+    assert {key for key, (_, size) in seen.items() if size > 1e5} <= set(mine) | {
+        ("receive", "pp"),
+        ("receive", "cp"),
+    }
+    for key, size in mine.items():
+        assert size == pytest.approx(seen[key][1], rel=0.02), key
+
+
+def test_names_of_layouts() -> None:
+    def name(text: str) -> tuple[str, str]:
+        values: dict[str, Any] = fields(text)
+        return named(Layout(**values))
+
+    assert name("dp=1") == ("one device", "")
+    assert name("dp=8,ep=8") == ("EP", "expert")
+    assert name("dp=4,tp=2,sp=true") == ("DDP + TP + SP", "")
+    assert name("pp=4,dp=2,zero=1") == ("ZeRO-1 + PP", "")
+    assert name("cp=4") == ("CP", "context")
+
+
+# When messages hide
+
+
+def ideal(**changes: Any) -> Cluster:
+    """A cluster as the formulas assume it: element-wise work, attention and starting cost nothing, all devices are
+    equal, and matmuls reach one rate. Links have their bandwidth only."""
+    found = parse("h100:8")
+    device = replace(
+        found.device,
+        bandwidth=1e30,
+        streaming=1.0,
+        attention=(1e9, 1e9),
+        units=1,
+        spread=0.0,
+        matmul=0.75,
+        **changes,
+    )
+    return replace(found, device=device, intra=replace(found.intra, latency=0.0, reduce=None))
+
+
+QUIET = replace(FIVEFOLD, kernel=0.0, host=0.0, step=0.0)
+LARGE = {"layers": 4, "dim": 8192, "heads": 64, "ffn_dim": 32768, "seq_len": 8192}
+
+
+def ideally(layout: str, m: int = 1, on: Cluster | None = None, B: int = 4, **changes: Any) -> Setting:
+    values: dict[str, Any] = fields(layout)
+    s = setting(model(**LARGE | changes), Layout(**values), on or ideal(), B, m)
+    return replace(s, software=QUIET)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp=8", "dp=8,zero=1", "dp=8,zero=3", "tp=8", "pp=4", "pp=2,schedule=interleaved,virtual_stages=2"],
+)
+def test_formula_and_planner_agree_under_its_assumptions(layout: str) -> None:
+    """Within 4%: matmuls start and end their tiles, and stages with the embedding or the output layer have more to
+    do."""
+    for rule in overlap_rules.rules(ideally(layout, 8)):
+        if "transfer" not in rule.what:
+            assert rule.planned == pytest.approx(rule.ratio, rel=0.04), rule.what
+            if rule.axis != "dp":  # the next tests go through the threshold of these
+                assert rule.crossing == pytest.approx(rule.needed, rel=0.05), rule.what
+
+
+def test_the_formulas_are_what_is_computed() -> None:
+    """Each threshold again, from the inputs that the rule prints."""
+    found = {
+        "DDP": lambda i: i["g"] * i["P"] * i["F"] / (4 * i["A"] * i["W'"]),
+        "ZeRO-3": lambda i: max(
+            i["e"] * i["P"] * i["F"] / (2 * i["A"] * i["W"]),
+            (i["g"] * i["P"] / i["W'"] + i["e"] * i["P"] / i["W"]) * i["F"] / (4 * i["A"]),
+        ),
+        "TP": lambda i: i["n"] * i["e"] * i["F"] / (i["c"] * i["W"]),
+        "CP": lambda i: (i["n"] - 1) * i["k"] * i["e"] * i["F"] / (2 * i["c"] * i["W"]),
+        "PP": lambda i: (i["p"] - 1) * (1 - i["x"]) / (i["v"] * i["x"]),
+    }
+    for layout in ("dp=8", "dp=8,zero=3", "tp=8", "cp=8", "pp=8"):
+        rule = overlap_rules.rules(of(layout))[-1 if layout == "cp=8" else 0]
+        assert rule.needed == pytest.approx(found[rule.technique](rule.inputs)), layout
+    transfer = overlap_rules.rules(of("pp=8"))[1]
+    i = transfer.inputs
+    assert transfer.needed == pytest.approx(i["e"] * i["D"] * i["F"] / (2 * i["A"] * i["W"]))
+
+
+def test_experts_hide_by_their_width() -> None:
+    recipe = load("mixtral-8x7b", PLAIN)
+    (row,) = compare(recipe, parse("h100:8"), 8, ["dp=8,ep=8,expert_chunks=4"])
+    (rule,) = row.rules
+    assert rule.needed == pytest.approx(
+        rule.inputs["e"] * rule.inputs["F"] / (3 * rule.inputs["W"]), rel=0.02
+    )
+    assert rule.now == 14336
+    assert rule.verdict == "hides"
+
+
+def tokens(layout: str, share: float, m: int = 1) -> tuple[Setting, float]:
+    """(a setting with so many times the tokens from which messages hide, the threshold)."""
+    needed = overlap_rules.rules(ideally(layout, m))[0].needed
+    return ideally(layout, m, B=1, seq_len=round(share * needed / 128) * 128), needed
+
+
+def test_replicas_hide_from_the_threshold_on() -> None:
+    """In the planner's simulation of the step: below it more than the last bucket sticks out."""
+    for share, more in ((0.85, True), (1.15, False)):
+        s, _ = tokens("dp=8", share)
+        (own,) = memory.rank_elements(s.model, s.layout)
+        last = sum(seconds for _, seconds, _ in time.synced(own, s)) / time.summed_pieces(s, own)
+        waited = timeline(s).waited  # pyright: ignore[reportOptionalMemberAccess]
+        assert (waited > 1.05 * last) is more, share
+
+
+def test_sharded_weights_hide_from_the_threshold_on() -> None:
+    """In the planner's simulation: below it a rank waits in the middle of forward or backward for a block."""
+    for share, waits in ((0.9, True), (1.1, False)):
+        s, _ = tokens("dp=8,zero=3", share, 2)
+        found = timeline(s)
+        assert found is not None
+        middle = [
+            span
+            for span in found.of(COMPUTE)
+            if span.kind == WAIT and "blocks.2" in span.name and span.seconds > 1e-6
+        ]
+        assert bool(middle) is waits, share
+
+
+def test_a_ring_hides_from_the_threshold_on() -> None:
+    """Exposed seconds of attention, by the planner, with 64 sequences: starting a message counts little then."""
+    on = replace(ideal(), device=replace(ideal().device, attention=(0.6, 0.6)))
+    length = 8192
+    for _ in range(4):  # the rate of attention depends on the length
+        needed = overlap_rules.rules(ideally("cp=4", 1, on, 64, seq_len=length))[-1].needed
+        length = round(needed / 64) * 64
+    for share, exposed in ((0.9, True), (1.1, False)):
+        s = ideally("cp=4", 1, on, 64, seq_len=round(share * needed / 64) * 64)
+        (op,) = (op for op in _work(s).block[False] if op.name == "attention")
+        assert (cost.operation(op, s).sent > 0) is exposed
+
+
+# The command
+
+
+def test_the_table() -> None:
+    done = RUNNER.invoke(app, ["compare", "llama-7b", "--ranks", "8"])
+    assert done.exit_code == 0
+    for name in ("DDP", "ZeRO-3", "TP + SP", "CP", "PP"):
+        assert f"\n  {name} " in done.output
+    assert "EP: the model has no experts" in done.output
+    assert ", recompute ops:attention+gate" in done.output
+
+
+def test_the_json() -> None:
+    layouts = "pp=4,schedule=gpipe pp=4 dp=2,tp=2"
+    done = RUNNER.invoke(
+        app,
+        [
+            "compare",
+            "llama-7b",
+            "--cluster",
+            "h100:4",
+            "--layouts",
+            layouts,
+            "--layouts",
+            "dp=8",
+            "--overlap",
+            "--json",
+        ],
+    )
+    found = json.loads(done.output)
+    assert [row["technique"] for row in found["rows"]] == ["PP", "PP", "DDP + TP", "DDP"]
+    gpipe, one, both, wrong = found["rows"]
+    assert gpipe["live_microbatches"] > one["live_microbatches"] == 4
+    assert {rule["technique"] for rule in both["overlap"]} == {"DDP", "TP"}
+    assert wrong["layout"] is None
+    assert "there are 4 ranks" in wrong["why"]
+    assert one["plan"]["memory"]["peak_bytes"] > 0
+    assert (
+        sum(v for k, v in one["redundant"].items() if k not in ("share", "seconds"))
+        == one["redundant"]["share"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layouts", "dq=8"], "'dq' is not an axis"),
+        (["--layouts", " "], "no layout is named"),
+        (["--cluster", "h100:8", "--ranks", "4"], "has 8 devices"),
+        (["--cluster", "h100:8", "--measure"], "--measure runs the layouts here"),
+        (["--picture", "/no/such/folder/a.svg"], "there is no folder"),
+        (["--set", "model.vocab_size=none", "--set", "data.tokenizer=a.json"], "set model.vocab_size"),
+    ],
+)
+def test_mistakes_are_named(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["compare", "llama-7b", *options])
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_parameter_servers_are_not_compared_with() -> None:
+    """The rows are of synchronous ranks, whatever the recipe's are."""
+    recipe = load("quickstart", ["sync.method=server", "sync.servers=1"])
+    rows = compare(recipe, parse("h100:2"), 2)
+    assert all(row.plan is None or row.plan.service is None for row in rows)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("nutshell") / "page.html"
+    sets = [part for text in ("model.layers=4", "train.global_batch_size=64") for part in ("--set", text)]
+    done = RUNNER.invoke(app, ["compare", "mixtral-8x7b", "--ranks", "8", *sets, "--page", str(path)])
+    assert done.exit_code == 0
+    return path
+
+
+def test_the_page_has_five_dimensions(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for name in ("data", "tensor", "context", "pipeline", "expert"):
+        assert f'id="h-{name}"' in text
+    assert text.count("<h3>What is sent when</h3>") == text.count("<h3>When it hides</h3>") == 5
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in text
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium or Chrome here to open the page with")
+def test_the_page_in_a_browser(page: Path) -> None:
+    assert PROGRAM
+    with observe_browser.Browser(PROGRAM) as browser:
+        for width in (1200, 390):
+            for dark in (False, True):
+                check_drawn(browser, page, width, dark)
+        check_structure(browser)
+        parts = [("h2", "color", 7.0), ("td", "color", 7.0), (".aside", "color", 4.5)]
+        check_contrast(browser, page, parts)
+
+
+@pytest.mark.slow
+def test_measured_beside_predicted() -> None:
+    """Real ranks: bytes are those that were predicted, memory is near them."""
+    from fivefold.bench.layouts import measure
+
+    sets = [
+        "model.layers=2", "model.dim=64", "model.heads=2", "model.ffn_dim=128", "model.seq_len=64",
+        "train.global_batch_size=4", "train.microbatch_size=1", "optim.warmup_steps=1",
+    ]  # fmt: skip
+    recipe = load("quickstart", sets)
+    found = dict(measure(recipe, [Layout(dp_replicate=2), Layout(tp=2), Layout(tp=3)], 4))
+    rows = compare(recipe, parse("h100:2"), 2, ["dp=2", "tp=2"])
+    for layout, row in zip(found, rows, strict=False):
+        figures = found[layout]
+        assert isinstance(figures, dict)
+        assert figures["sent_bytes"] == row.sent(as_counted=True)
+        assert row.plan is not None
+        assert figures["memory_bytes"] == pytest.approx(row.plan.peak_bytes, rel=0.2)
+        assert figures["step_s"] > 0
+    assert isinstance(found[Layout(tp=3)], str)
+
+
+def test_a_layout_that_cannot_be_read_is_no_row() -> None:
+    with pytest.raises(UserError, match="not of the form"):
+        compare(load("quickstart"), parse("h100:2"), 2, ["dp"])
