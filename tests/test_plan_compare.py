@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ PLAIN = ["layout.recompute=none", "train.microbatch_size=1"]
 
 
 def model(**changes: Any) -> ModelSection:
-    sizes = {"layers": 8, "dim": 1024, "heads": 8, "ffn_dim": 4096, "seq_len": 1024} | changes
+    sizes: dict[str, Any] = {"layers": 8, "dim": 1024, "heads": 8, "ffn_dim": 4096, "seq_len": 1024} | changes
     return resolve_model(ModelSection(**sizes), vocab_size=64)
 
 
@@ -162,8 +162,8 @@ def test_context_ranks_add_up_whole_gradients() -> None:
 @pytest.mark.parametrize(("m", "passes"), [(1, (2, 2, 2, 3)), (4, (2, 2, 5, 12))])
 def test_passes_of_the_model(m: int, passes: tuple[float, ...]) -> None:
     """The lectures' 2 Psi of DDP and ZeRO-1/2, 3 Psi of ZeRO-3; (1 + m) and 3 m with m microbatches."""
-    found = [criteria.passes(of(f"dp=8,zero={zero}", m)) for zero in range(4)]
-    assert tuple(found) == passes
+    units = [volume.data_units(of(f"dp=8,zero={zero}", m).layout) for zero in range(4)]
+    assert tuple(once + m * each for once, each in units) == passes
     for zero in range(4):  # bytes of the planner, by the width of each message
         s = of(f"dp=8,zero={zero}", m)
         gathers = {0: 0, 1: 1, 2: 1, 3: 2 * m}[zero]
@@ -184,7 +184,7 @@ def test_passes_of_the_model(m: int, passes: tuple[float, ...]) -> None:
 )
 def test_live_microbatches(layout: str, live: float) -> None:
     """GPipe keeps all m, 1F1B as many as there are ranks."""
-    assert criteria.live(of(layout, 16)) == live
+    assert memory.live_microbatches(of(layout, 16).layout, 16) == live
 
 
 def test_messages_of_tensor_parallelism() -> None:
@@ -208,7 +208,7 @@ def test_messages_of_tensor_parallelism() -> None:
 def test_moments_are_all_messages(layout: str) -> None:
     """They add up to what a counter sees, but for the few numbers and shared gradients that the docstring names."""
     s = of(layout)
-    mine = Counter[tuple[str, str]]()
+    mine: dict[tuple[str, str], float] = defaultdict(float)
     for one in criteria.moments(s):
         mine[one.what, one.axis] += one.times * one.size
     seen = volume._traffic(s, 0).found
@@ -340,7 +340,7 @@ def test_sharded_weights_hide_from_the_threshold_on() -> None:
 def test_a_ring_hides_from_the_threshold_on() -> None:
     """Exposed seconds of attention, by the planner, with 64 sequences: starting a message counts little then."""
     on = replace(ideal(), device=replace(ideal().device, attention=(0.6, 0.6)))
-    length = 8192
+    length, needed = 8192, 0.0
     for _ in range(4):  # the rate of attention depends on the length
         needed = overlap_rules.rules(ideally("cp=4", 1, on, 64, seq_len=length))[-1].needed
         length = round(needed / 64) * 64

@@ -9,7 +9,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
-from fivefold.plan import criteria, overlap_rules, volume
+from fivefold.plan import criteria, memory, overlap_rules, volume
 from fivefold.plan.criteria import Moment, Redundant
 from fivefold.plan.devices import Cluster
 from fivefold.plan.overlap_rules import Rule
@@ -120,12 +120,13 @@ class Row:
         if self.plan is None:
             return found
         s = self.plan.setting
+        once, each = volume.data_units(s.layout)
         return found | {
             "redundant": self.redundant.as_json(),
             "idle": self.idle,
             "exposed": self.exposed,
-            "psi": criteria.passes(s),
-            "live_microbatches": criteria.live(s),
+            "psi": once + each * s.microbatches if s.layout.dp * s.layout.cp > 1 else 0.0,
+            "live_microbatches": memory.live_microbatches(s.layout, s.microbatches),
             "messages": [moment._asdict() for moment in self.moments],
             "plan": self.plan.as_json(),
             **({"overlap": [rule.as_json() for rule in self.rules]} if overlap else {}),

@@ -6,7 +6,7 @@ redundant, and at which moment of a step each message is sent.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -14,18 +14,13 @@ from typing import Any, NamedTuple
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Sizes
 from fivefold.models.recomputation import of_blocks, region
-from fivefold.plan import memory, time, volume
+from fivefold.plan import memory, operations, time, volume
 from fivefold.plan.cost import Cost, Setting, operation
 from fivefold.plan.memory import Elements
 from fivefold.plan.time import Step
 from fivefold.schedules.compression import NONE
-from fivefold.schedules.pipeline import peak_live
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import sharing_group, stages_of
-from fivefold.spread.units import syncs
-
-PASSES = {"gather": 1, "scatter": 1, "sum": 2}
-"""How often a message of data parallelism sends each element, in a ring of many ranks: a sum scatters and gathers."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ def redundant(s: Setting) -> Redundant:
     each sum and update, too, the elements are compared with those of one process.
     """
     card, modes = card_of(s.model), of_blocks(s.layout.recompute, s.model.layers)
-    found = Counter[str]()
+    found: dict[str, float] = defaultdict(float)
     even = replace(s, sizes=replace(s.sizes, load=1.0))
     mine, one = (card.work(sizes, s.software) for sizes in (even.sizes, _undivided(even)))
     shared = time.parts(even, mine)
@@ -80,12 +75,11 @@ def redundant(s: Setting) -> Redundant:
     for ops, whole in ((mine.begin, one.begin), (mine.end, one.end)):
         _operations(found, even, [(op, operation(op, even)) for op in ops], whole, "none", 1)
     _sums(found, s)
-    each = (
-        _microbatches(s) * s.layout.tp * s.layout.cp / s.layout.ranks
-    )  # of ranks of one microbatch, per rank
+    # of the tp x cp ranks of a microbatch, on average over all ranks
+    each = _microbatches(s) * s.layout.tp * s.layout.cp / s.layout.ranks
     seconds = {name: each * value for name, value in found.items()}
     kept, update = _updates(s)
-    seconds["useful"] = seconds.get("useful", 0.0) + update / kept
+    seconds["useful"] += update / kept
     return Redundant(**seconds, update=update - update / kept)
 
 
@@ -100,7 +94,7 @@ def _microbatches(s: Setting) -> float:
 
 
 def _operations(
-    found: Counter[str],
+    found: dict[str, float],
     s: Setting,
     priced: Sequence[tuple[Operation, Cost]],
     one: Sequence[Operation],
@@ -108,12 +102,8 @@ def _operations(
     count: int,
 ) -> None:
     """Adds the seconds of `count` times these operations on one rank. one: those of one process."""
-    needed, again = Counter[str](), region(mode, s.software)
-    for op in one:
-        needed[op.name] += work(op)
-    done = Counter[str]()
-    for op, _ in priced:
-        done[op.name] += work(op)
+    again = region(mode, s.software)
+    needed, done = _work_by_name(one), _work_by_name([op for op, _ in priced])
     ranks, late = s.layout.tp * s.layout.cp, time.saves_late(s.layout)
     for op, cost in priced:
         forward = cost.forward - cost.sent_forward
@@ -124,14 +114,15 @@ def _operations(
         found["recompute"] += count * again.repeated(op, late) * forward
 
 
-def work(op: Operation) -> float:
-    """FLOPs of an operation's forward; without any, the bytes that it moves in forward and backward."""
-    m = op.matmul
-    flops = op.attention + (2.0 * m.m * m.n * m.k * m.count if m else 0.0)
-    return flops or op.forward + op.backward
+def _work_by_name(ops: Sequence[Operation]) -> dict[str, float]:
+    """FLOPs of the operations of each name in forward; without any, the bytes that they move in both directions."""
+    found: dict[str, float] = defaultdict(float)
+    for op in ops:
+        found[op.name] += operations.flops(op) or op.forward + op.backward
+    return found
 
 
-def _sums(found: Counter[str], s: Setting) -> None:
+def _sums(found: dict[str, float], s: Setting) -> None:
     """Adds the seconds in which a rank adds a microbatch's gradients to their sums."""
     mine, one = (_summed(s, layout) for layout in (s.layout, Layout()))
     seconds = sum(time.accumulate(elements, s).weight for elements in mine)
@@ -157,18 +148,6 @@ def _updates(s: Setting) -> tuple[float, float]:
     return copies, seconds + copies * matrices / s.layout.ranks
 
 
-def passes(s: Setting) -> float:
-    """How often data parallelism sends the elements of a rank's parameters in a step: 2 with replicas, ZeRO 1, and ZeRO
-    2 with one microbatch, 3 with ZeRO 3 and one microbatch (arXiv 1910.02054, section 7). With n ranks, (n-1)/n of
-    it."""
-    found = 0.0
-    for sync in syncs(s.layout):
-        if s.group(sync.group).ranks > 1:
-            times = sync.each * s.microbatches or 1
-            found += PASSES[sync.what] * times * sync.part / (sharing_group(s.layout)[1] if sync.rows else 1)
-    return found
-
-
 def idle(s: Setting, step: Step) -> float:
     """Share of a step in which a rank waits for other stages, on average over the ranks of a pipeline. Stages that
     compute less than the busiest one wait longer."""
@@ -176,15 +155,6 @@ def idle(s: Setting, step: Step) -> float:
         return 0.0
     _, _, busy = time.pipeline(s, time.stage_costs(s))
     return (step.bubble + max(busy) - sum(busy) / len(busy)) / step.seconds
-
-
-def live(s: Setting) -> float:
-    """The most microbatches whose activations a rank keeps at once: all with GPipe, as many as there are ranks with
-    1F1B."""
-    schedule, times = memory.live_schedule(s.layout, s.microbatches)
-    if schedule is None:
-        return 1.0
-    return times * max(peak_live(schedule)) / s.layout.stages_per_rank
 
 
 class Moment(NamedTuple):
@@ -288,7 +258,7 @@ def _of_data(s: Setting) -> Iterator[Moment]:
 
 def _synced(s: Setting, own: Elements) -> Iterator[tuple[str, str, int, float]]:
     """(operation, group, times per microbatch, bytes) of data parallelism for these elements of a rank."""
-    names = {"gather": "all_gather", "scatter": s.software.scatter, "sum": "all_reduce"}
+    names = volume.COLLECTIVES | {"scatter": s.software.scatter}
     for computes, keeps, expert in own.groups():
         if s.layout.compress != NONE:
             yield from ((what, axis, 0, size * computes) for what, axis, size in volume.compressed(s, expert))

@@ -555,6 +555,13 @@ def compression(
     return kept, messages + scratch
 
 
+def live_microbatches(layout: Layout, microbatches: int) -> float:
+    """The most microbatches that a rank keeps at once, with equal stages: all with GPipe, as many as there are ranks
+    with 1F1B."""
+    held, times = live_schedule(layout, microbatches)
+    return times * max(peak_live(held)) / layout.stages_per_rank if held else 1.0
+
+
 def live_schedule(layout: Layout, microbatches: int) -> tuple[Schedule | None, int]:
     """(a schedule of fewer microbatches, the factor from its peaks to those of the whole step); None without a
     pipeline. More microbatches than can be live at once change no peak. If all are live at once, one stands for all."""

@@ -302,7 +302,7 @@ def _attended(op: Operation, s: Setting, backward: bool) -> float:
 
 def _context_formula(s: Setting) -> Ratio:
     op, there, back = _ring(s)
-    sent = [_seconds([m], s, backward) for backward, m in enumerate((there, back))]
+    sent = [_seconds([there], s, False), _seconds([back], s, True)]
     computed = [_attended(op, s, backward) for backward in (False, True)]
     card, n, e = card_of(s.model), s.layout.cp, s.sizes.e
     inputs = {

@@ -31,11 +31,10 @@ from fivefold.plan.conventions import (
 from fivefold.plan.cost import Setting
 from fivefold.plan.predict import Plan, price
 from fivefold.plan.software import Software, States
-from fivefold.plan.volume import SENT
+from fivefold.plan.volume import SENT, data_units
 from fivefold.recipe import active_parameters
-from fivefold.schedules.pipeline import few, peak_live, simulate
+from fivefold.schedules.pipeline import few, simulate
 from fivefold.spread.layout import Layout
-from fivefold.spread.units import syncs
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,6 @@ def slower(s: Setting) -> float:
     return full.step.seconds / none.step.seconds - 1
 
 
-COLLECTIVES = {"gather": "all_gather", "scatter": "reduce_scatter", "sum": "all_reduce"}
 TECHNIQUES = {
     "DP": Layout(dp_replicate=2),
     "ZeRO 1": Layout(dp_shard=2, zero=1),
@@ -280,21 +278,6 @@ TECHNIQUES = {
     ),
 }  # fmt: skip
 """The smallest layouts that have each technique's messages."""
-
-
-def data_units(layout: Layout) -> tuple[float, float]:
-    """What data parallelism sends per parameter, in numbers of 16 bits: (once per step, per microbatch). With ZeRO++ it
-    is what a node sends to others, without the scales of quantised blocks."""
-    across = layout.zeropp != Layout().zeropp
-    once = each = 0.0
-    for sync in syncs(layout):
-        if across and sync.group != "across":
-            continue
-        part = 1.0 if across else sync.part  # every rank of a node sends its part
-        size = part * 2 * SENT[COLLECTIVES[sync.what]](2)  # without (n - 1) / n
-        size *= sync.blocks.bits / (8 * WIDTH) if sync.blocks else 1.0
-        once, each = once + size * (not sync.each), each + size * sync.each
-    return once, each
 
 
 def messages(asked: Asked) -> Iterator[Term]:
@@ -382,9 +365,7 @@ def bubble(asked: Asked) -> Iterator[Term]:
         ):
             whole = works if way == "ideal" else works + waits
             yield Term(f"{name}, {way}", waits / whole, "share", note=note)
-    held, times = memory.live_schedule(layout, m)
-    assert held is not None  # there is a pipeline
-    live = times * max(peak_live(held)) / layout.stages_per_rank
+    live = memory.live_microbatches(layout, m)
     yield Term("live microbatches", live, "microbatches", note="of the rank with most, equal stages")
 
 

@@ -25,6 +25,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.placing import planned_ways
 from fivefold.plan import memory
 from fivefold.plan.communication import best_all_reduces, group, summed_by
+from fivefold.plan.conventions import WIDTH
 from fivefold.plan.cost import Setting
 from fivefold.plan.software import Partition
 from fivefold.precision import DTYPES, MASTER
@@ -245,7 +246,7 @@ def _transfers(traffic: Traffic, s: Setting, position: int, stages: int) -> None
 def _gradients(traffic: Traffic, s: Setting, rank: int, mine: list[int]) -> None:
     """Adds weight gathers and gradient sums over the data axes. Compression is without ZeRO: only sums."""
     card, blocks = card_of(s.model), memory.stages(s.model, s.layout, s.software.partition)
-    names = {"gather": "all_gather", "scatter": s.software.scatter}
+    names = COLLECTIVES | {"scatter": s.software.scatter}
     compress = compressor(s.layout.compress)
     if compress is not None:
         for name, ranks, shapes in compressed_buckets(card, s.layout, mine, blocks):
@@ -295,6 +296,27 @@ def synced(
         elif group(s.layout, s.cluster, sync.group).ranks > 1:
             width = b.working if sync.what == "gather" else b.reduce
             yield sync, sync.size(whole, width, shares or (math.ceil(whole / ranks),), ranks)
+
+
+COLLECTIVES = {"gather": "all_gather", "scatter": "reduce_scatter", "sum": "all_reduce"}
+"""What each kind of message is with one algorithm of the library."""
+
+
+def data_units(layout: Layout) -> tuple[float, float]:
+    """What data parallelism sends per parameter, in numbers of 16 bits: (once per step, per microbatch), without the
+    factor (n - 1) / n (arXiv 1910.02054, section 7). With ZeRO++ it is what a node sends to others, without the scales
+    of quantised blocks."""
+    across = layout.zeropp != Layout().zeropp
+    once = each = 0.0
+    for sync in syncs(layout):
+        if across and sync.group != "across":
+            continue
+        part = 1.0 if across else sync.part  # every rank of a node sends its part
+        part /= sharing_group(layout)[1] if sync.rows else 1
+        size = part * 2 * SENT[COLLECTIVES[sync.what]](2)
+        size *= sync.blocks.bits / (8 * WIDTH) if sync.blocks else 1.0
+        once, each = once + size * (not sync.each), each + size * sync.each
+    return once, each
 
 
 def compressed(s: Setting, expert: bool) -> list[Sent]:
