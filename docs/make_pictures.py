@@ -14,8 +14,10 @@ from fivefold.observe.scale import linear_scale, tick_labels
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.clusters import parse
+from fivefold.plan.compare import compare
 from fivefold.plan.frontier import as_rows, frontier
 from fivefold.plan.offload import units_of
+from fivefold.plan.pages import criteria_svg
 from fivefold.plan.pages import svg as plan_svg
 from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
 from fivefold.plan.pictures import pictures
@@ -94,6 +96,8 @@ def main() -> None:
     (PLAN_FOLDER / "precision.svg").write_text(losses(), encoding="utf-8")
     for name, picture in scaling().items():
         (PLAN_FOLDER / f"scaling_{name}.svg").write_text(picture, encoding="utf-8")
+    for name, picture in compared().items():
+        (PLAN_FOLDER / f"{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in lectures().items():
@@ -148,6 +152,13 @@ def bars(title: str, rows: dict[str, dict[str, float]], unit: str, left: int) ->
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
         f'<rect width="100%" height="100%" fill="#fdfcf8"/>{"".join(parts)}</svg>\n'
     )
+
+
+def compared() -> dict[str, str]:
+    """The three criteria of each form of parallelism on 8 H100, and when its messages hide."""
+    recipe = load("llama-7b", ["train.microbatch_size=1"], "dp=1")
+    rows, title = compare(recipe, parse("h100:8"), 8), "llama-7b on h100:8"
+    return {"criteria": criteria_svg.criteria(rows, title), "overlap": criteria_svg.overlap(rows, title)}
 
 
 def offloads() -> str:

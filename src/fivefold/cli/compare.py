@@ -29,7 +29,7 @@ EXAMPLES = [
     "fivefold compare mixtral-8x7b --cluster h100:8 --page nutshell.html",
     "fivefold compare quickstart --ranks 2 --measure",
 ]
-REASONS = {"operations": "norms etc.", "recompute": "recompute", "sums": "gradient sums", "update": "updates"}
+REASONS = {"operations": "norms", "recompute": "recompute", "sums": "sums", "update": "updates"}
 
 
 def compare(
@@ -40,7 +40,7 @@ def compare(
         typer.Option(
             "--cluster",
             metavar="NAME:DEVICES",
-            help="As for `fivefold plan`. [default: h100, or local with --measure]",
+            help="Cluster, as for `fivefold plan`. [default: h100, or local with --measure]",
             show_default=False,
         ),
     ] = None,
@@ -105,7 +105,7 @@ def compare(
     rows = compared.compare(loaded, machine, machine.devices, texts)
     if measure:
         rows = _run(compared.alike(loaded), rows, steps)
-    title = f"{Path(recipe).stem} on {named.partition(':')[0]}:{machine.devices}"
+    title = f"{Path(recipe).stem} on {machine.name}:{machine.devices}"
     if picture is not None:
         _write("--picture", picture, _drawn(rows, title, overlap))
     if page is not None:
@@ -165,9 +165,9 @@ def _write(option: str, path: Path, text: str) -> None:
 def _table(rows: list[Row], title: str) -> list[str]:
     """The criteria of each layout as a table, and what is to be said of some of them."""
     measured = any(row.measured for row in rows)
-    head = ["", "layout", "redundant", "memory", "sent", "exposed", "idle", "step", "MFU", "fits"]
+    head = ["", "layout", "redundant", "memory", "sent", "exposed", "idle", "step s", "MFU", "fits"]
     if measured:
-        head += ["memory here", "sent here", "step here"]
+        head += ["memory here", "sent here", "step s here"]
     cells = [head, *(_cells(row, measured) for row in rows)]
     widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(len(head))]
     lines = [f"{title}: three criteria of each layout, predicted per device and step"]
@@ -209,7 +209,7 @@ def _cells(row: Row, measured: bool) -> list[str]:
         " + ".join(f"{axis} {size(most)}" for axis, most in row.sent(measured).items()) or "nothing",
         f"{row.exposed:.1%}",
         f"{row.idle:.1%}",
-        f"{plan.step.seconds:.4g} s",
+        f"{plan.step.seconds:.4g}",
         f"{plan.mfu:.1%}",
         "yes" if plan.fits else "no",
     ]
@@ -228,7 +228,7 @@ def _here(figures: dict[str, Any]) -> list[str]:
     return [
         memory_text(held) if held else "-",
         " + ".join(f"{axis} {size(most)}" for axis, most in (sent or {}).items()) or "nothing",
-        f"{seconds:.4g} s" if seconds else "-",
+        f"{seconds:.4g}" if seconds else "-",
     ]
 
 
@@ -243,7 +243,8 @@ def _notes(rows: list[Row]) -> list[str]:
             lines.append(f"  {row.technique}: was not measured: {row.measured}")
     return [
         *lines,
-        "  redundant: computing that one process would not do, beside what it does; with its largest reason",
+        "  redundant: computing that one process would not do, beside what it does, with its largest reason: norms and",
+        "  other activations that all ranks have, recompute, sums of gradients, updates",
         "  sent: bytes that leave a device, by axis; exposed, idle: shares of the step that wait for messages, or for "
         "other stages",
     ]
