@@ -25,7 +25,7 @@ from fivefold.models.layers import Output
 from fivefold.models.section import ModelSection
 
 POOL = 8
-"""Batches' tokens of requests that are sorted by their lengths at once. Memory is bounded by it."""
+"""Requests are sorted by length among so many batches' tokens. It bounds how many are held at once."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Score(NamedTuple):
 def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Request]:
     """Requests that score each token of a document once, except the first, which only begins it (n + 1 tokens).
 
-    The first window scores its `context` tokens. Every other one scores the next `stride` tokens, and its last token
-    sees as much before it as the first window's last: the input always has `context` tokens. The last window may score
-    fewer tokens; it still has a whole context. With stride = context this is the rule of lm-evaluation-harness 0.4.13
-    (lm_eval/utils.py, get_rolling_token_windows with context_len = 1).
+    The first window scores `context` tokens. Every further one scores the next `stride` tokens. Its input has `context`
+    tokens, too: those before the scored ones come again. The last window scores what is left, also with a whole context
+    to see. With stride = context this is the rule of lm-evaluation-harness 0.4.13 (lm_eval/utils.py,
+    get_rolling_token_windows with context_len = 1).
     """
     n = len(tokens) - 1
     done = min(context, n)
