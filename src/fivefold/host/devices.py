@@ -87,7 +87,7 @@ SHEETS = (
     Sheet(
         "t4", r"\bt4\b", 2018, _TURING, 40, 16 * GB, 320 * GB, 0, 3,
         {"fp16": 65e12, "fp32": 8.1e12},
-        "NVIDIA T4 (2019)",
+        "NVIDIA T4 (2018)",
     ),
     Sheet(
         "a100-40gb", r"a100.*40gb", 2020, _AMPERE, 108, 40 * GIB, 1.555e12, 300 * GB, 4, _A100,

@@ -33,6 +33,12 @@ class Row:
     note: str = ""
 
 
+def _sheet(cluster: Cluster) -> Sheet | None:
+    """The data sheet of a preset's device; None: a file or a measurement describes the device."""
+    preset = PRESETS.get(cluster.device.name)
+    return BY_NAME[cluster.device.name] if preset and preset.device is cluster.device else None
+
+
 def device_json(sheet: Sheet) -> dict[str, Any]:
     """A data sheet. Rates that it does not state are null."""
     return {
@@ -56,13 +62,13 @@ def device_json(sheet: Sheet) -> dict[str, Any]:
 def cluster_json(cluster: Cluster) -> dict[str, Any]:
     """A cluster with all its links."""
     device = cluster.device
-    sheet = BY_NAME.get(device.name)
+    sheet = _sheet(cluster)
     return {
         "name": cluster.name,
         "devices": cluster.devices or None,
         "devices_per_node": cluster.per_node if cluster.machine is None else None,
         "cards_per_node": _cards(cluster) if cluster.connected else None,
-        "host_memory_bytes": cluster.host_memory,
+        "host_memory_bytes": cluster.host_memory if cluster.machine is None else None,
         "links": [asdict(row) for row in links(cluster)],
         "device": device_json(sheet) if sheet else _own_json(cluster),
         "shares": {"matmul": device.matmul, "attention": device.attention, "memory": device.streaming},
@@ -83,7 +89,7 @@ def _own_json(cluster: Cluster) -> dict[str, Any]:
 
 def links(cluster: Cluster) -> list[Row]:
     """Memory, the links within a node and between nodes, host memory and disk, from the device outwards."""
-    device, sheet, disk = cluster.device, BY_NAME.get(cluster.device.name), cluster.storage
+    device, sheet, disk = cluster.device, _sheet(cluster), cluster.storage
     found = [Row("memory", device.bandwidth, reached=device.bandwidth * device.streaming)]
     if math.isfinite(cluster.intra.bandwidth):
         found += _within(cluster)
@@ -92,18 +98,33 @@ def links(cluster: Cluster) -> list[Row]:
         if sheet:
             name, speed = TO_HOST[sheet.maker] if sheet.host else f"PCIe {sheet.pcie}.0 x16", sheet.to_host
         found.append(Row(name, speed, 2 * speed, cluster.host_link.read))
+    if cluster.wiring.pcie:
+        cards = cluster.wiring.pcie
+        found.append(
+            Row("PCIe to the cards", cards.bandwidth, 2 * cards.bandwidth, cards.achieved, cards.latency)
+        )
     if cluster.connected:
-        link, cards = cluster.inter, _cards(cluster)
-        note = f"{link.bandwidth * 8 / 1e9:,.0f} Gb/s, {cards} card{'s' * (cards > 1)} per node"
-        name = "ICI to other hosts" if link == cluster.intra else "network (RDMA)"
-        found.append(Row(name, link.bandwidth, 2 * link.bandwidth, link.achieved, link.latency, note))
-    note = f"{_memory(cluster.host_memory)} per node"
-    found.append(Row("host memory", cluster.host_bandwidth, note=note))
+        found.append(_between(cluster))
+    if cluster.machine is None:
+        found.append(
+            Row("host memory", cluster.host_bandwidth, note=f"{_memory(cluster.host_memory)} per node")
+        )
     return [*found, Row("disk, reading", disk.read), Row("disk, writing", disk.write)]
 
 
+def _between(cluster: Cluster) -> Row:
+    link, cards, x = cluster.inter, _cards(cluster), cluster.wiring
+    note = f"{link.bandwidth * 8 / 1e9:,.0f} Gb/s, {cards} card{'s' * (cards > 1)} per node"
+    if x.leaf:
+        note += f", {x.leaf} nodes per leaf switch"
+    if x.oversubscription > 1:
+        note += f", oversubscribed {x.oversubscription:g} times"
+    name = "ICI to other hosts" if link == cluster.intra else "network (RDMA)"
+    return Row(name, link.bandwidth, 2 * link.bandwidth, link.achieved, link.latency, note)
+
+
 def _within(cluster: Cluster) -> list[Row]:
-    link, sheet = cluster.intra, BY_NAME.get(cluster.device.name)
+    link, sheet = cluster.intra, _sheet(cluster)
     name, found = "links within a node", []
     if sheet:
         name = LINKS[sheet.maker] if sheet.link and not sheet.linked else "PCIe between devices"
@@ -111,6 +132,8 @@ def _within(cluster: Cluster) -> list[Row]:
         note = f"between {sheet.linked} devices; the planner sends over PCIe"
         found.append(Row(LINKS[sheet.maker], sheet.link, 2 * sheet.link, note=note))
     note = f"{cluster.per_node} devices per node"
+    if cluster.wiring.torus:
+        note += f", a torus of {' x '.join(map(str, cluster.wiring.torus))}"
     if link.mesh:
         note += f", {_gb(link.bandwidth / (cluster.per_node - 1))} GB/s to each other one"
     if link.reduce:
@@ -155,7 +178,7 @@ def listing() -> str:
 
 def description(cluster: Cluster) -> str:
     """One cluster: its device, and each of its links."""
-    device, sheet = cluster.device, BY_NAME.get(cluster.device.name)
+    device, sheet = cluster.device, _sheet(cluster)
     head = [cluster.name + (f": {sheet.generation}, {sheet.units} units" if sheet else "")]
     if cluster.devices:
         nodes = f" on {cluster.nodes} nodes" if cluster.machine is None else ""
@@ -165,7 +188,9 @@ def description(cluster: Cluster) -> str:
     head.append("dense TFLOP/s: " + ", ".join(f"{d} {_tera(rates[d])}" for d in RATED if d in rates))
     if missing := [dtype for dtype in RATED if dtype not in rates]:
         head.append(f"without a rate: {', '.join(missing)}")
-    if cluster.machine is None:
+    if cluster.machine is not None:
+        head.append("as measured, with its messages (fivefold bench hardware)")
+    else:
         shares = (
             f"matmul {device.matmul:.0%}, attention {device.attention[0]:.0%} and {device.attention[1]:.0%}"
         )

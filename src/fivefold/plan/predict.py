@@ -17,7 +17,7 @@ from fivefold.optim import OPTIMIZERS, OptimizerCard, kept_in
 from fivefold.plan import memory, offload, outer, servers, volume
 from fivefold.plan.clusters import of_gpu, parse
 from fivefold.plan.cost import Setting, matmul_dtype
-from fivefold.plan.devices import Cluster, of_table
+from fivefold.plan.devices import Cluster, Device, of_table
 from fivefold.plan.measured import load as load_table
 from fivefold.plan.memory import Memory
 from fivefold.plan.recompute_budget import Budget, with_budget
@@ -356,28 +356,24 @@ def mode_of(wanted: str, cluster: Cluster) -> str:
     Raises:
         UserError: the planner does not price it there.
     """
-    peak = cluster.device.peak
-    mode = chosen(wanted, "bf16" in peak)
+    mode = chosen(wanted, "bf16" in cluster.device.peak)
     if mode not in PRECISIONS or not priced(mode, cluster):
         known = ", ".join(name for name in PRECISIONS if priced(name, cluster))
-        row = PRECISIONS.get(mode)
-        missing = (
-            [dtype for dtype in (row.working, matmul_dtype(mode, cluster.device)) if dtype not in peak]
-            if row
-            else []
-        )
-        why = (
-            f": {cluster.device.name} has no rate of {missing[0]} (`fivefold clusters`); on it"
-            if missing
-            else ":"
-        )
-        raise UserError(f"precision.mode = {mode}{why} the planner prices {known}")
+        lacks = _lacks(mode, cluster.device) if mode in PRECISIONS else ""
+        why = f" {cluster.device.name} has no rate of {lacks} (`fivefold clusters`);" if lacks else ""
+        raise UserError(f"precision.mode = {mode}:{why} the planner prices {known} on {cluster.device.name}")
     return mode
 
 
 def priced(mode: str, cluster: Cluster) -> bool:
     """True if the device has the rates of a mode."""
-    return {PRECISIONS[mode].working, matmul_dtype(mode, cluster.device)} <= cluster.device.peak.keys()
+    return not _lacks(mode, cluster.device)
+
+
+def _lacks(mode: str, device: Device) -> str:
+    """The dtype that a mode needs and the device has no rate of."""
+    needed = (PRECISIONS[mode].working, matmul_dtype(mode, device))
+    return next((dtype for dtype in needed if dtype not in device.peak), "")
 
 
 def rounded_bytes(mode: str, cluster: Cluster) -> float:
