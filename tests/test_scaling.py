@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 
 import pytest
+from commands import REPO
 
 from fivefold.errors import UserError
 from fivefold.plan import budget
@@ -160,3 +162,17 @@ def test_the_best_rate_of_each_size_is_fitted_and_marked() -> None:
     )
     assert edge.curves[0].valley is None
     assert "it is the lowest value tried" in str(edge.curves[0])
+
+
+def test_the_measured_example_is_what_the_docs_say() -> None:
+    """The fit of the runs in benchmarks/results gives the predictions that stand there and in docs/sweeps.md."""
+    saved = json.loads((REPO / "benchmarks/results/scaling.json").read_text())
+    rows = [Row(r["name"], r["settings"], r["status"], figures=r) for r in saved["law"]["runs"]]
+    docs = (REPO / "docs/sweeps.md").read_text()
+    for name, wanted in saved["held_out"].items():
+        found = results(Sweep("quickstart", [], None, [], rows, ""), name).held_out
+        for held, row in zip(found, wanted, strict=True):
+            assert (held.name, held.measured) == (row["name"], row["measured"])
+            assert held.predicted == pytest.approx(row["predicted"], abs=1e-4)
+            figures = f"| {held.predicted:.3f} | {held.low:.3f} to {held.high:.3f} | {held.measured:.3f} | "
+            assert f"{figures}{100 * held.error:+.1f}% |" in docs

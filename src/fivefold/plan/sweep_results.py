@@ -103,17 +103,20 @@ class Results:
         return [*np.geomspace(min(flops), max(flops), 3).tolist(), 10 * max(flops)]
 
     def optima(self) -> list[dict[str, Any]]:
-        """The best size for each budget, with its 90% interval."""
+        """The best size for each budget, with its 90% interval. outside: N or D is not among those of the runs."""
         if self.law is None:
             return []
+        sizes, lengths = [run.parameters for run in self.runs], [run.tokens for run in self.runs]
         found = []
         for flops in self.budgets:
             best = self.law.law.optimum(flops)
             low, high = self.law.interval(lambda law, C=flops: law.optimum(C).parameters)
             loss = self.law.law.loss(best.parameters, best.tokens)
-            found.append(
-                {"flops": flops, **asdict(best), "parameters_low": low, "parameters_high": high, "loss": loss}
+            inside = min(sizes) <= best.parameters <= max(sizes) and min(lengths) <= best.tokens <= max(
+                lengths
             )
+            ends = {"parameters_low": low, "parameters_high": high}
+            found.append({"flops": flops, **asdict(best), **ends, "loss": loss, "outside": not inside})
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -187,7 +190,7 @@ class Results:
             f"  counted     {COUNTED}",
         ]
         for one in self.optima():
-            beyond = ", extrapolated" if one["flops"] > max(run.flops for run in self.runs) else ""
+            beyond = ", extrapolated" * one["outside"]
             low, high = (short_number(one[f"parameters_{end}"]) for end in ("low", "high"))
             lines.append(
                 f"  best for    {one['flops']:.2e} FLOPs: N {short_number(one['parameters'])} (90%: {low} to {high}), "

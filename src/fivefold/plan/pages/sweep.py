@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +22,7 @@ from fivefold.plan.sweep_results import COUNTED, Curve, Results, iso_flops, note
 from fivefold.recipe import sweep as sweep_table
 
 PUBLISHED = {"Hoffmann et al. (arXiv 2203.15556)": HOFFMANN, "Besiroglu et al. (arXiv 2404.10102)": BESIROGLU}
+NEAR = 4.0  # the line of the law goes on to its minimum, if that is no further than this factor
 MOST_CURVES = 28  # runs whose losses are drawn
 
 
@@ -38,7 +40,7 @@ def page(folder: Path, found: Results) -> str:
     rows = found.sweep.rows
     done = [row for row in rows if row.status == sweep_table.FINISHED]
     there = [folder / row.name for row in done if (folder / row.name).is_dir()]
-    runs = compare.read_runs(there) if there else []
+    runs = _by_size(compare.read_runs(there)) if there else []
     varied = ", ".join(found.sweep.varied)
     said = "".join(f'<p class="alarm">{escape(note)}</p>' for note in notes(found))
     if gone := len(done) - len(there):  # the table was copied without its runs
@@ -64,6 +66,14 @@ def page(folder: Path, found: Results) -> str:
 <main>
 {"".join(sections)}</main>"""
     return document(f"{name}: sweep", body, compare.style(), asset("report.js"))
+
+
+def _by_size(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
+    """The runs with a colour per size, if there are several sizes."""
+    sizes = sorted({run.figures.get("parameters", 0) for run in runs})
+    if len(sizes) < 2:
+        return runs
+    return [replace(run, color=sizes.index(run.figures.get("parameters", 0))) for run in runs]
 
 
 def _spread(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
@@ -104,12 +114,11 @@ def _law(found: Results) -> str:
 
 
 def _optima(found: Results) -> str:
-    most = max(run.flops for run in found.runs)
     rows = []
     for one in found.optima():
         interval = " to ".join(short_number(one[f"parameters_{end}"]) for end in ("low", "high"))
         cells = (short_number(one["parameters"]), interval, short_number(one["tokens"]), f"{one['loss']:.3f}")
-        beyond = " (extrapolated)" if one["flops"] > most else ""
+        beyond = " (extrapolated)" * one["outside"]
         rows.append((f"{one['flops']:.2e}{beyond}", [f"<td>{cell}</td>" for cell in cells]))
     return "<p>The best size for a budget of FLOPs:</p>" + compare.table(
         ["FLOPs", "N", "90%", "D", "loss"], rows
@@ -130,7 +139,7 @@ def iso_flop_picture(found: Results) -> str:
 
 def _iso_line(law: Law, flops: float, points: Sequence[tuple[float, float]], color: int) -> Line:
     best = law.optimum(flops)
-    inside = points[0][0] / 2 <= best.parameters <= points[-1][0] * 2
+    inside = points[0][0] / NEAR <= best.parameters <= points[-1][0] * NEAR
     ends = [points[0][0], points[-1][0], *([best.parameters] if inside else [])]
     sizes = np.geomspace(min(ends) / 1.1, max(ends) * 1.1, 40)
     drawn = [(float(N), law.loss(float(N), flops / (FLOPS * float(N)))) for N in sizes]
