@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from fivefold.errors import printable
 from fivefold.observe.optimizer_paths import DARK, LIGHT
 from fivefold.observe.scale import Scale, linear_scale, log_scale, tick_labels
 
@@ -124,4 +125,4 @@ def _legend(lines: Sequence[Line]) -> list[str]:
 
 
 def _text(x: float, y: float, words: str, kind: str = "") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(printable(words))}</text>'

@@ -63,19 +63,24 @@ class Curve:
         return min(self.points, key=lambda point: point[1])
 
     @property
+    def edge(self) -> str:
+        """Where the best value lies if none was tried beyond it: lowest or highest; else ""."""
+        values = [value for value, _ in self.points]
+        return {values[0]: "lowest", values[-1]: "highest"}.get(self.best[0], "")
+
+    @property
     def valley(self) -> float | None:
         at = self.points.index(self.best)
-        if not 0 < at < len(self.points) - 1 or self.points[0][0] <= 0:
+        if self.edge or self.points[at - 1][0] <= 0:
             return None
         x, y = zip(*self.points[at - 1 : at + 2], strict=True)
         curved, slope, _ = np.polyfit(np.log(x), y, 2)
-        return float(np.exp(-slope / (2 * curved)))
+        return float(np.exp(-slope / (2 * curved))) if curved > 0 else None
 
     def __str__(self) -> str:
         value, loss = self.best
-        where = f"; a parabola has its lowest point at {self.valley:.3g}" if self.valley else ""
-        if not self.valley:
-            where = f"; it is the {'lowest' if value == self.points[0][0] else 'highest'} value tried: try beyond it"
+        where = f"; it is the {self.edge} value tried: try beyond it" if self.edge else ""
+        where = f"; a parabola has its lowest point at {self.valley:.3g}" if self.valley else where
         return f"{self.label + ': ' if self.label else ''}best {self.key} = {value:g}, loss {loss:.4f}{where}"
 
 

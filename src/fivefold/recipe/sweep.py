@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, shortened
-from fivefold.files import make_folder, read_bytes, read_json, understood, write_atomically
+from fivefold.files import guard, make_folder, read_bytes, read_json, understood, write_atomically
 from fivefold.recipe.load import MOST_BYTES, load, source
 from fivefold.recipe.recipe import Recipe
 
@@ -183,6 +183,7 @@ def read(folder: Path) -> Sweep:
     """
     if not is_sweep(folder):
         raise UserError(f"'{folder}' is not a sweep: it has no {FILE}")
+    guard(folder, look=False)
     path = folder / FILE
     found = read_json(path)
     with understood(path):

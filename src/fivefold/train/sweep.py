@@ -24,10 +24,10 @@ import torch
 
 from fivefold.data import DataSet
 from fivefold.data.batches import require_enough
-from fivefold.errors import CheckFailed, CommunicationError, RankFailed, UserError, printable
+from fivefold.errors import BusyError, CheckFailed, CommunicationError, RankFailed, UserError, printable
 from fivefold.files import guard, make_folder, open_file, owned, stream
 from fivefold.host import cores
-from fivefold.launch.exits import DONE, FAILED, STOPPED, USER, in_words
+from fivefold.launch.exits import BUSY, DONE, FAILED, STOPPED, USER, in_words
 from fivefold.launch.interrupt import Leaving, stopping_signals
 from fivefold.launch.rank_process import stop_with_parent
 from fivefold.launch.ranks import found
@@ -191,8 +191,12 @@ class _Runs:
         """Notes the end of a run in the table, and says it."""
         run = self.folder / row.name
         row.why = ""
+        figures: dict[str, Any] = {}
+        try:
+            figures = summarize(read_metrics(run)) if code == DONE else {}
+        except UserError as error:
+            code, row.why = FAILED, str(error)
         if code == DONE:
-            figures = summarize(read_metrics(run))
             row.figures |= {key: figures[key] for key in FIGURES if key in figures}
             row.status = table.FINISHED
             self.done += 1
@@ -201,7 +205,7 @@ class _Runs:
             row.status = table.STOPPED
             said = "stopped; it resumes when the sweep does"
         else:
-            row.status, row.why = table.FAILED, f"{in_words(code)}: {last_words(run)}"
+            row.status, row.why = table.FAILED, row.why or f"{in_words(code)}: {last_words(run)}"
             said = f"failed, {row.why} (all of it: {run / LOG})"
         self.say(f"[{self.done}/{len(self.sweep.rows)}] {row.name}: {said}")
 
@@ -254,7 +258,7 @@ def train_row(folder: Path, name: str, here: Path, environment: Mapping[str, str
             run_command(sweep.load(folder / table.BASE, row), out=run, resume_from=AUTO)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER)
+        sys.exit(BUSY if isinstance(error, BusyError) else USER)
     except (CheckFailed, CommunicationError, RankFailed) as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(FAILED)
