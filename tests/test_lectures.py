@@ -1,5 +1,6 @@
 """docs/lectures is true: its commands print what the pages show, and its sentences state no other figures."""
 
+import json
 import re
 import runpy
 import shlex
@@ -57,6 +58,15 @@ def test_the_34_numbers_of_the_lectures() -> None:
     assert [row.number for row in rows] == list(range(1, 35))
     assert all(row.prints for row in rows)
     assert {row.number: gone for row in rows if (gone := SCRIPT["missing"](row))} == {}
+
+
+def test_the_sweep_shown_is_the_measured_one() -> None:
+    """The table beside the pages is that of benchmarks/scaling.py."""
+    shown = json.loads((REPO / "docs" / "lectures" / "scaling" / "sweep.json").read_text())["runs"]
+    measured = json.loads((REPO / "benchmarks" / "results" / "scaling.json").read_text())["law"]["runs"]
+    assert [(run["name"], run["figures"]["val_loss"]) for run in shown] == [
+        (run["name"], run["val_loss"]) for run in measured
+    ]
 
 
 def test_every_topic_is_one_click_from_the_table() -> None:
