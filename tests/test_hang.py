@@ -238,6 +238,19 @@ def test_a_signal_shortens_the_wait_also_of_the_rank_that_hangs(watchdog: Watchd
         assert pass_time(watchdog, 1000) is None, "a save takes as long as it takes"
 
 
+def test_a_signal_judges_nobody_whose_post_has_not_been_read(watchdog: Watchdog) -> None:
+    """A store answers at a later call: after the signal the time is over before anybody's post is there."""
+    enter()
+    board, late = watchdog.board, [{}]
+    assert isinstance(board, Board)
+    board.posts[1] = replace(board.posts[1], still_s=1, phase="saving", patience=10)
+    plain = board.read
+    board.read = lambda ranks: late.append(plain(ranks)) or late[-2]  # type: ignore[method-assign]
+    assert pass_time(watchdog, 12) is None
+    watchdog._note(bytes([signal.SIGTERM]))
+    assert pass_time(watchdog, 40) is None
+
+
 def test_a_rank_that_gets_on_after_a_signal_says_so(
     watchdog: Watchdog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

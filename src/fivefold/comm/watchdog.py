@@ -47,6 +47,7 @@ STEPS = 3  # usual steps that a message may take
 TICKS, TICK_S = 10, 1.0  # looks in the time that a message may take; most seconds between two
 STOPPING = 3  # after a signal, a message may take so many times less
 UNASKED = 2  # a rank that waits for nobody judges that many times later: others know more
+ANSWERED = 3  # times that posts may have been read since one asked for them
 ROUNDS = 10  # posts to a store in the time that a message may take
 STACKS_S = 0.5  # for other ranks to write their stacks
 LEAVE_S = 2.0  # for the rank with the verdict to write it
@@ -88,7 +89,7 @@ class Watchdog:
         self.signal: int | None = None
         self._beat, self._moved, self._still_s, self._signal_s = 0, -1, 0.0, 0.0
         self._seen: dict[int, Seen] = {}
-        self._answers, self._unanswered_s = 0, 0.0
+        self._answers, self._unanswered_s, self._asked_s = 0, 0.0, 0.0
         self._stack, self._stack_path = tempfile.mkstemp(prefix="fivefold-stack-")
         if sys.platform == "linux":  # so nothing stays behind, whatever ends this process
             remove(Path(self._stack_path))
@@ -160,6 +161,8 @@ class Watchdog:
         if self.board is not None:
             self.board.post(json.dumps(own.to_json()))
             asked = judges and self._still_s >= limit_s / 2
+            self._asked_s = self._asked_s + seconds if asked else 0.0
+            judges = self._asked_s >= ANSWERED * self.board.every_s  # a signal may have come in between
             if asked or 0 not in self._seen:  # rank 0's host is where the store may be lost
                 self._read(seconds if asked else 0.0, asked)
             else:
