@@ -411,6 +411,14 @@ def test_mistakes_are_named(options: list[str], words: str, capsys: pytest.Captu
     assert words in capsys.readouterr().err
 
 
+def test_the_recipes_own_layout_is_left_out() -> None:
+    """llama-7b has 64 ranks, which eight sequences are too few for. Its recomputation stays."""
+    sets = ["--set", "train.global_batch_size=8", "--set", "train.microbatch_size=1"]
+    done = RUNNER.invoke(app, ["compare", "llama-7b", "--cluster", "h100:8", *sets])
+    assert done.exit_code == 0, done.output
+    assert ", recompute ops:attention+gate" in done.output
+
+
 def test_parameter_servers_are_not_compared_with() -> None:
     """The rows are of synchronous ranks, whatever the recipe's are."""
     recipe = load("quickstart", ["sync.method=server", "sync.servers=1"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,7 +98,7 @@ def compare(
             f"--measure runs the layouts here; leave --cluster {named} out, or write --cluster local"
         )
     ensure_measured(named)
-    again = load(recipe).layout.recompute  # of the recipe's layout, only this counts
+    again = _recompute(recipe, set_ or [])  # of the recipe's layout, only this counts
     loaded, machine = load(recipe, set_ or [], f"dp=1,recompute={again}"), _sized(named, ranks)
     texts = [text for given in layouts or [] for text in given.split()]
     if layouts is not None and not texts:
@@ -120,6 +121,16 @@ def compare(
     for path in (picture, page):
         if path is not None:
             print(path)
+
+
+def _recompute(recipe: str, sets: list[str]) -> str:
+    """The recipe's mode of recomputation. Its layout may not go with --set, or the recipe not be whole without it."""
+    from fivefold.recipe import load
+
+    for some in (sets, []):
+        with suppress(UserError):
+            return load(recipe, some).layout.recompute
+    return "none"
 
 
 def _sized(named: str, ranks: int | None) -> Cluster:

@@ -20,7 +20,7 @@ from fivefold.recipe.fit import in_layout
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.overlap_draw import to_svg as drawn_step
 from fivefold.schedules.pipeline import to_svg as drawn_pipeline
-from fivefold.spread.layout import problems, to_text
+from fivefold.spread.layout import Layout, problems, to_text
 
 WORDS = {
     "data": (
@@ -104,7 +104,7 @@ def _divided(recipe: Recipe, rows: Sequence[Row]) -> Iterator[str]:
             yield f"{icons(*found, technique.name)}</div>"
 
 
-def _few(recipe: Recipe, technique: Technique):
+def _few(recipe: Recipe, technique: Technique) -> tuple[Recipe, Layout] | None:
     """The recipe and a layout of the technique for a picture; None if the model has none."""
     for ranks in FEW:
         layout = technique.layout(ranks, 1)
