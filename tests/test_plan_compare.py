@@ -475,7 +475,7 @@ def test_measured_beside_predicted() -> None:
         assert row.plan is not None
         assert figures["memory_bytes"] == pytest.approx(row.plan.peak_bytes, rel=0.2)
         assert figures["step_s"] > 0
-    assert isinstance(found[Layout(tp=3)], str)
+    assert "layout.tp = 3 must divide model.heads = 2" in str(found[Layout(tp=3)])
 
 
 def test_a_layout_that_cannot_be_read_is_no_row() -> None:

@@ -39,7 +39,12 @@ def measure(
         ids = np.random.default_rng(0).integers((full.model.vocab_size or 2) - 1, size=count)
         write(tokens, ids.astype("<u4").tobytes())
         for number, layout in enumerate(layouts):
-            yield layout, _measured(_short(recipe, layout, tokens, steps), folder / f"run-{number}")
+            try:
+                short = _short(recipe, layout, tokens, steps)
+            except UserError as error:
+                yield layout, " ".join(str(error).split())
+            else:
+                yield layout, _measured(short, folder / f"run-{number}")
 
 
 def _short(recipe: Recipe, layout: Layout, tokens: Path, steps: int) -> Recipe:
