@@ -67,7 +67,7 @@ def classify(hosts: Hosts, folder: Path, steps: int, **options):
 @pytest.mark.slow
 def test_the_classifier_on_two_machines(tmp_path: Path) -> None:
     try:
-        with Hosts(2) as hosts:
+        with Hosts(2, None) as hosts:
             done = classify(hosts, tmp_path, 6)
     except Unavailable as reason:
         pytest.skip(str(reason))
@@ -83,7 +83,7 @@ def test_the_classifier_without_one_of_two_machines(tmp_path: Path, saved: str) 
         pytest.skip("no hosts without nsenter")
     there = tmp_path / saved
     try:
-        with Hosts(2) as hosts:
+        with Hosts(2, None) as hosts:
 
             def kill(launchers) -> None:
                 while not there.exists() or (there.is_dir() and not any(there.glob("step-*"))):

@@ -26,7 +26,7 @@ LINK = re.compile(r"(?<=\]\()([^)#\s]+)")  # the path of a Markdown link
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(\\[(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 SHORT = re.compile(r"<code>([^<]{1,24})</code>")
 PICTURE = re.compile(r'(?<!">)(<img [^>]*src="([^"]+)"[^>]*>)')
-LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml", ".c": "c"}
+LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml", ".c": "c", "": "text"}
 PUBLIC = "{show_root_heading: false, show_root_toc_entry: false, show_submodules: false, show_if_no_docstring: true}"
 ROOM = "---\ntitle: {}\nsearch:\n  boost: 0.2\n---\n"  # below the pages that explain
 SILENT = "---\nsearch:\n  exclude: true\n---\n"
@@ -48,11 +48,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     folders = {path for path in linked if (ROOT / path).is_dir()}
     listed = {path for folder in folders for path in _programs(folder)}
     for path in sorted((linked | listed) - folders):
-        if path.endswith(".json"):
+        if (language := LANGUAGES.get(Path(path).suffix)) is None:  # results
             found.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
             continue
         text = (ROOT / path).read_text(encoding="utf-8")
-        page = f"{SILENT}# `{path}`\n\n`````{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}`````\n"
+        page = f"{SILENT}# `{path}`\n\n`````{language}\n{text}`````\n"
         _add(found, config, f"{path}.md", page, InclusionLevel.NOT_IN_NAV)
     for folder in sorted(folders):
         _add(found, config, f"{folder}/README.md", _listing(folder))

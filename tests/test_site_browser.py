@@ -1,0 +1,52 @@
+"""The documentation's site (`make docs`) in a real browser, where there are both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import observe_browser
+import pytest
+from commands import REPO
+
+PROGRAM = observe_browser.find()
+SITE = REPO / "build" / "site"
+PAGES = ["index", "docs/recipes", "docs/parallelism/index", "reference/comm", "examples/own_model.py"]
+pytestmark = pytest.mark.skipif(
+    PROGRAM is None or not (SITE / "index.html").exists(),
+    reason="no Chromium or Chrome here, or no site (make docs)",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[observe_browser.Browser]:
+    assert PROGRAM
+    with observe_browser.Browser(PROGRAM, timeout=60) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_are_drawn(browser: observe_browser.Browser, name: str) -> None:
+    """Without a network or errors, as wide as the window, light and dark, with headings and pictures."""
+    for width, dark in ((1300, False), (390, True)):
+        browser.open(SITE / f"{name}.html", width, dark=dark)
+        assert [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))] == []
+        assert browser.errors == []
+        assert browser.evaluate("document.documentElement.scrollWidth") == width
+        assert browser.evaluate("document.querySelectorAll('h1').length") == 1
+        assert browser.evaluate("[...document.images].every(e => e.complete && e.naturalWidth > 0)")
+        background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, background[4:-1].split(",")[:3])) < 200) == dark, background
+
+
+def test_the_search_of_a_site_opened_as_files(browser: observe_browser.Browser) -> None:
+    browser.open(SITE / "index.html")
+    browser.evaluate("document.querySelector('[data-md-toggle=search]').click()")
+    browser.evaluate("document.querySelector('[data-md-component=search-query]').focus()")
+    browser.call("Input.insertText", text="DeepSeek")
+    links = "[...document.querySelectorAll('.md-search-result__link')].map(e => e.href)"
+    end = time.monotonic() + 60
+    while not (found := browser.evaluate(links)):
+        assert time.monotonic() < end, browser.errors
+        time.sleep(0.1)
+    assert any(link.split("/build/site/")[1].startswith("docs/") for link in found)
