@@ -26,7 +26,15 @@ LINK = re.compile(r"(?<=\]\()([^)#\s]+)")  # the path of a Markdown link
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(\\[(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 SHORT = re.compile(r"<code>([^<]{1,24})</code>")
 PICTURE = re.compile(r'(?<!">)(<img [^>]*src="([^"]+)"[^>]*>)')
-LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml", ".c": "c", "": "text"}
+LANGUAGES = {
+    ".py": "python",
+    ".sh": "sh",
+    ".sbatch": "sh",
+    ".yaml": "yaml",
+    ".toml": "toml",
+    ".c": "c",
+    "": "text",
+}
 PUBLIC = "{show_root_heading: false, show_root_toc_entry: false, show_submodules: false, show_if_no_docstring: true}"
 ROOM = "---\ntitle: {}\nsearch:\n  boost: 0.2\n---\n"  # below the pages that explain
 SILENT = "---\nsearch:\n  exclude: true\n---\n"
