@@ -3,7 +3,7 @@
     python docs/refresh_lectures.py [PAGE...]
 
 A block of kind `console` has lines `$ fivefold ...`, each followed by what the command prints. A command may end in
-`| grep [-A N] PATTERN`, `| head -N` or `| tail -N`, which leave out the other lines. The table of README.md has a
+`| grep [-A N] PATTERN`, `| head -N` or `| tail -N`, which leave out the other lines. The table of README.md has
 commands and parts of what they print; those are typed by hand, because they are the lectures' own figures.
 """
 
@@ -29,7 +29,7 @@ FOLDER = Path(__file__).with_name("lectures")
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| (\d+) \| (.*?) \| (`fivefold .*?`) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 QUOTED = re.compile(r"`(.*?)`")
-COLUMNS = "120"  # of the terminal that commands see
+COLUMNS = "80"  # of the terminal that commands see: what they also take where there is none
 
 
 class Number(NamedTuple):
