@@ -103,18 +103,13 @@ def _follow_launcher(place: Place, met: threading.Event) -> None:
     the grace time. Before the ranks have met there is nothing to save, and some may never come."""
     ours, theirs = place.lifeline
     theirs.close()
-    stop_with_parent()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != place.launcher:  # it ended before; there is nothing to save
         _end(signal.SIGTERM)
     threading.Thread(
         target=_watch_launcher, args=(ours, place.grace_s, met), name="launcher", daemon=True
     ).start()
-
-
-def stop_with_parent() -> None:
-    """Sends this process a SIGTERM when the process that forked it ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _watch_launcher(lifeline: Connection, grace_s: float, met: threading.Event) -> None:

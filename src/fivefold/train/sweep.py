@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +30,6 @@ from fivefold.files import guard, make_folder, open_file, owned, stream
 from fivefold.host import cores
 from fivefold.launch.exits import BUSY, DONE, FAILED, STOPPED, USER, in_words
 from fivefold.launch.interrupt import Leaving, stopping_signals
-from fivefold.launch.rank_process import stop_with_parent
 from fivefold.launch.ranks import found
 from fivefold.launch.supervisor import Signals
 from fivefold.observe.format import duration, short_number
@@ -233,12 +233,20 @@ def last_words(run: Path, tail: int = 4096) -> str:
     )
 
 
+def _follow_sweep() -> None:
+    """Has this run stop, and save, when the sweep's process is killed. (The server that forked it goes on.)"""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def train_row(folder: Path, name: str, here: Path, environment: Mapping[str, str]) -> None:
     """Trains a row in this process, or resumes it, and ends the process with `fivefold train`'s code. here: the folder
     in which paths of the recipe start."""
     for number in stopping_signals():
         signal.signal(number, signal.SIG_DFL)
-    stop_with_parent()
+    threading.Thread(target=_follow_sweep, name="sweep", daemon=True).start()
     os.chdir(here)
     os.environ.clear()
     os.environ.update(environment)
