@@ -10,7 +10,8 @@ from fivefold.cli.main import main
 from fivefold.observe.holding import holding
 from fivefold.observe.layout_picture import to_svg, to_text
 from fivefold.recipe import count_parameters, load, resolve
-from fivefold.spread.layout import Layout, equation
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import equation
 
 SETS = ["model.layers=8", "model.heads=4", "model.tie_embeddings=false", "train.global_batch_size=16"]
 LAYOUTS = [

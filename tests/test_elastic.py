@@ -35,7 +35,8 @@ from fivefold.recipe import Recipe, change, fit, load, microbatches_per_step, re
 from fivefold.recipe.fit import nearest_layout
 from fivefold.recipe.idle import notes
 from fivefold.spread import shares
-from fivefold.spread.layout import Layout, to_text
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import to_text
 from fivefold.train import restart, share
 from fivefold.train.elastic import Elastic
 from fivefold.train.job import Job

@@ -16,7 +16,8 @@ from fivefold.cli.train import train
 from fivefold.errors import UserError
 from fivefold.launch import local, network, ranks
 from fivefold.recipe import Recipe, load, resolve, to_toml
-from fivefold.spread.layout import Layout, to_text
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import to_text
 from fivefold.train import start
 
 

@@ -9,20 +9,10 @@ from hypothesis import strategies as st
 
 from fivefold.errors import UserError
 from fivefold.recipe import LayoutSection
-from fivefold.spread.layout import (
-    AXES,
-    GROUP_NAMES,
-    Layout,
-    describe,
-    first_names,
-    group_of,
-    index_in,
-    nearest,
-    parse,
-    problems,
-    to_text,
-    validate,
-)
+from fivefold.spread.layout import AXES, GROUP_NAMES, Layout, first_names, group_of, index_in
+from fivefold.spread.layout_nearest import nearest, validate
+from fivefold.spread.layout_rules import problems
+from fivefold.spread.layout_text import describe, parse, to_text
 
 sizes = st.integers(1, 4)
 layouts = st.builds(

@@ -10,7 +10,8 @@ import pytest
 from layouts import compared, tiny
 
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.spread.layout import Layout, parse
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import parse
 
 SINGLE = [
     f"{axis}={size}{more}"

@@ -27,7 +27,8 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
 from fivefold.recipe import load
-from fivefold.spread.layout import Layout, parse
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import parse
 from fivefold.spread.matrices import exchanges, sizes_sent
 from fivefold.spread.parts import boxes, held, local_shape
 

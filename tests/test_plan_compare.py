@@ -27,7 +27,7 @@ from fivefold.plan.timeline import timeline
 from fivefold.recipe import load, resolve_model
 from fivefold.schedules.overlap import COMPUTE, WAIT
 from fivefold.spread.layout import Layout
-from fivefold.spread.layout import parse as fields
+from fivefold.spread.layout_text import parse as fields
 
 RUNNER = CliRunner()
 PROGRAM = observe_browser.find()

@@ -19,7 +19,7 @@ from fivefold.plan.grid_data import HEAD, MEMORY, as_data
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe, load
-from fivefold.spread.layout import to_text
+from fivefold.spread.layout_text import to_text
 
 SETS = ["train.global_batch_size=256", "model.kv_heads=8"]
 RECIPE = load("llama-7b", SETS, "pp=2,tp=4,dp=8,zero=1,recompute=selective,sp=true")

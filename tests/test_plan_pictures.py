@@ -20,7 +20,7 @@ from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search import search
 from fivefold.plan.time import stage_costs
 from fivefold.recipe import load
-from fivefold.spread.layout import to_text as layout_text
+from fivefold.spread.layout_text import to_text as layout_text
 
 LAYOUTS = (
     "dp=64,zero=1",

@@ -12,7 +12,8 @@ from sweep import candidates
 from fivefold.models.card import card_of
 from fivefold.plan import volume
 from fivefold.recipe import Recipe
-from fivefold.spread.layout import Layout, to_text
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import to_text
 from fivefold.spread.units import keepings, local_parameters
 
 TWO = [

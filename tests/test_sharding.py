@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fivefold.models.build import build
 from fivefold.models.card import card_of
 from fivefold.recipe import ModelSection, resolve_model
-from fivefold.spread.layout import Layout, to_text
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import to_text
 from fivefold.spread.parts import (
     Cut,
     boxes,

@@ -7,7 +7,8 @@ import pytest
 from fivefold.models.card import Card, card_of
 from fivefold.recipe import load, resolve
 from fivefold.spread.buckets import buckets
-from fivefold.spread.layout import Layout, parse
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import parse
 from fivefold.spread.parts import held, size_of, stages_of
 from fivefold.spread.units import keepings, kept_elements, scattered_once, summed_over_tp, syncs
 

@@ -31,7 +31,8 @@ from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
 from fivefold.recipe.idle import notes
 from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
-from fivefold.spread.layout import Layout, describe, parse, to_text
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import describe, parse, to_text
 from fivefold.spread.units import syncs
 from fivefold.spread.zeropp import zeropp
 from fivefold.step.state import build_state

@@ -26,7 +26,8 @@ from steps import counted, planned  # pyright: ignore[reportMissingImports]
 from sweep import MODEL, candidates, sizes  # pyright: ignore[reportMissingImports]
 
 from fivefold.plan import volume
-from fivefold.spread.layout import Layout, to_text
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import to_text
 
 
 @dataclass

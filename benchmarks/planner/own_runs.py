@@ -129,7 +129,8 @@ def trained(folder: Path, mode: str, layout: str, microbatch: int, steps: int) -
 
 
 def ranks(layout: str) -> int:
-    from fivefold.spread.layout import Layout, parse
+    from fivefold.spread.layout import Layout
+    from fivefold.spread.layout_text import parse
 
     return Layout(**parse(layout)).ranks  # type: ignore[arg-type]
 

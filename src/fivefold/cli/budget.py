@@ -40,7 +40,7 @@ def answers(
     if asked is None:
         return {}
     from fivefold.plan.questions import answer, fewest_devices
-    from fivefold.spread.layout import to_text
+    from fivefold.spread.layout_text import to_text
 
     found = answer(plan, asked)
     if search and asked.deadline:

@@ -62,7 +62,8 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         total_steps,
     )
     from fivefold.recipe.idle import notes
-    from fivefold.spread.layout import Layout, to_text
+    from fivefold.spread.layout import Layout
+    from fivefold.spread.layout_text import to_text
 
     layout = Layout.from_recipe(recipe.layout)
     steps, step_tokens = total_steps(recipe), tokens_per_step(recipe)
@@ -115,7 +116,8 @@ def _recompute(recipe: Recipe) -> dict[str, Any] | None:
 def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     """The summary for people."""
     from fivefold.observe.format import short_number
-    from fivefold.spread.layout import Layout, describe
+    from fivefold.spread.layout import Layout
+    from fivefold.spread.layout_text import describe
 
     def short(key: str) -> str:
         return short_number(result[key])

@@ -209,7 +209,7 @@ def _timelines(path: Path, recipe: Recipe, result: Plan, rank: int) -> list[tupl
 
 
 def _layout_text(result: Plan) -> str:
-    from fivefold.spread.layout import to_text
+    from fivefold.spread.layout_text import to_text
 
     return to_text(result.layout)
 
@@ -293,7 +293,7 @@ def _accuracy(result: Plan) -> str:
 
 def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
     """The plans, best first, with the reason why each is slower. modes: those asked for, if any."""
-    from fivefold.spread.layout import to_text
+    from fivefold.spread.layout_text import to_text
 
     first = found.plans[0]
     where = f"{first.setting.cluster.name}:{first.layout.ranks}"

@@ -8,7 +8,8 @@ from html import escape
 from fivefold.observe.format import short_number
 from fivefold.observe.holding import Holding, holding, span_words, stage_words
 from fivefold.recipe import Recipe
-from fivefold.spread.layout import Layout, describe, equation
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import describe, equation
 
 MOST = 64  # ranks drawn; the first ones of larger layouts
 COLUMNS = 6  # ranks side by side, if groups can be broken

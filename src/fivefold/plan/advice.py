@@ -13,7 +13,8 @@ from fivefold.plan.bound import Bounds
 from fivefold.plan.predict import Plan, held, limit
 from fivefold.plan.space import Space
 from fivefold.recipe import count_parameters
-from fivefold.spread.layout import Layout, to_text
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import to_text
 
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
 SMALLEST = 20  # layouts whose bytes are counted exactly, of those that seem smallest

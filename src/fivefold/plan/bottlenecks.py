@@ -13,7 +13,7 @@ from fivefold.plan import time
 from fivefold.plan.cost import Setting
 from fivefold.plan.devices import Cluster, Device, Link
 from fivefold.plan.predict import Plan, price
-from fivefold.spread.layout import to_text
+from fivefold.spread.layout_text import to_text
 from fivefold.spread.parts import stages_of
 
 WORTH = 0.001  # a smaller share is not mentioned

@@ -15,7 +15,7 @@ from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, sheet_of
 from fivefold.plan import measured
 from fivefold.plan.devices import Cluster, Device, Link, Storage, Wiring, copies, of_table
 from fivefold.precision import DTYPES
-from fivefold.spread.layout import MOST_RANKS
+from fivefold.spread.layout_rules import MOST_RANKS
 
 MOST_BYTES = 64 << 10
 """Size of a cluster's file."""

@@ -13,7 +13,7 @@ from fivefold.plan.cost import operation
 from fivefold.plan.offload import EXPOSED
 from fivefold.plan.predict import Plan
 from fivefold.schedules.memory_timeline import CATEGORIES
-from fivefold.spread.layout import describe
+from fivefold.spread.layout_text import describe
 
 AWAY = {"host": "in host memory", "disk": "on disk"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fivefold.spread.layout import to_text
+from fivefold.spread.layout_text import to_text
 
 if TYPE_CHECKING:
     from fivefold.plan.predict import Plan

@@ -21,7 +21,8 @@ from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.software import Software, of
 from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT
-from fivefold.spread.layout import Layout, validate
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_nearest import validate
 
 BUDGET = 6500
 """Limit of a grid's work, in cells without a pipeline: less than 20 seconds and 3 MB (tests/test_plan_page.py)."""

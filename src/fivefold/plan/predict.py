@@ -30,7 +30,10 @@ from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, sent
 from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
-from fivefold.spread.layout import Layout, on_nodes, to_text, validate
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_nearest import validate
+from fivefold.spread.layout_rules import on_nodes
+from fivefold.spread.layout_text import to_text
 from fivefold.spread.sites import Sites, site_layout
 
 STAND_IN = "h100"

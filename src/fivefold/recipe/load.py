@@ -17,7 +17,7 @@ from fivefold.recipe.migrate import migrate
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.words import KEYS, SECTIONS, none_unsets, plain_type
-from fivefold.spread.layout import parse as parse_layout
+from fivefold.spread.layout_text import parse as parse_layout
 
 MOST_BYTES = 256 << 10
 """Size of a recipe's file. A long one has 5 KiB."""

@@ -19,7 +19,7 @@ from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
 from fivefold.spread.buckets import BUCKET_BYTES
-from fivefold.spread.layout import MOST_RANKS
+from fivefold.spread.layout_rules import MOST_RANKS
 from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
 from fivefold.spread.sites import ONE_SITE, Sites
 from fivefold.spread.tiers import NOT_OFFLOADED

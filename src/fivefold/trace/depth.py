@@ -25,7 +25,9 @@ from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
 from fivefold.schedules.memory_timeline import CATEGORIES, MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
-from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_nearest import validate
+from fivefold.spread.layout_text import to_text
 from fivefold.spread.parts import stage_blocks, stages_of
 from fivefold.spread.sites import in_site, site_layout
 from fivefold.spread.tiers import NOT_OFFLOADED

@@ -14,7 +14,7 @@ from fivefold.checkpoint import keep, store, write
 from fivefold.parallel.outer import Outer
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.spread.layout import to_text
+from fivefold.spread.layout_text import to_text
 from fivefold.spread.parts import Part, boxes
 from fivefold.spread.tiers import NOT_OFFLOADED
 from fivefold.step.state import State

@@ -36,7 +36,9 @@ from fivefold.plan.predict import budget, priced_here
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.fit import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
-from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_nearest import validate
+from fivefold.spread.layout_text import to_text
 from fivefold.spread.sites import site_layout
 from fivefold.spread.tiers import OFFLOADS
 from fivefold.step.state import compute_mode

@@ -47,7 +47,9 @@ from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.schema import LayoutSection
 from fivefold.schedules.compression import NONE
-from fivefold.spread.layout import Layout, to_text, validate
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_nearest import validate
+from fivefold.spread.layout_text import to_text
 from fivefold.spread.zeropp import zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step

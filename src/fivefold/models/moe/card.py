@@ -8,7 +8,7 @@ from typing import Any
 from fivefold.models.card import Contradiction
 from fivefold.models.llama import card as llama
 from fivefold.models.parameters import swiglu, under
-from fivefold.spread.layout import divisors
+from fivefold.spread.divisors import divisors
 from fivefold.spread.parts import Shape
 
 EXPERTS = 8  # default

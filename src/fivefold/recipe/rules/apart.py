@@ -9,7 +9,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
-from fivefold.spread.layout import largest_divisor
+from fivefold.spread.divisors import largest_divisor
 from fivefold.spread.servers import SERVER
 
 
