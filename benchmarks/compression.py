@@ -36,8 +36,7 @@ from fivefold.plan import volume
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD_CPU
-from fivefold.recipe import Recipe, load, resolve
-from fivefold.recipe.rules import expected_vocab_size
+from fivefold.recipe import Recipe, expected_vocab_size, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
