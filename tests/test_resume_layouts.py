@@ -16,7 +16,7 @@ from fivefold.checkpoint import store, write
 from fivefold.checkpoint.manifest import MANIFEST, unreadable
 from fivefold.comm import all_or_none
 from fivefold.data import prepare
-from fivefold.errors import UserError
+from fivefold.errors import CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.console import Console
 from fivefold.optim import OPTIMIZERS
@@ -368,7 +368,7 @@ def error_with_another_manifest(rank: int, world: int, recipe: Recipe, out: Path
 
 
 def test_what_nobody_expected_on_one_rank_stops_the_others_too(tmp_path: Path) -> None:
-    assert run_ranks(2, unexpected_error) == ["UserError: rank 1: KeyError('lost')", "KeyError: 'lost'"]
+    assert run_ranks(2, unexpected_error) == ["CommunicationError: rank 1: KeyError('lost')", "KeyError: 'lost'"]
 
 
 def unexpected_error(rank: int, world: int) -> str:
@@ -377,7 +377,7 @@ def unexpected_error(rank: int, world: int) -> str:
         with all_or_none(mesh.axis("all")):
             if rank == 1:
                 raise KeyError("lost")
-    except (UserError, KeyError) as error:
+    except (CommunicationError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -388,9 +388,11 @@ def _expert_messages(s: Setting, ops: Iterable[Operation]) -> list[Message]:
 def _expert_formula(s: Setting) -> Ratio:
     ops, _ = _block(s)
     seconds, F = _seconds(_expert_messages(s, ops), s, False), flops(s)
-    A = _weights([op for op in ops if op.matmul and op.matmul.grouped], s)
-    rows = 2 * (s.model.experts_per_token or 1) * s.sizes.n * s.model.dim * s.sizes.e
-    return Ratio(seconds * F / (2 * A * s.sizes.N), {"F": F, "e": s.sizes.e, "W": rows / seconds})
+    grouped = [op for op in ops if op.matmul and op.matmul.grouped]
+    rows = max(op.matmul.m * op.matmul.count for op in grouped if op.matmul)  # k N
+    there_and_back = 2 * rows * s.model.dim * s.sizes.e
+    inputs = {"F": F, "e": s.sizes.e, "W": there_and_back / seconds}
+    return Ratio(seconds * F / (2 * _weights(grouped, s) * s.sizes.N), inputs)
 
 
 def _expert_planned(s: Setting) -> float:
@@ -400,12 +402,12 @@ def _expert_planned(s: Setting) -> float:
 
 
 def _wider_experts(s: Setting, factor: float) -> Setting | None:
-    width = _expert_width(s) * factor
-    return _resized(s, expert_ffn_dim=int(width)) if width == int(width) else None
+    name, width = card_of(s.model).expert_features()
+    return _resized(s, **{name: int(width * factor)}) if width * factor == int(width * factor) else None
 
 
 def _expert_width(s: Setting) -> float:
-    return s.model.expert_ffn_dim or s.model.ffn_dim or 0
+    return card_of(s.model).expert_features()[1]
 
 
 KINDS = (
