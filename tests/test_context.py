@@ -296,7 +296,9 @@ def test_other_dtypes_have_blocks_too(dtype, tolerance):
 
 
 # bf16 rounds the scores, the probabilities, their gradients and the results, by up to 2^-9 of the largest each.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 4e-6), (torch.bfloat16, 8 * 2**-9)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 4e-6), (torch.bfloat16, 8 * 2**-9), (torch.float16, 8 * 2**-12)]
+)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("Q", "S"), [(40, 40), (300, 300), (300, 70)])
 def test_parts_put_together_are_attention(path, dtype, tolerance, kv_heads, Q, S):

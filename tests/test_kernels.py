@@ -1,4 +1,4 @@
-"""Fused kernels against plain PyTorch in fp64: values and gradients, in fp32 and bf16, native and fallback."""
+"""Fused kernels against plain PyTorch in fp64: values and gradients, in fp32, bf16 and fp16, native and fallback."""
 
 import time
 
@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from fivefold import kernels
 from fivefold.kernels import fastest, native, private, sizes
 from fivefold.kernels.hollow import Hollow, Hollowing
+from fivefold.kernels.mixture import grouped_linear
+from fivefold.kernels.wide import widened
 from fivefold.trace.memory import Tracker
 
 # bf16 keeps 8 bits: an operation rounds by up to 2^-9, and the longest chain here (PyTorch's own attention with
 # grouped queries: scores, probabilities, their gradients, a sum over heads) rounds about ten times.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 10 * 2**-9}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 10 * 2**-9, torch.float16: 10 * 2**-12}
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +97,8 @@ def plain_layer_norm(x, weight, bias):
 def test_layer_norm(path, dtype, shape):
     x, weight, bias = 3 + torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape[-1])
     if (
-        path == "plain" and dtype == torch.bfloat16
-    ):  # PyTorch keeps the mean in bf16, and adds up rows in bf16
+        path == "plain" and dtype != torch.float32
+    ):  # PyTorch keeps the mean in 16 bits, and adds up rows in 16 bits
         x = x[:9] - 3
     check(lambda x, w, b: kernels.layer_norm(x, w, b, 1e-5), plain_layer_norm, [x, weight, bias], dtype)
 
@@ -122,7 +124,7 @@ def test_gelu(path, dtype, approximate):
     )
     far = kernels.gelu(x[-3:].to(dtype), approximate)
     assert far[1] == x[-2].to(dtype)
-    assert far[::2].abs().max() < 1e-30
+    assert far[::2].abs().max().double() < 1e-30
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -223,9 +225,12 @@ def test_the_loss_holds_what_is_counted(path, dtype, chunks, monkeypatch):
     x, weight = (torch.randn(n, D, dtype=dtype, requires_grad=True) for n in (chunks * rows, V))
     with Tracker() as tracker:
         kernels.linear_cross_entropy(x, weight, torch.arange(chunks * rows))
-    logits = rows * V * e + (sizes.fp32_bytes(rows, V, e) if path == "plain" else 0)
+    wide = widened(x)  # the product is rounded, its gradient converted
+    plain = sizes.fp32_bytes(rows, V, e) if path == "plain" else 0
+    logits = rows * V * e + max(plain, 4 * rows * V * wide)
     around = (2 * x.numel() + 2 * weight.numel()) * e + weight.numel() * (4 if chunks > 1 else 0)
     around += len(x) * (8 + 4)  # targets and losses
+    around += 4 * wide * (weight.numel() + rows * D)
     assert logits < tracker.peak().total < logits + 1.1 * around
 
 
@@ -290,13 +295,14 @@ def test_linear(dtype, shape, with_bias):
 
 @pytest.mark.parametrize("shape", [(1, 1, 64), (7,)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_of_one_row(path, shape, with_bias):
-    """As in generation: another kernel for bf16."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_of_one_row(path, shape, with_bias, dtype):
+    """As in generation: another kernel for 16 bits."""
     inputs = [torch.randn(shape), torch.randn(23, shape[-1])] + [torch.randn(23)] * with_bias
-    low = [x.bfloat16() for x in inputs]
+    low = [x.to(dtype) for x in inputs]
     with torch.no_grad():
         got = kernels.linear(*low)
-    close(got, F.linear(*[x.double() for x in low]), torch.bfloat16)
+    close(got, F.linear(*[x.double() for x in low]), dtype)
 
 
 def test_linear_of_views():
@@ -314,13 +320,53 @@ def test_linear_with_a_bias_that_is_a_view(bias):
           [torch.randn(3, 16), torch.randn(24, 16)], torch.float32)  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("x", "weight"), [((16,), (24, 16)), ((3, 16), (0, 16)), ((3, 0), (24, 0))])
-def test_linear_of_a_vector_and_of_nothing(x, weight):
-    inputs = [torch.randn(x, requires_grad=True), torch.randn(weight, requires_grad=True)]
+def test_linear_of_a_vector_and_of_nothing(x, weight, dtype):
+    inputs = [torch.randn(size, dtype=dtype, requires_grad=True) for size in (x, weight)]
     got, wanted = kernels.linear(*inputs), F.linear(*inputs)
     assert torch.equal(got, wanted)
     gradients = (torch.autograd.grad(y.sum(), inputs) for y in (got, wanted))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_fp16_is_multiplied_in_fp32():
+    """Sums are not rounded before the end, and nothing in fp32 is kept for backward."""
+    if not widened(torch.ones(1, dtype=torch.float16)):
+        pytest.skip("this processor multiplies fp16")
+    x, weight, bias = (torch.randn(size).half().requires_grad_() for size in ((5, 7, 512), (24, 512), (24,)))
+    dy, kept = torch.randn(5, 7, 24).half(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        got = kernels.linear(x, weight, bias)
+        rows = kernels.qkv_attention(got, 2, 1, None, None, True)
+        experts = grouped_linear(x[0], weight[None], torch.tensor([7]))
+    assert set(kept) <= {torch.float16, torch.int32}
+    assert experts.dtype == rows.dtype == torch.float16
+    found = got, *torch.autograd.grad(got, (x, weight, bias), dy)
+    (a, b, c), d = (t.detach().double() for t in (x, weight, bias)), dy.double()
+    exact = F.linear(a, b, c), d @ b, d.flatten(0, 1).t() @ a.flatten(0, 1), d.sum((0, 1))
+    for one, true in zip(found, exact, strict=True):
+        spacing = torch.nextafter(true.abs().half(), torch.tensor(torch.inf).half()) - true.abs().half()
+        assert ((one.double() - true).abs() <= 0.51 * spacing + 2e-5 * true.abs().max()).all()
+
+
+def test_numbers_of_fp16(path):
+    """All of them are read, and what lies between is rounded as PyTorch does: subnormal, too large, a tie, NaN."""
+    if path == "plain":
+        pytest.skip("PyTorch's own")
+    numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    read = torch.empty(65536)
+    native.call("accumulate", numbers.dtype, read, numbers, 65536, 1)
+    torch.testing.assert_close(read, numbers.float(), rtol=0, atol=0, equal_nan=True)
+    low, one, out = numbers[:0x7C01].float(), torch.ones(1).half(), torch.empty(1).half()
+    low[-1] = 2.0**16
+    for share in (0.25, 0.5, 0.75):
+        between = (low[:-1] + share * low.diff())[::97]
+        for value in torch.cat(
+            (between, -between, torch.tensor([65519.0, 65520.0, 7e4, torch.inf, torch.nan]))
+        ):
+            native.call("matrix_vector", out.dtype, one, value.view(1), None, out, 1, 1)
+            assert torch.equal(out, value.half().view(1)) or (out.isnan() and value.isnan())
 
 
 def test_linear_says_what_does_not_fit():

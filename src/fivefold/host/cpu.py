@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import sys
 from pathlib import Path
@@ -18,6 +19,12 @@ def cpu_flags() -> frozenset[str]:
 def has_cpu_bf16() -> bool:
     """True if the processor multiplies bf16 matrices in hardware. Otherwise bf16 is slower than fp32."""
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@functools.cache
+def has_cpu_fp16() -> bool:
+    """True if the processor multiplies fp16 matrices in hardware. Otherwise they are multiplied in fp32."""
+    return bool(cpu_flags() & {"avx512_fp16", "amx_fp16"})
 
 
 def resident_bytes() -> tuple[int, int]:

@@ -21,6 +21,7 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, make_folder, write_atomically
 from fivefold.host import cores, cpu_model
+from fivefold.host.cpu import has_cpu_fp16
 from fivefold.host.devices import sheet_of
 from fivefold.precision import DTYPES, torch_dtype
 
@@ -75,8 +76,14 @@ def _matmul_rate(dtype: str, threads: int, improve: bool) -> float:
         allowed = f"{', '.join(MULTIPLIED)}; threads >= 1"
         raise UserError(f"matmul rate: dtype {dtype!r}, threads {threads}; allowed: {allowed}")
     version = metadata.version("torch")
-    key = f"{cpu_model()} | {cores()} cores | torch {version} | {dtype} | {threads} threads"
+    way = f"{dtype} in fp32" if _widened(dtype) else dtype
+    key = f"{cpu_model()} | {cores()} cores | torch {version} | {way} | {threads} threads"
     return _cached(key, lambda: _measure_apart(dtype, threads), improve)
+
+
+def _widened(dtype: str) -> bool:
+    """True if CPUs multiply this dtype in fp32, as the trainer does (kernels/wide.py)."""
+    return dtype == "fp16" and not has_cpu_fp16()
 
 
 def _measure_apart(dtype: str, threads: int) -> dict[str, Any]:
@@ -109,7 +116,9 @@ def _measure(device: str, dtype: str, threads: int) -> dict[str, Any]:
     best: dict[str, Any] = {"rate": 0.0}
     for size in (1024, 2048) if device == "cpu" else (4096, 8192):
         a, b = (torch.randn(size, size, device=device).to(torch_dtype(dtype)) for _ in range(2))
-        seconds, share = _time(lambda a=a, b=b: a @ b.T, wait, threads)  # as a linear layer: x @ weight.T
+        how = torch.float32 if device == "cpu" and _widened(dtype) else a.dtype
+        # as a linear layer: x @ weight.T
+        seconds, share = _time(lambda a=a, b=b, how=how: (a.to(how) @ b.to(how).T).to(a.dtype), wait, threads)
         if 2 * size**3 / seconds > best["rate"]:
             best = {"rate": 2 * size**3 / seconds, "size": size, "share": share}
         if seconds > 0.25:  # a dtype without hardware: the larger size would take many seconds

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope
 from fivefold.kernels.sizes import keeps_probabilities, query_blocks
+from fivefold.kernels.wide import wide
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
@@ -33,10 +34,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     if causal and T != S:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        *(wide(x).transpose(1, 2) for x in (q, k, v)),
         attn_mask=mask, is_causal=causal and T == S, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).to(q.dtype)
 
 
 def qkv_attention(
@@ -90,14 +91,15 @@ class _QKVAttention(Function):
         v_BKTd = _heads_first(qkv, heads + kv_heads, kv_heads, d, 0, T)
         out = qkv.new_empty(B, T, heads * d)
         queries, probabilities, keeps = [], [], keeps_probabilities(T) and not recompute
+        k, v = wide(k_BKTd), wide(v_BKTd)
         for start, end, seen in query_blocks(T, causal, qkv.element_size()):
             q = _heads_first(qkv, 0, heads, d, start, end, cos, sin)
-            p = _probabilities(q, k_BKTd, start, seen, causal)  # (BK, GQ, S)
-            o = torch.bmm(p, _flat(v_BKTd[:, :, :seen]))  # (BK, GQ, d)
+            p = _probabilities(q, k, start, seen, causal)  # (BK, GQ, S)
+            o = torch.bmm(p, _flat(v[:, :, :seen]))  # (BK, GQ, d)
             _heads_last(o.view(q.shape), out, 0, start)
             queries.append(q)
             if keeps:
-                probabilities.append(p)
+                probabilities.append(p.to(q.dtype))
         ctx.save_for_backward(k_BKTd, v_BKTd, cos, sin, *queries, *probabilities)
         ctx.causal, ctx.heads, ctx.keeps = causal, heads, keeps
         return out
@@ -108,14 +110,15 @@ class _QKVAttention(Function):
         k, v, cos, sin, *saved = ctx.saved_tensors
         B, K, T, d = k.shape
         blocks = query_blocks(T, ctx.causal, k.element_size())
-        total_dtype = k.dtype if len(blocks) <= 2 else torch.float32  # sums over many blocks are fp32
         dout, dk, dv = grads[0].contiguous(), None, None  # (B, T, H d)
         dqkv = k.new_empty(B, T, (ctx.heads + 2 * K) * d)
+        k, v = wide(k), wide(v)
+        total_dtype = k.dtype if len(blocks) <= 2 else torch.float32  # sums over many blocks are fp32
         for i in reversed(range(len(blocks))):  # the last block sees every key, so its matmuls start the sums
             start, end, seen = blocks[i]
-            q = saved[i]
-            p = saved[len(blocks) + i] if ctx.keeps else _probabilities(q, k, start, seen, ctx.causal)
-            do = _stack(_heads_first(dout, 0, ctx.heads, d, start, end), K)  # (BK, GQ, d)
+            q = wide(saved[i])
+            p = wide(saved[len(blocks) + i]) if ctx.keeps else _probabilities(q, k, start, seen, ctx.causal)
+            do = _stack(wide(_heads_first(dout, 0, ctx.heads, d, start, end)), K)  # (BK, GQ, d)
             # (BK, GQ, S): gradient of p, then of the scores
             ds = torch.bmm(do, _turned(v[:, :, :seen]))
             _softmax("backward", p, ds, end - start, start, ctx.causal, d)
@@ -129,14 +132,14 @@ class _QKVAttention(Function):
                 _add(dv, dv_block)
         assert dk is not None
         assert dv is not None
-        _heads_last(dk.to(k.dtype), dqkv, ctx.heads, 0, cos, sin)
-        _heads_last(dv.to(k.dtype), dqkv, ctx.heads + K, 0)
+        _heads_last(dk, dqkv, ctx.heads, 0, cos, sin)
+        _heads_last(dv, dqkv, ctx.heads + K, 0)
         return dqkv, *[None] * 6
 
 
 def _probabilities(q_BHQd: Tensor, k_BKTd: Tensor, start: int, seen: int, causal: bool) -> Tensor:
     """Probabilities of a block of queries, the first at position `start`, over the keys seen: (B K, G Q, S)."""
-    scores = torch.bmm(_stack(q_BHQd, k_BKTd.shape[1]), _turned(k_BKTd[:, :, :seen]))
+    scores = torch.bmm(_stack(wide(q_BHQd), k_BKTd.shape[1]), _turned(k_BKTd[:, :, :seen]))
     _softmax("forward", scores, None, q_BHQd.shape[2], start, causal, q_BHQd.shape[3])
     return scores
 
@@ -207,7 +210,5 @@ def _heads_last(
     cos, sin = (
         (None, None) if cos is None or sin is None else (cos[start : start + Q], sin[start : start + Q])
     )
-    part = out[:, start:, first * d :]
-    native.call(
-        "rope_backward", out.dtype, x_BHQd.contiguous(), cos, sin, part, B, Q, heads, d, width, T * width
-    )
+    part, x_BHQd = out[:, start:, first * d :], x_BHQd.to(out.dtype).contiguous()
+    native.call("rope_backward", out.dtype, x_BHQd, cos, sin, part, B, Q, heads, d, width, T * width)

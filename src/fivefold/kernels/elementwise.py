@@ -158,7 +158,7 @@ class _SwiGLU(Function):
 
 
 def gelu(x: Tensor, approximate: Literal["tanh", "none"]) -> Tensor:
-    """GELU (arXiv 1606.08415), by its tanh form or exact. In bf16 PyTorch's exact one is faster."""
+    """GELU (arXiv 1606.08415), by its tanh form or exact. In 16 bits PyTorch's exact one is faster."""
     if native.usable(x) and (approximate == "tanh" or x.dtype == torch.float32):
         return _GELU.apply(x, approximate == "none")
     return F.gelu(x, approximate=approximate)
@@ -196,7 +196,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:
     """total += grad, or total = grad when it is the first of the step. total: flat; grad: any shape and dtype."""
     fp32 = total.dtype == torch.float32
-    if fp32 and grad.dtype == torch.bfloat16 and grad.is_contiguous() and native.usable(grad):
+    if fp32 and grad.element_size() == 2 and grad.is_contiguous() and native.usable(grad):
         native.call("accumulate", grad.dtype, total, grad, grad.numel(), int(first))
     elif first:
         total.view(grad.shape).copy_(grad)

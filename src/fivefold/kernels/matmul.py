@@ -1,9 +1,9 @@
 """The three matmuls of a linear layer: its output, the gradient of its input, the gradient of its weight. Every layer
 uses them, even one that communicates or defers its weight gradient.
 
-With `fp8` they multiply numbers of 8 bits (fp8.py). In fp32 on CPUs the first two use oneDNN, which PyTorch itself uses
-only in lower precision: MKL takes 5 to 150% more time on the processors tried (benchmarks/products.py). For the weight
-gradient either may be faster (`fastest.py`).
+With `fp8` they multiply numbers of 8 bits (fp8.py). Most CPUs multiply fp16 in fp32 (wide.py). In fp32 on CPUs the
+first two use oneDNN, which PyTorch itself uses only in lower precision: MKL takes 5 to 150% more time on the processors
+tried (benchmarks/products.py). For the weight gradient either may be faster (`fastest.py`).
 
 Legend: D input features, F output features.
 """
@@ -21,13 +21,14 @@ from torch.autograd.function import once_differentiable
 from fivefold.kernels import fastest, native
 from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.private import onednn_linear
+from fivefold.kernels.wide import wide, widened
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Fp8 | None = None) -> Tensor:
     """x @ weight.T + bias. x (..., D), weight (F, D), bias (F) -> (..., F)."""
     if fp8 is None and _one_row(x, weight):
         return _matrix_vector(x, weight, bias)
-    if fp8 is None and not _onednn(x, weight):
+    if fp8 is None and not (_onednn(x, weight) or (widened(x, weight) and _fits(x, weight))):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _forward(x, weight, bias, fp8)
@@ -46,27 +47,33 @@ def weight_gradient(dy: Tensor, x: Tensor, fp8: Fp8 | None = None) -> Tensor:
     """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
     if fp8 is not None:
         return fp8.weight_gradient(dy, x)
-    dy_FN, x_DN = dy.flatten(0, -2).t(), x.flatten(0, -2).t()
+    dy_FN, x_DN = wide(dy).flatten(0, -2).t(), wide(x).flatten(0, -2).t()
     if _onednn(dy_FN, x_DN) and not getattr(dy, "hollow", False) and fastest.weight_gradient() == "onednn":
-        return onednn_linear(dy_FN, x_DN)
-    return dy_FN @ x_DN.t()
+        return onednn_linear(dy_FN, x_DN).to(dy.dtype)
+    return (dy_FN @ x_DN.t()).to(dy.dtype)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) -> Tensor:
     if fp8 is None:
-        return onednn_linear(x, weight, bias)
+        return _product(x, weight, bias)
     y = fp8.forward(x, weight)
     return y if bias is None else y.add_(bias)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, without autograd."""
+    a, b, c = wide(x), wide(weight), None if bias is None else wide(bias)
+    return (onednn_linear if _onednn(a, b) else F.linear)(a, b, c).to(x.dtype)
+
+
 def _one_row(x: Tensor, weight: Tensor) -> bool:
-    """True if this is a matrix times one vector in bf16, as in generation. It takes as long as the matrix is read;
+    """True if this is a matrix times one vector in 16 bits, as in generation. It takes as long as the matrix is read;
     oneDNN takes up to three times as long."""
     return (
         not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
         and x.numel() == x.shape[-1] == weight.shape[-1] > 0
-        and x.dtype == torch.bfloat16
+        and x.dtype in (torch.bfloat16, torch.float16)
         and weight.is_contiguous()
         and native.usable(x, weight)
     )
@@ -81,17 +88,24 @@ def _matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _onednn(x: Tensor, weight: Tensor) -> bool:
-    """True if oneDNN can and may compute this. Empty tensors and errors are left to PyTorch."""
+    """True if oneDNN can and may compute this."""
     return (
         not torch.compiler.is_compiling()
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.dim() > 1
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and _fits(x, weight)
+    )
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """False for what is left to PyTorch: vectors, empty tensors, errors, autocast."""
+    return (
+        x.dim() > 1
         and x.numel() > 0
         and weight.numel() > 0
         and x.shape[-1] == weight.shape[-1]
-        and torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -114,7 +128,7 @@ class _Kept(Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = None
         if needs_x:
-            dx = onednn_linear(dy, weight.t()) if ctx.fp8 is None else ctx.fp8.input_gradient(dy, weight)
+            dx = _product(dy, weight.t()) if ctx.fp8 is None else ctx.fp8.input_gradient(dy, weight)
         dweight = weight_gradient(dy, x, ctx.fp8) if needs_weight else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if needs_bias else None, None
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import fp8
 from fivefold.kernels.fp8 import Fp8
+from fivefold.kernels.wide import wide, widened
 
 
 class Assignment(NamedTuple):
@@ -80,24 +81,30 @@ def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor, how: F
     """Multiplies rows sorted by expert with their expert's weight: counts_E[0] rows with weight 0, and so on. (M,
     F)."""
     offsets = counts_E.cumsum(0).to(torch.int32)
-    if how is not None:
-        return _GroupedFp8.apply(rows_MD, weight_EFD, offsets, how)
+    if how is not None or widened(rows_MD, weight_EFD):
+        return _Grouped.apply(rows_MD, weight_EFD, offsets, how)
     return F.grouped_mm(rows_MD, weight_EFD.transpose(1, 2), offs=offsets)
 
 
-class _GroupedFp8(Function):
-    """Rows (M, D), weights (E, F, D) -> (M, F)."""
+class _Grouped(Function):
+    """Rows (M, D), weights (E, F, D) -> (M, F). Backward converts the factors again."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, how: Fp8) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, how: Fp8 | None) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         ctx.how = how
+        if how is None:
+            return F.grouped_mm(wide(rows), wide(weight).transpose(1, 2), offs=ends).to(rows.dtype)
         return fp8.grouped_forward(how, rows, weight, ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (rows, weight, ends), dy = ctx.saved_tensors, grads[0].contiguous()
+        if ctx.how is None:
+            drows = F.grouped_mm(wide(dy), wide(weight), offs=ends).to(dy.dtype)
+            dweight = F.grouped_mm(wide(dy).t(), wide(rows), offs=ends)  # (E, F, D)
+            return drows, dweight.to(dy.dtype), None, None
         drows = fp8.grouped_input_gradient(ctx.how, dy, weight, ends)
         return drows, fp8.grouped_weight_gradient(ctx.how, dy, rows, ends), None, None
 

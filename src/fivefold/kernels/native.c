@@ -1,10 +1,10 @@
 /* Fused element-wise kernels for CPUs: one pass over memory where PyTorch takes several.
  *
  * Compiled at first use by the machine's own C compiler (native.py) for the machine's own vector units, and
- * called through ctypes. Each kernel exists for float and for bfloat16; sums are kept in float. Nothing here is
+ * called through ctypes. Each kernel exists for float, bfloat16 and half; sums are kept in float. Nothing here is
  * architecture-specific: the loops are written so that the compiler vectorises them.
  *
- * This file is included by itself once a dtype: NAME(f) is f_fp32 or f_bf16, T the type in memory.
+ * This file is included by itself once a dtype: NAME(f) is f_fp32, f_bf16 or f_fp16, T the type in memory.
  */
 #ifndef T
 #include <math.h>
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef uint16_t bf16;
+typedef uint16_t bf16, fp16;
 typedef int64_t i64;
 #define BLOCK 1024 /* most elements that share a scale */
 #define STRIPE 512 /* columns that are rounded at once */
@@ -33,6 +33,30 @@ static inline void store_bf16(bf16 *p, float v) { /* round to nearest even; NaN 
   uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   uint32_t quiet_nan = (u >> 16) | 0x40u;
   *p = (bf16)(((u & 0x7fffffffu) > 0x7f800000u) ? quiet_nan : rounded);
+}
+
+/* By bits, as loops over instructions for half are not vectorised by all compilers. 2^112 moves the exponent to that of
+ * a float, for subnormal numbers, too. */
+static inline float load_fp16(const fp16 *p) {
+  uint32_t h = *p, u = (h & 0x7fffu) << 13;
+  float f;
+  memcpy(&f, &u, 4);
+  f *= 5.192296858534828e33f;
+  memcpy(&u, &f, 4);
+  u |= (h & 0x8000u) << 16 | ((h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u);
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+static inline void store_fp16(fp16 *p, float v) { /* round to nearest even; 65520 and more is inf, NaN stays NaN */
+  uint32_t u, low;
+  memcpy(&u, &v, 4);
+  uint32_t a = u & 0x7fffffffu, normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
+  float shifted = fabsf(v) + 0.5f; /* whose last bit is 2^-24, as that of subnormal numbers below 2^-14 */
+  memcpy(&low, &shifted, 4);
+  uint32_t beyond = a > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  uint32_t size = a < 0x38800000u ? low - 0x3f000000u : (a < 0x47800000u ? normal : beyond);
+  *p = (fp16)(size | (u >> 16 & 0x8000u));
 }
 
 /* exp(x) to a few ulp for -87.3 <= x <= 88.3, beyond them 0 and exp(88.3); NaN stays NaN. 2^k by the exponent bits,
@@ -99,21 +123,11 @@ static inline i64 keys_seen(i64 q, i64 K, i64 offset, i64 causal) {
 #define T bf16
 #define DTYPE bf16
 #include "native.c"
-
-/* total[i] += grad[i], or total[i] = grad[i] when first: bfloat16 gradients into float accumulators. */
-void accumulate_bf16(float *total, const bf16 *grad, i64 n, i64 first) {
-#pragma omp parallel for simd schedule(static)
-  for (i64 i = 0; i < n; i++) total[i] = (first ? 0.0f : total[i]) + load_bf16(grad + i);
-}
-
-/* The same for `batches` pieces of n, `step` apart in total. */
-void accumulate_parts_bf16(float *total, const bf16 *part, i64 batches, i64 step, i64 n) {
-#pragma omp parallel for schedule(static)
-  for (i64 b = 0; b < batches; b++) {
-#pragma omp simd
-    for (i64 i = 0; i < n; i++) total[b * step + i] += load_bf16(part + b * n + i);
-  }
-}
+#undef T
+#undef DTYPE
+#define T fp16
+#define DTYPE fp16
+#include "native.c"
 
 /* AdamW (arXiv 1711.05101), as in optim/adamw.py, of g * scale: p, m and v change, and the rounded p goes to `working`
  * if there is one. keep: 1 - lr * weight_decay. rate: lr over the first moment's correction. correct: 1 over the root of
@@ -156,6 +170,21 @@ void round_stochastic_bf16(float *x, i64 rows, i64 width, i64 start, i64 stride,
 }
 
 #else /* ------------------------------------------------------------------ the kernels, once a dtype */
+
+/* total[i] += grad[i], or total[i] = grad[i] when first. */
+void NAME(accumulate)(float *total, const T *grad, i64 n, i64 first) {
+#pragma omp parallel for simd schedule(static)
+  for (i64 i = 0; i < n; i++) total[i] = (first ? 0.0f : total[i]) + LOAD(grad + i);
+}
+
+/* The same for `batches` pieces of n, `step` apart in total. */
+void NAME(accumulate_parts)(float *total, const T *part, i64 batches, i64 step, i64 n) {
+#pragma omp parallel for schedule(static)
+  for (i64 b = 0; b < batches; b++) {
+#pragma omp simd
+    for (i64 i = 0; i < n; i++) total[b * step + i] += LOAD(part + b * n + i);
+  }
+}
 
 /* Blocks of at most B elements as whole numbers of 8 or 4 bits, times a scale each (quantize.py). Block c of a row is
  * x[starts[c]] .. x[starts[c + 1] - 1]. An encoded row has C blocks of B numbers, then C scales. Steps count elements

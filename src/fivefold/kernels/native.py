@@ -33,6 +33,7 @@ _FLAGS = [
     "-fno-signed-zeros",
 ] + (["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else [])
 _SOURCE = Path(__file__).with_name("native.c")
+_SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @functools.cache
@@ -106,10 +107,10 @@ def why_not() -> str:
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """True if the native kernels can take these tensors: on the CPU, fp32 or bf16, all of one dtype."""
+    """True if the native kernels can take these tensors: on the CPU, fp32, bf16 or fp16, all of one dtype."""
     return (
         all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
-        and tensors[0].dtype in (torch.float32, torch.bfloat16)
+        and tensors[0].dtype in _SUFFIX
         and _load()[0] is not None
     )
 
@@ -123,7 +124,7 @@ def call(name: str, dtype: torch.dtype, *arguments: torch.Tensor | int | float |
         return
     library = _load()[0]
     assert library is not None
-    function = getattr(library, f"{name}_{'bf16' if dtype == torch.bfloat16 else 'fp32'}")
+    function = getattr(library, f"{name}_{_SUFFIX[dtype]}")
     function.restype = None
     function(*[_argument(a) for a in arguments])
 

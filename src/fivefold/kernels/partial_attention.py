@@ -22,6 +22,7 @@ from fivefold.kernels.blockwise_attention import _flat, _heads_first, _heads_las
 from fivefold.kernels.elementwise import rope
 from fivefold.kernels.private import flash_attention, flash_attention_backward
 from fivefold.kernels.sizes import query_blocks
+from fivefold.kernels.wide import wide
 
 
 class Queries(NamedTuple):
@@ -84,9 +85,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
     if _has_flash(q):
         return _flash(q, k, v, causal)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    k, v = wide(k), wide(v)
     for start, end, seen in _ranges(q.shape[2], k.shape[2], causal, q.element_size()):
         block, keys, values = slice(start, end), _flat(k[:, :, :seen]), _flat(v[:, :, :seen])
-        p = torch.bmm(_rows(q[:, :, block], k.shape[1]), keys.transpose(1, 2))  # (B K, G q, S)
+        p = torch.bmm(wide(_rows(q[:, :, block], k.shape[1])), keys.transpose(1, 2))  # (B K, G q, S)
         lse[:, :, block] = _softmax(p, end - start, start, causal, q.shape[3]).view(lse[:, :, block].shape)
         out[:, :, block] = torch.bmm(p, values).view(out[:, :, block].shape)
     return out, lse
@@ -112,10 +114,11 @@ def attend_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[
         return _flash_backward(rows, k, v, causal)
     (B, K, S, d), dq = k.shape, torch.empty_like(rows.q)
     blocks = _ranges(rows.q.shape[2], S, causal, k.element_size())
-    dk = dv = None
+    dtype = k.dtype if len(blocks) <= 2 else torch.float32
+    k, v, dk, dv = wide(k), wide(v), None, None
     for start, end, seen in reversed(blocks):  # the last block sees every key, so its matmuls start the sums
         part, keys = Queries(*(x[:, :, start:end] for x in rows)), _flat(k[:, :, :seen])
-        q_rows, do_rows = _rows(part.q, K), _rows(part.dout, K)  # (B K, G q, d)
+        q_rows, do_rows = wide(_rows(part.q, K)), wide(_rows(part.dout, K))  # (B K, G q, d)
         p = torch.bmm(q_rows, keys.transpose(1, 2))
         ds = torch.bmm(do_rows, _flat(v[:, :, :seen]).transpose(1, 2))
         _softmax_backward(p, ds, part, start, causal)
@@ -123,7 +126,6 @@ def attend_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[
         dk_block = torch.bmm(ds.transpose(1, 2), q_rows).view(B, K, seen, d)
         dv_block = torch.bmm(p.transpose(1, 2), do_rows).view(B, K, seen, d)
         if dk is None or dv is None:
-            dtype = k.dtype if len(blocks) <= 2 else torch.float32
             dk, dv = dk_block.to(dtype), dv_block.to(dtype)
         else:
             dk[:, :, :seen] += dk_block
