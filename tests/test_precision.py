@@ -178,6 +178,19 @@ def test_the_plan_is_the_traced_step(tmp_path, layout):
         assert sent == expected.gradients + 24, "and loss, norm, whether to stop"
 
 
+@pytest.mark.skipif(bool(native.why_not()), reason="PyTorch's own operations keep other tensors")
+def test_fp16_keeps_what_bf16_keeps(tmp_path):
+    """On CPUs that multiply it in fp32, too: copies in fp32 are freed at once."""
+    found = {}
+    for mode in ("bf16", "fp16"):
+        recipe = tiny(tmp_path, "dp=1", f"precision.mode={mode}", mode=mode)
+        recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
+        found[mode] = trace(recipe, 0, planned(recipe).microbatches).memory.highest
+    found["bf16"]["activations"] += 4  # the scaled loss
+    kinds = ("params", "gradients", "optimizer", "activations")
+    assert [found["fp16"][kind] for kind in kinds] == [found["bf16"][kind] for kind in kinds]
+
+
 QUICK = {
     ("bf16_pure", "dp=2,zero=2"), ("bf16_pure", "pp=2,schedule=zb_h1"), ("fp16", "tp=2,sp=true"), ("fp16", "dp=2,ep=2"),
 }  # fmt: skip

@@ -109,7 +109,7 @@ def probe(
 
 
 def _prime(state: State) -> None:
-    """Creates the optimizer's states, as a first step does."""
+    """Creates the optimizer's states, as a first step does. The loss scale becomes hollow like all else."""
     for replica in state.parallel.replicas:
         gradients = {name: torch.zeros_like(master) for name, master in replica.masters.items()}
         replica.updater.step(gradients, 0.0)
@@ -117,6 +117,8 @@ def _prime(state: State) -> None:
             master.grad = None
     if state.outer is not None:
         state.outer.prime()
+    if (scaling := state.loss_scale) is not None:
+        scaling.values = torch.empty(3, dtype=scaling.values.dtype, device=scaling.values.device)
 
 
 def _update_always(state: State) -> None:
