@@ -368,7 +368,10 @@ def error_with_another_manifest(rank: int, world: int, recipe: Recipe, out: Path
 
 
 def test_what_nobody_expected_on_one_rank_stops_the_others_too(tmp_path: Path) -> None:
-    assert run_ranks(2, unexpected_error) == ["CommunicationError: rank 1: KeyError('lost')", "KeyError: 'lost'"]
+    assert run_ranks(2, unexpected_error) == [
+        "CommunicationError: rank 1: KeyError('lost')",
+        "KeyError: 'lost'",
+    ]
 
 
 def unexpected_error(rank: int, world: int) -> str:
