@@ -49,6 +49,11 @@ class DataSection(Section):
     """Share of the text held out for validation: whole documents, or the end of a single document."""
     text_key: str = "text"
     """Name of the text field in .jsonl and .parquet files and in `hf:` data sets."""
+    chat_template: str = ""
+    """How a conversation becomes text: `chatml`, `plain` (needs no special tokens), `tokenizer` (the template beside
+    `data.tokenizer`), or the path of a Jinja file, as Hugging Face's `chat_template.jinja`. Rows with a list of
+    `messages` (`role`, `content`) are conversations; only the answers (role `assistant`) count in the loss. Other rows
+    are texts. Unset: all rows are texts."""
     max_bad_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of documents that may be unreadable (not UTF-8, broken JSON). They are counted and skipped. If there are
     more, the run stops with an error that names file and offset. (Each megabyte of a long text is a document.)

@@ -34,6 +34,26 @@ def vocabulary(recipe: Sections) -> Iterator[Contradiction]:
         )
 
 
+def conversations(recipe: Sections) -> Iterator[Contradiction]:
+    """Conversations are text whose answers are learned from left to right."""
+    data = recipe.data
+    if not data.chat_template:
+        return
+    given = f"data.chat_template = {toml_value(data.chat_template)}"
+    if data.source.startswith("tokens:"):
+        yield (
+            {"data.chat_template", "data.source"},
+            f"{given}: data.source = {toml_value(data.source)} holds tokens, and no messages. Nearest valid: "
+            'chat_template = "", or a source of .jsonl files',
+        )
+    if not card_of(recipe.model).causal:
+        yield (
+            {"data.chat_template", "model.arch"},
+            f"{given}: {recipe.model.arch} is bidirectional and answers nothing. Nearest valid: "
+            'chat_template = "", or arch = "llama"',
+        )
+
+
 def generates(recipe: Sections) -> Iterator[Contradiction]:
     if not card_of(recipe.model).causal and recipe.train.sample_every:
         yield (
