@@ -90,6 +90,10 @@ def _scaled(key: str) -> Idle:
 
 
 IDLE = (
+    *(
+        Idle(f"data.{key}", lambda r: not r.data.stream, "it needs data.stream = true", "data.stream")
+        for key in ("stream_window", "stream_gib")
+    ),
     *map(_fp8, ("fp8_scaling", "fp8_backward", "fp8_skip_first", "fp8_skip_last")),
     Idle("faults.hash_every", lambda r: not _kept_twice(r), "no two ranks keep the same weights"),
     Idle(

@@ -39,16 +39,25 @@ MOST_SEQUENCES = 1 << 30
 class DataSection(Section):
     source: str = "stdlib"
     """Source of the text: `stdlib` (the source code of this machine's Python standard library), a file,
-    folder or glob of .txt .md .py .jsonl .parquet, `tokens:PATH` (uint16/uint32 token files: .bin of nanoGPT
-    or llm.c, .npy), `hf:NAME` or `hf:NAME:CONFIG` (a Hugging Face data set; needs the extra `hf`).
-    Relative paths start at the current folder, not at the recipe's."""
+    folder or glob of .txt .md .py .json .jsonl .parquet, texts also as .gz or .zst, here or at an address (https://,
+    s3://); `tokens:PATH` (token files: .bin of nanoGPT or llm.c, .npy, .bin with the .idx of Megatron, .parquet with
+    a column `input_ids`); `hf:NAME:CONFIG:SPLIT[FROM:TO]` (rows of a Hugging Face data set; all but the name may be
+    left out). Relative paths start at the current folder, not at the recipe's."""
     tokenizer: str = "bpe:4096"
     """`bpe:N` (byte-level BPE with N tokens, trained on the training text), `bytes`, `chars`, or the path of a
     Hugging Face `tokenizer.json`. `tokens:` does not use it."""
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Share of the text held out for validation: whole documents, or the end of a single document."""
     text_key: str = "text"
-    """Name of the text field in .jsonl and .parquet files and in `hf:` data sets."""
+    """Name of the text field in .json, .jsonl and .parquet files and in `hf:` data sets."""
+    stream: bool = False
+    """Train while the text is still being tokenized, instead of tokenizing all of it first. Sequences are shuffled
+    within windows of `stream_window` tokens, not over the whole set."""
+    stream_window: int = Field(default=1 << 22, ge=1, le=LARGEST)
+    """Tokens of a window of `stream`. Training begins when the first window is tokenized. 1: no shuffling."""
+    stream_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """GiB of tokens that `stream` keeps on each machine's disk. Those that were trained on make room, and are tokenized
+    anew if they are needed again. 0: no limit."""
     chat_template: str = ""
     """How a conversation becomes text: `chatml`, `plain` (needs no special tokens), `tokenizer` (the template beside
     `data.tokenizer`), or the path of a Jinja file, as Hugging Face's `chat_template.jinja`. Rows with a list of

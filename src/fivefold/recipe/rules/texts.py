@@ -54,6 +54,25 @@ def conversations(recipe: Sections) -> Iterator[Contradiction]:
         )
 
 
+def streamed(recipe: Sections) -> Iterator[Contradiction]:
+    """A stream is read once, in order, and its end is not known."""
+    data = recipe.data
+    if not data.stream:
+        return
+    if data.source.startswith("tokens:"):
+        yield (
+            {"data.stream", "data.source"},
+            f"data.stream: {toml_value(data.source)} holds tokens, which are read in place. Nearest valid: "
+            "stream = false",
+        )
+    if data.tokenizer == "chars":
+        yield (
+            {"data.stream", "data.tokenizer"},
+            'data.tokenizer = "chars" needs all text before the first token, and data.stream has only its beginning. '
+            'Nearest valid: tokenizer = "bytes"',
+        )
+
+
 def generates(recipe: Sections) -> Iterator[Contradiction]:
     if not card_of(recipe.model).causal and recipe.train.sample_every:
         yield (
