@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from fivefold.recipe import explain, load
-from fivefold.recipe.words import toml_value
+from fivefold.recipe.words import SECTIONS, allowed, entry_type, toml_value
 
 PAGE = Path(__file__).with_name("recipes.md")
 BEGIN = "<!-- What follows is written by docs/make_recipe_reference.py, from recipe/schema.py -->\n"
@@ -23,22 +25,26 @@ def with_fields(page: str) -> str:
 
 def fields() -> str:
     """A table of fields for each section, in the schema's order."""
-    lines, section = [], ""
+    tables: dict[str, list[list[str]]] = {}
     for field in explain(load("quickstart")):
-        here, _, name = field.key.partition(".")
-        if here != section:
-            section = here
-            lines += [
-                "",
-                f"### `[{section}]`",
-                "",
-                "| Field | Holds | Default | Meaning |",
-                "|---|---|---|---|",
-            ]
+        section, _, name = field.key.partition(".")
         default = "unset" if field.default is None else f"`{toml_value(field.default)}`"
-        cells = [f"`{name}`", field.type.removesuffix(", or unset"), default, field.doc]
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        tables.setdefault(f"[{section}]", []).append(
+            [f"`{name}`", field.type.removesuffix(", or unset"), default, field.doc]
+        )
+        if entry := entry_type(field.key):
+            tables[f"[[{field.key}]]"] = [_row(name, own) for name, own in entry.model_fields.items()]
+    lines: list[str] = []
+    for title in sorted(tables, key=lambda title: list(SECTIONS).index(title.strip("[]").split(".")[0])):
+        lines += ["", f"### `{title}`", "", "| Field | Holds | Default | Meaning |", "|---|---|---|---|"]
+        for cells in tables[title]:
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _row(name: str, field: FieldInfo) -> list[str]:
+    default = "must be set" if field.is_required() else "unset"
+    return [f"`{name}`", allowed(field), default, " ".join((field.description or "").split())]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.data import NOT_COUNTED, Batches, Prefetch, Tokens
-from fivefold.data.batches import permute
+from fivefold.data.order import item_numbers, permute
 from fivefold.data.tokens import Shard
 from fivefold.errors import UserError
 from fivefold.recipe.ramp import batch_size, sequences_before, steps_for
@@ -142,7 +142,7 @@ def test_masking_hides_exactly_15_percent_as_bert_does(tokens: Tokens):
     batches = Batches(tokens, 100, 10, seed=0, objective="mlm", mask_id=5000, vocab_size=1000)
     assert batches.sequences == 10
     results = [batches.batch(i) for i in range(60)]
-    plain = np.concatenate([batches.tokens.rows(_starts(batches, i), 100) for i in range(60)])
+    plain = np.concatenate([batches.sources[0].rows(_starts(batches, i), 100) for i in range(60)])
     shown, targets = (np.concatenate(parts) for parts in zip(*results, strict=True))
     counted = targets != NOT_COUNTED
     assert (counted.sum(1) == 15).all()
@@ -160,7 +160,7 @@ def test_masking_hides_exactly_15_percent_as_bert_does(tokens: Tokens):
 
 def _starts(batches: Batches, i: int) -> np.ndarray:
     counters = i * batches.batch_size + np.arange(batches.batch_size)
-    return batches._sequence_numbers(counters) * batches.seq_len
+    return item_numbers(counters, batches.sequences, batches.seed) * batches.seq_len
 
 
 def test_prefetch_gives_batches_in_order_and_ends():

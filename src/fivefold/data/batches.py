@@ -1,9 +1,8 @@
 """Batch i of a run is a pure function of (seed, i), for any number of ranks.
 
-Sequence n of a set is tokens[n T : n T + T + 1]. A partial sequence at the end is dropped. The run walks through
-positions 0, 1, 2, ... Batch i holds positions i B to (i + 1) B - 1, or those after all smaller batches before it
-(`train.batch_ramp`). Epoch e holds positions e N to (e + 1) N - 1.
-Within an epoch the N sequences come in the order of a keyed permutation, which needs no index in memory.
+Sequence n of a source is tokens[n T : n T + T + 1]. A partial sequence at the end is dropped. The run walks through
+places 0, 1, 2, ... Batch i holds places i B to (i + 1) B - 1, or those after all smaller batches before it
+(`train.batch_ramp`). Which sequence of which source stands at a place is said by `order.py`.
 """
 
 from __future__ import annotations
@@ -11,65 +10,17 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from fivefold.data.order import Order, hash_keys, item_numbers
 from fivefold.data.tokens import Tokens
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.objective import Objective, predicted
 from fivefold.recipe import Recipe, sequences_before, total_steps
-
-ROUNDS = 6  # 4 are proven enough for random round functions; 2 more because a hash is not random
-
-
-def mix64(x: np.ndarray) -> np.ndarray:
-    """Hash of each uint64 (the finalizer of splitmix64: Steele, Lea and Flood, 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def hash_keys(*parts: int | np.ndarray) -> np.ndarray:
-    """uint64 hash of the parts, broadcast together: hash_keys(seed, rows (R, 1), columns (T,)) is (R, T)."""
-    state = np.zeros(1, np.uint64)
-    for part in parts:
-        if isinstance(part, int):
-            part = np.array([part & 0xFFFF_FFFF_FFFF_FFFF], np.uint64)
-        state = mix64(state ^ part.astype(np.uint64))
-    return state
-
-
-def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Applies the permutation of range(n) for (seed, epoch) to each position.
-
-    A Feistel network (Luby and Rackoff, 1988) permutes the numbers of 2k bits. Cycle walking (Black and Rogaway,
-    2002) applies it again until the result is below n. The domain is smaller than 4 n, so a position takes fewer
-    than 4 rounds on average. Memory is O(1) in n.
-
-    positions: integers in [0, n), any shape. Returns int64 of that shape.
-    """
-    assert n >= 1
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    keys = [hash_keys(seed, epoch, r) for r in range(ROUNDS)]
-
-    def network(x: np.ndarray) -> np.ndarray:
-        left, right = x >> shift, x & mask
-        for key in keys:
-            left, right = right, left ^ (mix64(right ^ key) & mask)
-        return (left << shift) | right
-
-    x = network(np.asarray(positions).astype(np.uint64).reshape(-1))
-    outside = x >= n
-    while outside.any():
-        x[outside] = network(x[outside])
-        outside = x >= n
-    return x.astype(np.int64).reshape(np.shape(positions))
-
 
 NOT_COUNTED = -100  # a target that the loss ignores (the convention of torch's cross entropy)
 # Of the positions that `mlm` predicts 80% become the mask token, 10% a random one, 10% stay.
@@ -82,16 +33,17 @@ def count_sequences(tokens: int, seq_len: int, objective: str) -> int:
 
 
 class Batches:
-    """The batches of a set of tokens.
+    """The batches of a set of tokens, or of several sources in the order that `order` says.
 
     objective: `causal` (the target is the next token) or `mlm` (the target is the hidden token; needs mask_id and
     vocab_size). begins: the position at which batch i begins; None: all have the same size. shuffle=False keeps the
-    sequences in their own order, for validation. `sequences` is N, the number of sequences in an epoch.
+    sequences in their own order, for validation. `counts` are the numbers of sequences of the sources, `sequences` is
+    their sum.
     """
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: Tokens | Sequence[Tokens],
         seq_len: int,
         batch_size: int,
         seed: int,
@@ -100,12 +52,17 @@ class Batches:
         vocab_size: int | None = None,
         shuffle: bool = True,
         begins: Callable[[int], int] | None = None,
+        order: Order | None = None,
     ):
         self.begins = begins or (lambda i: i * batch_size)
-        self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
+        self.sources = list(tokens) if isinstance(tokens, Sequence) else [tokens]
+        self.order = order or Order()
+        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
         self.objective, self.mask_id, self.vocab_size, self.shuffle = objective, mask_id, vocab_size, shuffle
-        self.sequences = count_sequences(len(tokens), seq_len, objective)
-        assert self.sequences >= 1, "prepare() refuses a set smaller than one sequence"
+        self.counts = [count_sequences(len(source), seq_len, objective) for source in self.sources]
+        self.sequences = sum(self.counts)
+        assert len(self.sources) == self.order.sources
+        assert min(self.counts) >= 1, "prepare() refuses a source smaller than one sequence"
         assert objective == "causal" or (mask_id is not None and vocab_size is not None)
 
     def batch(self, i: int, rows: range | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -116,32 +73,32 @@ class Batches:
         """
         rows = range(self.batch_size) if rows is None else rows
         assert 0 <= rows.start <= rows.stop <= self.batch_size
-        counters_R = self.begins(i) + np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
-        starts_R = self._sequence_numbers(counters_R) * self.seq_len
+        places_R = self.begins(i) + np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
         if self.objective == "causal":
-            block = self.tokens.rows(starts_R, self.seq_len + 1)  # (R, T + 1)
+            block = self._tokens(places_R, self.seq_len + 1)  # (R, T + 1)
             return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
-        return self._mask(self.tokens.rows(starts_R, self.seq_len), counters_R)
+        return self._mask(self._tokens(places_R, self.seq_len), places_R)
 
-    def _sequence_numbers(self, counters_R: np.ndarray) -> np.ndarray:
-        epochs_R, positions_R = np.divmod(counters_R, self.sequences)
-        if not self.shuffle:
-            return positions_R
-        numbers_R = np.empty_like(positions_R)
-        for epoch in np.unique(epochs_R).tolist():  # two epochs if the batch crosses a border
-            here = epochs_R == epoch
-            numbers_R[here] = permute(positions_R[here], self.sequences, self.seed, epoch)
-        return numbers_R
+    def _tokens(self, places_R: np.ndarray, length: int) -> np.ndarray:
+        """The first `length` tokens of the sequence at each place, (R, length)."""
+        sources_R, uses_R = self.order.at(places_R)
+        found = np.empty((len(places_R), length), np.int64)
+        for source in np.unique(sources_R).tolist():
+            here = sources_R == source
+            uses, count = uses_R[here], self.counts[source]
+            numbers = item_numbers(uses, count, self.seed, source) if self.shuffle else uses % count
+            found[here] = self.sources[source].rows(numbers * self.seq_len, length)
+        return found
 
-    def _mask(self, tokens_RT: np.ndarray, counters_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _mask(self, tokens_RT: np.ndarray, places_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Hides exactly round(0.15 T) positions of each sequence, so that every microbatch has equal weight."""
         assert self.mask_id is not None
         assert self.vocab_size is not None
         hidden = predicted("mlm", self.seq_len)  # M positions per sequence
         columns_T = np.arange(self.seq_len)
-        scores_RT = hash_keys(self.seed, 1, counters_R[:, None], columns_T)
+        scores_RT = hash_keys(self.seed, 1, places_R[:, None], columns_T)
         at_RM = np.sort(np.argpartition(scores_RT, hidden - 1, axis=1)[:, :hidden], axis=1)
-        draw_RM = hash_keys(self.seed, 2, counters_R[:, None], at_RM)
+        draw_RM = hash_keys(self.seed, 2, places_R[:, None], at_RM)
         uniform_RM = draw_RM / np.float64(2**64)
         random_RM = (mix_again(draw_RM) % np.uint64(self.vocab_size)).astype(np.int64)
         original_RM = np.take_along_axis(tokens_RT, at_RM, 1)

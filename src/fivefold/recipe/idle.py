@@ -94,6 +94,15 @@ IDLE = (
         Idle(f"data.{key}", lambda r: not r.data.stream, "it needs data.stream = true", "data.stream")
         for key in ("stream_window", "stream_gib")
     ),
+    Idle(
+        "data.weigh_by",
+        lambda r: (
+            all(entry.weight is None for entry in r.data.sources)
+            and all(stage.weights is None for stage in r.data.stages)
+        ),
+        "no source has a weight",
+        "data.sources",
+    ),
     *map(_fp8, ("fp8_scaling", "fp8_backward", "fp8_skip_first", "fp8_skip_last")),
     Idle("faults.hash_every", lambda r: not _kept_twice(r), "no two ranks keep the same weights"),
     Idle(

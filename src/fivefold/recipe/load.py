@@ -21,6 +21,13 @@ from fivefold.spread.layout_text import parse as parse_layout
 
 MOST_BYTES = 256 << 10
 """Size of a recipe's file. A long one has 5 KiB."""
+REPLACED = {
+    "train.steps": ("train.tokens",),
+    "train.tokens": ("train.steps",),
+    "data.source": ("data.sources", "data.stages"),
+    "data.sources": ("data.source",),
+}
+"""{a field: those that setting it unsets}."""
 _SHIPPED = Path(__file__).parent.parent / "recipes"
 """A folder for each family of models."""
 EARLIER = {"llama-7b": "llama2-7b"}
@@ -39,7 +46,8 @@ def load(
         name_or_path: `quickstart`, or `path/to/recipe.toml`.
         overrides: `section.key=value` texts as after `--set`; values are TOML (`3e-4`, `true`,
             `[0.9, 0.99]`), else plain text; `none` unsets a field that may be unset. Setting one of
-            `train.steps` and `train.tokens` drops the other.
+            `train.steps` and `train.tokens` drops the other, and so does one of `data.source` and `data.sources`.
+            `data.sources.web.weight=0.3` sets a field of the source with the name `web`.
         layout: text as after `--layout`, such as `dp=2,zero=1`. It replaces the whole `[layout]` section. Fields that
             it does not name have their defaults. `overrides` come after it.
         over: overrides of one run of a sweep, as after `--over`. They come last.
@@ -136,9 +144,13 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"recipe{hint or ', one of ' + ', '.join(files)}"
         )
     below, _ = _with_base(files[EARLIER.get(base, base)])
-    train = table.get("train")
-    if isinstance(train, dict) and {"steps", "tokens"} & train.keys():
-        below["train"] = {name: v for name, v in below["train"].items() if name not in ("steps", "tokens")}
+    for key, others in REPLACED.items():
+        section, name = key.split(".")
+        own = table.get(section)
+        if isinstance(own, dict) and name in own:
+            below[section] = {
+                k: v for k, v in below.get(section, {}).items() if f"{section}.{k}" not in others
+            }
     for section, fields in below.items():
         own = table.setdefault(section, fields)
         if isinstance(own, dict) and section != "layout":
@@ -239,14 +251,33 @@ class _Draft:
                 continue  # the file has `section = ...`, which is reported as such
             origin = f"{option} {shortened(text, LONGEST_WORD)}"
             self.origins |= {key: origin, section: self.origins.get(section, origin)}
-            if raw.lower() == "none" and key in KEYS and none_unsets(KEYS[key]):
+            if entry := self._entry_of(section, name):
+                table, field = entry
+                table[field] = _override_value(key, raw)
+                if raw.lower() == "none":
+                    del table[field]
+            elif raw.lower() == "none" and key in KEYS and none_unsets(KEYS[key]):
                 values.pop(name, None)
             else:
                 given.add(key)
                 values[name] = _override_value(key, raw)
-        for one, other in (("steps", "tokens"), ("tokens", "steps")):
-            if f"train.{one}" in given and f"train.{other}" not in given:
-                self.table["train"].pop(other, None)
+        for one, others in REPLACED.items():
+            for other in others if one in given else ():
+                if other not in given:
+                    section, _, name = other.partition(".")
+                    self.table[section].pop(name, None)
+
+    def _entry_of(self, section: str, name: str) -> tuple[dict[str, Any], str] | None:
+        """For `data` and `sources.web.weight`: the table of the source with the name `web`, and `weight`."""
+        field, _, rest = name.partition(".")
+        wanted, _, key = rest.rpartition(".")
+        entries = self.table.get(section, {}).get(field)
+        if not wanted or not words.entry_type(f"{section}.{field}") or not isinstance(entries, list | tuple):
+            return None
+        copies = [dict(entry) if isinstance(entry, dict) else entry for entry in entries]
+        self.table[section][field] = copies
+        found = [entry for entry in copies if isinstance(entry, dict) and entry.get("name") == wanted]
+        return (found[0], key) if found else None
 
     def _section(self, section: str) -> Any:
         """Checks one section. A wrong field is reported and gets its default, so that checking can continue."""
@@ -263,6 +294,10 @@ class _Draft:
             names = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
         for name in names:
             key, value = f"{section}.{name}", values[name]
+            if words.entry_type(key):
+                for problem in words.bad_entries(key, value):
+                    self._problem(key, problem)
+                continue
             self._problem(key, (words.bad_value if key in KEYS else words.unknown_key)(key, value))
         return cls.model_validate({name: v for name, v in values.items() if name not in names})
 

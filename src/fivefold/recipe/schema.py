@@ -6,6 +6,7 @@ Every section is strict (no silent conversion), frozen and closed (an unknown ke
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -15,6 +16,7 @@ from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
+from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
@@ -74,6 +76,25 @@ class DataSection(Section):
     """Type of the ids in .bin files of `tokens:PATH` without a header (nanoGPT's)."""
     cache: str | None = None
     """Folder of tokenized shards. Unset: $FIVEFOLD_CACHE, else ~/.cache/fivefold."""
+    sources: tuple[SourceEntry, ...] = ()
+    """A mixture: several sources instead of `source`, each a `[[data.sources]]`."""
+    weigh_by: Literal["tokens", "documents"] = "tokens"
+    """What the weights of `sources` and `stages` are shares of. `documents`: a source with longer documents gives more
+    tokens."""
+    stages: tuple[StageEntry, ...] = ()
+    """Parts of the run with other weights of the sources, one after the other, each a `[[data.stages]]`."""
+    validation: tuple[ValidationEntry, ...] = ()
+    """Validation sets beside what `val_fraction` holds out, each a `[[data.validation]]` with a curve of its own."""
+
+    @property
+    def specs(self) -> dict[str, str]:
+        """What is trained on: {name: source} of each source; the only one has no name."""
+        return {entry.name: entry.source for entry in self.sources} or {"": self.source}
+
+    def first_steps(self, steps: int) -> list[int]:
+        """The first step (0, 1, ...) of each stage in a run of `steps`. Without stages there is one, the run."""
+        shares = [stage.share for stage in self.stages] or [1.0]
+        return [round(math.fsum(shares[:number]) * steps) for number in range(len(shares))]
 
 
 class TrainSection(Section):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fivefold.errors import did_you_mean
@@ -65,7 +67,11 @@ def _allowed(annotation: Any, metadata: Any) -> str:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
     if get_origin(annotation) is tuple:
         items = get_args(annotation)
+        if items[-1] is Ellipsis:
+            return f"tables with {', '.join(items[0].model_fields)}"
         return f"a list of {len(items)}, each {_allowed(items[0], ())}"
+    if get_origin(annotation) is dict:
+        return f"a table of names with {_allowed(get_args(annotation)[1], ())} each"
     if get_origin(annotation) is Annotated:
         inner, info = get_args(annotation)
         return _allowed(inner, info.metadata)
@@ -120,6 +126,36 @@ def bad_value(key: str, value: Any) -> str:
     return f"{key} = {short(value)}: must be {allowed(KEYS[key])}{hint}"
 
 
+def entry_type(key: str) -> type[Section] | None:
+    """The type of the tables that a field lists; None for all other fields."""
+    items = get_args(plain_type(KEYS[key])) if key in KEYS else ()
+    return items[0] if items and items[-1] is Ellipsis else None
+
+
+def bad_entries(key: str, value: Any) -> list[str]:
+    """What is wrong with a list of tables: a sentence per key."""
+    cls = entry_type(key)
+    assert cls is not None
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, dict) for entry in value):
+        return [f"{key} = {short(value)}: must be {allowed(KEYS[key])}; write each below a line [[{key}]]"]
+    found = []
+    for number, entry in enumerate(value, 1):
+        said = f"[[{key}]] number {number}"
+        try:
+            cls.model_validate(entry)
+        except ValidationError as error:
+            for name in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
+                field = cls.model_fields.get(name)
+                if field is None:
+                    near = did_you_mean(name, cls.model_fields) or f"; it has {', '.join(cls.model_fields)}"
+                    found.append(f"{said}: {name} = {short(entry[name])}: unknown key{near}")
+                elif name in entry:
+                    found.append(f"{said}: {name} = {short(entry[name])}: must be {allowed(field)}")
+                else:
+                    found.append(f"{said}: {name} is missing: {allowed(field)}")
+    return found
+
+
 def unknown_key(key: str, value: Any) -> str:
     """A key that its section does not have."""
     section, _, name = key.partition(".")
@@ -155,6 +191,11 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _key(name: str) -> str:
+    """A key as TOML writes it."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
+
+
 def _home(name: str) -> str:
     """The section that a key belongs to."""
     homes = [known for known in KEYS if known.partition(".")[2] == name]
@@ -170,8 +211,17 @@ def to_toml(recipe: Sections, comment: str = "") -> str:
     for section, fields in recipe.model_dump().items():
         lines += [""] if lines else []
         lines += [f"[{section}]"]
-        lines += [f"{key} = {toml_value(value)}" for key, value in fields.items() if value is not None]
+        entries = {key: value for key, value in fields.items() if entry_type(f"{section}.{key}")}
+        replaced = {"source"} if entries.get("sources") else set[str]()
+        lines += _fields({k: v for k, v in fields.items() if k not in entries and k not in replaced})
+        for key, tables in entries.items():
+            for table in tables:
+                lines += ["", f"[[{section}.{key}]]", *_fields(table)]
     return "\n".join(lines) + "\n"
+
+
+def _fields(fields: dict[str, Any]) -> list[str]:
+    return [f"{key} = {toml_value(value)}" for key, value in fields.items() if value is not None]
 
 
 def toml_value(value: Any) -> str:
@@ -183,6 +233,10 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return (
+            "{" + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None) + "}"
+        )
     try:
         return repr(value)
     except ValueError:  # Python writes no numbers of more than 4300 digits

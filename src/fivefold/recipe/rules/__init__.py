@@ -12,6 +12,7 @@ from fivefold.recipe.rules.apart import replays, servers, sites
 from fivefold.recipe.rules.arithmetic import offload, optimizer, precision
 from fivefold.recipe.rules.batch import batch, length
 from fivefold.recipe.rules.layout import experts, layout_rules, recomputation
+from fivefold.recipe.rules.mixture import mixture
 from fivefold.recipe.rules.texts import conversations, generates, observed, streamed, texts, vocabulary
 from fivefold.recipe.schema import Sections
 from fivefold.spread.layout import Layout
@@ -23,6 +24,7 @@ RULES = (
     vocabulary,
     streamed,
     conversations,
+    mixture,
     generates,
     experts,
     length,

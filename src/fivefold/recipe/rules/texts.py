@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from fivefold.models.card import Contradiction, card_of, round_up
-from fivefold.models.section import MOST_IDS
+from fivefold.models.section import MOST_IDS, Section
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
 
@@ -17,11 +18,23 @@ def texts(recipe: Sections) -> Iterator[Contradiction]:
     """Texts become paths, and parts of a TOML file."""
     for section, fields in recipe:
         for name, value in fields:
-            if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
+            if any("\0" in text or any("\ud800" <= c <= "\udfff" for c in text) for text in _texts_in(value)):
                 yield (
                     {f"{section}.{name}"},
                     f"{section}.{name} must be valid Unicode, without the character 0",
                 )
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """A text, or those of the entries of a list and of the keys of a table."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple | dict):
+        for item in value:
+            yield from _texts_in(item)
+    elif isinstance(value, Section):
+        for _, field in value:
+            yield from _texts_in(field)
 
 
 def vocabulary(recipe: Sections) -> Iterator[Contradiction]:
@@ -96,7 +109,7 @@ def expected_vocab_size(recipe: Sections) -> int | None:
     tokenizer files."""
     if recipe.model.vocab_size:
         return recipe.model.vocab_size
-    if recipe.data.source.startswith("tokens:"):
+    if any(spec.startswith("tokens:") for spec in recipe.data.specs.values()):
         return None
     if recipe.data.tokenizer == "bytes":
         return round_up(257, 64)  # 256 bytes and the end token
