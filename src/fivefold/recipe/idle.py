@@ -103,6 +103,12 @@ IDLE = (
         "no source has a weight",
         "data.sources",
     ),
+    Idle(
+        "data.end_token",
+        lambda r: not any(spec.startswith("tokens:") for spec in r.data.specs.values()),
+        "the tokenizer says it where text is tokenized",
+        "data.source",
+    ),
     *map(_fp8, ("fp8_scaling", "fp8_backward", "fp8_skip_first", "fp8_skip_last")),
     Idle("faults.hash_every", lambda r: not _kept_twice(r), "no two ranks keep the same weights"),
     Idle(

@@ -16,6 +16,22 @@ IMPLIED: dict[str, tuple[str, Any]] = {"optim.skip_outliers": ("on_spike", "skip
 """What a renamed key that is not 0 also meant: a field of the same section today, with its value."""
 
 
+ABSENT: dict[str, Any] = {"data.document_masks": False}
+"""What the absence of a younger key means in a section that an older version wrote into a run folder."""
+WRITTEN = {
+    "data": {
+        "source",
+        "tokenizer",
+        "val_fraction",
+        "text_key",
+        "max_bad_fraction",
+        "max_epochs",
+        "token_dtype",
+    }
+}
+"""The keys of a section that every version writes there. A section with all of them was written, not typed."""
+
+
 def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns a parsed recipe with today's keys, and `origins` (where each key was written) under the same keys. If a
     recipe has both names of a key, the old one stays and is reported as unknown."""
@@ -36,4 +52,9 @@ def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, A
             target.setdefault(*IMPLIED[old])
         if old in origins:
             origins[new] = origins.pop(old)
+    for key, meant in ABSENT.items():
+        section, name = key.split(".")
+        values = moved.get(section)
+        if isinstance(values, dict) and values.keys() >= WRITTEN[section]:
+            values.setdefault(name, meant)
     return moved, origins

@@ -74,6 +74,16 @@ class DataSection(Section):
     shuffled anew."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in .bin files of `tokens:PATH` without a header (nanoGPT's)."""
+    end_token: int | None = Field(default=None, ge=0, lt=1 << 31)
+    """Id of the token between documents in the files of `tokens:PATH`. Unset: not known, and a sequence counts as one
+    document. Other sources have the tokenizer's."""
+    document_masks: bool = True
+    """Attention does not cross the borders of documents, and positions begin anew at each of them. `false`: a sequence
+    is one text, whatever it holds."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """How documents become sequences. `concat`: one behind the other, cut wherever a sequence ends. `best_fit`: only
+    documents longer than a sequence are cut; the others are put together by best-fit decreasing (arXiv 2404.10830).
+    What is left empty is filled with tokens that do not count."""
     cache: str | None = None
     """Folder of tokenized shards. Unset: $FIVEFOLD_CACHE, else ~/.cache/fivefold."""
     sources: tuple[SourceEntry, ...] = ()

@@ -13,7 +13,15 @@ from fivefold.recipe.rules.arithmetic import offload, optimizer, precision
 from fivefold.recipe.rules.batch import batch, length
 from fivefold.recipe.rules.layout import experts, layout_rules, recomputation
 from fivefold.recipe.rules.mixture import mixture
-from fivefold.recipe.rules.texts import conversations, generates, observed, streamed, texts, vocabulary
+from fivefold.recipe.rules.texts import (
+    conversations,
+    generates,
+    observed,
+    packing,
+    streamed,
+    texts,
+    vocabulary,
+)
 from fivefold.recipe.schema import Sections
 from fivefold.spread.layout import Layout
 
@@ -25,6 +33,7 @@ RULES = (
     streamed,
     conversations,
     mixture,
+    packing,
     generates,
     experts,
     length,

@@ -86,6 +86,32 @@ def streamed(recipe: Sections) -> Iterator[Contradiction]:
         )
 
 
+def packing(recipe: Sections) -> Iterator[Contradiction]:
+    """Best-fit packing needs to know where documents end, and leaves places empty that predict nothing."""
+    data = recipe.data
+    if data.packing != "best_fit":
+        return
+    tokens = [spec for spec in data.specs.values() if spec.startswith("tokens:")]
+    if tokens and data.end_token is None:
+        yield (
+            {"data.packing", "data.end_token"},
+            f'data.packing = "best_fit": needs data.end_token, the id between documents of {toml_value(tokens[0])}. '
+            'Nearest valid: packing = "concat"',
+        )
+    if data.stream:
+        yield (
+            {"data.packing", "data.stream"},
+            'data.packing = "best_fit" is not supported with data.stream: the length of each document must be known. '
+            'Nearest valid: packing = "concat"',
+        )
+    if card_of(recipe.model).objective == "mlm":
+        yield (
+            {"data.packing", "model.arch"},
+            f'data.packing = "best_fit": {recipe.model.arch} predicts equally many tokens of each sequence, and so '
+            'needs full ones. Nearest valid: packing = "concat", or arch = "llama"',
+        )
+
+
 def generates(recipe: Sections) -> Iterator[Contradiction]:
     if not card_of(recipe.model).causal and recipe.train.sample_every:
         yield (
