@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.cli import check, eval_, export, generate, import_, recipes, report, tokenize, train
+from fivefold.cli import chat, check, eval_, export, generate, import_, recipes, report, tokenize, train
 from fivefold.cli.main import main
 from fivefold.recipe import Recipe
 
@@ -18,6 +18,7 @@ COMMANDS = {
     "tokenize": tokenize,
     "eval": eval_,
     "generate": generate,
+    "chat": chat,
     "report": report,
     "export": export,
     "import": import_,

@@ -4,6 +4,8 @@ Each document's commands run in their order in a folder of their own, on tiny se
 `<!-- cluster -->` needs more than one machine: its commands are only parsed.
 """
 
+import io
+import json
 import re
 import runpy
 import shlex
@@ -25,7 +27,7 @@ PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").r
 RUN = [page for page in PAGES if page.parent.name != "lectures"]  # test_lectures.py compares what those print
 FENCE = re.compile(r"^(<!-- cluster -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TINY = [
-    "model.layers=2", "model.dim=32", "model.heads=2", "model.seq_len=16", "model.vocab_size=258",
+    "model.layers=2", "model.dim=32", "model.heads=2", "model.seq_len=16", "model.vocab_size=260",
     "data.source=my_texts/",
     "data.tokenizer=bytes", "train.global_batch_size=4", "train.val_sequences=4", "train.sample_tokens=8",
     "observe.tensorboard=false", "layout.dp_replicate=1",
@@ -80,6 +82,10 @@ def execute(line: str, folder: Path) -> None:
         execute_make(line, folder)
     elif program := re.match(r"torchrun .* (examples/lectures/\w+\.py)", line):
         assert f"\n{line}" in (REPO / program[1]).read_text()  # test_lecture_programs.py runs it
+    elif said := re.fullmatch(r"echo '([^']*)' \| (fivefold chat .*)", line):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.stdin", io.StringIO(said[1] + "\n"))
+            execute(said[2], folder)
     elif not line.startswith("fivefold ") or ">" in line:
         if line not in already_run:
             run(line, folder)
@@ -143,6 +149,12 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("one.txt", "two.txt"):
         Path("my_texts", name).write_text("the quick brown fox jumps over the lazy dog. " * 200)
     np.arange(40_000, dtype="<u2").tofile("tokens/train.bin")
+    talk = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "A test of the page."},
+    ]
+    Path("talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 40)
+    Path("prompts.jsonl").write_text(f'{{"prompt": "It is"}}\n{json.dumps({"messages": talk[:1]})}\n')
     for block in blocks(page):
         if block.cluster:
             for line in lines(block):
@@ -152,6 +164,8 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 execute(line, tmp_path)
         elif block.kind == "python":
             check_python(block, monkeypatch)
+        elif block.kind == "json":
+            json.loads(block.text)
         elif block.kind == "toml":
             Path("recipe.toml").write_text(block.text, encoding="utf-8")
             fivefold.load("recipe.toml")

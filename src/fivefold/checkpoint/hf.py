@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fivefold.checkpoint import store, write
+from fivefold.data.chat import ChatTemplate
+from fivefold.data.conversations import TEMPLATE_FILE, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
 from fivefold.files import MOST_JSON, flush_all, guard, make_folder, own_word, read_json, remove, rename
@@ -26,7 +28,13 @@ MAX_SHARD_BYTES = 5_000_000_000  # the limit that transformers uses
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_INDEX = 64 << 20
 """Bytes of an index: about 100 for each tensor of each expert."""
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    TEMPLATE_FILE,
+)
 
 
 def export_run(
@@ -165,7 +173,12 @@ def _write_text_files(run: Path, folder: Path, recipe: Recipe) -> dict[str, Any]
             folder / "tokenizer_config.json", {**settings, **names, "clean_up_tokenization_spaces": False}
         )
     if not (folder / "generation_config.json").exists():
-        ids = {f"{role}_token_id": tokens[role][1] if role in tokens else None for role in ("bos", "eos")}
+        ids: dict[str, Any] = {
+            f"{role}_token_id": tokens[role][1] if role in tokens else None for role in ("bos", "eos")
+        }
+        if tokens and (template := beside(run)):
+            ends = sorted(ChatTemplate(template, load_tokenizer(run / "tokenizer.json")).end_ids)
+            ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         _write_json(folder / "generation_config.json", ids)
     generation = _read_json(folder / "generation_config.json")
     return {key: generation.get(key) for key in ("bos_token_id", "eos_token_id")}

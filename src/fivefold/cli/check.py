@@ -35,10 +35,13 @@ def check(
     loaded = load(recipe, set_ or [], layout)
     result = summary(loaded)
     if not no_data:
-        from fivefold.data import check as check_data
+        from fivefold.data.check import WARNING
+        from fivefold.data.check import check as check_data
 
         try:
-            result["data"] = check_data(loaded)
+            facts = check_data(loaded)
+            result["data"] = [fact for fact in facts if not fact.startswith(WARNING)]
+            result["warnings"] += [fact.removeprefix(WARNING) for fact in facts if fact.startswith(WARNING)]
         except UserError as error:
             raise UserError(f"{error}\nThe recipe itself is valid; --no-data skips the data.") from None
     if json:
@@ -62,6 +65,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         total_steps,
     )
     from fivefold.recipe.idle import notes
+    from fivefold.recipe.warnings import warnings
     from fivefold.spread.layout import Layout
     from fivefold.spread.layout_text import to_text
 
@@ -81,6 +85,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         "layout": to_text(layout),
         "ranks": layout.ranks,
         "notes": notes(recipe),
+        "warnings": warnings(recipe),
         "recompute": None,
     }
     if result["vocab_size"] is None:
@@ -146,6 +151,7 @@ def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
         for i, fact in enumerate(result.get("data", []))
     ]
     rows += [("note", note) for note in result["notes"]]
+    rows += [("WARNING", warning) for warning in result["warnings"]]
     return [f"{name}: the recipe is valid", *(f"  {label:8} {text}" for label, text in rows)]
 
 

@@ -3,50 +3,128 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import JsonOption, RunArgument, StepOption, print_json, require_run
-from fivefold.errors import printable
+from fivefold.cli.options import (
+    JsonOption,
+    RunArgument,
+    SeedOption,
+    StepOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    print_json,
+    require_run,
+)
+from fivefold.errors import UserError, printable, shortened
+
+if TYPE_CHECKING:
+    from fivefold.data.chat import ChatTemplate
 
 EXAMPLES = [
     "fivefold generate runs/first --prompt 'def main('",
     "fivefold generate runs/first --prompt 'ROMEO:' --max-tokens 400 --temperature 0.7 --top-k 50",
+    "fivefold generate runs/first --prompt 'def main(' --samples 3 --stop 'def '",
+    "fivefold generate runs/first --prompts questions.jsonl > answers.jsonl",
 ]
 
 
 def generate(
     run: RunArgument,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Prompt.", show_default=False)] = "",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="A prompt per line, or .jsonl with 'prompt' or 'messages'. Prints a JSON object per prompt.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Number of texts per prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of new tokens.")] = 200,
-    temperature: Annotated[float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy.")] = 0.8,
-    top_k: Annotated[
-        int, typer.Option(metavar="K", help="Sample from the K likeliest tokens; 0: from all.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", help="Sample from the likeliest tokens with total probability P.")
-    ] = 1.0,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")
-    ] = 0,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    stop: StopOption = None,
+    seed: SeedOption = 0,
     step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
     """Generate text with a trained model."""
     require_run(run, look=False)
+    if prompts and prompt:
+        raise UserError("--prompt and --prompts: give one of them")
+    rows = list(_rows(prompts)) if prompts else [{"prompt": prompt}]
     from fivefold.checkpoint import store
-    from fivefold.train.generate import Sampling, generate_text, open_run, require_tokenizer
+    from fivefold.launch.ranks import device_for
+    from fivefold.train.chat import template_of
+    from fivefold.train.generate import Sampling, generate_text, open_run, require_tokenizer, samples_of
 
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    module, recipe, tokenizer = open_run(run, checkpoint=store.chosen(run, step))
+    sampling = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    module, recipe, tokenizer = open_run(run, checkpoint=store.chosen(run, step), device=device_for(0))
     tokenizer = require_tokenizer(run, tokenizer)
-    pieces = generate_text(module, recipe.model, tokenizer, prompt, sampling)
-    if json:
-        print_json({"prompt": prompt, "text": "".join(pieces)})
-        return
     show = printable if sys.stdout.isatty() else str  # a terminal would obey escape codes that a model writes
-    print(show(prompt), end="", flush=True)
-    for piece in pieces:
-        print(show(piece), end="", flush=True)
-    print()
+    if not prompts and not json and samples == 1:
+        print(show(prompt), end="", flush=True)
+        for piece in generate_text(module, recipe.model, tokenizer, prompt, sampling):
+            print(show(piece), end="", flush=True)
+        print()
+        return
+    template = template_of(run, tokenizer) if any("messages" in row for row in rows) else None
+    for number, row in enumerate(rows, 1):
+        ids, ends = _encoded(row, template, f"{prompts}, prompt {number}")
+        texts = samples_of(module, recipe.model, tokenizer, ids, sampling, samples, ends)
+        if prompts or json:
+            print_json({**row, **({"text": texts[0]} if samples == 1 else {"texts": texts})})
+            continue
+        for index, text in enumerate(texts, 1):
+            print(f"--- {index} of {samples}")
+            print(show(prompt + text), flush=True)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The prompts of a file, as {"prompt": text} or {"messages": [...]}.
+
+    Raises:
+        UserError: the file cannot be read, or a line has neither.
+    """
+    from fivefold.data.conversations import NotAConversation, messages_of
+    from fivefold.data.whole import documents, json_lines
+
+    if path.suffix.lower() != ".jsonl":
+        for text in documents(path):
+            yield from ({"prompt": line} for line in text.splitlines() if line.strip())
+        return
+    for number, row in json_lines(path):
+        try:
+            if "messages" in row:
+                yield {"messages": messages_of(row["messages"])}
+            elif isinstance(row.get("prompt"), str):
+                yield {"prompt": row["prompt"]}
+            else:
+                keys = shortened(", ".join(row) or "none", 100)
+                raise NotAConversation(f"needs the text 'prompt', or 'messages' (its keys: {keys})")
+        except NotAConversation as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+
+
+def _encoded(row: dict[str, Any], template: ChatTemplate | None, where: str) -> tuple[Any, frozenset[int]]:
+    """The prompt, as text or ids, and the tokens that end its continuation."""
+    if "prompt" in row:
+        return row["prompt"], frozenset()
+    if template is None:
+        raise UserError(
+            f"{where}: 'messages' need a model that was trained on conversations (data.chat_template); this is a base "
+            "model. Use 'prompt'"
+        )
+    from fivefold.data.conversations import NotAConversation
+
+    try:
+        return template.prompt(row["messages"]), template.end_ids
+    except NotAConversation as error:
+        raise UserError(f"{where}: {error}") from None

@@ -16,6 +16,7 @@ import typer
 
 from fivefold.cli import (
     bench,
+    chat,
     check,
     checkpoints,
     clusters,
@@ -75,6 +76,7 @@ for name, module, function in (
     ("tokenize", tokenize, tokenize.tokenize),
     ("eval", eval_, eval_.eval_),
     ("generate", generate, generate.generate),
+    ("chat", chat, chat.chat),
     ("report", report, report.report),
     ("checkpoints", checkpoints, checkpoints.checkpoints),
     ("export", export, export.export),

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from fivefold.data.order import Order, hash_keys, item_numbers
-from fivefold.data.tokens import Tokens
+from fivefold.data.tokens import COUNTED, Tokens
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.objective import Objective, predicted
@@ -61,6 +61,7 @@ class Batches:
         self.objective, self.mask_id, self.vocab_size, self.shuffle = objective, mask_id, vocab_size, shuffle
         self.counts = [count_sequences(len(source), seq_len, objective) for source in self.sources]
         self.sequences = sum(self.counts)
+        self.flagged = any(source.flags is not None for source in self.sources)
         assert len(self.sources) == self.order.sources
         assert min(self.counts) >= 1, "prepare() refuses a source smaller than one sequence"
         assert objective == "causal" or (mask_id is not None and vocab_size is not None)
@@ -76,18 +77,23 @@ class Batches:
         places_R = self.begins(i) + np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
         if self.objective == "causal":
             block = self._tokens(places_R, self.seq_len + 1)  # (R, T + 1)
-            return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
+            targets_RT = np.ascontiguousarray(block[:, 1:])
+            if self.flagged:
+                flags = self._tokens(places_R, self.seq_len + 1, flags=True)
+                targets_RT[flags[:, 1:] & COUNTED == 0] = NOT_COUNTED
+            return np.ascontiguousarray(block[:, :-1]), targets_RT
         return self._mask(self._tokens(places_R, self.seq_len), places_R)
 
-    def _tokens(self, places_R: np.ndarray, length: int) -> np.ndarray:
-        """The first `length` tokens of the sequence at each place, (R, length)."""
+    def _tokens(self, places_R: np.ndarray, length: int, flags: bool = False) -> np.ndarray:
+        """The first `length` tokens of the sequence at each place, (R, length), or their flags."""
         sources_R, uses_R = self.order.at(places_R)
         found = np.empty((len(places_R), length), np.int64)
         for source in np.unique(sources_R).tolist():
             here = sources_R == source
             uses, count = uses_R[here], self.counts[source]
             numbers = item_numbers(uses, count, self.seed, source) if self.shuffle else uses % count
-            found[here] = self.sources[source].rows(numbers * self.seq_len, length)
+            tokens = self.sources[source].flags if flags else self.sources[source]
+            found[here] = COUNTED if tokens is None else tokens.rows(numbers * self.seq_len, length)
         return found
 
     def _mask(self, tokens_RT: np.ndarray, places_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.data.conversations import read_template, special_of
 from fivefold.data.documents import Bad, row_groups
 from fivefold.data.encode import MIN_PARALLEL, Chunk, Setup, Summary, run, training_texts
 from fivefold.data.sources import File, Source
@@ -22,7 +23,7 @@ from fivefold.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from fivefold.data.tokens import FORMAT, NAMES, ShardWriter
+from fivefold.data.tokens import FLAGS, FORMAT, NAMES, ShardWriter
 from fivefold.errors import UserError
 from fivefold.precision import token_bytes
 from fivefold.recipe.schema import DataSection
@@ -42,9 +43,15 @@ def build(
     files, work = _work(source, data)
     size = None if source.hub else source.size
     workers = workers if source.hub or source.size >= MIN_PARALLEL else 1
-    setup = Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64))
+    template = read_template(data.chat_template, data.tokenizer) if data.chat_template else ""
+    setup = Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64), template=template)
     while True:  # a second time if validation got no document or all of them
         tokenizer = _tokenizer(data, mask, setup, work, workers, size, tell)
+        if data.chat_template:
+            from fivefold.data.chat import open_template  # Jinja takes a moment to import
+
+            tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
+            tokenizer.chat_template = template
         tokenizer.save(folder / "tokenizer.json")
         dtype = f"<u{token_bytes(tokenizer.vocab_size)}"
         setup = dataclasses.replace(setup, tokenizer=str(folder / "tokenizer.json"), dtype=dtype)
@@ -70,7 +77,8 @@ def build(
             "ignored": source.ignored,
         },
         "dtype": setup.dtype,
-        "shards": shards,
+        "shards": {name: shards[name] for name in NAMES},
+        **({"flags": {name: shards[FLAGS + name] for name in NAMES}} if template else {}),
     }
 
 
@@ -78,7 +86,9 @@ def _work(source: Source, data: DataSection) -> tuple[list[File], Callable[[], I
     """The files of a source, and a function that lists its tasks from the start."""
     if source.hub:
         name = source.hub
-        return [File(source.spec, Path(source.spec), "text", 0)], lambda: hub_tasks(name, data.text_key)
+        return [File(source.spec, Path(source.spec), "text", 0)], lambda: hub_tasks(
+            name, data.text_key, bool(data.chat_template)
+        )
     groups = {i: row_groups(f) for i, f in enumerate(source.files) if f.kind == "parquet"}
     split = split_files(source.files, data.val_fraction, groups)
     return source.files, lambda: tasks(split)
@@ -134,7 +144,8 @@ def _tokenizer(
         return chars_tokenizer(found.characters, mask)
     if data.tokenizer.startswith("bpe:"):
         texts = _sample(work(), setup, size, tell)
-        return train_bpe(texts, int(data.tokenizer.removeprefix("bpe:")), mask)
+        size_wanted = int(data.tokenizer.removeprefix("bpe:"))
+        return train_bpe(texts, size_wanted, mask, special_of(data.chat_template))
     return load_tokenizer(Path(data.tokenizer).expanduser(), mask)
 
 
@@ -170,11 +181,15 @@ def _encode(
     tell: Progress,
 ) -> tuple[Summary, dict[str, list[dict[str, Any]]]]:
     total = Summary()
-    writers = [ShardWriter(folder, name, setup.dtype) for name in NAMES]
+    writers = {name: ShardWriter(folder, name, setup.dtype) for name in NAMES}
+    if setup.template:
+        writers |= {FLAGS + name: ShardWriter(folder, FLAGS + name, "|u1") for name in NAMES}
     try:
         for result in run(work, setup, workers):
             if isinstance(result, Chunk):
-                writers[result.split].write(np.asarray(result.ids))
+                writers[NAMES[result.split]].write(np.asarray(result.ids))
+                if result.flags is not None:
+                    writers[FLAGS + NAMES[result.split]].write(result.flags)
                 continue
             total.add(result)
             tell("tokenizing", total.read, size)
@@ -184,9 +199,9 @@ def _encode(
                     "(set data.max_bad_fraction to skip a share of bad documents)"
                 )
     finally:
-        for writer in writers:
+        for writer in writers.values():
             writer.close()
-    return total, {name: writer.entries() for name, writer in zip(NAMES, writers, strict=True)}
+    return total, {name: writer.entries() for name, writer in writers.items()}
 
 
 def _other_rule(setup: Setup, summary: Summary, val_fraction: float) -> Setup | None:

@@ -8,21 +8,27 @@ from importlib.util import find_spec
 from fivefold.data import tokenfiles
 from fivefold.data.batches import epochs, objective_of, require_enough, steps_of
 from fivefold.data.prepare import cache_key, check_tokenizer
+from fivefold.data.probe import require_ids, require_readable
 from fivefold.data.sources import find
+from fivefold.data.tasks import needs_datasets
 from fivefold.data.tokens import read_manifest
 from fivefold.errors import UserError
 from fivefold.files import cache_folder
 from fivefold.recipe import Recipe
+from fivefold.recipe.warnings import warning_of_passes
 
+WARNING = "warning: "
 HASHED_AT_ONCE = 256 << 20  # bytes; the tokens of a larger source are estimated
 BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0}
 
 
 def check(recipe: Recipe) -> list[str]:
-    """Facts about the data as lines of text: files, size, tokens (exact if already tokenized), passes.
+    """Facts about the data as lines of text: files, size, tokens (exact if already tokenized), passes. Warnings begin
+    with WARNING.
 
     Raises UserError for faults that show without reading everything: missing files, unknown kinds, truncated token
-    files, an unknown tokenizer, a set that is certainly too small.
+    files, an unknown tokenizer or one with more tokens than the model, a missing text field, text that is not UTF-8 (in
+    the first 16 MiB), a missing library, a set that is certainly too small.
     """
     if recipe.data.source.startswith("tokens:"):
         shards = [
@@ -34,13 +40,15 @@ def check(recipe: Recipe) -> list[str]:
         facts = [f"data: {len(shards)} token file(s), {sum(s.tokens for s in shards):,} tokens"]
         return [*facts, *_passes(recipe, len(train), exact=True)]
     mask = objective_of(recipe) == "mlm"
-    check_tokenizer(recipe.data.tokenizer, mask)
+    check_tokenizer(recipe.data, mask)
     source = find(recipe.data.source)
     if source.hub:
-        missing = "" if find_spec("datasets") else "; needs the extra `hf`: pip install 'fivefold[hf]'"
-        return [f"data: {recipe.data.source}, streamed from the hub (not checked before training){missing}"]
+        if not find_spec("datasets"):
+            raise UserError(needs_datasets(source.hub[0]))
+        return [f"data: {recipe.data.source}, streamed from the hub (not checked before training)"]
     if source.size == 0 and all(f.size == 0 for f in source.files):
         raise UserError(f"data.source: {recipe.data.source} holds no text: {len(source.files)} empty file(s)")
+    require_ids(recipe, source, mask)
     facts = [f"data: {len(source.files):,} file(s), {source.size / 1e6:,.1f} MB"]
     root = cache_folder(recipe.data.cache) / "data"
     if source.size <= HASHED_AT_ONCE and root.is_dir():
@@ -52,6 +60,7 @@ def check(recipe: Recipe) -> list[str]:
                 f"tokens: {tokens['train']:,} for training, {tokens['val']:,} for validation (in the cache)"
             )
             return [*facts, *_passes(recipe, tokens["train"], exact=True)]
+    require_readable(recipe, source)
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
     if all(f.kind != "parquet" for f in source.files):  # parquet is compressed, so its text may be larger
         lenient = recipe.data.model_copy(update={"max_epochs": 0})  # the passes are only estimated here
@@ -73,4 +82,5 @@ def _passes(recipe: Recipe, train_tokens: int, exact: bool) -> list[str]:
     if steps_of(recipe) is None:
         return []
     count = epochs(recipe, train_tokens)
-    return [f"passes over the training set: {'' if exact else 'about '}{count:.2f}"]
+    facts = [f"passes over the training set: {'' if exact else 'about '}{count:.2f}"]
+    return facts + [f"{WARNING}{warning}" for warning in warning_of_passes(count)]

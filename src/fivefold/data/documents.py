@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from fivefold.data.conversations import ANSWER, MESSAGES, Message, NotAConversation, messages_of
 from fivefold.data.sources import File
 from fivefold.data.tasks import BY_RULE, FileSpan
 
@@ -19,7 +20,8 @@ class Document(NamedTuple):
     """A piece of text.
 
     place: byte offset in the file (text: of the piece; jsonl: of the line) or row number (parquet, hf). begins: the
-    piece is the first of its document. ends: an end token follows it.
+    piece is the first of its document. ends: an end token follows it. messages: those of a conversation, whose text is
+    only counted and learned from by BPE.
     """
 
     file: int
@@ -28,6 +30,7 @@ class Document(NamedTuple):
     split: int
     begins: bool = True
     ends: bool = True
+    messages: list[Message] | None = None
 
 
 class Bad(NamedTuple):
@@ -38,16 +41,19 @@ class Bad(NamedTuple):
     reason: str
 
 
-def read_span(files: list[File], span: FileSpan, text_key: str) -> Iterator[Document | Bad]:
-    """The documents of a span. An unreadable one comes as `Bad`, and reading continues."""
+def read_span(
+    files: list[File], span: FileSpan, text_key: str, chat: bool = False
+) -> Iterator[Document | Bad]:
+    """The documents of a span. An unreadable one comes as `Bad`, and reading continues. chat: rows may be
+    conversations."""
     file = files[span.file]
     try:
         if file.kind == "text":
             yield from _text(file.path, span)
         elif file.kind == "jsonl":
-            yield from _jsonl(file.path, span, text_key)
+            yield from _jsonl(file.path, span, text_key, chat)
         else:
-            yield from _parquet(file.path, span, text_key)
+            yield from _parquet(file.path, span, text_key, chat)
     except OSError as error:
         yield Bad(span.file, span.start, f"cannot be read: {error.strerror or error}")
 
@@ -97,7 +103,7 @@ def _border(f: BinaryIO, position: int, low: int, high: int) -> int:
     return position - 1 + at
 
 
-def _jsonl(path: Path, span: FileSpan, text_key: str) -> Iterator[Document | Bad]:
+def _jsonl(path: Path, span: FileSpan, text_key: str, chat: bool) -> Iterator[Document | Bad]:
     with open(path, "rb") as f:
         if span.start > 0:  # a line belongs to the span in which it begins
             f.seek(span.start - 1)
@@ -108,7 +114,7 @@ def _jsonl(path: Path, span: FileSpan, text_key: str) -> Iterator[Document | Bad
                 _skip_line(f)
                 yield Bad(span.file, at, f"a line of more than {LONGEST_LINE >> 20} MiB")
             elif line.strip():
-                yield _json_document(span.file, at, line, text_key)
+                yield _json_document(span.file, at, line, text_key, chat)
 
 
 def _skip_line(f: BinaryIO) -> None:
@@ -116,7 +122,7 @@ def _skip_line(f: BinaryIO) -> None:
         pass
 
 
-def _json_document(file: int, at: int, line: bytes, text_key: str) -> Document | Bad:
+def _json_document(file: int, at: int, line: bytes, text_key: str, chat: bool) -> Document | Bad:
     try:
         value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig" if at == 0 else "utf-8"))
     except UnicodeDecodeError as error:
@@ -129,13 +135,29 @@ def _json_document(file: int, at: int, line: bytes, text_key: str) -> Document |
         return Bad(file, at, "not JSON: a number is too long")
     if not isinstance(value, dict):
         return Bad(file, at, f"a JSON {type(value).__name__}; expected an object with the field {text_key!r}")
-    return document_of(file, at, value, text_key)
+    return document_of(file, at, value, text_key, chat)
 
 
-def document_of(file: int, place: int, row: dict[str, Any], text_key: str) -> Document | Bad:
-    """The text under text_key of a row, as a document."""
+def document_of(
+    file: int, place: int, row: dict[str, Any], text_key: str, chat: bool = False
+) -> Document | Bad:
+    """The text under text_key of a row, or if it may be a conversation, its messages, as a document."""
+    if chat and MESSAGES in row:
+        try:
+            messages = messages_of(row[MESSAGES])
+        except NotAConversation as error:
+            return Bad(file, place, str(error))
+        if not any(message["role"] == ANSWER for message in messages):
+            return Bad(file, place, f"no message has the role '{ANSWER}', so there is nothing to learn")
+        return Document(file, place, "\n".join(m["content"] for m in messages), BY_RULE, messages=messages)
     if text_key not in row:
         fields = ", ".join(sorted(map(str, row))[:10])
+        if MESSAGES in row:
+            return Bad(
+                file,
+                place,
+                f"no field {text_key!r}, but {MESSAGES!r}: a conversation needs data.chat_template",
+            )
         return Bad(file, place, f"no field {text_key!r} (fields: {fields or 'none'}); set data.text_key")
     text = row[text_key]
     if not isinstance(text, str):
@@ -147,20 +169,23 @@ def document_of(file: int, place: int, row: dict[str, Any], text_key: str) -> Do
     return Document(file, place, text, BY_RULE)
 
 
-def _parquet(path: Path, span: FileSpan, text_key: str) -> Iterator[Document | Bad]:
+def _parquet(path: Path, span: FileSpan, text_key: str, chat: bool) -> Iterator[Document | Bad]:
     """Reads rows in batches of 64, so that a row group of gigabytes is never decoded as a whole."""
     try:
         parquet = _open_parquet(path)
         columns = parquet.schema_arrow.names
-        if text_key not in columns:
+        wanted = [name for name in (text_key, *((MESSAGES,) if chat else ())) if name in columns]
+        if not wanted:
             reason = f"no column {text_key!r} (columns: {', '.join(columns[:10])}); set data.text_key"
             yield Bad(span.file, span.start, reason)
             return
         row = sum(parquet.metadata.row_group(g).num_rows for g in range(span.start))
         groups = list(range(span.start, min(span.stop, parquet.num_row_groups)))
-        for batch in parquet.iter_batches(64, groups, [text_key], use_threads=False):
-            for text in batch.column(0).to_pylist():
-                yield document_of(span.file, row, {text_key: text}, text_key)
+        for batch in parquet.iter_batches(64, groups, wanted, use_threads=False):
+            for found in batch.to_pylist():
+                if found.get(MESSAGES, 0) is None:  # a text among conversations
+                    del found[MESSAGES]
+                yield document_of(span.file, row, found, text_key, chat)
                 row += 1
     except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
         yield Bad(span.file, span.start, f"a broken parquet file: {error}")

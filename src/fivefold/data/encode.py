@@ -18,15 +18,20 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from fivefold.data.conversations import Message, NotAConversation
 from fivefold.data.documents import Bad, Document, document_of, read_span
 from fivefold.data.sources import File
 from fivefold.data.tasks import BY_RULE, SPAN, TRAIN, VAL, FileSpan, Task, document_hash
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+from fivefold.data.tokens import COUNTED, ENDS
 from fivefold.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.data.chat import ChatTemplate, Encoded
 
 FLUSH = 1 << 18  # tokens gathered before they are passed on
 REPORTED_BAD = 20  # bad documents that a task describes; further ones are only counted
@@ -37,7 +42,7 @@ class Setup:
     """Settings of a worker. tokenizer: path of a tokenizer.json. dtype: that of the ids.
 
     Documents marked BY_RULE go to validation if their hash is below `threshold`. If the source is one such document,
-    the share `cut` at its end goes to validation.
+    the share `cut` at its end goes to validation. template: the Jinja text for conversations; "": all rows are texts.
     """
 
     files: list[File]
@@ -47,6 +52,7 @@ class Setup:
     cut: float = 0.0
     tokenizer: str = ""
     dtype: str = "<u2"
+    template: str = ""
 
 
 @dataclass
@@ -84,37 +90,97 @@ class Summary:
 
 
 class Chunk(NamedTuple):
-    """Consecutive ids of one split."""
+    """Consecutive ids of one split, and their flags (uint8) if some rows may be conversations."""
 
     split: int
     ids: np.ndarray
+    flags: np.ndarray | None = None
 
 
-def run_task(task: Task, setup: Setup, tokenizer: Tokenizer | None) -> Iterator[Chunk | Summary]:
+class Encoder(NamedTuple):
+    """What turns documents into ids. template: for conversations."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+
+
+class _Waiting:
+    """Ids of one split (and their flags) that are not passed on yet."""
+
+    def __init__(self, split: int):
+        self.split, self.size = split, 0
+        self.ids: list[np.ndarray] = []
+        self.flags: list[np.ndarray] = []
+
+    def add(self, ids: np.ndarray, flags: np.ndarray | None) -> Iterator[Chunk]:
+        self.ids.append(ids)
+        self.size += len(ids)
+        if flags is not None:
+            self.flags.append(flags)
+        if self.size >= FLUSH:
+            yield from self.flush()
+
+    def flush(self) -> Iterator[Chunk]:
+        if self.size:
+            flags = np.concatenate(self.flags) if self.flags else None
+            yield Chunk(self.split, np.concatenate(self.ids), flags)
+        self.ids, self.flags, self.size = [], [], 0
+
+
+def run_task(task: Task, setup: Setup, encoder: Encoder | None) -> Iterator[Chunk | Summary]:
     """The ids of a task's documents in order, in chunks of bounded size, then the task's Summary."""
     summary = Summary(read=sum(_read_size(setup.files, item) for item in task))
-    waiting: list[list[np.ndarray]] = [[], []]
-    sizes = [0, 0]
+    waiting = [_Waiting(TRAIN), _Waiting(VAL)]
     for document in _documents(task, setup):
         summary.pieces += 1
+        if isinstance(document, Document) and document.messages is not None and encoder is not None:
+            document = _rendered(document, document.messages, encoder)
         if isinstance(document, Bad):
             summary.bad_count += 1
             summary.bad = [*summary.bad, document][:REPORTED_BAD]
+        elif isinstance(document, _Conversation):
+            for split, _, end in _split(document.document, setup, summary):
+                yield from waiting[split].add(*document.tokens(end, encoder, setup.dtype))
         elif setup.mode == "characters":
-            summary.characters = "".join(set(summary.characters).union(document.text))
+            summary.characters = "".join(set(summary.characters).union(*_characters(document, setup)))
         else:
-            assert tokenizer is not None
+            assert encoder is not None
             for split, text, end in _split(document, setup, summary):
-                for ids in _encode(text, end, tokenizer, setup.dtype):
-                    waiting[split].append(ids)
-                    sizes[split] += len(ids)
-                    if sizes[split] >= FLUSH:
-                        yield Chunk(split, np.concatenate(waiting[split]))
-                        waiting[split], sizes[split] = [], 0
-    for split in (TRAIN, VAL):
-        if sizes[split]:
-            yield Chunk(split, np.concatenate(waiting[split]))
+                for ids, last in _encode(text, end, encoder.tokenizer, setup.dtype):
+                    flags = None if encoder.template is None else np.full(len(ids), COUNTED, np.uint8)
+                    if flags is not None and last:
+                        flags[-1] |= ENDS
+                    yield from waiting[split].add(ids, flags)
+    for each in waiting:
+        yield from each.flush()
     yield summary
+
+
+class _Conversation(NamedTuple):
+    document: Document
+    encoded: Encoded
+
+    def tokens(self, end: bool, encoder: Encoder | None, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and flags. An end token follows, which does not count."""
+        assert encoder is not None
+        assert end, "rows are whole documents"
+        ids = np.append(self.encoded.ids, encoder.tokenizer.end_id).astype(dtype)
+        flags = np.append(self.encoded.counted * np.uint8(COUNTED), np.uint8(ENDS))
+        return ids, flags.astype(np.uint8)
+
+
+def _rendered(document: Document, messages: list[Message], encoder: Encoder) -> _Conversation | Bad:
+    assert encoder.template is not None
+    try:
+        return _Conversation(document, encoder.template.encode(messages))
+    except (NotAConversation, UserError) as error:
+        return Bad(document.file, document.place, str(error))
+
+
+def _characters(document: Document, setup: Setup) -> list[str]:
+    """Texts that hold all characters of a document, also of its rendered form."""
+    roles = [str(message["role"]) for message in document.messages or ()]
+    return [document.text, *([setup.template, *roles, *map(str.title, roles)] if roles else [])]
 
 
 def training_texts(task: Task, setup: Setup) -> Iterator[str]:
@@ -127,9 +193,9 @@ def training_texts(task: Task, setup: Setup) -> Iterator[str]:
 def _documents(task: Task, setup: Setup) -> Iterator[Document | Bad]:
     for item in task:
         if isinstance(item, FileSpan):
-            yield from read_span(setup.files, item, setup.text_key)
+            yield from read_span(setup.files, item, setup.text_key, bool(setup.template))
         else:
-            yield document_of(0, *item, setup.text_key)
+            yield document_of(0, *item, setup.text_key, bool(setup.template))
 
 
 def _read_size(files: list[File], item: Any) -> int:
@@ -142,12 +208,12 @@ def _read_size(files: list[File], item: Any) -> int:
 
 def _split(document: Document, setup: Setup, summary: Summary) -> Iterator[tuple[int, str, bool]]:
     """(split, text, whether an end token follows) for a document, or for both parts of one that is cut."""
-    _, _, text, split, begins, ends = document
+    text, split, begins, ends = document.text, document.split, document.begins, document.ends
     if split == BY_RULE and not text:
         summary.empty += 1
         return
     parts = [(split, text, ends)]
-    if split == BY_RULE and setup.cut:
+    if split == BY_RULE and setup.cut and document.messages is None:
         at = int(len(text) * (1 - setup.cut))
         parts = [(TRAIN, text[:at], False), (VAL, text[at:], False)]
     elif split == BY_RULE:
@@ -161,19 +227,28 @@ def _split(document: Document, setup: Setup, summary: Summary) -> Iterator[tuple
         yield part
 
 
-def _encode(text: str, end: bool, tokenizer: Tokenizer, dtype: str) -> Iterator[np.ndarray]:
+def _encode(text: str, end: bool, tokenizer: Tokenizer, dtype: str) -> Iterator[tuple[np.ndarray, bool]]:
+    """The ids of a text in pieces; True for the one that ends a document."""
     for start in range(0, len(text), SPAN):  # rows of .jsonl and .parquet can be longer than a span
-        yield tokenizer.encode_array(text[start : start + SPAN]).astype(dtype)
+        yield tokenizer.encode_array(text[start : start + SPAN]).astype(dtype), False
     if end:
-        yield np.array([tokenizer.end_id], dtype)
+        yield np.array([tokenizer.end_id], dtype), True
 
 
-def open_tokenizer(setup: Setup) -> Tokenizer | None:
-    return load_tokenizer(Path(setup.tokenizer)) if setup.tokenizer else None
+def open_encoder(setup: Setup) -> Encoder | None:
+    if not setup.tokenizer:
+        return None
+    tokenizer = load_tokenizer(Path(setup.tokenizer))
+    if not setup.template:
+        return Encoder(tokenizer)
+    from fivefold.data.chat import ChatTemplate  # Jinja takes a moment to import
+
+    return Encoder(tokenizer, ChatTemplate(setup.template, tokenizer))
 
 
 # A worker reads a line with the setup and then one line per task from stdin. For each task it writes its chunks to
-# stdout (a line [split, count], then the ids) and its summary as a line. It is JSON and raw arrays; nothing is pickled.
+# stdout (a line [split, count, flagged], then the ids, then perhaps their flags) and its summary as a line. It is JSON
+# and raw arrays; nothing is pickled.
 
 
 def to_line(value: Any) -> bytes:
@@ -196,7 +271,7 @@ def worker() -> None:
     """Entry point of a worker process. It ends with stdin, or when the reader of stdout is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the workers
     setup = setup_from(json.loads(sys.stdin.buffer.readline()))
-    tokenizer = open_tokenizer(setup)
+    encoder = open_encoder(setup)
     ready: queue.Queue[bytes | None] = queue.Queue(
         maxsize=32
     )  # lets the worker continue while the parent is busy
@@ -205,9 +280,11 @@ def worker() -> None:
     for line in sys.stdin.buffer:
         kind, items = json.loads(line)
         task: Task = [FileSpan(*i) for i in items] if kind == "spans" else [(n, row) for n, row in items]
-        for result in run_task(task, setup, tokenizer):
+        for result in run_task(task, setup, encoder):
             if isinstance(result, Chunk):
-                ready.put(to_line([result.split, len(result.ids)]) + result.ids.tobytes())
+                flags = b"" if result.flags is None else result.flags.tobytes()
+                head = [result.split, len(result.ids), result.flags is not None]
+                ready.put(to_line(head) + result.ids.tobytes() + flags)
             else:
                 ready.put(to_line(asdict(result)))
     ready.put(None)
@@ -232,9 +309,9 @@ COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.encode import worker;
 def run(tasks: Iterable[Task], setup: Setup, workers: int) -> Iterator[Chunk | Summary]:
     """The results of all tasks in order: each task's chunks, then its summary. One worker runs in this process."""
     if workers <= 1:
-        tokenizer = open_tokenizer(setup)
+        encoder = open_encoder(setup)
         for task in tasks:
-            yield from run_task(task, setup, tokenizer)
+            yield from run_task(task, setup, encoder)
         return
     processes = [_start(setup) for _ in range(workers)]
     feeder = _Feeder(tasks, processes)
@@ -313,9 +390,10 @@ def _results(process: subprocess.Popen[bytes], dtype: str) -> Iterator[Chunk | S
         if isinstance(head, dict):
             yield summary_from(head)
             return True
-        split, length = head
+        split, length, flagged = head
         raw = process.stdout.read(length * np.dtype(dtype).itemsize)
-        yield Chunk(split, np.frombuffer(raw, dtype))
+        flags = np.frombuffer(process.stdout.read(length), np.uint8) if flagged else None
+        yield Chunk(split, np.frombuffer(raw, dtype), flags)
     return False
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from fivefold.data import tokenfiles
 from fivefold.data.batches import objective_of, require_enough
 from fivefold.data.build import Progress, build, is_named, require_few_bad
+from fivefold.data.conversations import beside, read_template, special_of
 from fivefold.data.fingerprint import Memo, remembered, sha256_file
 from fivefold.data.sources import Source, find
 from fivefold.data.tasks import hub_fingerprint
@@ -46,20 +47,29 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
         data = tokenfiles.open_files(recipe, tell)
     else:
         data = _prepare_text(recipe, tell, workers or cores())
-    limit = recipe.model.vocab_size
-    if limit is not None and data.vocab_size > limit:
-        raise UserError(
-            f"model.vocab_size = {limit} is smaller than the vocabulary of data.tokenizer = "
-            f"{recipe.data.tokenizer!r}: {data.vocab_size} tokens. Leave it unset, or set at least that"
-        )
+    require_vocabulary(recipe, data.vocab_size)
     require_enough(recipe, len(data.train), None if data.val is None else len(data.val))
     return data
+
+
+def require_vocabulary(recipe: Recipe, size: int) -> None:
+    """Raises UserError if the model has fewer ids than the tokenizer, which has `size`."""
+    limit, data = recipe.model.vocab_size, recipe.data
+    if limit is None or size <= limit:
+        return
+    special = special_of(data.chat_template)
+    added = f" with {', '.join(special)} of data.chat_template" if special else ""
+    other = ', or use data.chat_template = "plain", which needs no special tokens' if special else ""
+    raise UserError(
+        f"model.vocab_size = {limit} is smaller than the vocabulary of data.tokenizer = {data.tokenizer!r}{added}: "
+        f"{size} tokens. Leave it unset, or set at least that{other}"
+    )
 
 
 def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
     data, mask = recipe.data, objective_of(recipe) == "mlm"
     root, began = cache_folder(data.cache) / "data", time.perf_counter()
-    check_tokenizer(data.tokenizer, mask)
+    check_tokenizer(data, mask)
     source = find(data.source)
     with writable(root):
         key = cache_key(source, data, mask, root, tell)
@@ -76,6 +86,7 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
             manifest = _with_digests(folder, root / f"{key}.lock", manifest, tell)
     require_few_bad(manifest["skipped"], data.max_bad_fraction)
     tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
+    tokenizer.chat_template = beside(folder) or ""
     train, val = (open_tokens(folder, manifest, split) for split in NAMES)
     facts = {k: manifest[k] for k in ("files", "documents", "bytes", "tokens", "skipped")}
     info = {"source": data.source, "fingerprint": key, "folder": str(folder), "cached": cached, **facts}
@@ -152,13 +163,19 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: P
             load_tokenizer(Path(tokenizer).expanduser(), mask).to_json().encode()
         ).hexdigest()
     settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key]
+    if data.chat_template:
+        settings.append(read_template(data.chat_template, data.tokenizer))
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
 
 
-def check_tokenizer(spec: str, mask: bool) -> None:
-    """Raises UserError unless data.tokenizer is `bpe:N` with enough tokens, `bytes`, `chars` or an existing path."""
+def check_tokenizer(data: DataSection, mask: bool) -> None:
+    """Raises UserError unless data.tokenizer is `bpe:N` with enough tokens, `bytes`, `chars` or an existing path, and
+    data.chat_template a template."""
+    spec = data.tokenizer
+    if data.chat_template:
+        read_template(data.chat_template, spec)
     if spec.startswith("bpe:"):
-        check_bpe_size(int(spec[4:]), mask)
+        check_bpe_size(int(spec[4:]), (2 if mask else 1) + len(special_of(data.chat_template)))
     elif spec not in ("bytes", "chars") and not (spec and Path(spec).expanduser().exists()):
         raise UserError(
             f"data.tokenizer = {spec!r}: must be bpe:N, bytes, chars, or the path of a tokenizer.json"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fivefold.data.conversations import MESSAGES
 from fivefold.data.sources import File
 from fivefold.errors import UserError
 
@@ -159,15 +160,23 @@ def hub_fingerprint(name: tuple[str, str | None]) -> list[str]:
     return ["hf", name[0], builder.config.name, str(builder.hash), str(builder.info.version)]
 
 
-def hub_tasks(name: tuple[str, str | None], text_key: str) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-    """(number, row) of every row of a hub data set, gathered into tasks of about SPAN characters."""
+def hub_tasks(
+    name: tuple[str, str | None], text_key: str, chat: bool = False
+) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    """(number, row) of every row of a hub data set, gathered into tasks of about SPAN characters. chat: rows may be
+    conversations."""
     task: list[tuple[int, dict[str, Any]]] = []
     size = 0
     for number, row in enumerate(_rows(name)):
         text = row.get(text_key)
-        # Only the text goes to the worker. For a row without text, the names of its fields go, for the message.
-        task.append((number, {text_key: text} if isinstance(text, str) else dict.fromkeys(map(str, row))))
-        size += len(text) if isinstance(text, str) else 1
+        # Only the text goes to the worker, or the messages. For a row without them, the names of its fields go, for the
+        # message.
+        if chat and row.get(MESSAGES) is not None:
+            task.append((number, {MESSAGES: row[MESSAGES]}))
+            size += sum(len(str(message)) for message in row[MESSAGES])
+        else:
+            task.append((number, {text_key: text} if isinstance(text, str) else dict.fromkeys(map(str, row))))
+            size += len(text) if isinstance(text, str) else 1
         if size >= SPAN:
             yield task
             task, size = [], 0
@@ -191,13 +200,15 @@ def _rows(name: tuple[str, str | None]) -> Iterator[dict[str, Any]]:
         read += 1
 
 
+def needs_datasets(name: str) -> str:
+    return f"data.source = 'hf:{name}' needs the extra `hf`: pip install 'fivefold[hf]'"
+
+
 def _call(function: str, name: str, config: str | None, **options: Any) -> Any:
     try:
         import datasets  # type: ignore[import-not-found]  # the optional extra
     except ImportError:
-        raise UserError(
-            f"data.source = 'hf:{name}' needs the extra `hf`: pip install 'fivefold[hf]'"
-        ) from None
+        raise UserError(needs_datasets(name)) from None
     try:
         return getattr(datasets, function)(name, config, **options)
     except Exception as error:  # not found, no network, gated, missing config: these share no base class

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,11 +40,12 @@ class Tokenizer:
     """Encodes and decodes text, and describes the vocabulary.
 
     vocab_size: all ids are below it. end_id: the token between documents. begin_id: the token before a document: the
-    one that the file's config calls bos_token, else the end token. start_ids: what the file's own template puts before
-    a text; nothing in tokenizers of ours. mask_id: the token that hides a word where the objective is `mlm`, or None.
-    token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are
-    exact for byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate
-    for vocabularies that change the text (BERT's lower-casing).
+    one that the file's config calls bos_token (`begin`), else the end token. start_ids: what the file's own template
+    puts before a text; nothing in tokenizers of ours. mask_id: the token that hides a word where the objective is
+    `mlm`, or None. special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned
+    from; "": none. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for
+    byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate for
+    vocabularies that change the text (BERT's lower-casing).
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None, begin: str | None = None):
@@ -59,10 +60,11 @@ class Tokenizer:
         self.vocab_size = max(self._vocab.values()) + 1
         self._names = {"eos_token": end} | ({} if mask is None else {"mask_token": mask})
         self.end_id = self._vocab[end]
-        self.begin_id = self._vocab[begin or end]
+        self.begin, self.begin_id = begin, self._vocab[begin or end]
         self.start_ids = _before_text(self._spec)
         self.mask_id = None if mask is None else self._vocab[mask]
-        self._special = {t["id"] for t in self._spec["added_tokens"] if t["special"]}
+        self.special_tokens = {t["content"]: t["id"] for t in self._spec["added_tokens"] if t["special"]}
+        self.chat_template = ""
         self._is_bytes = _is_plain_bytes(self._spec)
         self._char_ids = _character_table(self._spec)
         self.token_bytes = self._count_bytes()
@@ -103,7 +105,16 @@ class Tokenizer:
         """Writes tokenizer.json, and tokenizer_config.json, which names the special tokens."""
         write_atomically(path, self.to_json())
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._names}
+        if self.chat_template:
+            config["chat_template"] = self.chat_template
         write_atomically(path.with_name("tokenizer_config.json"), json.dumps(config, indent=2))
+
+    @property
+    def prefixes(self) -> bool:
+        """True if the text's beginning gets a blank that is not there, as SentencePiece's does."""
+        parts = [self._spec.get("pre_tokenizer") or {}, self._spec.get("normalizer") or {}]
+        parts += [p for part in parts for p in part.get("normalizers", []) + part.get("pretokenizers", [])]
+        return any(part.get("type") in ("Metaspace", "Prepend") for part in parts)
 
     def _encode_characters(self, text: str) -> np.ndarray:
         assert self._char_ids is not None
@@ -119,7 +130,7 @@ class Tokenizer:
         byte_level, added = _is_byte_level(self._spec), {t["content"] for t in self._spec["added_tokens"]}
         continues = self._spec["model"].get("continuing_subword_prefix") if not byte_level else None
         for token, i in self._vocab.items():
-            if i in self._special:
+            if i in self.special_tokens.values():
                 continue
             if byte_level and token not in added:  # each character stands for one byte
                 counts[i] = len(token)
@@ -132,13 +143,16 @@ class Tokenizer:
         return counts
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, mask: bool = False) -> Tokenizer:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, mask: bool = False, more: Sequence[str] = ()
+) -> Tokenizer:
     """Trains a byte-level BPE with at most vocab_size tokens (arXiv 1508.07909 on UTF-8 bytes, as GPT-2).
 
-    The same texts give the same tokenizer, because merges are ordered by count, then by ids.
+    The same texts give the same tokenizer, because merges are ordered by count, then by ids. more: special tokens
+    besides our own.
     """
-    special = [END, MASK] if mask else [END]
-    check_bpe_size(vocab_size, mask)
+    special = [*([END, MASK] if mask else [END]), *more]
+    check_bpe_size(vocab_size, len(special))
     inner = _plain("bpe", models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -151,8 +165,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, mask: bool = False) -> Toke
     return Tokenizer(inner, END, MASK if mask else None)
 
 
-def check_bpe_size(vocab_size: int, mask: bool) -> None:
-    least = 256 + (2 if mask else 1)
+def check_bpe_size(vocab_size: int, special: int) -> None:
+    least = 256 + special
     if vocab_size < least:
         raise UserError(
             f"data.tokenizer = bpe:{vocab_size}: needs at least {least} tokens (256 bytes and the special tokens)"
@@ -214,6 +228,17 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
         raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None
     except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
         raise UserError(f"data.tokenizer: {path} is not a tokenizer.json: {str(error)[:300]}") from None
+
+
+def with_special(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
+    """The tokenizer with these special tokens, too. Those that its vocabulary lacks get the next ids."""
+    if set(tokens) <= tokenizer.special_tokens.keys():
+        return tokenizer
+    names = {number: text for text, number in tokenizer.special_tokens.items()}
+    inner = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
+    mask = None if tokenizer.mask_id is None else names[tokenizer.mask_id]
+    return Tokenizer(inner, names[tokenizer.end_id], mask, tokenizer.begin)
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:

@@ -41,10 +41,14 @@ class Shard(NamedTuple):
 class Tokens:
     """Memory-mapped token ids of any number of shards. len() counts tokens, and [a:b] reads across shards.
 
-    start, stop: the window of the shards' tokens that this object shows [default: all].
+    start, stop: the window of the shards' tokens that this object shows [default: all]. flags: one byte per token of
+    the same window; None: every token is COUNTED.
     """
 
-    def __init__(self, shards: Sequence[Shard], start: int = 0, stop: int | None = None):
+    def __init__(
+        self, shards: Sequence[Shard], start: int = 0, stop: int | None = None, flags: Tokens | None = None
+    ):
+        self.flags = flags
         self.shards = [s for s in shards if s.tokens]
         self._starts = [0]
         for shard in self.shards:
@@ -139,9 +143,15 @@ class DataSet:
     info: dict[str, Any] = field(default_factory=dict)
 
 
+COUNTED = 1
+"""A bit of a token's flags: the loss counts where it is predicted."""
+ENDS = 2
+"""A bit of a token's flags: it is the last of its document. Conversations hold end tokens inside, too."""
 FORMAT = 1  # raise it when the same source and settings would give other shards
 SHARD_TOKENS = 1 << 27
 NAMES = ("train", "val")
+FLAGS = "flags-"
+"""Beginning of the names of files that hold flags: flags-train-00000.bin, beside train-00000.bin."""
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"
 """A file beside shards in which a process has found another content than was written."""
@@ -210,8 +220,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         item = np.dtype(manifest["dtype"]).itemsize
-        for entry in manifest["shards"]["train"] + manifest["shards"]["val"]:
-            size = entry["tokens"] * item
+        flags = manifest.get("flags", {})
+        for entry in [e for kind in (manifest["shards"], flags) for split in kind.values() for e in split]:
+            size = entry["tokens"] * (1 if entry["file"].startswith(FLAGS) else item)
             if (folder / entry["file"]).stat().st_size != size:
                 return None
             digests = entry.get("digests")
@@ -240,10 +251,17 @@ def add_digests(folder: Path, manifest: dict[str, Any]) -> bool:
 
 
 def open_tokens(folder: Path, manifest: dict[str, Any], split: str) -> Tokens:
-    item, shards = np.dtype(manifest["dtype"]).itemsize, []
-    for entry in manifest["shards"][split]:
+    flags = None
+    if "flags" in manifest:
+        flags = Tokens(_shards(folder, manifest["flags"][split], "|u1"))
+    return Tokens(_shards(folder, manifest["shards"][split], manifest["dtype"]), flags=flags)
+
+
+def _shards(folder: Path, entries: list[dict[str, Any]], dtype: str) -> list[Shard]:
+    item, shards = np.dtype(dtype).itemsize, []
+    for entry in entries:
         path, digests = folder / entry["file"], None
         if "digests" in entry:
             digests = read_digests(_digests_of(path), entry["tokens"] * item, entry["digests"])
-        shards.append(Shard(path, manifest["dtype"], 0, entry["tokens"], digests, ADVICE))
-    return Tokens(shards)
+        shards.append(Shard(path, dtype, 0, entry["tokens"], digests, ADVICE))
+    return shards

@@ -96,6 +96,7 @@ CARDS = (
         "adagrad",
         source="Duchi et al., JMLR 2011",
         rule=adagrad,
+        usual_lr=(1e-5, 0.3),
         fields={"eps": 1e-10},
         states=(OptimizerState("sum"),),
         second_moment="sum",

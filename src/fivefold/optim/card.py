@@ -79,7 +79,8 @@ class OptimizerCard:
     name: the value of `optim.name`. source: the paper. fields: its own fields of [optim] with their defaults; learning
     rate, weight decay and clipping are common to all. states: the tensors it keeps besides the masters. counts: True if
     the number of steps is kept with every tensor ("step", one fp32). second_moment: the state that averages the squared
-    gradient, if the update divides by its root.
+    gradient, if the update divides by its root. usual_lr: the range of peak learning rates that are of use; `fivefold
+    check` warns of others.
 
     It is either fused (build: see `Build`) or a rule that runs tensor by tensor (rule: see `Rule`). Of a rule: needs:
     what the update of an element depends on. coupled: weight decay is added to the gradient; else it is decoupled.
@@ -103,6 +104,7 @@ class OptimizerCard:
     reads: float = 1.0
     flops: Callable[[Shape], float] = lambda shape: 0.0
     jumps: str = ""
+    usual_lr: tuple[float, float] = (1e-6, 0.03)
 
     @property
     def state_names(self) -> tuple[str, ...]:

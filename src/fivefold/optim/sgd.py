@@ -39,11 +39,12 @@ def nesterov(groups: list[dict[str, Any]], lr: float, momentum: float) -> torch.
 
 VELOCITY = (OptimizerState("momentum_buffer"),)
 CARDS = (
-    OptimizerCard("sgd", source="Robbins and Monro, 1951", build=sgd),
+    OptimizerCard("sgd", source="Robbins and Monro, 1951", build=sgd, usual_lr=(1e-4, 10.0)),
     OptimizerCard(
         "momentum",
         source="Polyak, 1964",
         build=momentum,
+        usual_lr=(1e-5, 3.0),
         fields={"momentum": 0.9, "dampening": 0.0},
         states=VELOCITY,
     ),
@@ -51,6 +52,7 @@ CARDS = (
         "nesterov",
         source="Sutskever et al., ICML 2013",
         build=nesterov,
+        usual_lr=(1e-5, 3.0),
         fields={"momentum": 0.9},
         states=VELOCITY,
     ),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,8 @@ class Sampling:
     """Sample from the likeliest tokens with this total probability (arXiv 1904.09751); 1: from all."""
     seed: int = 0
     """The same seed gives the same text."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the new text. They are no part of it."""
 
     def __post_init__(self) -> None:
         for name, valid, allowed in (
@@ -45,6 +47,7 @@ class Sampling:
             ("top_k", self.top_k >= 0, "0 (all) or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0, at most 1"),
             ("seed", 0 <= self.seed < 2**63, "0 to 2^63 - 1"),
+            ("stop", all(self.stop), "texts that are not empty"),
         ):
             if not valid:
                 raise UserError(f"{name} = {getattr(self, name)}: must be {allowed}")
@@ -89,15 +92,57 @@ def require_tokenizer(run: Path, tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def generate_text(
-    module: nn.Module, model: ModelSection, tokenizer: Tokenizer, prompt: str, sampling: Sampling
+    module: nn.Module,
+    model: ModelSection,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    sampling: Sampling,
+    ends: Collection[int] = (),
 ) -> Iterator[str]:
-    """Continues a prompt and yields the new text in pieces of whole characters.
+    """Continues a prompt, text or ids, and yields the new text in pieces of whole characters.
 
-    An empty prompt starts a document. The text stops at the end token.
+    An empty prompt starts a document. The text stops at the end token, at one of `ends`, or before one of the texts
+    `sampling.stop`.
     """
-    ids = tokenizer.encode(prompt) or [tokenizer.end_id]
-    tokens = generate(module, model, ids, sampling, vocab_size=tokenizer.vocab_size, end_id=tokenizer.end_id)
-    return stream_text(tokens, tokenizer.decode, ids)
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    ids = ids or [tokenizer.end_id]
+    tokens = generate(
+        module, model, ids, sampling, vocab_size=tokenizer.vocab_size, end_id={tokenizer.end_id, *ends}
+    )
+    return until(stream_text(tokens, tokenizer.decode, ids), sampling.stop)
+
+
+def samples_of(
+    module: nn.Module,
+    model: ModelSection,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    sampling: Sampling,
+    samples: int,
+    ends: Collection[int] = (),
+) -> list[str]:
+    """Several continuations of a prompt, as `generate_text` writes them: with the seed, the next one, and so on."""
+    seeds = [(sampling.seed + i) % 2**63 for i in range(samples)]
+    found = (replace(sampling, seed=seed) for seed in seeds)
+    return ["".join(generate_text(module, model, tokenizer, prompt, how, ends)) for how in found]
+
+
+def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """The pieces up to the first of the texts `stops`. What may be the beginning of one is held back."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = [at for stop in stops if (at := held.find(stop)) >= 0]
+        if found:
+            if min(found):
+                yield held[: min(found)]
+            return
+        kept = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
+        if len(held) > kept:
+            yield held[: len(held) - kept]
+            held = held[len(held) - kept :]
+    if held:
+        yield held
 
 
 def generate(
@@ -107,9 +152,10 @@ def generate(
     sampling: Sampling,
     *,
     vocab_size: int | None = None,
-    end_id: int | None = None,
+    end_id: int | Collection[int] = (),
 ) -> Iterator[int]:
-    """Continues a prompt of token ids and yields the new ids one by one. `end_id` ends the text and is not yielded.
+    """Continues a prompt of token ids and yields the new ids one by one. `end_id`, or each of several, ends the text
+    and is not yielded.
 
     The model sees at most `model.seq_len` tokens, the last ones of a longer prompt. When the text grows longer, it
     continues from its last half, which is recomputed. The module is in evaluation mode meanwhile.
@@ -125,7 +171,8 @@ def generate(
     was_training = module.training
     module.eval()
     try:
-        yield from _tokens(module, model, list(prompt[-model.seq_len :]), sampling, vocab_size, end_id)
+        ends = {end_id} if isinstance(end_id, int) else frozenset(end_id)
+        yield from _tokens(module, model, list(prompt[-model.seq_len :]), sampling, vocab_size, ends)
     finally:
         module.train(was_training)
 
@@ -136,7 +183,7 @@ def _tokens(
     text: list[int],
     sampling: Sampling,
     vocab_size: int | None,
-    end_id: int | None,
+    ends: Collection[int],
 ) -> Iterator[int]:
     weight = next(module.parameters())
     capacity = min(model.seq_len, len(text) + sampling.max_tokens)
@@ -149,7 +196,7 @@ def _tokens(
             new = text[-(cache.capacity // 2) :]
         logits = _next_logits(module, torch.tensor([new], device=weight.device), cache)
         token = sample(logits[:vocab_size], sampling, randomness)
-        if token == end_id:
+        if token in ends:
             return
         yield token
         text.append(token)

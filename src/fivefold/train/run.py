@@ -25,6 +25,7 @@ from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.recipe import count_parameters, to_toml, tokens_per_step
 from fivefold.recipe.idle import notes
+from fivefold.recipe.warnings import warnings
 from fivefold.step.state import State, build_state, compute_mode, make_equal
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
@@ -142,7 +143,8 @@ def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
         f"{name}, {parameters:,} parameters, {mode.name}; {ranks.world} rank(s) on {where}; "
         f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
     )
-    for note in (*notes(recipe), *state.mesh.notes(), *state.parallel.notes()):
+    found = [f"WARNING: {warning}" for warning in warnings(recipe)]
+    for note in (*notes(recipe), *state.mesh.notes(), *state.parallel.notes(), *found):
         console.note(note)
     if ranks.device.type == "cpu" and native.why_not():
         console.note(f"fused CPU kernels are off, so training is slower: {native.why_not()}")
@@ -166,7 +168,10 @@ def _next_commands(job: Job) -> list[str]:
     if job.module is not None:
         return []
     commands = [f"fivefold export {job.out} exported/"]
-    if card_of(job.recipe.model).causal and job.data is not None and job.data.tokenizer is not None:
+    tokenizer = job.data.tokenizer if job.data is not None else None
+    if tokenizer is not None and tokenizer.chat_template:
+        commands.insert(0, f"fivefold chat {job.out}")
+    elif card_of(job.recipe.model).causal and tokenizer is not None:
         prompt = shlex.quote(job.recipe.train.sample_prompt or "The ")
         commands.insert(0, f"fivefold generate {job.out} --prompt {prompt}")
     return commands

@@ -1,0 +1,270 @@
+"""Conversations as token ids, and which of them are answers. No torch.
+
+Chat templates are rendered in Jinja's sandbox, with the names that Hugging Face's `apply_chat_template` gives them.
+Special tokens come from the template alone: a message that contains `<|im_end|>` gets the ordinary tokens of these
+characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from fivefold.data.conversations import (
+    ANSWER,
+    APART,
+    CLOSE,
+    OPEN,
+    TEMPLATES,
+    Message,
+    NotAConversation,
+    read_template,
+)
+from fivefold.data.tokenizer import Tokenizer, with_special
+from fivefold.errors import UserError, shortened
+
+_MARKS = re.compile(f"[{OPEN}{CLOSE}{APART}]")
+MOST_TEXT = 64 << 20
+"""Characters of a rendered conversation."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids, and True for those of answers: int64 and bool, (N,)."""
+
+    ids: np.ndarray
+    counted: np.ndarray
+
+
+class _Marked(Extension):
+    """`{% generation %} ... {% endgeneration %}` around answers, as in Hugging Face's templates."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
+    """Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    found = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Marked, loopcontrols]
+    )
+    for unused in ("lipsum", "cycler", "joiner"):
+        del found.globals[unused]
+    found.filters["tojson"] = _as_json
+    found.globals["raise_exception"] = _refuse
+    found.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return found
+
+
+class ChatTemplate:
+    """A chat template with the tokenizer that it is for.
+
+    source: the Jinja text. tokenizer: with the special tokens that the template needs.
+    """
+
+    def __init__(self, source: str, tokenizer: Tokenizer):
+        self.source, self.tokenizer = source, tokenizer
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise UserError(
+                f"data.chat_template: not a Jinja template: {error.message or type(error).__name__}"
+            ) from None
+        longest_first = sorted(tokenizer.special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)))
+        try:
+            self.ends = self._behind_an_answer()
+        except NotAConversation as error:
+            raise UserError(f"data.chat_template: a question and an answer: {error}") from None
+
+    def render(self, messages: Sequence[Message], answer_next: bool = False) -> str:
+        """The text of a conversation. answer_next: the beginning of an answer follows.
+
+        Raises:
+            NotAConversation: the template refuses it.
+        """
+        return _MARKS.sub("", self._render(messages, answer_next))
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation up to where an answer begins.
+
+        Raises:
+            NotAConversation: the template refuses it.
+        """
+        text = self._render([self._cut(m) for m in messages], answer_next=True)
+        return self._encode(_marked(text)[0], []).ids.tolist()
+
+    def encode(self, messages: Sequence[Message]) -> Encoded:
+        """Ids of a conversation. Its answers count.
+
+        Raises:
+            NotAConversation: the template refuses it, or hides where answers are.
+        """
+        cut = [self._cut(message) for message in messages]
+        text = self._render(cut)
+        if OPEN in text:
+            return self._encode(*_marked(text))
+        return self._encode(text, self._answers(cut, text))
+
+    def _behind_an_answer(self) -> str:
+        """The text that the template puts there."""
+        asked = [{"role": "user", "content": "Q"}]
+        prompt = self.render(asked, answer_next=True)
+        whole = self.render([*asked, {"role": ANSWER, "content": "unlikely"}])
+        behind = whole[len(prompt) :] if whole.startswith(prompt) else whole
+        return behind.rpartition("unlikely")[2]
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: the first special one behind it, and the tokenizer's end."""
+        found = self._special.search(self.ends)
+        first = {self.tokenizer.special_tokens[found[0]]} if found else set()
+        return frozenset({*first, self.tokenizer.end_id})
+
+    @cached_property
+    def end_text(self) -> str:
+        """The text that ends an answer where no special token does; else ""."""
+        return "" if self._special.search(self.ends) else self.ends.strip() or self.ends
+
+    def _render(self, messages: Sequence[Message], answer_next: bool = False) -> str:
+        try:
+            pieces, size = [], 0
+            for piece in self._template.generate(
+                messages=messages,
+                add_generation_prompt=answer_next,
+                tools=None,
+                documents=None,
+                **self._names,
+            ):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MOST_TEXT:
+                    raise NotAConversation(f"the chat template gives more than {MOST_TEXT:,} characters")
+            return "".join(pieces)
+        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+            said = error.message if isinstance(error, TemplateError) else str(error)
+            raise NotAConversation(
+                f"the chat template refuses it: {shortened(said or 'no reason given', 200)}"
+            ) from None
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        names = {number: text for text, number in self.tokenizer.special_tokens.items()}
+        return {"eos_token": names[self.tokenizer.end_id], "bos_token": self.tokenizer.begin or ""}
+
+    def _cut(self, value: Any) -> Any:
+        """The message, where no text is a special token any more."""
+        if isinstance(value, str):
+            plain = _MARKS.sub("", value)
+            return self._special.sub(lambda found: found[0][0] + APART + found[0][1:], plain)
+        if isinstance(value, dict):
+            return {key: self._cut(each) for key, each in value.items()}
+        return [self._cut(each) for each in value] if isinstance(value, list) else value
+
+    def _answers(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
+        """Where answers begin and end in the text of all messages: behind the prompt that asks for each."""
+        found = []
+        for i, message in enumerate(messages):
+            if message["role"] != ANSWER:
+                continue
+            prompt = self._render(messages[:i], answer_next=True)
+            through = text if i == len(messages) - 1 else self._render(messages[: i + 1])
+            stop = len(through)
+            if not text.startswith(through):  # templates that drop the reasoning of earlier answers
+                content = message["content"].strip() + self.ends
+                at = text.find(content, len(prompt))
+                stop = at + len(content)
+                if at < 0:
+                    raise NotAConversation(_LOST)
+            if not text.startswith(prompt):
+                raise NotAConversation(_LOST)
+            found.append((len(prompt), stop))
+        return found
+
+    def _encode(self, text: str, answers: Sequence[tuple[int, int]]) -> Encoded:
+        """Ids of a rendered text: special tokens, and the text between them. It is cut where answers begin and end, so
+        an answer's tokens are those that follow its prompt."""
+        ids: list[np.ndarray] = []
+        counted: list[np.ndarray] = []
+        borders = sorted({0, len(text), *(at for answer in answers for at in answer)})
+        for low, high in pairwise(borders):
+            counts = any(start <= low < stop for start, stop in answers)
+            for piece in self._pieces(text[low:high]):
+                ids.append(piece)
+                counted.append(np.full(len(piece), counts))
+        none: list[np.ndarray] = [np.empty(0, np.int64)]
+        return Encoded(np.concatenate(none + ids), np.concatenate([np.empty(0, bool), *counted]))
+
+    def _pieces(self, text: str) -> list[np.ndarray]:
+        found, start = [], 0
+        for match in self._special.finditer(text):
+            found += [self._plain(text[start : match.start()])]
+            found += [np.array([self.tokenizer.special_tokens[match[0]]], np.int64)]
+            start = match.end()
+        return [*found, self._plain(text[start:])]
+
+    def _plain(self, text: str) -> np.ndarray:
+        text = text.replace(APART, "")
+        if not text or not self.tokenizer.prefixes:
+            return self.tokenizer.encode_array(text).astype(np.int64)
+        line = self.tokenizer.encode("\n")  # the piece is no beginning: it gets no blank that begins a text
+        ids = self.tokenizer.encode("\n" + text)
+        return np.array(
+            ids[len(line) :] if ids[: len(line)] == line else self.tokenizer.encode(text), np.int64
+        )
+
+
+_LOST = (
+    "the chat template writes earlier messages in another way once others follow, so an answer cannot be found. Put "
+    "{% generation %} and {% endgeneration %} around answers in the template"
+)
+
+
+def _marked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the marks of answers, and where these begin and end."""
+    answers, plain, at = [], [], 0
+    for piece in re.split(f"({OPEN}[^{CLOSE}]*{CLOSE})", text):
+        if piece.startswith(OPEN):
+            piece = piece[1:-1]
+            answers.append((at, at + len(piece)))
+        plain.append(piece)
+        at += len(piece)
+    return "".join(plain), answers
+
+
+def open_template(spec: str, tokenizer_spec: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template that data.chat_template names, with a tokenizer that has its special tokens.
+
+    Raises:
+        UserError: there is none, or it is not a Jinja template that answers a question.
+    """
+    if spec in TEMPLATES:
+        named = TEMPLATES[spec]
+        return ChatTemplate(named.source, with_special(tokenizer, named.special))
+    return ChatTemplate(read_template(spec, tokenizer_spec), tokenizer)

@@ -1,0 +1,53 @@
+"""What is allowed in a recipe, and most likely not meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.optim import OPTIMIZERS
+from fivefold.recipe.recipe import Recipe
+from fivefold.recipe.resolve import total_steps
+
+MOST_EPOCHS = 4
+"""Passes over the same text up to which each is worth about as much as new text (arXiv 2305.16264)."""
+MOST_WARMUP = 0.5
+"""Share of the run."""
+
+
+def warnings(recipe: Recipe) -> list[str]:
+    """One sentence per value that is most likely not meant, and what to do."""
+    return [*_rates(recipe), *_intervals(recipe)]
+
+
+def warning_of_passes(passes: float) -> list[str]:
+    """A warning if a run reads the same text too often."""
+    if passes <= MOST_EPOCHS:
+        return []
+    return [
+        f"{passes:,.1f} passes over the training set: beyond {MOST_EPOCHS} a model begins to learn texts by heart "
+        "(arXiv 2305.16264). Use more text or fewer steps"
+    ]
+
+
+def _rates(recipe: Recipe) -> Iterator[str]:
+    name = recipe.optim.name
+    least, most = OPTIMIZERS[name].usual_lr
+    for key in ("lr", "lr_embeddings", "lr_vectors"):
+        lr = getattr(recipe.optim, key)
+        if lr is not None and not least <= lr <= most:
+            effect = "training will most likely diverge" if lr > most else "the weights will hardly change"
+            yield f"optim.{key} = {lr:g}: {effect}; {name} is used with {least:g} to {most:g}"
+
+
+def _intervals(recipe: Recipe) -> Iterator[str]:
+    train, steps = recipe.train, total_steps(recipe)
+    warmup = recipe.optim.warmup_steps
+    for key, every, what in (
+        ("train.val_every", train.val_every, "it is validated at the end only"),
+        ("train.sample_every", train.sample_every, "a sample is written at the end only"),
+        ("checkpoint.every", recipe.checkpoint.every, "only the end is saved"),
+    ):
+        if every > steps:
+            yield f"{key} = {every:,} is more than the run's {steps:,} steps: {what}"
+    if warmup and warmup > MOST_WARMUP * steps:
+        yield f"optim.warmup_steps = {warmup:,} of {steps:,} steps: the learning rate is below its peak most of the run"
