@@ -111,10 +111,10 @@ def rank(recipe: Recipe, data: DataSet, out: Path, ranks: Ranks) -> int | None:
     """A rank's part of a run. The first writes the figures."""
     from fivefold.plan.volume import leaving
     from fivefold.step.state import build_state
-    from fivefold.step.step import evaluate, take_step
+    from fivefold.step.step import take_step, validate
     from fivefold.trace.traffic import Collectives
     from fivefold.train.job import Job
-    from fivefold.train.share import reader, validation_set
+    from fivefold.train.share import reader, validation_sets
 
     state, job = build_state(recipe, ranks), Job(recipe, out, data)
     sent = Collectives(state.mesh)
@@ -125,7 +125,7 @@ def rank(recipe: Recipe, data: DataSet, out: Path, ranks: Ranks) -> int | None:
             losses.append(take_step(state, recipe, batches()[0]).loss)
     sent.leave()
     # the run ends with an outer step, so these are the common weights
-    found = evaluate(state, *validation_set(job, state.mesh))
+    found = validate(state, validation_sets(job, state.mesh))
     counted = {key: (calls, size) for key, (calls, size) in sent.found.items()}
     found["sent_bytes"] = sum(leaving(counted, state.mesh.layout, state.mesh.size("sites")).values())
     found["messages"] = sum(calls for calls, _ in counted.values())

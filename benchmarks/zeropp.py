@@ -206,15 +206,15 @@ def validation(steps: int, seeds: list[int]) -> dict[str, Any]:
 def learn(recipe: Any, data: Any, out: Path, ranks: Any) -> None:
     """A rank's part of a run. The first writes the validation loss."""
     from fivefold.step.state import build_state
-    from fivefold.step.step import evaluate, take_step
+    from fivefold.step.step import take_step, validate
     from fivefold.train.job import Job
-    from fivefold.train.share import reader, validation_set
+    from fivefold.train.share import reader, validation_sets
 
     state, job = build_state(recipe, ranks), Job(recipe, out, data)
     with reader(job, state.mesh, 0) as batches:
         for _ in range(recipe.train.steps):
             take_step(state, recipe, batches()[0])
-    found = evaluate(state, *validation_set(job, state.mesh))
+    found = validate(state, validation_sets(job, state.mesh))
     if ranks.first:
         (out / "found.json").write_text(json.dumps(found))
 

@@ -87,7 +87,7 @@ def counted(rank: int, world: int, recipe: Recipe, evenly: bool = True) -> Step:
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     state, found = _state(rank, world, recipe), Step()
-    batches = batches_of(recipe, data, data.train, recipe.train.global_batch_size, shuffle=True)
+    batches = batches_of(recipe, data)
     step = _steps(state, recipe, batches, evenly)
     step(None)
     with Collectives(state.mesh) as sent:

@@ -16,6 +16,7 @@ from data_recipes import recipe_of, write
 
 from fivefold.data import Batches, check, prepare
 from fivefold.data.blocks import BLOCK
+from fivefold.data.prepare import prepare_source
 from fivefold.data.tokenizer import train_bpe
 from fivefold.data.tokens import SHARD_TOKENS, DataSet, ShardWriter
 from fivefold.errors import UserError
@@ -210,9 +211,9 @@ def test_an_old_file_is_hashed_once_and_still_never_read_stale(
 ):
     """The remembered hash is used (files older than two seconds), and dropped when the change time moves."""
     hashed = []
-    original = prepare.__globals__["sha256_file"]
+    original = prepare_source.__globals__["sha256_file"]
     monkeypatch.setitem(
-        prepare.__globals__, "sha256_file", lambda *a: hashed.append(a[0].name) or original(*a)
+        prepare_source.__globals__, "sha256_file", lambda *a: hashed.append(a[0].name) or original(*a)
     )
     path = write(tmp_path / "in" / "a.txt", "the first text")
     recipe = recipe_of(path, tmp_path / "cache", val_fraction=0.0)

@@ -36,7 +36,7 @@ def trained(rank: int, world: int, recipe):
     data = prepare(recipe)
     recipe, train = resolve(recipe, vocab_size=data.vocab_size), recipe.train
     state = build_state(recipe, ranks_of(rank, world))
-    batches = batches_of(recipe, data, data.train, train.global_batch_size, shuffle=True)
+    batches = batches_of(recipe, data)
     figures = []
     for step in range(STEPS):
         share = share_of(batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh)

@@ -53,7 +53,7 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.parts import held, size_of, stage_blocks
 from fivefold.step.state import build_state
 from fivefold.step.step import evaluate, forward_backward
-from fivefold.train.share import batches_of, rows_of, share_of
+from fivefold.train.share import batches_of, in_order, rows_of, share_of
 
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # a rank
 
@@ -242,7 +242,7 @@ def record(rank: int, world: int, recipe: Recipe) -> tuple[Schedule, Timeline, f
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     state = build_state(recipe, ranks_of(rank, world))
-    batches = batches_of(recipe, data, data.train, recipe.train.global_batch_size, shuffle=True)
+    batches = batches_of(recipe, data)
     share = share_of(
         batches, 0, recipe.train.global_batch_size, recipe.train.microbatch_size or 1, state.mesh
     )
@@ -326,7 +326,7 @@ def validate(rank: int, world: int, recipe: Recipe, sequences: int) -> dict[str,
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     state = build_state(recipe, ranks_of(rank, world))
-    batches = batches_of(recipe, data, data.train, sequences, shuffle=False)
+    batches = in_order(recipe, data, data.train, sequences)
     return evaluate(state, rows_of(batches, sequences, 2, state.mesh), None)
 
 

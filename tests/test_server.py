@@ -90,7 +90,7 @@ class _Slow:
     """The recipe's batches, of a worker that lags, or is killed."""
 
     def __init__(self, recipe: Recipe, data: Any, how: str):
-        self.source = batches_of(recipe, data, data.train, recipe.train.global_batch_size, shuffle=True)
+        self.source = batches_of(recipe, data)
         self.how, self.read = how, 0
 
     def batch(self, i: int, rows: range) -> tuple[Any, Any]:

@@ -59,7 +59,7 @@ def sited(room: Path, layout: str, *overrides: str) -> Recipe:
 
 def source_of(recipe: Recipe):
     data = prepare(recipe)
-    return batches_of(recipe, data, data.train, recipe.train.global_batch_size, shuffle=True)
+    return batches_of(recipe, data)
 
 
 def trained(rank: int, world: int, recipe: Recipe, count: int) -> dict[str, Any]:

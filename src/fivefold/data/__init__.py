@@ -1,12 +1,14 @@
 """Data: text to tokens to packed batches.
 
-`prepare(recipe)` finds the source, tokenizes it once into memory-mapped shards and returns a `DataSet`. `Batches`
-cuts it into batches that depend on (seed, step) only. `Prefetch` keeps the next ones ready. This room needs no torch.
+`prepare(recipe)` finds the sources, tokenizes them once into memory-mapped shards and returns a `DataSet`. `Batches`
+cuts them into batches that depend on (seed, step) only. `order.py` says which sequence of which source comes where.
+`Prefetch` keeps the next batches ready. This room needs no torch.
 """
 
-from fivefold.data.batches import NOT_COUNTED, Batches, Prefetch, epochs, objective_of
+from fivefold.data.batches import NOT_COUNTED, Batches, Prefetch, objective_of
 from fivefold.data.check import check
-from fivefold.data.prepare import prepare, progress_bar
+from fivefold.data.mixture import prepare
+from fivefold.data.prepare import progress_bar
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.data.tokens import DataSet, Tokens
 
@@ -18,7 +20,6 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "check",
-    "epochs",
     "load_tokenizer",
     "objective_of",
     "prepare",

@@ -17,10 +17,9 @@ import numpy as np
 
 from fivefold.data.order import Order, hash_keys, item_numbers
 from fivefold.data.tokens import COUNTED, Tokens
-from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.objective import Objective, predicted
-from fivefold.recipe import Recipe, sequences_before, total_steps
+from fivefold.recipe import Recipe, total_steps
 
 NOT_COUNTED = -100  # a target that the loss ignores (the convention of torch's cross entropy)
 # Of the positions that `mlm` predicts 80% become the mask token, 10% a random one, 10% stay.
@@ -130,41 +129,14 @@ def steps_of(recipe: Recipe) -> int | None:
     return total_steps(recipe) if recipe.train.steps or recipe.train.tokens else None
 
 
-def epochs(recipe: Recipe, train_tokens: int) -> float:
-    """Passes of the run over its training set."""
-    sequences = count_sequences(train_tokens, recipe.model.seq_len, objective_of(recipe))
-    return sequences_before(recipe.train, steps_of(recipe) or 0) / max(1, sequences)
+def items_of(recipe: Recipe, tokens: Tokens) -> int:
+    """The number of sequences that a source gives: an epoch of it."""
+    return items_in(recipe, len(tokens))
 
 
-def require_enough(recipe: Recipe, train_tokens: int, val_tokens: int | None) -> None:
-    """Checks that there is enough data. val_tokens is None without validation.
-
-    Raises UserError if training has fewer sequences than one global batch, if validation has none, or if the steps
-    need more passes over the set than data.max_epochs allows.
-    """
-    T, B, limit = recipe.model.seq_len, recipe.train.global_batch_size, recipe.data.max_epochs
-    sequences = count_sequences(train_tokens, T, objective_of(recipe))
-    if sequences < B:
-        raise UserError(
-            f"data.source: {recipe.data.source} has {train_tokens:,} training tokens, "
-            f"{sequences:,} sequences of model.seq_len = {T}: fewer than one batch of "
-            f"train.global_batch_size = {B}. "
-            + (f"Use at most {sequences} sequences per batch" if sequences else "Use a shorter model.seq_len")
-            + ", or more text"
-        )
-    steps = steps_of(recipe)
-    seen = sequences_before(recipe.train, steps or 0)
-    if limit and seen > limit * sequences:
-        raise UserError(
-            f"data.source: {recipe.data.source} is too small for this run: {steps:,} steps of {B} "
-            f"sequences are {seen / sequences:.2f} passes over its {sequences:,} sequences, but "
-            f"data.max_epochs allows {limit}. Use train.steps <= {limit * sequences // B:,}"
-        )
-    if val_tokens is not None and count_sequences(val_tokens, T, objective_of(recipe)) < 1:
-        raise UserError(
-            f"data.source: the validation part has {val_tokens:,} tokens, fewer than one sequence of "
-            f"model.seq_len = {T}. Increase data.val_fraction = {recipe.data.val_fraction}, or set it to 0"
-        )
+def items_in(recipe: Recipe, tokens: int) -> int:
+    """The number of sequences in so many tokens."""
+    return count_sequences(tokens, recipe.model.seq_len, objective_of(recipe))
 
 
 T = TypeVar("T")

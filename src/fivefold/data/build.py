@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,10 +43,10 @@ def build(
     files, work = _work(source, data)
     size = None if source.hub else source.size
     workers = workers if source.hub or source.size >= MIN_PARALLEL else 1
-    template = read_template(data.chat_template, data.tokenizer) if data.chat_template else ""
-    setup = Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64), template=template)
+    setup = _setup(files, data)
+    template = setup.template
     while True:  # a second time if validation got no document or all of them
-        tokenizer = _tokenizer(data, mask, setup, work, workers, size, tell)
+        tokenizer = learn(data, mask, [Text(setup, work, size)], workers, tell)
         if data.chat_template:
             from fivefold.data.chat import open_template  # Jinja takes a moment to import
 
@@ -80,6 +80,11 @@ def build(
         "shards": {name: shards[name] for name in NAMES},
         **({"flags": {name: shards[FLAGS + name] for name in NAMES}} if template else {}),
     }
+
+
+def _setup(files: list[File], data: DataSection) -> Setup:
+    template = read_template(data.chat_template, data.tokenizer) if data.chat_template else ""
+    return Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64), template=template)
 
 
 def _work(source: Source, data: DataSection) -> tuple[list[File], Callable[[], Iterable[Task]]]:
@@ -123,42 +128,52 @@ def require_few_bad(skipped: dict[str, Any], max_bad_fraction: float) -> None:
         )
 
 
-def _tokenizer(
-    data: DataSection,
-    mask: bool,
-    setup: Setup,
-    work: Callable[[], Iterable[Task]],
-    workers: int,
-    size: int | None,
-    tell: Progress,
-) -> Tokenizer:
+class Text(NamedTuple):
+    """A source to learn a tokenizer from: its tasks, its bytes if known, and its share of what is learned from."""
+
+    setup: Setup
+    work: Callable[[], Iterable[Task]]
+    size: int | None
+    share: float = 1.0
+
+
+def text_of(source: Source, data: DataSection, share: float) -> Text:
+    """A source of several, from whose training part a common tokenizer is learned."""
+    files, work = _work(source, data)
+    return Text(_setup(files, data), work, None if source.hub else source.size, share)
+
+
+def learn(data: DataSection, mask: bool, texts: Sequence[Text], workers: int, tell: Progress) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names, learned from the texts if it asks for that."""
     if data.tokenizer == "bytes":
         return bytes_tokenizer(mask)
     if data.tokenizer == "chars":
         # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
         found = Summary()
-        for result in run(work(), dataclasses.replace(setup, mode="characters"), workers):
-            if isinstance(result, Summary):
-                found.add(result)
-                tell("collecting characters", found.read, size)
+        for text in texts:
+            for result in run(text.work(), dataclasses.replace(text.setup, mode="characters"), workers):
+                if isinstance(result, Summary):
+                    found.add(result)
+                    tell("collecting characters", found.read, text.size if len(texts) == 1 else None)
         return chars_tokenizer(found.characters, mask)
     if data.tokenizer.startswith("bpe:"):
-        texts = _sample(work(), setup, size, tell)
-        size_wanted = int(data.tokenizer.removeprefix("bpe:"))
-        return train_bpe(texts, size_wanted, mask, special_of(data.chat_template))
+        sample = (piece for text in texts for piece in _sample(text, tell))
+        size = int(data.tokenizer.removeprefix("bpe:"))
+        return train_bpe(sample, size, mask, special_of(data.chat_template))
     return load_tokenizer(Path(data.tokenizer).expanduser(), mask)
 
 
-def _sample(work: Iterable[Task], setup: Setup, size: int | None, tell: Progress) -> Iterator[str]:
-    """About BPE_SAMPLE characters of training text, from tasks spread evenly over the source.
+def _sample(text: Text, tell: Progress) -> Iterator[str]:
+    """About BPE_SAMPLE characters of training text, or a source's share of them, from tasks spread evenly over it.
 
     A streamed set gives its beginning. The same source gives the same sample.
     """
-    taken, every = 0, max(1, (size or 0) // BPE_SAMPLE)
-    for task in islice(work, 0, None, every):
+    most, size = int(BPE_SAMPLE * text.share), text.size
+    taken, every = 0, max(1, (size or 0) // max(1, most))
+    for task in islice(text.work(), 0, None, every):
         here = 0
-        for text in training_texts(task, setup):
-            for piece in cut_text(text):
+        for document in training_texts(task, text.setup):
+            for piece in cut_text(document):
                 yield piece
                 here += len(piece)
                 if here >= BPE_SAMPLE_PER_TASK:
@@ -166,8 +181,8 @@ def _sample(work: Iterable[Task], setup: Setup, size: int | None, tell: Progress
             if here >= BPE_SAMPLE_PER_TASK:
                 break
         taken += here
-        tell("learning the vocabulary", taken, min(size or BPE_SAMPLE, BPE_SAMPLE))
-        if taken >= BPE_SAMPLE:
+        tell("learning the vocabulary", taken, min(size or most, most))
+        if taken >= most:
             return
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import NamedTuple
 
-from fivefold.data import tokenfiles
-from fivefold.data.batches import epochs, objective_of, require_enough, steps_of
+from fivefold.data import mixture, tokenfiles
+from fivefold.data.batches import items_in, objective_of, steps_of
+from fivefold.data.mixture import Amount
 from fivefold.data.prepare import cache_key, check_tokenizer
 from fivefold.data.probe import require_ids, require_readable
 from fivefold.data.sources import find
@@ -22,6 +25,16 @@ HASHED_AT_ONCE = 256 << 20  # bytes; the tokens of a larger source are estimated
 BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0}
 
 
+class Found(NamedTuple):
+    """What is known of a source. fact: in words. amount: how much there is of it; None: not known before training.
+    most: the most tokens that it can have, if they are estimated; None: they are exact, or there is no bound."""
+
+    fact: str
+    amount: Amount | None = None
+    exact: bool = False
+    most: int | None = None
+
+
 def check(recipe: Recipe) -> list[str]:
     """Facts about the data as lines of text: files, size, tokens (exact if already tokenized), passes. Warnings begin
     with WARNING.
@@ -30,44 +43,78 @@ def check(recipe: Recipe) -> list[str]:
     files, an unknown tokenizer or one with more tokens than the model, a missing text field, text that is not UTF-8 (in
     the first 16 MiB), a missing library, a set that is certainly too small.
     """
+    tokenizer = mixture.shared_tokenizer(recipe, HASHED_AT_ONCE)
+    found = {name: _found(one, tokenizer) for name, one in mixture.each(recipe).items()}
+    facts = [line for name, one in found.items() for line in _lines(name, one)]
+    for name, one in mixture.each_validation(recipe).items():
+        facts.append(f"validation {_lines(name, _found(one, tokenizer))[0]}")
+    amounts = {name: one.amount for name, one in found.items() if one.amount is not None}
+    if len(amounts) < len(found):
+        return facts
+    if recipe.data.weigh_by == "documents" and not all(amount.documents for amount in amounts.values()):
+        return [*facts, "passes over each source: known when their documents are counted"]
+    exact = all(one.exact for one in found.values())
+    if exact:
+        mixture.require_enough(recipe, amounts)
+    elif all(one.exact or one.most is not None for one in found.values()):
+        lenient = recipe.model_copy(update={"data": mixture.without_limits(recipe.data)})
+        most = {
+            name: amount if found[name].exact else _amount(recipe, found[name].most or 0, None)
+            for name, amount in amounts.items()
+        }
+        mixture.require_enough(lenient, most)  # the passes are only estimated here
+    return [*facts, *_passes(recipe, amounts, exact)]
+
+
+def _lines(name: str, found: Found) -> list[str]:
+    lines = found.fact.split("\n")
+    return [f"{name}: {line}" for line in lines] if name else [f"data: {lines[0]}", *lines[1:]]
+
+
+def _amount(recipe: Recipe, tokens: int, held_out: int | None, documents: int | None = None) -> Amount:
+    return Amount(tokens, items_in(recipe, tokens), held_out, documents)
+
+
+def _found(recipe: Recipe, tokenizer: str) -> Found:
+    """What is known of the only source of a recipe. tokenizer: the one that several sources share."""
     if recipe.data.source.startswith("tokens:"):
         shards = [
             tokenfiles.read_header(p, recipe.data.token_dtype)
             for p in tokenfiles.find_files(recipe.data.source)
         ]
         train, val = tokenfiles.split(shards, recipe.data.val_fraction)
-        require_enough(recipe, len(train), None if val is None else len(val))
-        facts = [f"data: {len(shards)} token file(s), {sum(s.tokens for s in shards):,} tokens"]
-        return [*facts, *_passes(recipe, len(train), exact=True)]
+        amount = _amount(recipe, len(train), None if val is None else len(val))
+        fact = f"{len(shards)} token file(s), {sum(s.tokens for s in shards):,} tokens"
+        return Found(fact, amount, exact=True)
     mask = objective_of(recipe) == "mlm"
     check_tokenizer(recipe.data, mask)
     source = find(recipe.data.source)
     if source.hub:
         if not find_spec("datasets"):
             raise UserError(needs_datasets(source.hub[0]))
-        return [f"data: {recipe.data.source}, streamed from the hub (not checked before training)"]
+        return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")
     if source.size == 0 and all(f.size == 0 for f in source.files):
         raise UserError(f"data.source: {recipe.data.source} holds no text: {len(source.files)} empty file(s)")
     require_ids(recipe, source, mask)
-    facts = [f"data: {len(source.files):,} file(s), {source.size / 1e6:,.1f} MB"]
+    fact = f"{len(source.files):,} file(s), {source.size / 1e6:,.1f} MB"
     root = cache_folder(recipe.data.cache) / "data"
     if source.size <= HASHED_AT_ONCE and root.is_dir():
-        manifest = read_manifest(root / cache_key(source, recipe.data, mask, root, lambda *_: None))
+        data = recipe.data.model_copy(update={"tokenizer": tokenizer})
+        manifest = read_manifest(root / cache_key(source, data, mask, root, lambda *_: None))
         if manifest is not None:
             tokens = manifest["tokens"]
-            require_enough(recipe, tokens["train"], tokens["val"] if recipe.data.val_fraction else None)
-            facts.append(
-                f"tokens: {tokens['train']:,} for training, {tokens['val']:,} for validation (in the cache)"
+            held_out = tokens["val"] if recipe.data.val_fraction else None
+            amount = _amount(recipe, tokens["train"], held_out, manifest["documents"]["train"])
+            fact += (
+                f"\ntokens: {tokens['train']:,} for training, {tokens['val']:,} for validation (in the cache)"
             )
-            return [*facts, *_passes(recipe, tokens["train"], exact=True)]
+            return Found(fact, amount, exact=True)
     require_readable(recipe, source)
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
-    if all(f.kind != "parquet" for f in source.files):  # parquet is compressed, so its text may be larger
-        lenient = recipe.data.model_copy(update={"max_epochs": 0})  # the passes are only estimated here
-        require_enough(recipe.model_copy(update={"data": lenient}), most, None)
     likely = int(most * (1 - recipe.data.val_fraction) / bytes_per_token(recipe.data.tokenizer))
-    facts.append(f"tokens: about {likely:,} for training (not tokenized yet)")
-    return [*facts, *_passes(recipe, likely, exact=False)]
+    fact += f"\ntokens: about {likely:,} for training (not tokenized yet)"
+    bounded = all(f.kind != "parquet" for f in source.files)  # it is compressed, so its text may be larger
+    return Found(fact, _amount(recipe, likely, None), most=most if bounded else None)
 
 
 def bytes_per_token(tokenizer: str) -> float:
@@ -78,9 +125,19 @@ def bytes_per_token(tokenizer: str) -> float:
     return 3.5 if size and int(size[1]) < 16384 else 4.2
 
 
-def _passes(recipe: Recipe, train_tokens: int, exact: bool) -> list[str]:
+def _passes(recipe: Recipe, amounts: Mapping[str, Amount], exact: bool) -> list[str]:
     if steps_of(recipe) is None:
         return []
-    count = epochs(recipe, train_tokens)
-    facts = [f"passes over the training set: {'' if exact else 'about '}{count:.2f}"]
-    return facts + [f"{WARNING}{warning}" for warning in warning_of_passes(count)]
+    about = "" if exact else "about "
+    seen = mixture.seen(recipe, amounts, steps_of(recipe) or 0)
+    warnings = [
+        f"{WARNING}{name and f'{name}: '}{said}"
+        for name, row in seen.items()
+        for said in warning_of_passes(row.epochs)
+    ]
+    if not recipe.data.sources:
+        return [f"passes over the training set: {about}{seen[''].epochs:.2f}", *warnings]
+    return [
+        f"{name}: {about}{100 * row.share:.1f}% of the run, {row.epochs:.2f} passes"
+        for name, row in seen.items()
+    ] + warnings

@@ -109,7 +109,7 @@ def _tree(weights: Sequence[int]) -> _Node | int:
     number = len(weights)
     while len(queue) > 1:
         (light, _, small), (heavy, _, large) = heapq.heappop(queue), heapq.heappop(queue)
-        heapq.heappush(queue, (light + heavy, number, _Node(large, small, heavy, light + heavy)))
+        heapq.heappush(queue, (light + heavy, number, _Node(small, large, light, light + heavy)))
         number += 1
     return queue[0][2]
 

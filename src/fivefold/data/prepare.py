@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.data import tokenfiles
-from fivefold.data.batches import objective_of, require_enough
+from fivefold.data.batches import objective_of
 from fivefold.data.build import Progress, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
 from fivefold.data.fingerprint import Memo, remembered, sha256_file
@@ -35,8 +35,8 @@ from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
 
-def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
-    """The data set of a recipe. It is tokenized first, unless the cache has this content with these settings.
+def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
+    """The data of `data.source`. It is tokenized first, unless the cache has this content with these settings.
 
     Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
     `workers` (processes; None: all cores). progress(stage, done, total) is called with bytes. Raises UserError for
@@ -48,7 +48,6 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
     else:
         data = _prepare_text(recipe, tell, workers or cores())
     require_vocabulary(recipe, data.vocab_size)
-    require_enough(recipe, len(data.train), None if data.val is None else len(data.val))
     return data
 
 

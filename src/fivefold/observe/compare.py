@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -15,8 +16,8 @@ from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
-from fivefold.observe.optimizer_paths import DARK, LIGHT
-from fivefold.observe.summary import column, summarize
+from fivefold.observe.palette import LIGHT, css
+from fivefold.observe.summary import by_name, column, summarize
 from fivefold.recipe import Recipe, count_parameters, explain, flops_per_token, load
 
 AXES = ("step", "tokens", "seconds", "FLOPs")
@@ -38,6 +39,7 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "peak_memory_bytes": ("Memory", size),
 }
 """Of a run, in the table: its title, and how it is shown."""
+LOSSES = (("Train loss", "loss"), ("Validation loss", "val_loss"))
 SMALLEST_IS_BEST = {"loss", "val_loss", "best_val_loss", "val_bits_per_byte"}
 
 
@@ -144,7 +146,8 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
     found = [f"{run.name} has no recipe that this version reads." for run in runs if run.recipe is None]
     if {"data.tokenizer", "model.vocab_size"} & changed.keys():
         found.append("The tokenizers differ, so losses per token do not compare; bits per byte do.")
-    if "data.source" in changed or "data.val_fraction" in changed:
+    held_out = [(run.recipe.data.specs, run.recipe.data.val_fraction) for run in runs if run.recipe]
+    if any(one != held_out[0] for one in held_out):
         found.append("The data differ, so validation losses are of different texts.")
     if {"train.val_sequences", "model.seq_len"} & changed.keys():
         found.append("Validation has other sequences, so validation losses compare with care.")
@@ -211,15 +214,7 @@ def page(runs: Sequence[ComparedRun]) -> str:
 
 def style() -> str:
     """The style sheet of a run's report, with a colour per run. From the eighth run on lines are dashed."""
-    light, dark = (
-        " ".join(f"--c{i}: {color};" for i, color in enumerate(colors)) for colors in (LIGHT, DARK)
-    )
-    classes = "".join(
-        f".line.c{i}, .dots.c{i} {{ stroke: var(--c{i}); }} .swatch.c{i} {{ background: var(--c{i}); }}\n"
-        for i in range(len(LIGHT))
-    )
-    roots = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
-    return f"{asset('report.css')}\n{roots}{classes}{asset('compare.css')}"
+    return f"{asset('report.css')}\n{css()}{asset('compare.css')}"
 
 
 def section(title: str, body: str) -> str:
@@ -272,12 +267,12 @@ def difference_table(runs: Sequence[ComparedRun]) -> str:
 
 
 def curves(runs: Sequence[ComparedRun]) -> str:
-    """Training and validation loss of all runs over each axis."""
+    """Training and validation loss of all runs over each axis, and the loss on each validation set over tokens."""
+    sets = dict.fromkeys(name for run in runs for line in run.lines for name in by_name(line, "val_losses"))
+    wanted = [(kind, key, axis) for kind, key in LOSSES for axis in AXES]
+    wanted += [(f"Loss on {printable(name)}", f"val_losses/{name}", "tokens") for name in sets]
     charts = [
-        draw(chart)
-        for kind, key in (("Train loss", "loss"), ("Validation loss", "val_loss"))
-        for axis in AXES
-        if (chart := _chart(runs, kind, key, axis)) is not None
+        draw(chart) for kind, key, axis in wanted if (chart := _chart(runs, kind, key, axis)) is not None
     ]
     legend = "".join(f'<li><span class="swatch {_style(run)}"></span>{escape(run.name)}</li>' for run in runs)
     return (
@@ -303,7 +298,7 @@ def _chart(runs: Sequence[ComparedRun], kind: str, key: str, axis: str) -> Chart
     low = min(ends) if not log else max(min(ends), min(last) / 20)
     series = [_from(one, low if log else -math.inf) for one in series]
     return Chart(
-        f"{key}-{axis}",
+        re.sub(r"[^A-Za-z0-9_-]", "-", f"{key}-{axis}"),
         f"{kind} over {axis}",
         series,
         (low, max(ends)),

@@ -22,6 +22,7 @@ from rich.text import Text
 from fivefold.errors import printable
 from fivefold.observe.faults import in_words
 from fivefold.observe.format import duration, short_number, size
+from fivefold.observe.summary import by_name
 
 # Seconds between redraws of the bar. A redraw takes about a millisecond, and steps may take less.
 _REDRAW_S = 0.25
@@ -76,6 +77,8 @@ class Console:
         text = f"validation  step {metrics['step']}  loss {metrics['val_loss']:.4f}"
         if metrics.get("val_bits_per_byte") is not None:
             text += f"  bits/byte {metrics['val_bits_per_byte']:.4f}"
+        for name, loss in by_name(metrics, "val_losses").items():
+            text += f"  {name} {loss:.4f}"
         self._say(text, "bold green")
 
     def sample(self, text: str, step: int | None = None) -> None:
@@ -219,14 +222,22 @@ class Console:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _shares(tokens: Mapping[str, float]) -> str:
+    """What a run has seen of each source: `web 7k (70%), code 3k (30%)`."""
+    whole = max(1, sum(tokens.values()))
+    return ", ".join(f"{name} {short_number(n)} ({100 * n / whole:.3g}%)" for name, n in tokens.items())
+
+
 def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The figures of `summarize` as (name, value) texts, without missing ones."""
     shown: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         ("steps", "steps", lambda v: f"{v:,}"),
         ("tokens", "tokens", lambda v: f"{short_number(v)} ({v:,})" if v >= 10_000 else str(v)),
+        ("source_tokens", "of them", _shares),
         ("train_s", "training time", duration),
         ("loss", "train loss", lambda v: f"{v:.4f}"),
         ("val_loss", "validation loss", lambda v: f"{v:.4f}" + best(v, "best_val_loss")),
+        ("val_losses", "by validation set", lambda v: ", ".join(f"{k} {x:.4f}" for k, x in v.items())),
         ("val_bits_per_byte", "bits per byte", lambda v: f"{v:.4f}" + best(v, "best_val_bits_per_byte")),
         ("tokens_per_s", "tokens/s", short_number),
         ("mfu", "MFU", lambda v: f"{100 * v:.1f}%"),

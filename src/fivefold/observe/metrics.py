@@ -42,6 +42,12 @@ _TAGS = {
     "peak_memory_bytes": "memory/peak_bytes",
     "tokens": "train/tokens",
 }
+_TAGS_BY_NAME = {
+    "val_losses": "val/loss",
+    "val_bits": "val/bits_per_byte",
+    "source_tokens": "train/tokens",
+}
+"""Of values that are numbers by name: a chart for each."""
 
 
 class MetricsWriter:
@@ -252,6 +258,9 @@ class _Events:
         for key, value in line.items():
             if key != "step" and isinstance(value, (int, float)):
                 summary.value.add(tag=_TAGS.get(key, f"other/{key}"), simple_value=float(value))
+            elif key in _TAGS_BY_NAME and isinstance(value, dict):
+                for name, number in value.items():
+                    summary.value.add(tag=f"{_TAGS_BY_NAME[key]}/{name}", simple_value=float(number))
             elif key == "sample":
                 entry = summary.value.add(tag="sample")
                 entry.metadata.plugin_data.plugin_name = "text"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from fivefold.observe.palette import DARK, LIGHT
 from fivefold.optim.surfaces import SURFACES, Surface
 
 Path = Sequence[tuple[float, float, float]]
@@ -18,8 +19,6 @@ FAMILIES = {
 }
 WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 260, 200, 16, 64, 14, 44  # pixels of a panel, margins
 COLUMNS, ROWS, LEVELS = 36, 28, 9  # of the grid of contours
-LIGHT = ("#1d5b9c", "#b5651d", "#2c7a5b", "#9b2f4a", "#7b4fa3", "#66625b", "#0f8a9d")
-DARK = ("#7fb2ea", "#f0b06a", "#79c9a3", "#ef8fa6", "#c3a1e0", "#b5b0a6", "#6fd3e3")
 STYLE = (
     '.paths { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;'
     " --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --rule: #d8d3c8; "

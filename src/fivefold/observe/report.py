@@ -14,10 +14,11 @@ from typing import Any
 
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood, write_atomically
-from fivefold.observe import faults, memory_picture, prediction, restarts, slow, step_timeline
+from fivefold.observe import faults, memory_picture, prediction, restarts, slow, sources, step_timeline
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
+from fivefold.observe.palette import css
 from fivefold.observe.run_charts import run_charts
 from fivefold.observe.sections import commands, compression, machine, recipe_text, sampled, samples
 from fivefold.observe.summary import column, summarize
@@ -50,11 +51,14 @@ def page(run: Path) -> str:
         predicted = prediction.section(prediction.read(run))
     with understood(run / "traces"):
         messages, memory = step_timeline.section(run), memory_picture.section(run)
+    with understood(run / sources.FILE):
+        seen = sources.section(run, lines)
     with understood(run / "machine.json"):
         facts = machine(run / "machine.json")
     name = printable(run.resolve().name)
     sections = [
         _section("Curves", curves) if curves else "",
+        _section("Data", seen) if seen else "",
         _section("Unusual steps", unusual) if unusual else "",
         _section("Predicted and measured", predicted),
         _section("Computing and messages", messages) if messages else "",
@@ -76,7 +80,7 @@ def page(run: Path) -> str:
 </header>
 <main>
 {"".join(sections)}</main>"""
-    return document(f"{name}: training report", body, asset("report.css"), asset("report.js"))
+    return document(f"{name}: training report", body, f"{asset('report.css')}\n{css()}", asset("report.js"))
 
 
 def _section(title: str, body: str) -> str:
@@ -102,9 +106,14 @@ def _in_words(recipe: Recipe | None, figures: Mapping[str, Any]) -> str:
     ranks = math.prod((layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp, layout.pp))
     return (
         f"A {model.arch} model{parameters}, {model.layers} layers {model.dim} wide, trained on "
-        f"{recipe.data.source} for {steps} of {recipe.train.global_batch_size} sequences of {model.seq_len} "
+        f"{_data_in_words(recipe)} for {steps} of {recipe.train.global_batch_size} sequences of {model.seq_len} "
         f"tokens{f', by {ranks} ranks' if ranks > 1 else ''}."
     )
+
+
+def _data_in_words(recipe: Recipe) -> str:
+    names = list(recipe.data.specs)
+    return recipe.data.source if names == [""] else f"a mixture of {', '.join(names)}"
 
 
 def _alarm(figures: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from fivefold.observe.chart import Chart, Series, draw, smooth
+from fivefold.observe.sources import SETS, validation_chart
 from fivefold.observe.summary import column, finite
 
 Lines = Sequence[dict[str, Any]]
@@ -25,6 +26,7 @@ def run_charts(lines: Lines) -> str:
     norm = _with_mean("gradient norm", *column(lines, "grad_norm"))
     charts = [
         loss_chart(lines, span),
+        validation_chart(lines, span),
         Chart("bits", "Bits per byte, validation", [bits], span, log=True),
         Chart("lr", "Learning rate", [rate], span, zero=True),
         Chart("norm", "Gradient norm", norm, span, zero=True, log=True),
@@ -33,7 +35,7 @@ def run_charts(lines: Lines) -> str:
         Chart("memory", "Peak memory, GiB", [gib], span, zero=True, unit="GiB"),
     ]
     drawn = [(chart, draw(chart)) for chart in charts]
-    missing = [chart.title.lower() for chart, html in drawn if not html]
+    missing = [chart.title.lower() for chart, html in drawn if not html and chart.id != SETS]
     none = f'<p class="none">Not in this run\'s metrics: {"; ".join(missing)}.</p>' if missing else ""
     return f'<div class="charts">\n{"".join(html for _, html in drawn)}</div>\n{none}'
 

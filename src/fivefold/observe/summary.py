@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -11,10 +11,24 @@ from fivefold.observe.faults import counts
 
 
 def column(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of `key`, in order of steps; values may be NaN."""
-    pairs = [(line["step"], float(line[key])) for line in lines if isinstance(line.get(key), (int, float))]
+    """Steps and values of `key`, in order of steps; values may be NaN. `val_losses/web` is a value by its name."""
+    group, _, name = key.partition("/")
+    values = ((line["step"], by_name(line, group).get(name) if name else line.get(key)) for line in lines)
+    pairs = [(step, float(value)) for step, value in values if isinstance(value, int | float)]
     pairs.sort(key=lambda pair: pair[0])
     return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def by_name(line: Mapping[str, Any], key: str) -> dict[str, float]:
+    """The numbers by name that a line has under a key; NaN for those that were not finite."""
+    values = line.get(key)
+    if not isinstance(values, dict):
+        return {}
+    return {
+        name: math.nan if value is None else float(value)
+        for name, value in values.items()
+        if value is None or isinstance(value, int | float)
+    }
 
 
 def finite(values: Sequence[float]) -> list[float]:
@@ -27,6 +41,7 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     steps, tokens; train_s (time in steps); loss (mean over the last 5% of the steps, 1 to 100 of them),
     val_loss (last), best_val_loss, best_val_step, val_bits_per_byte (last), best_val_bits_per_byte,
+    val_losses (last, by validation set, if there are several), source_tokens (last, by source of a mixture),
     tokens_per_s and mfu (medians, after the first tenth of the steps, where caches and compilers warm up),
     data_wait (share of the time in steps), noise_scale (last; in tokens), loss_scale and skipped_steps (last), faults
     (`faults.counts`), alarms (step, text), peak_memory_bytes, nonfinite (number of steps whose loss is NaN or
@@ -47,6 +62,9 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in ("noise_scale", "loss_scale", "skipped_steps"):
         if values := finite(column(lines, key)[1]):
             found[key] = values[-1]
+    for key in ("val_losses", "source_tokens"):
+        if named := [values for line in lines if (values := by_name(line, key))]:
+            found[key] = named[-1]
     if alarms := [(line["step"], str(line["alarm"])) for line in lines if "alarm" in line]:
         found["alarms"] = alarms
     if wrong := counts(lines):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from fivefold.errors import printable
-from fivefold.observe.optimizer_paths import DARK, LIGHT
+from fivefold.observe.palette import DARK, LIGHT
 from fivefold.observe.scale import Scale, linear_scale, log_scale, tick_labels
 
 Point = tuple[float, float]

@@ -25,7 +25,7 @@ KEPT = 32  # notes whose sending nobody has waited for
 
 class Kind(IntEnum):
     """Notes. From a worker: PUSHED (a part of a gradient is on its way), PULL (send a message's weights), COMPUTED (a
-    share's backward is done), APPLIED (all servers have applied its gradient), REPORT, TEXT (answers to an order), BYE.
+    share's backward is done), APPLIED (all servers have applied its gradient), TEXT (answers an order), BYE.
     From a server: ACKNOWLEDGED (a part has arrived), UPDATED (a message's weights are new), the orders TRAIN, VALIDATE,
     SAMPLE, END, and BYE."""
 
@@ -33,15 +33,14 @@ class Kind(IntEnum):
     PULL = 1
     COMPUTED = 2
     APPLIED = 3
-    REPORT = 4
-    TEXT = 5
-    ACKNOWLEDGED = 6
-    UPDATED = 7
-    TRAIN = 8
-    VALIDATE = 9
-    SAMPLE = 10
-    END = 11
-    BYE = 12
+    TEXT = 4
+    ACKNOWLEDGED = 5
+    UPDATED = 6
+    TRAIN = 7
+    VALIDATE = 8
+    SAMPLE = 9
+    END = 10
+    BYE = 11
 
 
 ORDERS = (Kind.TRAIN, Kind.VALIDATE, Kind.SAMPLE, Kind.END)

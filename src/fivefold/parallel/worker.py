@@ -289,12 +289,9 @@ class Exchange:
             self._share = step, share
         self._tell_if_applied()
 
-    def report(self, step: int, figures: tuple[float, ...] = (), text: str | None = None) -> None:
+    def report(self, step: int, text: str, figures: tuple[float, ...] = ()) -> None:
         """Answers an order of the first server."""
         link = self.links[0]
-        if text is None:
-            link.tell(Kind.REPORT, step=step, figures=figures)
-            return
         content = as_bytes(text) if text else torch.empty(0, dtype=torch.uint8)
         link.tell(Kind.TEXT, len(content), step=step, figures=figures)
         if len(content):

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from fivefold.models.section import LARGEST, Section
 
+HELD_OUT = "held_out"
+"""Name of the validation set that `data.val_fraction` holds out of a single source."""
 Weight = Annotated[float, Field(ge=0)]
 
 

@@ -130,7 +130,7 @@ class TrainSection(Section):
     val_every: int = Field(default=0, ge=0, le=LARGEST)
     """Steps between validations. 0: ten validations per run."""
     val_sequences: int = Field(default=64, ge=1, le=MOST_SEQUENCES)
-    """Sequences per validation (the same ones every time)."""
+    """Sequences per validation of each set (the same ones every time)."""
     sample_every: int = Field(default=0, ge=0, le=LARGEST)
     """Steps between samples of generated text. 0: at the end only."""
     sample_prompt: str = ""

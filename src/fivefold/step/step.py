@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -296,10 +297,47 @@ def mean_over_sites(state: State, *figures: Tensor) -> Sequence[Tensor]:
     return (sites.all_reduce(torch.stack(figures)) / sites.size).unbind()
 
 
-@torch.no_grad()
+class ValidationSet(NamedTuple):
+    """A rank's microbatches of a validation set. name: "" for the only one. headline: it counts for val_loss.
+    token_bytes (V): bytes of text per token id, if known."""
+
+    name: str
+    headline: bool
+    microbatches: list[Microbatch]
+    token_bytes: Tensor | None
+
+
+def validate(state: State, sets: Sequence[ValidationSet]) -> dict[str, Any]:
+    """Validates on every rank's microbatches. Returns val_loss (nats per target over the sets that are headlines) and
+    val_bits_per_byte, if it is known; and if there are several sets val_losses and val_bits of each by its name."""
+    sums = {one.name: _sums(state, one.microbatches, one.token_bytes) for one in sets}
+    together = [sums[one.name] for one in sets if one.headline]
+    found: dict[str, Any] = _losses(*map(sum, zip(*together, strict=True)))
+    if len(sets) > 1:
+        each = {name: _losses(*parts) for name, parts in sums.items()}
+        found["val_losses"] = {name: one["val_loss"] for name, one in each.items()}
+        key = "val_bits_per_byte"
+        found["val_bits"] = {name: one[key] for name, one in each.items() if key in one}
+    return found
+
+
+def _losses(nats: float, targets: float, size: float) -> dict[str, float]:
+    found = {"val_loss": nats / max(1, targets)}
+    if size:
+        found["val_bits_per_byte"] = nats / size / math.log(2)
+    return found
+
+
 def evaluate(state: State, microbatches: list[Microbatch], token_bytes: Tensor | None) -> dict[str, float]:
-    """Validates on every rank's microbatches. Returns val_loss (nats per target) and, given token_bytes (V), the bytes
-    of text per token, val_bits_per_byte."""
+    """Validates on one set: val_loss and, given token_bytes, val_bits_per_byte."""
+    return _losses(*_sums(state, microbatches, token_bytes))
+
+
+@torch.no_grad()
+def _sums(
+    state: State, microbatches: list[Microbatch], token_bytes: Tensor | None
+) -> tuple[float, float, float]:
+    """Sums over every rank's microbatches: nats, targets, and given token_bytes (V) bytes of text."""
     parallel, mesh = state.parallel, state.mesh
     for stage in parallel.stages:
         stage.eval()
@@ -319,7 +357,4 @@ def evaluate(state: State, microbatches: list[Microbatch], token_bytes: Tensor |
         stage.train()
     sums = mesh.axis("run").all_reduce(sums * counted_once(mesh))
     nats, targets, size = sums.tolist()
-    found = {"val_loss": nats / max(1, targets)}
-    if size:
-        found["val_bits_per_byte"] = nats / size / math.log(2)
-    return found
+    return nats, targets, size

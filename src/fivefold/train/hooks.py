@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
+from fivefold.data import mixture
+from fivefold.data.mixture import amounts
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.host import memory
@@ -28,7 +30,7 @@ from fivefold.observe.metrics import MetricsWriter
 from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.observe.slow import SlowRanks
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.recipe import Recipe, batch_size, count_parameters, tokens_before
+from fivefold.recipe import LeftOut, Recipe, batch_size, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
 from fivefold.step import replicas
@@ -36,7 +38,7 @@ from fivefold.step.histogram import Counter
 from fivefold.step.recorder import Recorder
 from fivefold.step.replay import replay
 from fivefold.step.state import State, compute_mode
-from fivefold.step.step import evaluate
+from fivefold.step.step import validate
 from fivefold.train.faults import Fault, note
 from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.job import Job
@@ -46,7 +48,7 @@ from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
-from fivefold.train.share import training_batches, validation_set
+from fivefold.train.share import training_batches, validation_sets
 
 SQUARES = "partial_squares"  # the figure of a step that `NoiseScale.take` returns
 MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
@@ -59,13 +61,17 @@ class Speed:
         self.recipe = job.recipe
         self.flops = flops_per_token(job.recipe.model) if job.module is None else None
         self.peak = _peak_flops(job.recipe, ranks) if self.flops else None
+        self.amounts = amounts(job.recipe, job.data) if job.data is not None and job.data.parts else {}
 
-    def figures(self, step: int, seconds: float) -> dict[str, Any]:
+    def figures(self, step: int, seconds: float, left_out: LeftOut = ()) -> dict[str, Any]:
         seen = tokens_before(self.recipe, step)
         own = seen - tokens_before(self.recipe, step - 1)
         found: dict[str, Any] = {"tokens": seen, "tokens_per_s": own / seconds}
         if self.flops and self.peak:
             found["mfu"] = found["tokens_per_s"] * self.flops / self.peak
+        if self.amounts:
+            sources = mixture.seen(self.recipe, self.amounts, step, left_out)
+            found["source_tokens"] = {name: one.tokens for name, one in sources.items()}
         return found
 
 
@@ -158,7 +164,7 @@ class RunHooks:
         for name in (*KINDS, *USUAL):
             if not said or not line.get(name):
                 line.pop(name, None)
-        line |= self.speed.figures(line["step"], line["step_s"])
+        line |= self.speed.figures(line["step"], line["step_s"], self.state.left_out)
         if self.noise:
             line |= self.noise.figures(line["grad_norm"], line.pop(SQUARES))
         if slow := self.slow.add(line.pop("rank_seconds", [])):
@@ -194,13 +200,13 @@ class RunHooks:
 
     def validate(self, step: int) -> None:
         job = self.job
-        if job.val_batches is None and (job.data is None or job.data.val is None):
-            return  # nothing is held out, on any rank
         with nullcontext() if self.validated else progress.phase("the first validation"):  # it may compile
             # Perhaps no microbatches for this rank: it still takes part.
-            microbatches, token_bytes = validation_set(job, self.state.mesh)
+            sets = validation_sets(job, self.state.mesh)
+            if not sets:
+                return  # nothing is held out, on any rank
             with self._common_weights():
-                line = {"step": step, **evaluate(self.state, microbatches, token_bytes)}
+                line = {"step": step, **validate(self.state, sets)}
         self.validated = True
         if errors := self.state.compression_errors():
             line |= {"compression_error": fmean(errors.values()), "compression_errors": errors}

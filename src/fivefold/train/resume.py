@@ -6,17 +6,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fivefold.checkpoint import keep, store
 from fivefold.checkpoint.manifest import Damaged
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
+from fivefold.recipe import sequences_before
 from fivefold.step.state import State
 from fivefold.train.checked import assert_same, damaged_together
 from fivefold.train.job import Job
 from fivefold.train.loaded import load_checkpoint
 from fivefold.train.meta import meta_of
-from fivefold.train.saved import FINGERPRINT, identity
+from fivefold.train.saved import FINGERPRINT, STAGES, identity
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,32 @@ def _set_aside(damages: Mapping[Path, str], first: bool, step: int) -> list[str]
 def _assert_identity(job: Job, checkpoint: store.Reader) -> None:
     folder, meta = checkpoint.folder, checkpoint.meta
     for key, now in identity(job).items():
-        if key in meta and meta[key] != now:
-            if key == FINGERPRINT:
+        then = meta.get(key, now)
+        if key == STAGES:  # a stage that has not begun may change
+            place = sequences_before(job.recipe.train, meta["step"])
+            then, now = ([stage for stage in stages if stage[0] < max(1, place)] for stages in (then, now))
+            if then != now:
                 raise UserError(
-                    f"the data changed since {folder}, so the run cannot resume exactly. Restore the data, or start a "
-                    "new run"
+                    f"{folder} was trained with other weights of data.sources, or other data.stages, up to step "
+                    f"{meta['step']}, so the run cannot resume exactly. Undo the change, or start a new run"
                 )
+        elif then != now and key == FINGERPRINT:
+            which = _changed(then, now)
             raise UserError(
-                f"{folder} was trained with {key} = {meta[key]!s:.80}, and now it is {now}, so the run cannot resume "
+                f"the data{which} changed since {folder}, so the run cannot resume exactly. Restore the data, or start "
+                "a new run"
+            )
+        elif then != now:
+            raise UserError(
+                f"{folder} was trained with {key} = {then!s:.80}, and now it is {now}, so the run cannot resume "
                 "exactly. Undo the change, or start a new run"
             )
+
+
+def _changed(then: Any, now: Any) -> str:
+    """The sources of a mixture that differ, by name; "" without a mixture."""
+    if not (isinstance(then, list) and isinstance(now, list)):
+        return ""
+    before, after = dict(then), dict(now)
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    return f" of data.sources ({', '.join(names) or 'their order'})"

@@ -12,6 +12,7 @@ import torch
 from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
+from fivefold.data.mixture import amounts, facts, stages_in_words
 from fivefold.files import MOST_TRACE, guard, make_folder, parse_json, read_bytes, write_atomically
 from fivefold.host.machine import describe
 from fivefold.kernels import native
@@ -118,6 +119,8 @@ def write_run_files(job: Job) -> None:
     make_folder(job.out)
     write_atomically(job.out / "recipe.toml", to_toml(job.asked or job.recipe))
     write_atomically(job.out / "machine.json", json.dumps(describe(), indent=2) + "\n")
+    if job.data is not None:
+        write_atomically(job.out / "data.json", json.dumps(facts(job.recipe, job.data), indent=2) + "\n")
     tokenizer, path = job.data and job.data.tokenizer, job.out / "tokenizer.json"
     if tokenizer is not None and not (path.is_file() and _is_json(path)):
         tokenizer.save(path)
@@ -143,6 +146,9 @@ def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
         f"{name}, {parameters:,} parameters, {mode.name}; {ranks.world} rank(s) on {where}; "
         f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
     )
+    if job.data is not None and job.data.parts:
+        for line in stages_in_words(recipe, amounts(recipe, job.data)):
+            console.note(f"data, {line}")
     found = [f"WARNING: {warning}" for warning in warnings(recipe)]
     for note in (*notes(recipe), *state.mesh.notes(), *state.parallel.notes(), *found):
         console.note(note)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fivefold.checkpoint import keep, store, write
+from fivefold.data.mixture import amounts, order_of
 from fivefold.parallel.outer import Outer
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
@@ -23,6 +24,7 @@ from fivefold.train.job import Job
 OUTER = "outer."  # prefix of the outer optimizer's states
 OFFLOADED_SHARD_BYTES = 64 << 20  # a shard is in memory while it is written
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
+STAGES = "data.stages"  # [place at which it begins, weight of each source] of each stage
 
 
 def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
@@ -167,4 +169,7 @@ def identity(job: Job) -> dict[str, Any]:
     }
     if job.data is not None:
         found[FINGERPRINT] = job.data.info.get("fingerprint")
+        if job.data.parts:
+            stages = order_of(recipe, amounts(recipe, job.data)).stages
+            found[STAGES] = [[stage.begin, *stage.weights] for stage in stages]
     return found

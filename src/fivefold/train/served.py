@@ -34,7 +34,7 @@ from fivefold.recipe import to_toml
 from fivefold.spread.servers import Shares
 from fivefold.step.served import assert_possible, server_state, worker_state
 from fivefold.step.state import State
-from fivefold.step.step import evaluate, forward_backward, rate
+from fivefold.step.step import forward_backward, rate, validate
 from fivefold.train.faults import MAX_SKIPPED
 from fivefold.train.hooks import Speed, sampled
 from fivefold.train.job import Job
@@ -46,7 +46,7 @@ from fivefold.train.rollback import FILE, read
 from fivefold.train.run import conclude, introduce, write_run_files
 from fivefold.train.saved import identity
 from fivefold.train.saver import Saver
-from fivefold.train.share import batches_of, share_of, validation_set
+from fivefold.train.share import batches_of, share_of, validation_sets
 
 WORKERS = "workers.jsonl"
 """A file of the run folder: a line per share, with who computed it when."""
@@ -285,11 +285,8 @@ class Leader:
         if note.kind == Kind.COMPUTED:
             self._computed(worker, note, event.lag)
             return
-        self.doing.pop(worker, None)
-        if note.kind == Kind.REPORT:
-            loss, bits = note.figures[:2]
-            found = {"step": note.step, "val_loss": loss}
-            self.reports.append(found | ({"val_bits_per_byte": bits} if bits else {}))
+        if self.doing.pop(worker)[0] == Kind.VALIDATE:
+            self.reports.append({"step": note.step, **json.loads(event.text)})
         elif note.figures[0]:
             self.console.note(f"step {note.step}: no sample: {event.text}")
         else:
@@ -313,7 +310,7 @@ class Leader:
         last = step == self.steps
         if self.stopping and not last:
             return
-        held_out = job.val_batches is not None or (job.data is not None and job.data.val is not None)
+        held_out = job.val_batches is not None or bool(job.data is not None and job.data.validation_sets)
         if held_out and (last or due(train.val_every, step)):
             self.chores.append((Kind.VALIDATE, step))
         writes = card_of(job.recipe.model).causal and job.data is not None and job.data.tokenizer is not None
@@ -400,17 +397,16 @@ def _work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
         if note.kind == Kind.TRAIN:
             _train(job, ranks, state, served, note, interrupt)
         elif note.kind == Kind.VALIDATE:
-            found = evaluate(state, *validation_set(job, state.mesh))
-            figures = found["val_loss"], found.get("val_bits_per_byte", 0.0)
-            exchange.report(note.first, figures)
+            found = validate(state, validation_sets(job, state.mesh))
+            exchange.report(note.first, json.dumps(found))
         else:
             exchange.need_all()
             assert job.data
             assert job.data.tokenizer
             try:
-                exchange.report(note.first, text=sampled(state, job, note.first, job.data.tokenizer))
+                exchange.report(note.first, sampled(state, job, note.first, job.data.tokenizer))
             except UserError as error:  # a diverged model cannot write; the run continues
-                exchange.report(note.first, (1.0,), str(error))
+                exchange.report(note.first, str(error), (1.0,))
     exchange.close()
     served.close()
     return bool(note.first)
@@ -427,7 +423,7 @@ def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, in
     batches = job.batches
     if batches is None:
         assert job.data is not None
-        batches = batches_of(recipe, job.data, job.data.train, train.global_batch_size, shuffle=True)
+        batches = batches_of(recipe, job.data)
     count = ranks.world - recipe.servers.count
     microbatches = share_of(
         batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh, share=(share, count)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.data import NOT_COUNTED, Batches, DataSet, Prefetch
+from fivefold.data import NOT_COUNTED, Batches, DataSet, Prefetch, Tokens
 from fivefold.data.batches import objective_of
+from fivefold.data.mixture import amounts, order_of
 from fivefold.errors import UserError
 from fivefold.parallel.context import take
 from fivefold.parallel.mesh import Mesh
@@ -20,6 +21,7 @@ from fivefold.parallel.pipeline import Microbatch
 from fivefold.parallel.share import Share
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
 from fivefold.spread import shares
+from fivefold.step.step import ValidationSet
 from fivefold.train.job import BatchSource, Job
 
 
@@ -42,7 +44,7 @@ def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[..., Share]:
     batches = own
     if batches is None:
         assert job.data is not None
-        batches = batches_of(recipe, job.data, job.data.train, train.global_batch_size, True, left_out)
+        batches = batches_of(recipe, job.data, left_out)
 
     def share(i: int, mesh: Mesh, **how: Any) -> Share:
         size, rows = batch_size(train, i), train.microbatch_size or 1
@@ -52,32 +54,55 @@ def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[..., Share]:
     return share
 
 
-def validation_set(job: Job, mesh: Mesh) -> tuple[list[Microbatch], Tensor | None]:
-    """This rank's share of the validation sequences, and the bytes per token id if known."""
-    recipe, size = job.recipe, job.recipe.train.val_sequences
-    batches, token_bytes = job.val_batches, None
-    if batches is None:
-        assert job.data is not None
-        assert job.data.val is not None
-        batches = batches_of(recipe, job.data, job.data.val, size, shuffle=False)
-        size = min(size, batches.sequences)
-        if job.data.tokenizer is not None and objective_of(recipe) == "causal":
-            token_bytes = torch.as_tensor(job.data.tokenizer.token_bytes, device=mesh.device)
-    rows, equal = recipe.train.microbatch_size or 1, mesh.layout.divided
+def validation_sets(job: Job, mesh: Mesh) -> list[ValidationSet]:
+    """This rank's share of each validation set."""
+    recipe, size, data = job.recipe, job.recipe.train.val_sequences, job.data
+    if job.val_batches is not None:
+        return [ValidationSet("", True, _held_out(job, mesh, job.val_batches, size), None)]
+    if data is None or not data.validation_sets:
+        return []
+    token_bytes = None
+    if data.tokenizer is not None and objective_of(recipe) == "causal":
+        token_bytes = torch.as_tensor(data.tokenizer.token_bytes, device=mesh.device)
+    headline = data.held_out or data.validation_sets
+    found = []
+    for name, tokens in data.validation_sets.items():
+        batches = in_order(recipe, data, tokens, size)
+        rows = _held_out(job, mesh, batches, min(size, batches.sequences))
+        own = "" if len(data.validation_sets) == 1 else name
+        found.append(ValidationSet(own, name in headline, rows, token_bytes))
+    return found
+
+
+def _held_out(job: Job, mesh: Mesh, batches: BatchSource, size: int) -> list[Microbatch]:
+    rows, equal = job.recipe.train.microbatch_size or 1, mesh.layout.divided
     dp = mesh.axis("dp")  # a launch that is one site of several validates by itself
     alone = (dp.index, dp.size) if mesh.apart else None
-    return rows_of(batches, size, rows, mesh, equal, alone), token_bytes
+    return rows_of(batches, size, rows, mesh, equal, alone)
 
 
-def batches_of(
-    recipe: Recipe, data: DataSet, tokens: Any, size: int, shuffle: bool, left_out: LeftOut = ()
-) -> Batches:
-    assert recipe.model.vocab_size is not None
-    objective = objective_of(recipe)
-    seq_len, train = recipe.model.seq_len, recipe.train
-    begins = partial(place, train, left_out=left_out) if shuffle else None
+def in_order(recipe: Recipe, data: DataSet, tokens: Tokens, size: int) -> Batches:
+    """Batches of `size` sequences in their own order, for validation."""
+    objective, seed = objective_of(recipe), recipe.train.seed
     return Batches(
-        tokens, seq_len, size, train.seed, objective, data.mask_id, data.vocab_size, shuffle, begins
+        tokens, recipe.model.seq_len, size, seed, objective, data.mask_id, data.vocab_size, shuffle=False
+    )
+
+
+def batches_of(recipe: Recipe, data: DataSet, left_out: LeftOut = ()) -> Batches:
+    """The training batches of a run."""
+    assert recipe.model.vocab_size is not None
+    train = recipe.train
+    return Batches(
+        list(data.sources.values()),
+        recipe.model.seq_len,
+        train.global_batch_size,
+        train.seed,
+        objective_of(recipe),
+        data.mask_id,
+        data.vocab_size,
+        begins=partial(place, train, left_out=left_out),
+        order=order_of(recipe, amounts(recipe, data)),
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fivefold.data import DataSet
-from fivefold.data.batches import require_enough
+from fivefold.data.mixture import amounts, passes, require_enough
 from fivefold.errors import BusyError, CheckFailed, CommunicationError, RankFailed, UserError, printable
 from fivefold.files import guard, make_folder, open_file, owned, stream
 from fivefold.host import cores
@@ -70,13 +70,14 @@ def plan(sweep: Sweep, base: str | Path) -> None:
                 float(row.settings[table.FLOPS]) / training_flops(parameters, 1)
             )
             recipe = sweep.load(base, row)
-        require_enough(recipe, len(data.train), None if data.val is None else len(data.val))
+        found = amounts(recipe, data)
+        require_enough(recipe, found)
         tokens = tokens_before(recipe, total_steps(recipe))
         row.figures |= {
             "parameters": parameters,
             "tokens": tokens,
             "flops": training_flops(parameters, tokens),
-            "epochs": round(tokens / len(data.train), 4),
+            "epochs": round(max(passes(recipe, found).values()), 4),
             "lr": recipe.optim.lr,
         }
 

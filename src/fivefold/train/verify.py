@@ -223,7 +223,7 @@ def _common(folder: Path, ranks: Ranks) -> Path:
 def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
     """Computes one rank's part of a side: of the layout, or of the reference."""
     recipe, train = side.recipe, side.recipe.train
-    batches = batches_of(recipe, side.data, side.data.train, train.global_batch_size, shuffle=True)
+    batches = batches_of(recipe, side.data)
     state = reference_state(recipe, ranks) if reference else build_state(recipe, ranks)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
 

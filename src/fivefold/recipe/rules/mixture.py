@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.models.card import Contradiction
+from fivefold.recipe.entries import HELD_OUT
 from fivefold.recipe.ramp import ramp, steps_for
 from fivefold.recipe.schema import DataSection, Sections
 from fivefold.recipe.words import toml_value
 
-HELD_OUT = "held_out"
-"""Name of the validation set that `data.val_fraction` holds out of a single source."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,60}", re.ASCII)
 _CLOSE = 1e-6
 

@@ -53,10 +53,10 @@ def conversations(recipe: Sections) -> Iterator[Contradiction]:
     if not data.chat_template:
         return
     given = f"data.chat_template = {toml_value(data.chat_template)}"
-    if data.source.startswith("tokens:"):
+    if tokens := [spec for spec in data.specs.values() if spec.startswith("tokens:")]:
         yield (
-            {"data.chat_template", "data.source"},
-            f"{given}: data.source = {toml_value(data.source)} holds tokens, and no messages. Nearest valid: "
+            {"data.chat_template", "data.source", "data.sources"},
+            f"{given}: data.source = {toml_value(tokens[0])} holds tokens, and no messages. Nearest valid: "
             'chat_template = "", or a source of .jsonl files',
         )
     if not card_of(recipe.model).causal:

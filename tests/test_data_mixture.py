@@ -1,0 +1,273 @@
+"""Mixtures: which source stands where, weights, stages, validation sets, and runs that resume in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_recipes import write
+from ranks import run_ranks
+from runs import assert_same_tensors, lines, train_rank
+
+from fivefold.checkpoint import store
+from fivefold.data import Batches, check, prepare
+from fivefold.data.mixture import amounts, order_of, seen
+from fivefold.data.order import Order, Stage, permute, whole_weights
+from fivefold.errors import UserError
+from fivefold.observe.report import write_report
+from fivefold.recipe import Recipe, change, leave_out, load, to_toml
+from fivefold.train.share import batches_of
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_weights_are_met_in_every_prefix(seed: int) -> None:
+    """Each source has less than 2 items more or fewer than its weight says, and takes its items in order."""
+    random = np.random.default_rng(seed)
+    weights = random.random(random.integers(1, 12)) ** random.choice([1, 4])
+    weights[random.random(len(weights)) < 0.2] = 0
+    weights[0] += 1e-3
+    order = Order([Stage(0, whole_weights(weights.tolist()))])
+    places = np.arange(4000)
+    sources, uses = order.at(places)
+    counts = np.cumsum(np.eye(len(weights))[sources], 0)
+    assert np.abs(counts - (places[:, None] + 1) * weights / weights.sum()).max() < 2
+    for source in range(len(weights)):
+        assert uses[sources == source].tolist() == list(range(int(counts[-1, source])))
+    for place in (0, 1, 77, 4000):
+        assert order.before(place) == (counts[place - 1] if place else 0 * weights).astype(int).tolist()
+    some = random.integers(0, 4000, 50)  # a function of the place, whichever others are asked for
+    for found, wanted in zip(order.at(some), (sources, uses), strict=True):
+        assert np.array_equal(found, wanted[some])
+
+
+def test_stages_go_on_where_the_one_before_ended() -> None:
+    order = Order([Stage(0, whole_weights([1, 1, 0])), Stage(101, whole_weights([0, 1, 4]))])
+    sources, uses = order.at(np.arange(201))
+    assert sorted(set(sources[:101])) == [0, 1]
+    assert sorted(set(sources[101:])) == [1, 2]
+    assert order.before(201) == [51, 70, 80]
+    assert uses[sources == 1].tolist() == list(range(70))
+    assert Order().at(np.array([7, 2**52]))[1].tolist() == [7, 2**52]
+
+
+SIZES = {"a": 1700, "b": 900, "c": 400}
+TINY = [
+    "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=48", "model.seq_len=16",
+    "data.tokenizer=bytes", "data.val_fraction=0.1", "train.global_batch_size=4", "train.microbatch_size=1",
+    "train.steps=6", "train.val_sequences=4", "train.val_every=3", "train.sample_tokens=4", "train.sample_every=0",
+    "optim.lr=1e-2", "optim.warmup_steps=0", "optim.schedule=constant", "observe.tensorboard=false",
+    "precision.mode=fp32", "layout.dp_replicate=1", "optim.eps=1e-4", "train.sample_prompt=a",
+]  # fmt: skip
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    for name, size in SIZES.items():
+        text = "".join(f"{name}{i * i % 89} " for i in range(size))
+        write(tmp_path / f"{name}.txt", text)
+        write(tmp_path / name / "1.txt", text[: size // 2])
+        write(tmp_path / name / "2.txt", text[size // 2 :])
+    return tmp_path
+
+
+def mixed(texts: Path, *more: str, stages: str = "", validation: str = "") -> Recipe:
+    sources = ", ".join(
+        f'{{name = "{name}", source = "{texts / name}.txt", weight = {weight}}}'
+        for name, weight in (("a", 5), ("b", 3), ("c", 2))
+    )
+    lists = [f"data.sources=[{sources}]"]
+    lists += [f"data.stages={stages}"] * bool(stages) + [f"data.validation={validation}"] * bool(validation)
+    return load("quickstart", [*TINY, f"data.cache={texts / 'cache'}", *lists, *more])
+
+
+STAGES = "[{share = 0.5}, {share = 0.5, weights = {c = 1, a = 1}}]"
+
+
+def test_one_source_has_the_order_it_always_had(texts: Path) -> None:
+    recipe = load("quickstart", [*TINY, f"data.source={texts / 'a.txt'}", f"data.cache={texts / 'cache'}"])
+    data = prepare(recipe)
+    batches = batches_of(
+        recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": 512})}), data
+    )
+    places = np.arange(4 * 500, 4 * 501)
+    numbers = [
+        permute(p % batches.sequences, batches.sequences, 0, int(p // batches.sequences)) for p in places
+    ]
+    wanted = data.train.rows(np.array(numbers) * 16, 17)
+    inputs, targets = batches.batch(500)
+    assert np.array_equal(inputs, wanted[:, :-1])
+    assert np.array_equal(targets, wanted[:, 1:])
+
+
+def test_batches_hold_the_sources_that_the_order_says(texts: Path) -> None:
+    """However ranks and microbatches cut a batch; each source is one text of its own letter."""
+    recipe = mixed(texts, stages=STAGES)
+    data = prepare(recipe)
+    order = order_of(recipe, amounts(recipe, data))
+    assert [stage.begin for stage in order.stages] == [0, 12]
+    batches = Batches(list(data.sources.values()), 16, 4, 0, order=order)
+    for i in range(6):
+        inputs, _ = batches.batch(i)
+        sources, _ = order.at(np.arange(4 * i, 4 * i + 4))
+        letters = [next(chr(c) for c in row if chr(c) in "abc") for row in inputs.tolist()]
+        assert letters == ["abc"[source] for source in sources]
+        cut = np.concatenate([batches.batch(i, range(k, k + 1))[0] for k in range(4)])
+        assert np.array_equal(cut, inputs)
+
+
+def test_weights_by_documents_by_size_and_what_is_left_out(texts: Path) -> None:
+    """Two documents each: the shares of tokens are those of the documents' lengths. Without weights: those of sizes."""
+    folders = ", ".join(f'{{name = "{n}", source = "{texts / n}", weight = 1}}' for n in SIZES)
+    recipe = mixed(texts, "data.val_fraction=0", f"data.sources=[{folders}]", "data.weigh_by=documents")
+    found = amounts(recipe, prepare(recipe))
+    shares = [stage / sum(s) for s in [order_of(recipe, found).stages[0].weights] for stage in s]
+    whole = sum(amount.tokens for amount in found.values())
+    assert shares == pytest.approx([amount.tokens / whole for amount in found.values()])
+    plain = mixed(texts, f"data.sources=[{folders.replace(', weight = 1', '')}]", "data.val_fraction=0")
+    epochs = [row.epochs for row in seen(plain, found, 6).values()]
+    assert max(epochs) - min(epochs) < 2 / min(amount.items for amount in found.values())
+    left_out = leave_out(plain.train, (), 2, 4)  # steps 3 and 4 are not seen; later ones are
+    order, rows = order_of(plain, found), seen(plain, found, 6, left_out)
+    taken = np.bincount(order.at(np.r_[0:8, 16:32])[0], minlength=3)
+    assert [row.items for row in rows.values()] == taken.tolist()
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe:300", "chars"])
+def test_one_tokenizer_for_all_sources_and_sets(texts: Path, tokenizer: str) -> None:
+    write(texts / "own.txt", "a1 z?? " * 40)
+    own = f'[{{name = "own", source = "{texts / "own.txt"}"}}]'
+    recipe = mixed(texts, f"data.tokenizer={tokenizer}", validation=own)
+    assert any("a: 54." in line or "a: about" in line for line in check(recipe))
+    data = prepare(recipe)
+    assert data.tokenizer is not None
+    for part in (*data.parts, *data.validation):
+        text = data.tokenizer.decode(part.train[:40])
+        assert text.startswith("a1 z" if part.name == "own" else part.name)
+    assert list(data.validation_sets) == ["a", "b", "c", "own"]
+    assert prepare(recipe).info["cached"]
+    assert any("(in the cache)" in line for line in check(recipe))
+
+
+def test_validation_sets_do_not_change_what_is_trained_on(texts: Path) -> None:
+    plain = load(
+        "quickstart",
+        [*TINY, f"data.source={texts / 'a.txt'}", f"data.cache={texts / 'cache'}", "data.tokenizer=bpe:300"],
+    )
+    recipe = change(plain, [f'data.validation=[{{name = "own", source = "{texts / "b.txt"}"}}]'])
+    one, other = prepare(plain), prepare(recipe)
+    assert one.info["fingerprint"] == other.info["fingerprint"]
+    assert list(other.validation_sets) == ["held_out", "own"]
+    assert other.tokenizer is not None
+    assert (
+        other.tokenizer.decode(other.validation[0].train[:200])
+        == (texts / "b.txt").read_text()[: len(other.tokenizer.decode(other.validation[0].train[:200]))]
+    )
+
+
+def run(recipe: Recipe, out: Path, layout: str = "dp=1", steps: int = 6, resume: bool = False) -> None:
+    recipe = change(recipe, [f"train.steps={steps}"] if steps != 6 else [], layout)
+    ranks = 1 if layout == "dp=1" else 2
+    if ranks == 1:
+        train_rank(0, 1, recipe, out, resume)
+    else:
+        run_ranks(ranks, train_rank, recipe, out, resume, timeout_s=60)
+
+
+def test_a_run_resumes_in_stages_on_any_layout(texts: Path) -> None:
+    """Steps 1 to 4 on two ranks, across the border of the stages after step 3; then on others. The run in one process
+    has the same losses, and the same bits after a resume before the border."""
+    own = f'[{{name = "own", source = "{texts / "b.txt"}"}}]'
+    recipe = mixed(texts, "checkpoint.every=2", "checkpoint.keep_last=9", stages=STAGES, validation=own)
+    run(recipe, texts / "whole")
+    whole = store.load(store.latest(texts / "whole"))
+    losses = lines(texts / "whole", "loss")
+    for name, layout, other in (("bits", "dp=1", "dp=1"), ("dp", "dp=2,zero=1", "cp=2")):
+        out, folder = texts / name, store.folder_of(texts / name, 4)
+        run(recipe, out, layout)
+        if name == "bits":
+            folder = store.folder_of(out, 2)
+        for later in store.checkpoints(out):
+            if later > folder:
+                later.rename(out / f"was-{later.name}")
+        run(recipe, out, other, resume=True)
+        assert lines(out, "loss") == pytest.approx(losses, rel=1e-5)
+        assert lines(out, "source_tokens") == lines(texts / "whole", "source_tokens")
+        if name == "bits":
+            assert_same_tensors(store.load(store.latest(out)).model, whole.model)
+            assert lines(out, "val_losses") == lines(texts / "whole", "val_losses")
+    assert lines(texts / "whole", "source_tokens")[2] == {"a": 6 * 16, "b": 4 * 16, "c": 2 * 16}
+    assert lines(texts / "whole", "source_tokens")[-1] == {"a": 12 * 16, "b": 4 * 16, "c": 8 * 16}
+    (first, last), heads = lines(texts / "whole", "val_losses"), lines(texts / "whole", "val_loss")
+    assert first.keys() == {"a", "b", "c", "own"}
+    assert heads[1] == pytest.approx(np.mean([last[name] for name in "abc"]))
+    page = write_report(texts / "whole").read_text()
+    assert "Loss by validation set" in page
+    assert '<th scope="row">c</th>' in page
+    with pytest.raises(
+        UserError, match=r"with other weights of data\.sources, or other data\.stages, up to step 6"
+    ):
+        run(change(recipe, ["data.sources.b.weight=9"]), texts / "whole", resume=True)
+    longer = change(recipe, ["train.steps=12"])  # the first stage would have been longer
+    with pytest.raises(UserError, match=r"other data\.stages"):
+        train_rank(0, 1, longer, texts / "whole", resume=True)
+    write(texts / "b.txt", "something else " * 90)
+    with pytest.raises(UserError, match=r"the data of data\.sources \(b\) changed since"):
+        run(recipe, texts / "whole", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("sets", "part"),
+    [
+        (["data.sources.a.weight=0", "data.sources.b.weight=0", "data.sources.c.weight=0"], "every weight is 0"),
+        (["data.sources.a.weigth=1"], "number 1: weigth = 1: unknown key; did you mean 'weight'"),
+        (["data.sources.b.weight=none"], "data.sources: b has no weight, and others have one"),
+        (["data.stages=[{share = 0.5}, {share = 0.3}]"], r"shares 0\.5 \+ 0\.3 sum to 0\.8; they must sum to 1"),
+        (["data.stages=[{share = 1, weights = {d = 1}}]"], "a weight of d, which is no source; there are a, b, c"),
+        (["data.stages=[{share = 1, weights = {a = 0}}]"], "every weight of stage 1 is 0"),
+        (["data.stages=[{share = 0.99}, {share = 0.01}]"], "stage 2 with share = 0.01 has no step in a run of 6"),
+        (["data.stages=[{share = 2}]"], r"number 1: share = 2: must be a number > 0 and <= 1"),
+        (["data.validation=[{name = 'a', source = 'x'}]"], "the name a comes twice"),
+        (["data.sources=[{name = 'a b', source = 'x'}]"], "must be 1 to 60 letters"),
+        (["data.sources=[]", "data.stages=[{share = 1}]"], r"there is no \[\[data\.sources\]\]"),
+        (["data.source=x.txt", "data.sources=[{name = 'a', source = 'x'}]"], "are both set; set only one"),
+        (["data.sources.a.source=nowhere.txt"], "data.sources, a: data.source: no such file"),
+        (["data.sources.a.max_epochs=1", "train.steps=600"], "its max_epochs allows 1. Give it a smaller weight, or"),
+    ],
+)  # fmt: skip
+def test_one_clear_message(texts: Path, sets: list[str], part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        prepare(mixed(texts, *sets))
+
+
+def test_sources_that_do_not_go_together(texts: Path) -> None:
+    np.full(600, 700, "<u2").tofile(texts / "t.bin")
+    tokens = f"data.sources.a.source=tokens:{texts / 't.bin'}"
+    with pytest.raises(UserError, match=r"has the id 700, and data\.tokenizer = 'bytes' has 257 ids"):
+        prepare(mixed(texts, tokens))
+    with pytest.raises(UserError, match=r"'bpe:300' is learned from the text of the others"):
+        prepare(mixed(texts, tokens, "data.tokenizer=bpe:300"))
+    write(texts / "small.txt", "b" * 12)
+    with pytest.raises(
+        UserError, match=r"data\.sources, b: .* has \d+ training tokens, fewer than one sequence"
+    ):
+        prepare(mixed(texts, f"data.sources.b.source={texts / 'small.txt'}"))
+    write(texts / "empty.txt", "")
+    with pytest.raises(UserError, match=r"data\.sources, b: data\.source: .*holds no text"):
+        prepare(mixed(texts, f"data.sources.b.source={texts / 'empty.txt'}"))
+    np.full(600, 200, "<u2").tofile(texts / "t.bin")
+    assert prepare(mixed(texts, tokens)).vocab_size == 257
+
+
+def test_a_mixture_as_a_file(texts: Path) -> None:
+    recipe = mixed(texts, stages=STAGES, validation="[{name = 'v', source = 'stdlib'}]")
+    text = to_toml(recipe)
+    assert "[[data.sources]]" in text
+    assert 'source = "stdlib"' in text.split("[[data.validation]]")[1]
+    assert "stdlib" not in text.split("[[data.sources]]")[0].split("[data]")[1]
+    (texts / "recipe.toml").write_text(text)
+    assert load(texts / "recipe.toml") == recipe
+    assert load(texts / "recipe.toml", ["data.source=stdlib"]).data.sources == ()
+    assert load(texts / "recipe.toml", ["data.sources.b.weight=0.25"]).data.sources[1].weight == 0.25
+    (texts / "more.toml").write_text('base = "shakespeare"\n[[data.sources]]\nname = "x"\nsource = "y"\n')
+    assert load(texts / "more.toml").data.specs == {"x": "y"}
