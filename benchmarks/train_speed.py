@@ -76,9 +76,9 @@ def main() -> None:
 
 def matmul(dtype: str) -> float:
     """FLOP/s of square matmuls on all cores, measured now."""
-    from fivefold.host.peak import _measure_apart
+    from fivefold.kernels.peak import measure_apart
 
-    return _measure_apart(dtype, len(os.sched_getaffinity(0)))["rate"]
+    return measure_apart(dtype, len(os.sched_getaffinity(0)))["rate"]
 
 
 def apart(name: str, steps: int, microbatch: int, checkout: Path | None = None) -> dict[str, Any]:

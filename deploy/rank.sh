@@ -6,7 +6,7 @@ mark=$1
 shift
 "$@" &
 child=$!
-trap 'kill -TERM "$child" 2>/dev/null' TERM INT
+trap 'kill -TERM "$child" 2>/dev/null' TERM INT USR1
 wait "$child"
 code=$?
 while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the rank

@@ -30,6 +30,12 @@ FLAGS = (
 )
 
 
+MISSING = (
+    "no Chromium or Chrome in PATH; on Debian: apt install chromium (Ubuntu's is a snap; take Google's .deb)"
+)
+"""Why the tests of pages are skipped."""
+
+
 def find() -> str | None:
     """The Chromium or Chrome on this machine, if there is one."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

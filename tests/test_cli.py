@@ -1,6 +1,7 @@
 """The command line: help, what is not imported, JSON, exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from fivefold.cli import chat, check, eval_, export, generate, import_, recipes, report, tokenize, train
 from fivefold.cli.main import main
 from fivefold.recipe import Recipe
+from fivefold.recipe.words import KEYS, allowed
 
 COMMANDS = {
     "train": train,
@@ -118,6 +120,63 @@ def test_bad_input_exits_with_2(
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            ["check", "quickstart", "--set", "optim.lrr=3"],
+            {"key": "optim.lrr", "value": 3, "nearest": "lr"},
+        ),
+        (
+            ["plan", "quickstart", "--set", "model.arch=lama"],
+            {
+                "key": "model.arch",
+                "value": "lama",
+                "nearest": "llama",
+                "allowed": allowed(KEYS["model.arch"]),
+            },
+        ),
+        (["check", "quikstart"], {"key": "recipe", "value": "quikstart", "nearest": "quickstart"}),
+        (["train", "quickstart", "--layout", "dp=17"], {"key": "layout.dp_replicate", "value": 17}),
+        (["check", "quickstart", "--explian"], {"key": "--explian", "nearest": "--explain"}),
+        (["plan", "quickstart", "--top", "0"], {"key": "--top", "value": "0", "allowed": "1<=x<=1000"}),
+        (["collectives", "--ranks=0"], {"key": "--ranks", "value": "0"}),
+        (["export"], {"key": "RUN"}),
+        (["generate", "nowhere"], {"key": None}),
+    ],
+)
+def test_errors_in_json(
+    arguments: list[str], parts: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments, "--json") == 2
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)["error"]
+    assert captured.err == ""
+    assert set(error) == {"key", "value", "message", "allowed", "nearest"}
+    assert {name: error[name] for name in parts} == parts
+    assert error["message"]
+
+
+def test_several_errors_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "quickstart", "--set", "optim.lr=nan", "--set", "model.dim=big", "--json") == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "2 problems" in error["message"]
+    assert [(one["key"], one["value"]) for one in error["problems"]] == [
+        ("model.dim", "big"),
+        ("optim.lr", "nan"),
+    ]
+    assert error["problems"][0]["allowed"] == "a whole number >= 1 and <= 1048576"
+
+
+def test_a_full_disk_in_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> Recipe:
+        raise OSError(28, "No space left on device", "runs/first")
+
+    monkeypatch.setattr("fivefold.recipe.load", fail)
+    assert run("check", "quickstart", "--json") == 74
+    assert json.loads(capsys.readouterr().out)["error"]["key"] == "runs/first"
+
+
 def test_a_failed_check_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +272,29 @@ def test_train_json(text_recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixt
     assert (result["run"], result["steps"]) == (str(tmp_path / "run"), 5)
     assert Path(result["report"]).is_file()
     assert "step 5/5" in captured.err
+
+
+def test_train_quiet(text_recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    small = ["--set=model.layers=1", "--set=model.dim=16", "--set=model.heads=2", "--layout=dp=2"]
+    assert run("train", str(text_recipe), *small, f"--out={tmp_path / 'run'}", "--nproc=2", "--quiet") == 0
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == (f"{tmp_path / 'run'}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("locale", "shown"),
+    [({"LC_ALL": "C"}, "-=.~"), ({"LANG": "POSIX"}, "-=.~"), ({"LC_ALL": "C.UTF-8"}, "─═┄╌")],
+)
+def test_pictures_are_ascii_in_c_locales(locale: dict[str, str], shown: str) -> None:
+    """Also by the module's name. Text from elsewhere stays UTF-8."""
+    env = {name: value for name, value in os.environ.items() if name not in ("LC_ALL", "LC_CTYPE", "LANG")}
+    words = ["draw", "quickstart", "--layout", "pp=2,schedule=zbh1,microbatches=4"]
+    command = [sys.executable, "-m", "fivefold", *words]
+    done = subprocess.run(command, env=env | locale, capture_output=True, check=True, timeout=60)
+    assert set(shown) <= set(done.stdout.decode()), done.stdout.decode()
+    assert done.stdout.isascii() == (shown[0] == "-")
+    wrong = subprocess.run([*command, "--set", "é=1"], env=env | locale, capture_output=True, timeout=60)
+    assert "é".encode() in wrong.stderr
 
 
 def test_tokenize(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

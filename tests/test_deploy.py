@@ -1,21 +1,33 @@
-"""The scripts of deploy/: their syntax, and what they make of exit codes, with stand-ins for the clusters' programs."""
+"""The files of deploy/: syntax, what they make of exit codes, and that they fit each other and the launcher.
+
+Stand-ins take the place of the clusters' programs. `test_clusters.py` runs the scripts with the real ones.
+"""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import time
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import REPO
 
+from fivefold.launch.exits import STOPPED, USER
+from fivefold.launch.launchers import LAUNCHERS
+from fivefold.recipe import load
+
 DEPLOY = REPO / "deploy"
+YAML = ("kubernetes", "pytorchjob", "jobset")
 
 
 @pytest.fixture
 def bin_(tmp_path: Path) -> Path:
-    """A folder of stand-ins: `fivefold` ends with $CODE; `srun` and `torchrun` run the command after their options, and
-    end with 1 if it failed, as torchrun does."""
+    """A folder of stand-ins: `fivefold` ends with $CODE; `srun`, `torchrun` and `mpirun` run the command after their
+    options, and end with 1 if it failed, as torchrun does."""
     folder = tmp_path / "bin"
     folder.mkdir()
     launcher = '#!/bin/bash\nwhile [[ $1 != */rank.sh ]]; do shift; done\n"$@" || exit 1\n'
@@ -23,6 +35,7 @@ def bin_(tmp_path: Path) -> Path:
         "fivefold": f'#!/bin/bash\necho "$@" >> {tmp_path}/said\nexit $CODE\n',
         "srun": launcher,
         "torchrun": launcher,
+        "mpirun": launcher,
         "scontrol": f'#!/bin/bash\necho "$@" > {tmp_path}/requeued\n',
     }
     for name, text in programs.items():
@@ -31,16 +44,16 @@ def bin_(tmp_path: Path) -> Path:
     return folder
 
 
-def run(script: str, bin_: Path, code: int) -> int:
+def run(script: str, bin_: Path, code: int, *more: str, **environment: str) -> int:
     env = os.environ | {
         "PATH": f"{bin_}:{os.environ['PATH']}", "CODE": str(code), "SLURM_JOB_ID": "7", "FIVEFOLD_DEPLOY": str(DEPLOY),
-    }  # fmt: skip
-    words = ["bash", str(DEPLOY / script), "quickstart", str(bin_.parent / "run")]
+    } | environment  # fmt: skip
+    words = ["bash", str(DEPLOY / script), "quickstart", str(bin_.parent / "run"), *more]
     return subprocess.run(words, env=env, timeout=60).returncode
 
 
 @pytest.mark.parametrize(
-    ("code", "slurm", "torchrun", "before"),
+    ("code", "slurm", "others", "before"),
     [
         (0, 0, 0, 0),
         (75, 75, 75, 99),
@@ -57,41 +70,194 @@ def test_a_saved_stop_is_requeued_and_a_failure_some_times(
     monkeypatch: pytest.MonkeyPatch,
     code: int,
     slurm: int,
-    torchrun: int,
+    others: int,
     before: int,
 ) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(before))
     assert run("slurm.sbatch", bin_, code) == slurm
     assert (tmp_path / "requeued").exists() == (slurm == 75)
-    assert run("torchrun.sh", bin_, code) == torchrun
-    assert set((tmp_path / "said").read_text().splitlines()) == {
-        f"train quickstart --out {tmp_path / 'run'} --resume-from auto"
-    }
+    assert run("torchrun.sh", bin_, code) == others
+    assert run("torchrun.sh", bin_, code, RETRY="143") == (143 if code == 75 else others)
+    before_mpi = (tmp_path / "said").read_text().count("\n")
+    assert run("mpirun.sh", bin_, code, "-n", "2", RESTARTS="2") == others
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert len(lines) - before_mpi == (1 if code in (0, 2, 75) else 3)
+    assert set(lines) == {f"train quickstart --out {tmp_path / 'run'} --resume-from auto"}
     assert not [*(tmp_path / "run").iterdir()], "no mark is left"
 
 
-def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_the_rank(tmp_path: Path, number: int) -> None:
     """And its code comes back, though the signal ended the shell's wait."""
     rank = "trap 'sleep 0.2; exit 75' TERM; touch here; while true; do sleep 0.05; done"
     shell = subprocess.Popen([str(DEPLOY / "rank.sh"), "mark", "bash", "-c", rank], cwd=tmp_path)
     while not (tmp_path / "here").exists():
         time.sleep(0.01)
-    shell.send_signal(signal.SIGTERM)
+    shell.send_signal(number)
     assert shell.wait(20) == 75
     assert (tmp_path / "mark").exists()
 
 
-def test_the_job_of_kubernetes_maps_our_codes() -> None:
-    yaml = pytest.importorskip("yaml")
-    from fivefold.launch.exits import STOPPED, USER
+# Kubernetes
 
-    spec = yaml.safe_load((DEPLOY / "kubernetes.yaml").read_text())["spec"]
-    codes = {
-        rule["action"]: rule["onExitCodes"]["values"]
-        for rule in spec["podFailurePolicy"]["rules"]
-        if "onExitCodes" in rule
+
+def read(name: str) -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML: make docs installs it")
+    return yaml.safe_load((DEPLOY / f"{name}.yaml").read_text())
+
+
+def job(name: str) -> dict[str, Any]:
+    """The part with the pods: {"template": {"spec": pod}, ...}."""
+    spec = read(name)["spec"]
+    return {
+        "kubernetes": lambda: spec,
+        "pytorchjob": lambda: spec["pytorchReplicaSpecs"]["Worker"],
+        "jobset": lambda: spec["replicatedJobs"][0]["template"]["spec"],
+    }[name]()
+
+
+def environment(name: str) -> dict[str, str]:
+    (container,) = job(name)["template"]["spec"]["containers"]
+    return {one["name"]: one["value"] for one in container["env"]}
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_a_pod_runs_what_the_image_has_and_has_time_to_save(name: str) -> None:
+    pod = job(name)["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] in {f"fivefold:{target}" for target in stages() if target != "base"}
+    program, *arguments = container["command"]
+    if program == "fivefold":
+        assert arguments[0] == "train"
+        load(arguments[1])
+    else:
+        assert program.startswith("/opt/fivefold/deploy/"), "where the image has them"
+        assert os.access(DEPLOY / Path(program).name, os.X_OK)
+        load(arguments[0])
+    out = arguments[-1] if program != "fivefold" else arguments[arguments.index("--out") + 1]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert out.startswith(mounts["runs"])
+    assert mounts["shm"] == "/dev/shm"
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    grace = int(environment(name).get("GRACE", 0))
+    assert load("quickstart").launch.grace < max(grace, 31) < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("name", ["kubernetes", "jobset"])
+def test_the_policy_of_a_job_maps_our_codes(name: str) -> None:
+    (container,) = job(name)["template"]["spec"]["containers"]
+    rules = [rule for rule in job(name)["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert {rule["action"]: rule["onExitCodes"]["values"] for rule in rules} == {
+        "FailJob": [USER],
+        "Ignore": [STOPPED],
     }
-    assert codes == {"FailJob": [USER], "Ignore": [STOPPED]}
-    pod = spec["template"]["spec"]
-    assert pod["restartPolicy"] == "Never", "or Kubernetes refuses the policy"
-    assert pod["containers"][0]["command"][:2] == ["fivefold", "train"]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules} == {container["name"]}
+    assert job(name)["template"]["spec"]["restartPolicy"] == "Never", "or Kubernetes refuses the policy"
+
+
+def test_a_jobset_s_ranks_meet_at_its_first_pod() -> None:
+    whole, hosts = read("jobset"), environment("jobset")
+    (group,) = whole["spec"]["replicatedJobs"]
+    first = f"{whole['metadata']['name']}-{group['name']}-0-0.{whole['metadata']['name']}"
+    assert hosts["RENDEZVOUS"].split(":")[0] == first
+    (container,) = job("jobset")["template"]["spec"]["containers"]
+    assert [port["containerPort"] for port in container["ports"]] == [int(hosts["RENDEZVOUS"].split(":")[1])]
+    assert int(hosts["HOSTS"]) == job("jobset")["completions"] == job("jobset")["parallelism"]
+    assert int(hosts["RANKS"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert job("jobset")["completionMode"] == "Indexed", "or its pods have no names"
+
+
+def test_a_pytorchjob_retries_our_code() -> None:
+    """The operator retries codes from 128 on, and needs the name of the container."""
+    spec = read("pytorchjob")["spec"]
+    (container,) = job("pytorchjob")["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch"
+    assert job("pytorchjob")["restartPolicy"] == "ExitCode"
+    assert int(environment("pytorchjob")["RETRY"]) >= 128
+    elastic, hosts = spec["elasticPolicy"], job("pytorchjob")["replicas"]
+    assert elastic["minReplicas"] == elastic["maxReplicas"] == hosts
+    assert elastic["nProcPerNode"] == container["resources"]["limits"]["nvidia.com/gpu"]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"HOSTS": "2", "RANKS": "4", "RENDEZVOUS": "node0:1234"},
+        {
+            "PET_NNODES": "2:2",
+            "PET_NPROC_PER_NODE": "4",
+            "PET_RDZV_ENDPOINT": "node0:1234",
+            "PET_MAX_RESTARTS": "3",
+        },
+    ],
+    ids=["ours", "operator"],
+)
+def test_torchrun_gets_what_the_pods_say(bin_: Path, variables: dict[str, str]) -> None:
+    """By torchrun's own parser."""
+    said = bin_.parent / "words"
+    (bin_ / "torchrun").write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" > {said}\n')
+    assert run("torchrun.sh", bin_, 0, **variables, GRACE="50") == 0
+    from torch.distributed.run import get_args_parser
+
+    found = get_args_parser().parse_args(said.read_text().split("\0")[:-1])
+    assert (found.nnodes.split(":")[0], found.nproc_per_node, found.rdzv_endpoint) == ("2", "4", "node0:1234")
+    assert (found.max_restarts, found.shutdown_timeout) == (int(variables.get("PET_MAX_RESTARTS", 10)), 50)
+    assert (found.rdzv_backend, found.no_python) == ("c10d", True)
+    assert found.training_script == str(DEPLOY / "rank.sh")
+
+
+# The image
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, its text) of the Dockerfile."""
+    text = re.sub(r"(?m)^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text()).replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
+
+
+def stages() -> dict[str, list[tuple[str, str]]]:
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, text in instructions():
+        if name == "FROM":
+            found[text.split()[-1]] = []
+        found[text.split()[-1] if name == "FROM" else [*found][-1]].append((name, text))
+    return found
+
+
+def test_the_images() -> None:
+    found = stages()
+    assert set(found) == {"base", "cpu", "cuda"}
+    known = {"FROM", "RUN", "WORKDIR", "ENV", "COPY", "VOLUME", "ARG", "USER", "ENTRYPOINT", "CMD"}
+    assert {name for name, _ in instructions()} <= known
+    base = dict(found["base"])
+    python = base["FROM"].split()[0].removeprefix("python:").removesuffix("-slim")
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert tuple(map(int, python.split("."))) >= (3, 11)
+    assert project["requires-python"] == ">=3.11"
+    copied = [shlex.split(text)[:-1] for name, text in found["base"] if name == "COPY"]
+    assert all((REPO / path).exists() for paths in copied for path in paths)
+    assert {project["readme"], *project["license-files"], "src", "deploy", "pyproject.toml"} <= {
+        path for paths in copied for path in paths
+    }, "what an installation reads"
+    assert base["WORKDIR"] == "/opt/fivefold"
+    for target in ("cpu", "cuda"):
+        stage = dict(found[target])
+        assert stage["FROM"] == f"base AS {target}"
+        assert stage["ENTRYPOINT"] == '["fivefold"]', "as process 1, which gets the signals"
+        assert stage["USER"] != "root"
+        assert "pip install --constraint constraints.txt ." in stage["RUN"]
+
+
+# The pages
+
+
+def test_the_page_lists_every_launcher_s_variables() -> None:
+    rows = (REPO / "docs" / "launching" / "README.md").read_text().splitlines()
+    for launcher in LAUNCHERS:
+        (row,) = (row for row in rows if row.startswith(f"| {launcher.name} |"))
+        for name in (launcher.rank, launcher.world, launcher.local_rank, launcher.local_world[0]):
+            assert f"`{name}`" in row
+    named = [row.split(" | ")[0].removeprefix("| ") for row in rows if " | `" in row]
+    order = [name for name in named if not name.startswith("`")]
+    assert order == [launcher.name for launcher in LAUNCHERS], "the first one counts"

@@ -3,6 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ET
+from collections import Counter
 
 import pytest
 
@@ -69,6 +70,39 @@ def test_experts_are_shown():
     recipe, wanted = recipe_of("dp=4,ep=2", "model.arch=moe", "model.experts=8")
     assert [holding(recipe, wanted, rank).experts for rank in range(4)] == [range(4), range(4, 8)] * 2
     assert "experts 4-7" in to_svg(recipe, wanted)
+
+
+def boxes(kind: str, svg: str) -> list[list[float]]:
+    """[x, width] of the rectangles of a kind, without the legend's."""
+    found = [
+        node for node in ET.fromstring(svg).iter() if node.get("class") == kind and node.get("y") != "56"
+    ]
+    return [[float(node.get("x", 0)), float(node.get("width", 0))] for node in found]
+
+
+def test_experts_and_their_states_are_pictured_as_divided():
+    """Layers: embedding, 8 blocks, head. The lower half of a block is its experts: half of them on each rank, with
+    states that no other rank shares; those of everything else are shared by two."""
+    recipe, wanted = recipe_of("dp=2,ep=2,zero=1", "model.arch=moe", "model.experts=8")
+    svg = to_svg(recipe, wanted)
+    kinds = (("has", {74.0: 20, 37.0: 16}), ("keeps", {37.0: 36}))
+    for kind, widths in kinds:
+        assert dict(Counter(width for _, width in boxes(kind, svg))) == widths
+    lent = to_svg(recipe_of("dp=2,zero=3")[0], recipe_of("dp=2,zero=3")[1])
+    assert [len(boxes(kind, lent)) for kind in ("has", "lent", "keeps")] == [0, 20, 20]
+    assert "gathered for each use" in lent
+
+
+def test_the_sequence_is_pictured_as_divided():
+    """cp=2 as a ring, and sp in it: each rank's piece of its own tokens, in their order."""
+    recipe, wanted = recipe_of("cp=2,tp=2,sp=true")
+    ranks = [holding(recipe, wanted, rank) for rank in range(4)]
+    assert [found.tokens for found in ranks[::2]] == [((0, 64), (192, 256)), ((64, 192),)]
+    assert [found.between for found in ranks] == [((0, 64),), ((192, 256),), ((64, 128),), ((128, 192),)]
+    assert "0-63 and 192-255  192-255" in to_text(recipe, wanted)
+    svg = to_svg(recipe, wanted)
+    assert sum(width for _, width in boxes("sees", svg)) == pytest.approx(74)
+    assert sum(width for _, width in boxes("whole", svg)) == pytest.approx(2 * 74)
 
 
 def test_sites_are_consecutive_ranks():

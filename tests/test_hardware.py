@@ -138,7 +138,7 @@ def test_bench_hardware_then_a_run_that_was_predicted(
     monkeypatch.delenv("OMP_NUM_THREADS")
     command = [sys.executable, "-m", "fivefold.cli.main"]
     done = subprocess.run(
-        [*command, "bench", "hardware", "--json"], check=True, capture_output=True, text=True
+        [*command, "bench", "hardware", "--busy", "--json"], check=True, capture_output=True, text=True
     )
     assert json.loads(done.stdout)["machine"] == tables.key()
     (tmp_path / "text.txt").write_text("To be, or not to be: that is the question.\n" * 400, encoding="utf-8")

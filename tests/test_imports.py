@@ -15,7 +15,7 @@ SRC = Path(fivefold.__file__).parent
 # From the top down. A room imports its own files and rooms on lower lines; rooms on one line do not know each
 # other.
 LINES = [
-    {"__init__"},
+    {"__init__", "__main__"},
     {"cli"},
     {"train"},
     {"bench", "trace"},
@@ -52,8 +52,9 @@ LIGHT = {
 }
 LIGHT_FILES = (
     "kernels/__init__.py",
+    "kernels/peak.py",
     "kernels/sizes.py",
-    *(f"launch/{name}.py" for name in ("exits", "interrupt", "restarted", "scratch", "verdict")),
+    *(f"launch/{name}.py" for name in ("exits", "interrupt", "launchers", "restarted", "scratch", "verdict")),
     "models/__init__.py",
     "models/*/__init__.py",
     "models/*/card.py",

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from test_train import TINY
 
 from fivefold.cli.train import train
 from fivefold.errors import UserError
-from fivefold.launch import local, network, ranks
+from fivefold.launch import launchers, local, network, ranks
 from fivefold.recipe import Recipe, load, resolve, to_toml
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import to_text
@@ -24,7 +25,7 @@ from fivefold.train import start
 @pytest.fixture
 def clean(monkeypatch):
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in (
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "MPI_")) or name in (
             "RANK",
             "WORLD_SIZE",
             "LOCAL_RANK",
@@ -56,6 +57,38 @@ def test_slurm(clean):
     assert ranks.found() is None, "an interactive shell of one task is no launcher"
 
 
+@pytest.mark.parametrize("by", launchers.LAUNCHERS, ids=lambda by: by.name)
+def test_every_launcher_by_its_variables(clean, by):
+    """Also inside a job step of Slurm, whose tasks are mpirun's daemons then."""
+    if by is not launchers.SLURM:
+        for name, value in {"PROCID": "0", "NTASKS": "2", "STEP_ID": "0", "LOCALID": "0"}.items():
+            clean.setenv(f"SLURM_{name}", value)
+    values = {by.step: "0", by.rank: "5", by.world: "8", by.local_rank: "1", by.local_world[0]: "4"}
+    for name, value in values.items():
+        if name:
+            clean.setenv(name, value)
+    assert (ranks.found(), launchers.launcher()) == ((5, 8, 1, 4), by)
+
+
+def test_mpirun_meets_on_loopback_at_its_own_port(clean):
+    """All ranks of a host derive the port from the process of mpirun, which is above them, but no rank."""
+    mpi = launchers.MPI[0]
+    show = "from fivefold.launch.launchers import master; print(*master())"
+    shells = []
+    for rank in "01":
+        own = {mpi.rank: rank, mpi.world: "2", mpi.local_rank: rank, mpi.local_world[0]: "2"}
+        words = ["sh", "-c", f"'{sys.executable}' -c '{show}'; true"]
+        shells.append(subprocess.run(words, env=os.environ | own, capture_output=True, text=True, check=True))
+    port = 20000 + os.getpid() % 20000 if sys.platform == "linux" else 20000
+    assert [shell.stdout for shell in shells] == [f"127.0.0.1 {port}\n"] * 2
+    for name, value in (own | {mpi.world: "4"}).items():
+        clean.setenv(name, value)
+    with pytest.raises(UserError, match=r"several hosts need MASTER_ADDR.* -x MASTER_ADDR=HOST"):
+        launchers.master()
+    clean.setenv("MASTER_ADDR", "node0")
+    assert launchers.master() == ("node0", 29500)
+
+
 def test_variables_of_a_launcher_that_make_no_sense(clean):
     clean.setenv("RANK", "one")
     clean.setenv("WORLD_SIZE", "2")
@@ -75,14 +108,14 @@ def test_first_host_of_a_slurm_job(clean, tmp_path):
     with pytest.raises(
         UserError, match=r"scontrol show hostnames n\[3-4\]` does not name .*: set MASTER_ADDR"
     ):
-        ranks._master()
+        launchers.master()
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho n3; echo n4\n")
     scontrol.chmod(0o755)
-    assert ranks._master() == ("n3", 20007)
+    assert launchers.master() == ("n3", 20007)
     scontrol.write_text("#!/bin/sh\necho invalid node name >&2; exit 1\n")
     with pytest.raises(UserError, match=r"first host \(invalid node name\)"):
-        ranks._master()
+        launchers.master()
 
 
 def test_threads_of_a_rank(clean):

@@ -14,9 +14,7 @@ from fivefold.observe.compare import read_runs, write_comparison
 from fivefold.observe.report import write_report
 
 PROGRAM = observe_browser.find()
-pytestmark = pytest.mark.skipif(
-    PROGRAM is None, reason="no Chromium or Chrome here to open the report page with"
-)
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
 
 
 @pytest.fixture(scope="module")

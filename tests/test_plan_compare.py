@@ -444,7 +444,7 @@ def test_the_page_has_five_dimensions(page: Path) -> None:
     assert "https://" not in text
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium or Chrome here to open the page with")
+@pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
 def test_the_page_in_a_browser(page: Path) -> None:
     assert PROGRAM
     with observe_browser.Browser(PROGRAM) as browser:

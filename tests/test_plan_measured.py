@@ -1,13 +1,17 @@
 """The machine at hand: its table read, interpolated, shared between ranks, priced and calibrated."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from measured import FLOPS, table
 
-from fivefold.errors import UserError
+from fivefold.bench import machine as bench
+from fivefold.cli import local
+from fivefold.errors import BusyError, UserError
 from fivefold.host import tables
 from fivefold.models.operations import Matmul
 from fivefold.plan import communication, measured, rates
@@ -99,6 +103,48 @@ def test_ranks_share_the_machine() -> None:
         assert seconds == pytest.approx(2 * 512**3 / (FLOPS["fp32"] * cores))
     assert table(4).oversubscription(3) == 1
     assert table(4).oversubscription(8) == 2
+
+
+def test_mfu_is_at_most_all_of_it() -> None:
+    """Also if the peak was measured on a busy machine, or calibration says that all is faster."""
+    for factor in (1.0, 0.5):
+        machine = replace(table(), peak=dict.fromkeys(FLOPS, 1e9))
+        machine = replace(machine, factors=machine.factors | {"compute": factor})
+        plan = predict(recipe("dp=2"), of_table(machine).for_ranks(2))
+        assert 0.05 < plan.mfu <= 1
+    assert of_table(machine).device.peak["fp32"] == pytest.approx(2 * 2 * FLOPS["fp32"])
+
+
+def test_a_machine_is_measured_only_if_a_person_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = []
+    monkeypatch.setattr(measured, "load", lambda: None)
+    monkeypatch.setattr(
+        local.subprocess,
+        "run",
+        lambda words, **_: commands.append(words[-3:]) or SimpleNamespace(returncode=0),
+    )
+    with pytest.raises(UserError, match=r"'local:2': .* not been measured; run `fivefold bench hardware`"):
+        local.ensure_measured("local:2")
+    local.ensure_measured("h100:2")
+    answers = io.StringIO("n\n\n")
+    monkeypatch.setattr(answers, "isatty", lambda: True)
+    monkeypatch.setattr(local.sys, "stdin", answers)
+    monkeypatch.setattr(local.sys.stderr, "isatty", lambda: True)
+    with pytest.raises(UserError, match="not been measured"):
+        local.ensure_measured("local")
+    assert commands == []
+    local.ensure_measured("local")
+    assert commands == [["bench", "hardware", "--json"]]
+    assert "Measure it now? It takes about two minutes" in capfd.readouterr().err
+
+
+def test_a_busy_machine_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "measure_apart", lambda dtype, threads: {"rate": 1e9, "share": 0.6})
+    monkeypatch.setattr(bench, "keep_freed_memory", lambda: None)
+    with pytest.raises(BusyError, match=r"take 40% of this machine's cores.* at most 7% .* --busy"):
+        bench.measure()
 
 
 def test_a_gradient_reduction_of_zero_is_not_gloo_s() -> None:

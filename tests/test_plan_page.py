@@ -25,9 +25,7 @@ from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import load
 
 PROGRAM = observe_browser.find()
-needs_browser = pytest.mark.skipif(
-    PROGRAM is None, reason="no Chromium or Chrome here to open the page of a plan with"
-)
+needs_browser = pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
 SETS = ["train.global_batch_size=256"]
 LAYOUT = "pp=2,tp=4,dp=8,zero=1,sp=true"
 RECIPE = load("llama-7b", SETS, LAYOUT)

@@ -123,8 +123,15 @@ def execute_make(line: str, folder: Path) -> None:
 
 
 def parse_only(line: str) -> None:
-    """What a command for a cluster says to fivefold: known options, a recipe and changes that are valid."""
+    """What a command for a cluster says to fivefold: known options, a recipe and changes that are valid. Files that it
+    names are there."""
     words = shlex.split(line)
+    if words[:2] == ["docker", "run"]:
+        words = ["fivefold" if word.startswith("fivefold:") else word for word in words]
+    named = [word for word in words if word.startswith("deploy/")]
+    assert all((REPO / name).is_file() for name in named), line
+    if named or words[0] == "kubectl":
+        return
     command, *arguments = words[words.index("fivefold") + 1 :]
     found = typer.main.get_command(app).commands[command].make_context(command, arguments).params  # type: ignore[attr-defined]
     if not found.get("resume"):

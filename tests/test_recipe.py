@@ -156,7 +156,8 @@ def test_not_utf8(tmp_path: Path) -> None:
         ('[model]\ndim = "big"', 'line 2: model.dim = "big": must be a whole number >= 1'),
         ("[model]\ndim = true", "model.dim = true: must be a whole number >= 1"),
         ("[model]\ndim = 0", "model.dim = 0: must be a whole number >= 1"),
-        ("[model]\ndim = 512.0", "model.dim = 512.0: must be a whole number >= 1 and <= 1048576: write 512"),
+        ("[model]\ndim = 512.5", "model.dim = 512.5: must be a whole number >= 1 and <= 1048576"),
+        ("[train]\ntokens = 1e300", "train.tokens = 1e+300: must be a whole number >= 1"),
         ('[model]\narch = "lama"', "did you mean 'llama'?"),
         ("[optim]\nlr = nan", "optim.lr = nan: must be a number > 0"),
         ("[optim]\nlr = inf", "optim.lr = inf: must be a number > 0"),
@@ -289,6 +290,17 @@ def test_overrides() -> None:
     assert load("quickstart", ['data.source="a = b"']).data.source == "a = b"
     assert load("quickstart", ["data.source=a = b"]).data.source == "a = b"
     assert load("quickstart", ["train.sample_prompt="]).train.sample_prompt == ""
+
+
+def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
+    tokens = load("quickstart", ["train.tokens=1e6"]).train.tokens
+    assert (tokens, type(tokens)) == (1_000_000, int)
+    assert load(str(write(tmp_path, "[model]\ndim = 384.0\n[train]\nsteps = 2e1"))).train.steps == 20
+    message = "train.tokens = 1.5: must be a whole number >= 1"
+    assert message in errors("quickstart", ["train.tokens=1.5"])
+    assert "observe.tensorboard = 1.0: must be true or false" in errors(
+        "quickstart", ["observe.tensorboard=1.0"]
+    )
 
 
 def test_the_last_override_counts() -> None:

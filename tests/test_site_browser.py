@@ -14,7 +14,7 @@ SITE = REPO / "build" / "site"
 PAGES = ["index", "docs/recipes", "docs/parallelism/index", "reference/comm", "examples/own_model.py"]
 pytestmark = pytest.mark.skipif(
     PROGRAM is None or not (SITE / "index.html").exists(),
-    reason="no Chromium or Chrome here, or no site (make docs)",
+    reason="no site in build/site: make docs" if PROGRAM else observe_browser.MISSING,
 )
 
 

@@ -7,8 +7,11 @@ raised. Whoever prints it, or passes it on in a file, needs no care.
 from __future__ import annotations
 
 import errno
+import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 LONGEST_MESSAGE = 4000
 """Characters of an error message."""
@@ -51,8 +54,51 @@ class _Message(Exception):
         super().__init__(shortened(text, LONGEST_MESSAGE))  # escapes are longer than what they stand for
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, for programs. key: the field, option or section. value: what it was given. allowed,
+    nearest: what it may hold, and what was probably meant. None: the message does not say."""
+
+    key: str | None
+    value: Any
+    message: str
+    allowed: str | None
+    nearest: str | None
+
+
+_OPTION = re.compile(r"^(--[a-z-]+):?(?: '?([^\s']+)'?(?=:| is | cannot))?")
+_FIELD = re.compile(r"(?:^|: )([a-z_]+\.[a-z_0-9]+)(?: = (.+?))?(?= must|: | is | has )")
+_NAMED = re.compile(r"^(recipe|layout|cluster) '(.*?)'")
+_ALLOWED = re.compile(
+    r"must be (.+?)(?=; |\. |: |\.?$)|[ ;]valid [a-z]+(?: in \S+)?: (.+?)\.?$|is not in the range (.+?)\.?$"
+    r"|is not (one of .+?|a valid .+?)\.?$",
+    re.MULTILINE,
+)
+_NEAREST = re.compile(
+    r"[Dd]id you mean '?(.+?)'?\?|[Nn]earest valid: (.+?)(?=\. |\.?$)|Use (--.+?)(?=\. |\.?$)", re.MULTILINE
+)
+
+
+def problem(message: str, key: str | None = None, value: Any = None, allowed: str | None = None) -> Problem:
+    """The parts of an error message, by the words that all of them use. What is given here counts more."""
+
+    def first(pattern: re.Pattern[str]) -> str | None:
+        found = pattern.search(message)
+        return next((part for part in found.groups() if part), None) if found else None
+
+    found = _OPTION.search(message) or _NAMED.search(message) or _FIELD.search(message)
+    if key is None and found is not None:
+        key, value = found[1], found[2]
+    return Problem(key, value, message, allowed or first(_ALLOWED), first(_NEAREST))
+
+
 class UserError(_Message, ValueError):
-    """Bad input: a recipe key, a file, a layout. The command line prints the message and exits with 2."""
+    """Bad input: a recipe key, a file, a layout. The command line prints the message and exits with 2. problems: its
+    parts, where a message lists several."""
+
+    def __init__(self, message: object = "", problems: Sequence[Problem] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems) or (problem(str(self)),)
 
 
 class BusyError(UserError):

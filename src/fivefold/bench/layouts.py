@@ -74,7 +74,7 @@ def _measured(recipe: Recipe, run: Path) -> dict[str, Any] | str:
     file = run.with_suffix(".toml")
     text = to_text(Layout.from_recipe(recipe.layout))
     write(file, to_toml(recipe, comment=text))
-    command = [sys.executable, "-P", "-m", "fivefold.cli.main", "train", str(file), "--out", str(run)]
+    command = [sys.executable, "-P", "-m", "fivefold", "train", str(file), "--out", str(run)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith(("error:", "failed:"))]

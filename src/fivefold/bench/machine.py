@@ -21,10 +21,12 @@ import torch.distributed as dist
 
 from fivefold.bench import hardware, links, overhead
 from fivefold.bench.encoding import encodings
+from fivefold.errors import BusyError
 from fivefold.files import write
 from fivefold.host import cores, memory_bytes, tables
-from fivefold.host.machine import device_peak, has_fast_bf16
+from fivefold.host.machine import has_fast_bf16
 from fivefold.host.memory import keep_freed_memory
+from fivefold.kernels.peak import UNDISTURBED, device_peak, measure_apart
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.plan import devices, measured
@@ -35,15 +37,21 @@ from fivefold.precision import MASTER, TRAINED
 WORLDS = (1, 2, 4)
 
 
-def measure(say: Callable[[str], None] = lambda text: None) -> Measured:
+def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) -> Measured:
     """Measures, and saves the table in the cache. `say` gets a line for each part.
 
     The process must have used neither torch's threads nor a GPU: ranks are forked.
+    busy: other programs may take the cores meanwhile.
+
+    Raises:
+        BusyError: they do, before or at the end. The table is not saved.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     units = gpus or cores()
     dtypes = list(TRAINED) if has_fast_bf16("cuda" if gpus else "cpu") else [MASTER]
     keep_freed_memory()
+    if not busy:
+        _require_cores(dtypes[-1])
     found: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="fivefold-") as folder:
         for world in WORLDS:
@@ -55,8 +63,25 @@ def measure(say: Callable[[str], None] = lambda text: None) -> Measured:
             found[world] = json.loads(file.read_text())
     table = _table(found, units, bool(gpus), dtypes)
     table = replace(table, axes=_axes(table, found, dtypes[-1]))
+    if not busy:
+        _require_cores(dtypes[-1])
     measured.save(table)
     return table
+
+
+def _require_cores(dtype: str) -> None:
+    """Multiplies for some seconds on all cores.
+
+    Raises:
+        BusyError: other programs took a part of them.
+    """
+    share = measure_apart(dtype, cores())["share"]
+    if share < UNDISTURBED:
+        raise BusyError(
+            f"other programs take {1 - share:.0%} of this machine's cores, so the table would be wrong and is not "
+            f"saved; at most {1 - UNDISTURBED:.0%} is allowed. Stop them and repeat `fivefold bench hardware`, or add "
+            "--busy to save the table all the same"
+        )
 
 
 def _table(found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list[str]) -> Measured:

@@ -26,17 +26,22 @@ def _group() -> None:
 
 
 @bench.command("hardware", epilog="\b\nExamples:" + "".join(f"\n  {example}" for example in EXAMPLES))
-def hardware(json: JsonOption = False) -> None:
+def hardware(
+    busy: Annotated[
+        bool, typer.Option("--busy", help="Save the table even if other programs take the cores.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
     """Measure matmuls, attention, memory, Python overhead and local messages for `fivefold plan --cluster local`.
 
-    This takes about two minutes. Run nothing else meanwhile. The table goes to the cache folder and replaces an older
-    one with its calibration.
+    This takes about two minutes. Run nothing else meanwhile: if other programs take the cores, nothing is saved. The
+    table goes to the cache folder and replaces an older one with its calibration.
     """
     from fivefold.bench.machine import measure
     from fivefold.host import tables
     from fivefold.plan import measured
 
-    table = measure(lambda text: print(f"measuring {text}", file=sys.stderr))
+    table = measure(lambda text: print(f"measuring {text}", file=sys.stderr), busy)
     if json:
         print_json(measured.as_json(table) | {"path": str(tables.path())})
         return

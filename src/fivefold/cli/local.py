@@ -1,4 +1,4 @@
-"""`fivefold plan` for this machine: measures it at first use and calibrates it with finished runs."""
+"""`fivefold plan` for this machine: asks to measure it at first use, and calibrates it with finished runs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from fivefold.errors import UserError
 
 
 def ensure_measured(cluster: str) -> None:
-    """Measures this machine in a separate process, if `cluster` is `local` and there is no table yet.
+    """If `cluster` is `local` and there is no table yet, asks whether to measure this machine, in a separate process.
 
     Raises:
-        UserError: the measurement failed.
+        UserError: there is no terminal to ask, or the measurement failed.
     """
     from fivefold.plan import measured
 
     if cluster.lower().partition(":")[0] != "local" or measured.load() is not None:
         return
+    missing = f"cluster '{cluster}': this machine has not been measured"
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UserError(f"{missing}; run `fivefold bench hardware` first, which takes about two minutes")
     print(
-        "note: measuring this machine once takes about two minutes; `fivefold bench hardware` repeats it",
-        file=sys.stderr,
+        f"{missing}. Measure it now? It takes about two minutes [Y/n] ", end="", file=sys.stderr, flush=True
     )
-    command = [sys.executable, "-P", "-m", "fivefold.cli.main", "bench", "hardware", "--json"]
+    if sys.stdin.readline().strip().lower() not in ("", "y", "yes"):
+        raise UserError(f"{missing}; `fivefold bench hardware` does")
+    command = [sys.executable, "-P", "-m", "fivefold", "bench", "hardware", "--json"]
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise UserError("cluster 'local': measuring this machine failed; see the message above")
+        raise UserError(f"{missing}: that failed; see the message above")
 
 
 def run_calibration(names: Sequence[str], json: bool) -> None:

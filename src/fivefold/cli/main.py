@@ -6,11 +6,10 @@ Exit codes: `launch/exits.py`.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -30,9 +29,11 @@ from fivefold.cli import (
     import_,
     optimizers,
     plan,
+    problems,
     recipes,
     report,
     sweep,
+    terminal,
     tokenize,
     train,
     verify,
@@ -42,9 +43,11 @@ from fivefold.errors import (
     BusyError,
     CheckFailed,
     CommunicationError,
+    Problem,
     RankFailed,
     UserError,
     printable,
+    problem,
 )
 from fivefold.host.memory import restart_with_huge_pages
 from fivefold.launch.exits import BUSY, FAILED, USER
@@ -106,37 +109,54 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits. `arguments` follow the word `fivefold` [default: those of the command line]."""
-    for stream in (sys.stdout, sys.stderr):  # show characters that the terminal's encoding lacks as escapes
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    terminal.prepare(words)
     if (
         arguments is None
-        and sys.argv[1:2] in (["train"], ["bench"], ["sweep"])
-        and not {"-h", "--help"} & set(sys.argv)
+        and words[:1] in (["train"], ["bench"], ["sweep"])
+        and not {"-h", "--help"} & {*words}
     ):
         restart_with_huge_pages()
     if arguments is None:  # spawned ranks import nothing from the folder that the user is in
         os.environ.setdefault("PYTHONSAFEPATH", "1")
+    json = problems.wants_json(words)
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="fivefold")
+        if json:
+            sys.exit(app(args=words, prog_name="fivefold", standalone_mode=False))
+        app(args=None if arguments is None else words, prog_name="fivefold")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(BUSY if isinstance(error, BusyError) else USER)
+        _stop(BUSY if isinstance(error, BusyError) else USER, str(error), error.problems if json else ())
     except MemoryError:
-        print(
-            "error: memory ran out. Close other programs, or raise this one's limit (ulimit -v)",
-            file=sys.stderr,
-        )
-        sys.exit(USER)
+        message = "memory ran out. Close other programs, or raise this one's limit (ulimit -v)"
+        _stop(USER, message, [problem(message)] if json else ())
     except OSError as error:  # no permission, full disk, name too long: print the system's message
         if error.filename is None and error.errno not in PASSING | {errno.EMFILE}:
             raise
         name = printable(str(error.filename or "output")[:200])
-        print(f"error: {name}: {error.strerror}", file=sys.stderr)
-        sys.exit(BUSY if error.errno in PASSING else USER)
-    except (CheckFailed, CommunicationError, RankFailed) as error:
+        message = f"{name}: {error.strerror}"
+        _stop(
+            BUSY if error.errno in PASSING else USER,
+            message,
+            [Problem(name, None, message, None, None)] if json else (),
+        )
+    except CheckFailed as error:  # its object is printed
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(FAILED)
+    except (CommunicationError, RankFailed) as error:
+        _stop(FAILED, str(error), [problem(str(error))] if json else (), "failed")
+    except Exception as error:
+        if not json or (found := problems.of_options(error, words)) is None:
+            raise
+        _stop(USER, found.message, [found])
+
+
+def _stop(code: int, message: str, found: Sequence[Problem], word: str = "error") -> NoReturn:
+    """Prints an error, and ends with its exit code. found: its parts, with --json."""
+    if found:
+        problems.print_problems(message, found)
+    else:
+        print(f"{word}: {message}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

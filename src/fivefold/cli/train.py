@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +26,7 @@ EXAMPLES = [
     "fivefold train runs/first --resume",
     "fivefold train quickstart --out runs/first --resume-from auto",
     "fivefold train runs/first --resume-from runs/first/checkpoints/step-00000040",
+    "fivefold train quickstart --quiet",
 ]
 
 
@@ -69,11 +73,14 @@ def train(
             "ones of the run are set aside.",
         ),
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print alarms and errors only, and the run folder at the end.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Train a recipe.
 
-    Starts its own ranks on this machine, or uses those of torchrun or Slurm when started by them. To resume an
+    Starts its own ranks on this machine, or uses those of torchrun, Slurm or mpirun. To resume an
     interrupted run, pass its folder as RECIPE with --resume.
     """
     from fivefold.recipe import load
@@ -99,13 +106,18 @@ def train(
     from fivefold.train.start import run_command, seat_of
 
     seat = seat_of(loaded, site, meet)
-    if not json:
-        run_command(loaded, ranks_wanted, out, resume, resume_from, name=path.stem, seat=seat)
+    run = partial(run_command, loaded, ranks_wanted, out, resume, resume_from, name=path.stem, seat=seat)
+    if not json and not quiet:
+        run()
         return
-    with contextlib.redirect_stdout(sys.stderr):  # the forked ranks inherit it
-        folder = run_command(loaded, ranks_wanted, out, resume, resume_from, name=path.stem, seat=seat)
+    with contextlib.redirect_stdout(sys.stderr), _quiet(quiet):  # the ranks inherit both
+        folder = run()
     launched = ranks.found()
-    if launched is None or launched[0] == 0:  # under torchrun and Slurm every rank gets here
+    if launched is not None and launched[0] != 0:  # every rank of a foreign launcher gets here
+        return
+    if not json:
+        print(folder)
+    else:
         from fivefold.observe import restarts
         from fivefold.observe.metrics import read_metrics
         from fivefold.observe.summary import summarize
@@ -119,3 +131,18 @@ def train(
                 **restarts.figures(folder),
             }
         )
+
+
+@contextlib.contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Inside the block the console prints alarms only."""
+    from fivefold.observe.console import QUIET
+
+    before = os.environ.get(QUIET)
+    if wanted:
+        os.environ[QUIET] = "1"
+    try:
+        yield
+    finally:
+        if wanted and before is None:
+            del os.environ[QUIET]

@@ -8,16 +8,12 @@ from typing import Any
 
 from fivefold.host import cores, cpu_model, memory_bytes
 from fivefold.host.cpu import cpu_flags, has_cpu_bf16, resident_bytes
-from fivefold.host.peak import device_peak, ensure_matmul_rate, matmul_rate
 
 __all__ = [
     "cores",
     "current_memory_bytes",
     "describe",
-    "device_peak",
-    "ensure_matmul_rate",
     "has_fast_bf16",
-    "matmul_rate",
     "memory_bytes",
     "peak_memory_bytes",
 ]

@@ -32,7 +32,7 @@ _HOPELESS = NO_ROOM | {errno.EMFILE, errno.ENAMETOOLONG, errno.ELOOP}
 class Place:
     """Where a rank runs. slot: the number of its device. folder: of its attempt. graceful: its work finishes and saves
     when it is asked to stop, within grace_s; otherwise it ends at once. lifeline: both ends of a pipe that breaks when
-    the launcher ends."""
+    the launcher ends. timeout_s: until a message fails."""
 
     rank: int
     world: int
@@ -42,6 +42,7 @@ class Place:
     grace_s: float
     launcher: int
     lifeline: tuple[Connection, Connection]
+    timeout_s: float
 
 
 def run_rank(work: Callable[[Ranks], int | None], place: Place) -> None:
@@ -57,7 +58,7 @@ def run_rank(work: Callable[[Ranks], int | None], place: Place) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         met = threading.Event()
         _follow_launcher(place, met)
-        code = _run(work, interrupt, met)
+        code = _run(work, interrupt, met, place.timeout_s)
     raise SystemExit(code)
 
 
@@ -66,10 +67,12 @@ def _end(number: int) -> None:
     os._exit(unsaved(number))
 
 
-def _run(work: Callable[[Ranks], int | None], interrupt: Interrupt, met: threading.Event) -> int:
+def _run(
+    work: Callable[[Ranks], int | None], interrupt: Interrupt, met: threading.Event, timeout_s: float
+) -> int:
     """Does the work; returns the exit code. met: set once the ranks have met."""
     try:
-        with ranks_.join() as ranks:
+        with ranks_.join(timeout_s) as ranks:
             met.set()
             stopped = work(ranks)
             return verdict.leave("done") if stopped is None else verdict.leave("stopped", str(stopped))

@@ -1,7 +1,7 @@
 """The ranks of a run: this rank's number and device, and the process group of all ranks.
 
-The same command works with four kinds of ranks: one process, ranks that Fivefold started on this machine (they meet in
-a file, so nothing listens beyond loopback), torchrun's and Slurm's.
+The same command works with these kinds of ranks: one process, ranks that Fivefold started on this machine (they meet in
+a file, so nothing listens beyond loopback), and those of the launchers in `launchers.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import gc
 import os
-import subprocess
 import sys
 import time
 import uuid
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.host import cores
 from fivefold.launch import network, verdict
+from fivefold.launch.launchers import found, master
 
 STORE_FILE = "FIVEFOLD_STORE_FILE"  # set by launch/local.py for the ranks it starts
 SPARE_POLL_S = 1.0
@@ -37,38 +37,11 @@ class Ranks:
     local_rank: int
     local_world: int
     device: torch.device
-    timeout_s: float = 600  # until a message fails
+    timeout_s: float = 600  # until a message fails, and for which ranks wait for each other at the start
 
     @property
     def first(self) -> bool:
         return self.rank == 0
-
-
-def found() -> tuple[int, int, int, int] | None:
-    """(rank, world, local rank, local world) from the launcher, or None without one.
-
-    Raises:
-        UserError: a variable of the launcher is missing or not a number.
-    """
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        rank, world = _number("RANK"), _number("WORLD_SIZE")
-        return rank, world, _number("LOCAL_RANK", "0"), _number("LOCAL_WORLD_SIZE", str(world))
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number("SLURM_NTASKS", "1") > 1:
-        tasks = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_NTASKS_PER_NODE"
-        return _number("SLURM_PROCID"), _number("SLURM_NTASKS"), _number("SLURM_LOCALID"), _number(tasks, "1")
-    return None
-
-
-def _number(name: str, default: str = "") -> int:
-    """A launcher's number in the environment. Of Slurm's lists, such as "4(x2),3", it is the first."""
-    said = os.environ.get(name, default)
-    first = said.split("(")[0].split(",")[0]
-    if not first.isdigit():
-        raise UserError(
-            f"the environment variable {name} = {said!r} must be a number, as torchrun or Slurm sets it"
-        )
-    return int(first)
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -94,11 +67,13 @@ def threads_of(local_world: int) -> int:
 
 
 @contextlib.contextmanager
-def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iterator[Ranks]:
+def join(
+    timeout_s: float = Ranks.timeout_s, meet_s: float = Ranks.timeout_s, members: int | None = None
+) -> Iterator[Ranks]:
     """Joins the process group of the launcher (if any) and leaves it at the end.
 
-    timeout_s: seconds until a message fails. members: the ranks that train; the others are spare (`wait_as_spare`).
-    None: all.
+    timeout_s: seconds until a message fails. meet_s: seconds for which the ranks wait for each other. members: the
+    ranks that train; the others are spare (`wait_as_spare`). None: all.
 
     Raises:
         UserError: a variable of the launcher is wrong.
@@ -121,9 +96,14 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
         atexit.register(_free_groups)
         backend = _backend()
         if world > local_world and not network.is_named(backend):
-            network.name_interface(backend, network.reachable(_master()[0], backend))
+            network.name_interface(backend, network.reachable(master()[0], backend))
         try:
-            store = _store(rank, launched, timeout_s)
+            store = _store(rank, launched, meet_s)
+            if (
+                timeout_s < meet_s and STORE_FILE in os.environ
+            ):  # else it is the time for local ranks to start
+                store.set(f"fivefold/{rank}", "")
+                store.wait([f"fivefold/{other}" for other in range(launched)], timedelta(seconds=meet_s))
             if world > 1:
                 dist.init_process_group(
                     backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
@@ -143,14 +123,14 @@ def join(timeout_s: float = Ranks.timeout_s, members: int | None = None) -> Iter
             dist.destroy_process_group()
 
 
-def wait_as_spare(timeout_s: float = Ranks.timeout_s) -> None:
+def wait_as_spare(meet_s: float = Ranks.timeout_s) -> None:
     """Waits while the other ranks of the launcher train, also after a signal: they are saving then, and some launchers
     kill all ranks when one has ended. Nor could they use a rank that has ended when another is gone."""
     launched = found()
     assert launched is not None, "only a launcher has ranks to spare"
     rank, world, *_ = launched
     with contextlib.suppress(RuntimeError):  # the store has ended with the others
-        store = _store(rank, world, timeout_s)
+        store = _store(rank, world, meet_s)
         while not store.check([_FINISHED]):
             time.sleep(SPARE_POLL_S)
 
@@ -174,24 +154,24 @@ def _free_groups() -> None:
     gc.collect()
 
 
-def _store(rank: int, world: int, timeout_s: float) -> dist.Store:
-    """The store where the ranks meet."""
+def _store(rank: int, world: int, meet_s: float) -> dist.Store:
+    """The store where the ranks meet. Those of foreign launchers have all come when it returns."""
     path = os.environ.get(STORE_FILE)
     if path:
         return dist.FileStore(path, world)
-    host, port = _master()
+    host, port = master()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    master, timeout = rank == 0 and not shared, timedelta(seconds=timeout_s)
+    serves, timeout = rank == 0 and not shared, timedelta(seconds=meet_s)
     launched = found()
     on_one_host = launched is None or launched[1] == launched[3]
     if not on_one_host:
         host = network.reachable(host, _backend())
-    at = network.listening(host, port, alone=on_one_host) if master else None
-    store = dist.TCPStore(host, port, world, master, timeout, wait_for_workers=False, master_listen_fd=at)
-    return dist.PrefixStore(_round(store, rank, world, timeout_s), store)
+    at = network.listening(host, port, alone=on_one_host) if serves else None
+    store = dist.TCPStore(host, port, world, serves, timeout, wait_for_workers=False, master_listen_fd=at)
+    return dist.PrefixStore(_round(store, rank, world, meet_s), store)
 
 
-def _round(store: dist.Store, rank: int, world: int, timeout_s: float) -> str:
+def _round(store: dist.Store, rank: int, world: int, meet_s: float) -> str:
     """A name that only this start of the ranks has, as a prefix of all keys.
 
     A store outlives a restart, and still holds the addresses of ranks that are gone. torchrun's restart count tells
@@ -205,7 +185,7 @@ def _round(store: dist.Store, rank: int, world: int, timeout_s: float) -> str:
         store.set(f"fivefold/{name}/{rank}", "")
         return name
     missing, greeted = set(range(1, world)), set[str]()
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + meet_s
     while missing:
         for other in sorted(missing):
             if store.check([hello(other)]) and (who := store.get(hello(other)).decode()) not in greeted:
@@ -214,32 +194,6 @@ def _round(store: dist.Store, rank: int, world: int, timeout_s: float) -> str:
             if store.check([f"fivefold/{own}/{other}"]):
                 missing.discard(other)
         if missing and time.monotonic() > deadline:
-            raise RuntimeError(f"ranks {sorted(missing)} did not come within {timeout_s:g} s")
+            raise RuntimeError(f"ranks {sorted(missing)} did not come within launch.meet = {meet_s:g} s")
         time.sleep(0.01 * bool(missing))
     return own
-
-
-def _master() -> tuple[str, int]:
-    """(address, port) of rank 0, from torchrun. Under Slurm it is the job's first host."""
-    env = os.environ
-    if "MASTER_ADDR" in env:
-        return env["MASTER_ADDR"], _number("MASTER_PORT", "29500")
-    if "SLURM_JOB_NODELIST" in env:
-        return _first_host(env["SLURM_JOB_NODELIST"]), 20000 + _number("SLURM_JOB_ID") % 20000
-    raise UserError(
-        "RANK is set but MASTER_ADDR is not: start the ranks with torchrun, or set MASTER_ADDR and MASTER_PORT"
-    )
-
-
-def _first_host(nodes: str) -> str:
-    """The first host of a Slurm list such as "node[3-5],other"."""
-    try:
-        found = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        )
-        return found.stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip()
-        raise UserError(
-            f"`scontrol show hostnames {nodes}` does not name the job's first host ({said}): set MASTER_ADDR to it"
-        ) from None

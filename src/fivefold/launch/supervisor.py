@@ -43,7 +43,8 @@ class Attempt:
     """One start of all ranks. work: what each runs; returns the signal that stopped it, or None. expendable: ranks
     whose end does not end the others. grace_s: None: a signal ends the ranks at once. Otherwise they finish their step
     and save, and this says, when a signal comes, how many seconds they have. slots: the device of each rank; empty: as
-    its number. reform: asked every second; True: ranks save and leave, because another number of them is to go on."""
+    its number. reform: asked every second; True: ranks save and leave, because another number of them is to go on.
+    timeout_s: seconds until a message fails."""
 
     work: Callable[[Ranks], int | None]
     world: int
@@ -51,6 +52,7 @@ class Attempt:
     grace_s: Callable[[], float] | None = None
     slots: Sequence[int] = ()
     reform: Callable[[], bool] | None = None
+    timeout_s: float = Ranks.timeout_s
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ class Supervisor:
         grace_s = self._grace_s()
         for rank in range(attempt.world):
             slot = attempt.slots[rank] if attempt.slots else rank
-            place = Place(rank, attempt.world, slot, self.folder, graceful, grace_s, os.getpid(), lifeline)
+            place = Place(rank, attempt.world, slot, self.folder, graceful, grace_s, os.getpid(), lifeline,
+                          attempt.timeout_s)  # fmt: skip
             process = self.context.Process(
                 target=run_rank, args=(attempt.work, place), name=f"rank {rank}", daemon=False
             )

@@ -24,6 +24,9 @@ from fivefold.observe.faults import in_words
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.summary import by_name
 
+QUIET = (
+    "FIVEFOLD_QUIET"  # environment variable, so that ranks inherit it: any text, and only alarms are printed
+)
 # Seconds between redraws of the bar. A redraw takes about a millisecond, and steps may take less.
 _REDRAW_S = 0.25
 
@@ -51,7 +54,8 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.silent, self.log_every = total_steps, rank != 0, log_every
-        self._file = file or sys.stdout
+        self.quiet = bool(os.environ.get(QUIET))
+        self._file = file or (sys.stderr if self.quiet else sys.stdout)
         self._start, self._clock, self._drawn = start_step, clock, -math.inf
         self._pace_from = (start_step, clock())
         able = self._file.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
@@ -61,7 +65,7 @@ class Console:
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Prints a finished optimizer step. `metrics` is its line of metrics.jsonl. Missing fields are left out."""
-        if self.silent:
+        if self.silent or self.quiet:
             return
         step = metrics["step"]
         if step % self.log_every == 0 or step == self.total:
@@ -92,7 +96,7 @@ class Console:
 
     def alarm(self, text: str) -> None:
         """Prints a line that must not be missed."""
-        self._say(f"alarm: {printable(text)}", "bold red")
+        self._say(f"alarm: {printable(text)}", "bold red", always=True)
 
     def summary(
         self,
@@ -106,6 +110,8 @@ class Console:
         figures: from `summarize`. paths: name -> file or folder of the run. commands: commands to try next. predicted:
         names and values of `prediction.rows`.
         """
+        if self.quiet:
+            return
         rows = [*summary_rows(figures), *predicted]
         rows += [(name, self._encodable(printable(str(path)))) for name, path in paths.items()]
         self.close()
@@ -194,8 +200,8 @@ class Console:
         self._guard(self._bar.refresh)
         self._drawn = self._clock()
 
-    def _say(self, text: str, style: str = "") -> None:
-        if not self.silent:
+    def _say(self, text: str, style: str = "", always: bool = False) -> None:
+        if not self.silent and (always or not self.quiet):
             text = self._encodable(text)
             self._print(Text(text, style) if self._rich else text)
 

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
+from fivefold.models.card import card_of
 from fivefold.observe.format import short_number
 from fivefold.observe.holding import Holding, holding, span_words, stage_words
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import describe, equation
+from fivefold.spread.parts import Span
 
 MOST = 64  # ranks drawn; the first ones of larger layouts
 COLUMNS = 6  # ranks side by side, if groups can be broken
 WIDE, HIGH, GAP = 184, 180, 10  # pixels: a rank's box, space between boxes
 ICON = 74  # pixels: height of the two small pictures in it
+HEADS = (
+    "rank", "place", "layers", "of each matrix", "states kept", "sequences", "tokens", "between matmuls", "experts"
+)  # fmt: skip
 STYLE = """
 .layout { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
   --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --rule: #d8d3c8; --idle: #f0ede5; --has: #a9c3de; --keeps: #1d5b9c;
-  --sees: #2c7a5b; }
+  --sees: #2c7a5b; --whole: #a8cdbd; --lent: #dbe5f0; }
 @media (prefers-color-scheme: dark) { .layout { --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --rule: #45423b;
-  --idle: #24221f; --has: #33557a; --keeps: #7fb2ea; --sees: #79c9a3; } }
+  --idle: #24221f; --has: #33557a; --keeps: #7fb2ea; --sees: #79c9a3; --whole: #2f5646;
+  --lent: #26333f; } }
 .layout .paper { fill: var(--paper); } .layout text { fill: var(--ink); font-variant-numeric: tabular-nums; }
 .layout .soft { fill: var(--soft); font-size: 10.5px; } .layout .title { font-size: 15px; font-weight: 600; }
 .layout .name { font-weight: 600; } .layout .box { fill: none; stroke: var(--rule); }
 .layout .idle { fill: var(--idle); }
 .layout .has { fill: var(--has); } .layout .keeps { fill: var(--keeps); } .layout .sees { fill: var(--sees); }
+.layout .whole { fill: var(--whole); } .layout .lent { fill: var(--lent); }
 """
 
 
 def to_text(recipe: Recipe, layout: Layout) -> str:
     """A table of the ranks, for terminals. recipe: resolved."""
     ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, MOST))]
-    rows = [["rank", "place", "layers", "of each matrix", "states kept", "sequences", "tokens", "experts"]]
-    for found in ranks:
-        rows.append(
-            [
-                str(found.rank), _place(found, layout) or "-", stage_words(found), _part(found.tensor),
-                f"{_part(found.shard)}: {short_number(found.keeps)}", span_words(found.rows), _tokens(found),
-                "-" if found.experts is None else span_words((found.experts.start, found.experts.stop)),
-            ]
-        )  # fmt: skip
+    rows = [[*HEADS], *([*_cells(found, layout)] for found in ranks)]
     used = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
     widths = [max(map(len, column)) for column in used]
     lines = [describe(layout), equation(layout), ""]
@@ -48,6 +47,18 @@ def to_text(recipe: Recipe, layout: Layout) -> str:
         cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
     return "\n".join([*lines, *_rest(layout)]) + "\n"
+
+
+def _cells(found: Holding, layout: Layout) -> Iterator[str]:
+    yield str(found.rank)
+    yield _place(found, layout) or "-"
+    yield stage_words(found)
+    yield _part(found.tensor)
+    yield f"{_part(found.shard)}: {short_number(found.keeps)}"
+    yield span_words(found.rows)
+    yield _tokens(found.tokens)
+    yield _tokens(found.between) if layout.sp else "-"
+    yield "-" if found.experts is None else span_words((found.experts.start, found.experts.stop))
 
 
 def _rest(layout: Layout) -> list[str]:
@@ -69,8 +80,8 @@ def _part(part: tuple[int, int]) -> str:
     return "all" if of == 1 else f"{index + 1} of {of}"
 
 
-def _tokens(found: Holding) -> str:
-    return " and ".join(map(span_words, found.tokens))
+def _tokens(spans: Sequence[Span]) -> str:
+    return " and ".join(map(span_words, spans))
 
 
 def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
@@ -82,7 +93,8 @@ def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
     panels = [[r for r in ranks if r.coordinates["pp"] == pp] for pp in range(layout.pp)]
     columns = _columns(layout, max(map(len, panels)))
     side_by_side = max(1, COLUMNS // columns)
-    width = max(740, 20 + min(side_by_side, len(panels)) * (columns * (WIDE + GAP) + 20))
+    legend, wide = _legend(_kinds(layout))
+    width = max(740, round(wide), 20 + min(side_by_side, len(panels)) * (columns * (WIDE + GAP) + 20))
     top, parts = 96, []
     for start in range(0, len(panels), side_by_side):
         row = [panel for panel in panels[start : start + side_by_side] if panel]
@@ -97,13 +109,13 @@ def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
         f'viewBox="0 0 {width} {top + 16}">\n<title>{escape(title)} ({escape(describe(layout))})</title>'
         f'<style>{STYLE}</style>\n<rect class="paper" width="100%" height="100%"/>\n'
         f'<text class="title" x="20" y="24">{escape(title)}</text>'
-        f'<text class="soft" x="20" y="42">{escape(equation(layout))}</text>\n{_legend()}{"".join(parts)}{more}</svg>\n'
+        f'<text class="soft" x="20" y="42">{escape(equation(layout))}</text>\n{legend}{"".join(parts)}{more}</svg>\n'
     )
 
 
 def icons(recipe: Recipe, layout: Layout, title: str) -> str:
-    """The first few ranks side by side: each one's part of the model (layers downwards, the width of matrices across)
-    and of the batch (sequences downwards, tokens across). recipe: resolved."""
+    """The first few ranks side by side: each one's part of the model (layers downwards, the width of matrices across;
+    experts are the lower part of a layer) and of the batch (sequences downwards, tokens across). recipe: resolved."""
     ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, 4))]
     each, high = 2 * ICON + 30, ICON + 44
     width = len(ranks) * each - 6
@@ -117,7 +129,9 @@ def icons(recipe: Recipe, layout: Layout, title: str) -> str:
         )
         parts.append(f'<text class="name" x="{left}" y="18">rank {found.rank}</text>')
         parts.append(f'<text class="soft" x="{left + 48}" y="18">{words}</text>')
-        parts.append(_model(found, recipe, left, 26) + _batch(found, recipe, left + ICON + 6, 26))
+        parts.append(
+            _model(found, recipe, layout, left, 26) + _batch(found, recipe, layout, left + ICON + 6, 26)
+        )
         parts.append(f'<text class="soft" x="{left}" y="{high - 4}">model</text>')
         parts.append(f'<text class="soft" x="{left + ICON + 6}" y="{high - 4}">batch</text>\n')
     return (
@@ -133,17 +147,27 @@ def _columns(layout: Layout, ranks: int) -> int:
     return max(1, min(ranks, 4 if layout.pp == 1 else 2))
 
 
-def _legend() -> str:
-    left, parts = 20, []
-    for kind, words in (
-        ("has", "computes with these weights"),
-        ("keeps", "and keeps their fp32 masters and moments"),
-        ("sees", "computes these tokens of the batch"),
-    ):
-        parts.append(f'<rect class="{kind}" x="{left}" y="56" width="11" height="11"/>')
-        parts.append(f'<text class="soft" x="{left + 16}" y="66">{words}</text>')
+def _kinds(layout: Layout) -> dict[str, str]:
+    """What the colours of the picture say."""
+    weights = "computes with these weights"
+    if layout.ep > 1:
+        weights += " (experts: the lower part of a layer)"
+    whole, piece = "computes these tokens of the batch", "and has only these between matmuls"
+    return {
+        **({"lent": f"{weights}, gathered for each use"} if layout.zero == 3 else {"has": weights}),
+        "keeps": "keeps their fp32 masters and moments",
+        **({"whole": whole, "sees": piece} if layout.sp else {"sees": whole}),
+    }
+
+
+def _legend(kinds: dict[str, str]) -> tuple[str, float]:
+    """The legend as SVG, and its width."""
+    left, parts = 20.0, []
+    for kind, words in kinds.items():
+        parts.append(f'<rect class="{kind}" x="{left:g}" y="56" width="11" height="11"/>')
+        parts.append(f'<text class="soft" x="{left + 16:g}" y="66">{words}</text>')
         left += 34 + 5.6 * len(words)
-    return "".join(parts) + "\n"
+    return "".join(parts) + "\n", left
 
 
 def _panel(
@@ -169,45 +193,65 @@ def _box(found: Holding, layout: Layout, recipe: Recipe, left: float, top: float
     place = ", ".join(_site(found) + axes)
     experts = f"experts {span_words((found.experts.start, found.experts.stop))}" if found.experts else ""
     keeps = "all" if found.keeps == found.computes else short_number(found.keeps)
-    lines = [f"{short_number(found.computes)} weights, keeps {keeps}", f"tokens {_tokens(found)}", experts]
+    lines = [
+        f"{short_number(found.computes)} weights, keeps {keeps}",
+        f"tokens {_tokens(found.tokens)}",
+        experts,
+    ]
     texts = "".join(
         f'<text class="soft" x="{left + 10}" y="{top + 137 + 15 * i}">{line}</text>'
         for i, line in enumerate(lines)
     )
     return (
         f"<g><title>rank {found.rank}: {_place(found, layout)}; {stage_words(found)}; sequences "
-        f"{span_words(found.rows)}, tokens {_tokens(found)}</title>"
+        f"{span_words(found.rows)}, tokens {_tokens(found.tokens)}</title>"
         f'<rect class="box" x="{left}" y="{top}" width="{WIDE}" height="{HIGH}" rx="4"/>'
         f'<text class="name" x="{left + 10}" y="{top + 18}">rank {found.rank}</text>'
         f'<text class="soft" x="{left + 10}" y="{top + 33}">{place}</text>'
-        f"{_model(found, recipe, model, top + 44)}{_batch(found, recipe, batch, top + 44)}{texts}</g>\n"
+        f"{_model(found, recipe, layout, model, top + 44)}{_batch(found, recipe, layout, batch, top + 44)}{texts}</g>\n"
     )
 
 
-def _model(found: Holding, recipe: Recipe, left: float, top: float) -> str:
+def _model(found: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> str:
     """The model from embedding (top) to head, as wide as its matrices.
 
-    It shows this rank's layers, its slice of them, and the part of the slice that it stores.
+    It shows this rank's layers, its slice of them, and the part of the slice that it stores. In layers with experts the
+    lower half is all experts side by side.
     """
-    layers = recipe.model.layers + 2  # the embedding, the blocks, the head
-    spans = [(b.start + 1, b.stop + 1) for b in found.stages.values()]
-    spans += [(0, 1)] * found.first + [(layers - 1, layers)] * found.last
-    (index, of), (shard, shards) = found.tensor, found.shard
-    slice_left, slice_wide = left + ICON * index / of, ICON / of
+    layers, card = recipe.model.layers + 2, card_of(recipe.model)  # the embedding, the blocks, the head
+    (index, of), high = found.tensor, ICON / layers
+    computes = "lent" if layout.zero == 3 else "has"
     parts = [_rect("idle", left, top, ICON, ICON)]
-    for start, stop in spans:
-        y, high = top + ICON * start / layers, ICON * (stop - start) / layers - 0.6
-        parts.append(_rect("has", slice_left, y, slice_wide, high))
-        parts.append(_rect("keeps", slice_left + slice_wide * shard / shards, y, slice_wide / shards, high))
+
+    def draw(y: float, tall: float, start: float, stop: float, shard: tuple[int, int]) -> None:
+        """A tensor rank's slice of the columns [start, stop), as shares of the width."""
+        wide = ICON * (stop - start) / of
+        at = left + ICON * start + wide * index
+        parts.append(_rect(computes, at, y, wide, tall))
+        parts.append(_rect("keeps", at + wide * shard[0] / shard[1], y, wide / shard[1], tall))
+
+    rows = [0] * found.first + [b + 1 for blocks in found.stages.values() for b in blocks]
+    for row in [*rows, *[layers - 1] * found.last]:
+        y, tall = top + high * row, high - 0.6
+        if found.experts is None or not 0 < row < layers - 1 or not card.is_mixed(row - 1):
+            draw(y, tall, 0, 1, found.shard)
+        else:
+            draw(y, tall / 2, 0, 1, found.shard)
+            experts = (found.experts.start, found.experts.stop)
+            draw(y + tall / 2, tall / 2, *(n / recipe.model.experts for n in experts), found.expert_shard)
     return "".join(parts)
 
 
-def _batch(found: Holding, recipe: Recipe, left: float, top: float) -> str:
-    """The global batch with one line per sequence: this rank's sequences, and its tokens in them."""
+def _batch(found: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> str:
+    """The global batch with one line per sequence: this rank's sequences, and its tokens in them. With sp those that it
+    has between tensor-parallel regions are darker."""
     sequences, T = recipe.train.global_batch_size, recipe.model.seq_len
     start, stop = found.rows
     y, high = top + ICON * start / sequences, ICON * (stop - start) / sequences
-    filled = (_rect("sees", left + ICON * a / T, y, ICON * (b - a) / T, high) for a, b in found.tokens)
+    spans = [("whole", found.tokens)] * layout.sp + [("sees", found.between)]
+    filled = (
+        _rect(kind, left + ICON * a / T, y, ICON * (b - a) / T, high) for kind, part in spans for a, b in part
+    )
     return "".join([_rect("idle", left, top, ICON, ICON), *filled])
 
 

@@ -212,7 +212,7 @@ def _device(table: Measured, ranks: int) -> Device:
     copied = min(rates["copy"][0] for rates in share.streams.values())
     return Device(
         name=f"local ({share.threads} core{'s' * (share.threads > 1)})" if table.on_cpu else "local",
-        peak={dtype: rate / on_each for dtype, rate in table.peak.items()},
+        peak={dtype: table.fastest(dtype) / on_each for dtype in table.peak},
         matmul=1.0,
         units=1,
         memory=table.memory / on_each,

@@ -140,6 +140,18 @@ class Measured:
         """True if the processor that runs Python and moves messages also computes."""
         return self.device == "cpu"
 
+    def fastest(self, dtype: str) -> float:
+        """FLOP/s of all cores: the peak, or what any measured operation reached if that is more. So no prediction's
+        MFU is above 1, even if the peak was measured while other programs took the cores."""
+        reached = [self.peak[dtype]]
+        for ranks, share in self.shares.items():
+            together = (ranks if self.on_cpu else self.cores) / self.factors["compute"]
+            grids = [*share.products.get(dtype, {}).values()]
+            reached += [together * rate for grid in grids for rate in grid.values()]
+            rows = [*share.attention.get(dtype, {}).values(), *share.ring.get(dtype, {}).values()]
+            reached += [together * rate for rates in rows for rate in rates]
+        return max(reached)
+
     def oversubscription(self, ranks: int) -> float:
         """Ranks per core if there are more ranks than cores, otherwise 1."""
         return max(1.0, ranks / self.cores)

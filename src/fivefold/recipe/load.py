@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
+from fivefold.errors import LONGEST_WORD, Problem, UserError, did_you_mean, problem, shortened
 from fivefold.files import read_bytes
+from fivefold.models.section import LARGEST
 from fivefold.recipe import words
 from fivefold.recipe.migrate import migrate
 from fivefold.recipe.recipe import Recipe
@@ -200,7 +201,7 @@ class _Draft:
     def __init__(self, table: dict[str, Any], origins: dict[str, str]):
         self.table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
         self.origins = origins  # key -> where it was written: a line, --set or --layout
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
         self.wrong: set[str] = set()  # keys that have a problem of their own
 
     def finish(
@@ -213,25 +214,32 @@ class _Draft:
         self._override(over, "--over")
         for key, value in self.table.items():
             if key not in SECTIONS:
-                self._problem(key, words.unknown_section(key, value))
+                self._problem(key, value, words.unknown_section(key, value))
         sections = {section: self._section(section) for section in SECTIONS}
         draft = Recipe.model_construct(**sections)
-        self.problems += [message for keys, message in contradictions(draft) if not keys & self.wrong]
+        for keys, message in contradictions(draft):
+            if not keys & self.wrong:
+                first = next((key for key in KEYS if key in keys and key in message), min(keys))
+                section, _, field = first.partition(".")
+                self.problems.append(problem(message, first, getattr(sections.get(section), field, None)))
         if not (draft.train.steps or draft.train.tokens or {"train.steps", "train.tokens"} & self.wrong):
-            self.problems.append("set train.steps or train.tokens, the length of the run")
+            message = "set train.steps or train.tokens, the length of the run"
+            self.problems.append(problem(message, "train.steps"))
         if self.problems:
-            raise UserError(words.list_problems(name, self.problems))
+            raise UserError(words.list_problems(name, [one.message for one in self.problems]), self.problems)
         return Recipe(**sections)
 
-    def _problem(self, key: str, message: str) -> None:
+    def _problem(self, key: str, value: Any, message: str) -> None:
         self.wrong.add(key)
-        self.problems.append(f"{self.origins[key]}: {message}" if key in self.origins else message)
+        allowed = words.allowed(KEYS[key]) if key in KEYS else None
+        whole = f"{self.origins[key]}: {message}" if key in self.origins else message
+        self.problems.append(problem(whole, key, value, allowed))
 
     def _set_layout(self, text: str) -> None:
         try:
             self.table["layout"] = parse_layout(text)
         except UserError as error:
-            self.problems.append(str(error))
+            self.problems += error.problems
         else:
             self.origins |= {f"layout.{key}": "--layout" for key in self.table["layout"]}
 
@@ -242,9 +250,9 @@ class _Draft:
             key, equals, raw = (part.strip() for part in text.partition("="))
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
-                self.problems.append(
-                    f"{option} {shortened(text, LONGEST_WORD)}: must have the form section.key=value"
-                )
+                said = shortened(text, LONGEST_WORD)
+                message = f"{option} {said}: must have the form section.key=value"
+                self.problems.append(problem(message, option, said, "section.key=value"))
                 continue
             values = self.table.setdefault(section, {})
             if not isinstance(values, dict):
@@ -283,11 +291,10 @@ class _Draft:
         """Checks one section. A wrong field is reported and gets its default, so that checking can continue."""
         values, cls = self.table.get(section, {}), SECTIONS[section]
         if not isinstance(values, dict):
-            self._problem(section, words.not_a_section(section, values))
+            self._problem(section, values, words.not_a_section(section, values))
             self.wrong |= {f"{section}.{name}" for name in cls.model_fields}
             return cls()
-        # TOML has lists only, a strict tuple field wants a tuple
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        values = {name: _as_field(f"{section}.{name}", value) for name, value in values.items()}
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -295,11 +302,19 @@ class _Draft:
         for name in names:
             key, value = f"{section}.{name}", values[name]
             if words.entry_type(key):
-                for problem in words.bad_entries(key, value):
-                    self._problem(key, problem)
+                for message in words.bad_entries(key, value):
+                    self._problem(key, value, message)
                 continue
-            self._problem(key, (words.bad_value if key in KEYS else words.unknown_key)(key, value))
+            self._problem(key, value, (words.bad_value if key in KEYS else words.unknown_key)(key, value))
         return cls.model_validate({name: v for name, v in values.items() if name not in names})
+
+
+def _as_field(key: str, value: Any) -> Any:
+    """A TOML value in the type of its field: a tuple for a list, and 1000000 for 1e6 where numbers are whole."""
+    if isinstance(value, list):
+        return tuple(value)
+    whole = isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST
+    return int(value) if whole and key in KEYS and plain_type(KEYS[key]) is int else value
 
 
 def _override_value(key: str, raw: str) -> Any:

@@ -36,6 +36,8 @@ else:
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MOST_SEQUENCES = 1 << 30
 """Sequences of a batch."""
+MOST_SECONDS = 10**7
+"""Longest time-out: the backends count nanoseconds."""
 
 
 class DataSection(Section):
@@ -397,7 +399,7 @@ class ObserveSection(Section):
     hang_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Seconds that a message between ranks may take, or three usual steps if they are longer. After that the run says
     which rank is missing, writes the stacks of all ranks into RUN/traces, and ends. A rank that starts, compiles, saves
-    or samples has ten times as long. 0: only the backend's limit of 10 minutes."""
+    or samples has ten times as long. 0: only the backend's limit, `launch.timeout`."""
     histogram_step: int = Field(default=0, ge=0, le=LARGEST)
     """The step whose weights, activations and gradients are counted by exponent, into RUN/traces. `fivefold formats
     --run RUN` compares them with the range of each format. That step is slower. 0: none."""
@@ -411,6 +413,11 @@ class LaunchSection(Section):
     """Seconds for which ranks may get nothing done, beside the time of two steps, when a signal stops the run: they
     finish their step or validation, save and leave. After that they are killed. A large save takes as long as it
     takes."""
+    timeout: float = Field(default=600.0, gt=0, le=MOST_SECONDS)
+    """Seconds until a message between ranks fails, by the backend (gloo, NCCL). `observe.hang_s` finds a missing rank
+    sooner, and names it."""
+    meet: float = Field(default=600.0, gt=0, le=MOST_SECONDS)
+    """Seconds for which ranks wait for each other when they start. Hosts of a cluster may come minutes apart."""
 
 
 class Sections(Section):

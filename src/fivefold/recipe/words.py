@@ -117,8 +117,6 @@ def bad_value(key: str, value: Any) -> str:
     hint, type_ = "", plain_type(KEYS[key])
     if isinstance(value, str):
         hint = did_you_mean(value, [choice for choice in get_args(type_) if isinstance(choice, str)])
-    elif isinstance(value, float) and type_ is int and value.is_integer() and abs(value) <= LARGEST:
-        hint = f": write {int(value)}"
     elif isinstance(value, int) and value > LARGEST and "<=" not in allowed(KEYS[key]):
         hint = f" and <= {LARGEST}"
     if key == "precision.mode" and value in SHOWN:

@@ -18,8 +18,8 @@ from fivefold.data.mixture import amounts
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.host import memory
-from fivefold.host.machine import device_peak, peak_memory_bytes
-from fivefold.host.peak import listed_peak
+from fivefold.host.machine import peak_memory_bytes
+from fivefold.kernels.peak import device_peak, listed_peak
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.count import flops_per_token

@@ -20,8 +20,9 @@ from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import CommunicationError, UserError
 from fivefold.files import guard, make_folder, owned
 from fivefold.host.files import ensure_open_files
-from fivefold.host.machine import cores, ensure_matmul_rate
+from fivefold.host.machine import cores
 from fivefold.host.memory import keep_few_primitives, keep_freed_memory, return_large_memory
+from fivefold.kernels.peak import ensure_matmul_rate
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
 from fivefold.launch.exits import STOPPED, unsaved
@@ -109,7 +110,7 @@ def run_command(
         if caller.first:
             _note_start(job, caller, world)
         if caller.rank >= world:
-            ranks_.wait_as_spare()
+            ranks_.wait_as_spare(recipe.launch.meet)
             return out  # it knows nothing of what is saved: only the others say so
         if caller.world is not None or (world == 1 and not span):
             stopped = _run_here(job, interrupt, world)
@@ -229,7 +230,13 @@ def _attempt(world: int, job: Job) -> Attempt:
     """What local ranks do for a job."""
     servers = job.recipe.servers  # asynchronous training goes on without a worker
     expendable = range(servers.count, world) if servers.staleness else range(0)
-    return Attempt(partial(_part(job), job), world, expendable, partial(grace_s, job))
+    return Attempt(
+        partial(_part(job), job),
+        world,
+        expendable,
+        partial(grace_s, job),
+        timeout_s=job.recipe.launch.timeout,
+    )
 
 
 def _part(job: Job) -> Callable[[Job, Ranks], int | None]:
@@ -240,7 +247,8 @@ def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
     """Runs this process's rank, one of a foreign launcher or the only one. Returns the signal that stopped it. world:
     the ranks that train."""
     try:
-        with ranks_.join(members=world) as ranks:
+        launch = job.recipe.launch
+        with ranks_.join(launch.timeout, launch.meet, members=world) as ranks:
             return _part(job)(job, ranks)
     except KeyboardInterrupt:
         raise SystemExit(unsaved(SIGINT)) from None
@@ -359,7 +367,7 @@ def _run_folder(out: Path | None, name: str, resume: bool, either: bool, caller:
             option = "--resume" if resume else "--resume-from"
             raise UserError(f"{option} needs the run's folder: fivefold train RUN {option}, or --out RUN")
         if caller.world is not None:
-            raise UserError("ranks of torchrun or Slurm need a common run folder; add --out DIR")
+            raise UserError("ranks of torchrun, Slurm or mpirun need a common run folder; add --out DIR")
         number = 1
         while True:
             try:

@@ -1,8 +1,9 @@
-"""How fast the hardware multiplies matrices: the denominator of MFU.
+"""How fast the hardware multiplies matrices: the denominator of MFU. No torch at module level.
 
 MFU (PaLM, arXiv 2204.02311, appendix B) divides a model's FLOP/s by the device's dense peak. For the GPUs in
 `devices.SHEETS` that is the vendor's figure. A processor has no honest data-sheet figure (its clock depends on the
-cores and instructions in use), so its rate is measured once and cached; so is that of an unlisted GPU.
+cores and instructions in use), so its rate is measured once and cached; so is that of an unlisted GPU. It is the rate
+of the fastest matmul that there is: in fp32 on CPUs that of the trainer (oneDNN) or PyTorch's own (MKL).
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, make_folder, write_atomically
 from fivefold.host import cores, cpu_model
-from fivefold.host.cpu import has_cpu_fp16
 from fivefold.host.devices import sheet_of
-from fivefold.precision import DTYPES, torch_dtype
+from fivefold.precision import DTYPES, MASTER, torch_dtype
 
 MULTIPLIED = tuple(dtype.name for dtype in DTYPES.values() if dtype.multiplied)
 
-# A measurement that got less than this share of its cores was disturbed by other processes: the next runs
-# repeat it (up to _TRIES in all), and the best counts.
-_UNDISTURBED, _TRIES = 0.93, 3
+UNDISTURBED = 0.93
+"""Share of its cores' time. A measurement that got less was disturbed by other processes."""
+_DISTURBED_S = 600.0
+"""A disturbed rate is kept for so long. Then the next run measures again, and the best counts."""
 
 
 def device_peak(device: str, dtype: str, threads: int | None = None) -> float:
@@ -76,17 +77,11 @@ def _matmul_rate(dtype: str, threads: int, improve: bool) -> float:
         allowed = f"{', '.join(MULTIPLIED)}; threads >= 1"
         raise UserError(f"matmul rate: dtype {dtype!r}, threads {threads}; allowed: {allowed}")
     version = metadata.version("torch")
-    way = f"{dtype} in fp32" if _widened(dtype) else dtype
-    key = f"{cpu_model()} | {cores()} cores | torch {version} | {way} | {threads} threads"
-    return _cached(key, lambda: _measure_apart(dtype, threads), improve)
+    key = f"{cpu_model()} | {cores()} cores | torch {version} | {dtype}, fastest | {threads} threads"
+    return _cached(key, lambda: measure_apart(dtype, threads), improve)
 
 
-def _widened(dtype: str) -> bool:
-    """True if CPUs multiply this dtype in fp32, as the trainer does (kernels/wide.py)."""
-    return dtype == "fp16" and not has_cpu_fp16()
-
-
-def _measure_apart(dtype: str, threads: int) -> dict[str, Any]:
+def measure_apart(dtype: str, threads: int) -> dict[str, Any]:
     """`_measure` on the CPU in a new process, whose threads may use every core of this one."""
     unset = (
         "RANK",
@@ -99,7 +94,7 @@ def _measure_apart(dtype: str, threads: int) -> dict[str, Any]:
     )
     environment = {key: value for key, value in os.environ.items() if key not in unset}
     environment |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-P", "-m", "fivefold.host.peak", dtype, str(threads)]
+    command = [sys.executable, "-P", "-m", "fivefold.kernels.peak", dtype, str(threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -107,20 +102,26 @@ def _measure_apart(dtype: str, threads: int) -> dict[str, Any]:
 
 
 def _measure(device: str, dtype: str, threads: int) -> dict[str, Any]:
-    """Multiply for about a second: {rate: FLOP/s, size, share: of the cores' time that this process got}."""
+    """Multiply for about a second per way: {rate: FLOP/s, size, share: of the cores' time that this process got}."""
     import torch
 
-    if device == "cpu":
+    from fivefold.kernels.matmul import linear
+
+    on_cpu = device == "cpu"
+    if on_cpu:
         torch.set_num_threads(threads)
-    wait = (lambda: None) if device == "cpu" else (lambda: torch.cuda.synchronize(device))
+    wait = (lambda: None) if on_cpu else (lambda: torch.cuda.synchronize(device))
     best: dict[str, Any] = {"rate": 0.0}
-    for size in (1024, 2048) if device == "cpu" else (4096, 8192):
-        a, b = (torch.randn(size, size, device=device).to(torch_dtype(dtype)) for _ in range(2))
-        how = torch.float32 if device == "cpu" and _widened(dtype) else a.dtype
-        # as a linear layer: x @ weight.T
-        seconds, share = _time(lambda a=a, b=b, how=how: (a.to(how) @ b.to(how).T).to(a.dtype), wait, threads)
-        if 2 * size**3 / seconds > best["rate"]:
-            best = {"rate": 2 * size**3 / seconds, "size": size, "share": share}
+    for size in (1024, 2048) if on_cpu else (4096, 8192):
+        x, weight = (torch.randn(size, size, device=device).to(torch_dtype(dtype)) for _ in range(2))
+        ways: list[Callable[[], object]] = [lambda x=x, weight=weight: linear(x, weight)]
+        if on_cpu and dtype == MASTER:
+            ways.append(lambda x=x, weight=weight: x @ weight.T)
+        for way in ways:
+            with torch.no_grad():
+                seconds, share = _time(way, wait, threads)
+            if 2 * size**3 / seconds > best["rate"]:
+                best = {"rate": 2 * size**3 / seconds, "size": size, "share": share}
         if seconds > 0.25:  # a dtype without hardware: the larger size would take many seconds
             break
     return best
@@ -144,11 +145,13 @@ def _time(work: Callable[[], object], wait: Callable[[], object], threads: int) 
 def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = False) -> float:
     """The rate under `key` in the cache's file; measured, and written for the next time, if it is missing.
 
-    improve: measure again what was disturbed, unless it has been tried often enough.
+    improve: measure again what was disturbed some time ago.
     """
     path = cache_folder() / "matmul.json"
     known = _read(path).get(key)
-    if known and not (improve and known["share"] < _UNDISTURBED and known["tries"] < _TRIES):
+    if known and not (
+        improve and known["share"] < UNDISTURBED and abs(time.time() - known.get("at", 0)) > _DISTURBED_S
+    ):
         return known["rate"]
     try:
         make_folder(path.parent)
@@ -157,9 +160,8 @@ def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = Fal
             if records.get(key) != known:  # another process measured while this one waited
                 return records[key]["rate"]
             new = measure()
-            tries = (known or {}).get("tries", 0) + 1
             best = max((record for record in (known, new) if record), key=lambda record: record["rate"])
-            records[key] = {**best, "share": new["share"], "tries": tries}
+            records[key] = {**best, "share": new["share"], "at": time.time()}
             write_atomically(path, json.dumps(records, indent=1))
             return records[key]["rate"]
     except OSError:  # a cache that cannot be written is no reason not to train
@@ -173,8 +175,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     good = isinstance(records, dict) and all(
-        isinstance(record, dict) and {"rate", "share", "tries"} <= record.keys()
-        for record in records.values()
+        isinstance(record, dict) and {"rate", "share"} <= record.keys() for record in records.values()
     )
     return records if good else {}
 

@@ -1,0 +1,55 @@
+"""Errors of a command with `--json`: one JSON object on standard output, with the exit code of the text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fivefold.cli.options import print_json
+from fivefold.errors import Problem, problem
+
+
+def wants_json(words: Sequence[str]) -> bool:
+    """True if a command was typed with --json."""
+    options = words[: words.index("--")] if "--" in words else words
+    return "--json" in options
+
+
+def print_problems(message: str, found: Sequence[Problem]) -> None:
+    """{"error": {"key", "value", "message", "allowed", "nearest"}}: the parts of the first problem, and the whole
+    message. Several problems are listed in "problems", too."""
+    error = _plain(found[0]) | {"message": message}
+    print_json({"error": error | ({"problems": [_plain(one) for one in found]} if len(found) > 1 else {})})
+
+
+def _plain(one: Problem) -> dict[str, Any]:
+    """Its fields as JSON values: what JSON lacks is text."""
+    value = one.value
+    simple = value is None or isinstance(value, bool | int | str | list | tuple)
+    if not (simple or (isinstance(value, float) and math.isfinite(value))):
+        value = str(value)
+    return asdict(one) | {"value": value}
+
+
+def of_options(error: Exception, words: Sequence[str]) -> Problem | None:
+    """What the parser of the command line refuses. None: the error is another one."""
+    message = getattr(error, "format_message", None)
+    if message is None or not hasattr(error, "exit_code"):
+        return None
+    param = getattr(error, "param", None)
+    names = list(getattr(param, "opts", None) or [getattr(error, "option_name", None)])
+    key = names[0] if names[0] is None or names[0].startswith("-") else str(param.human_readable_name)
+    near = list(getattr(error, "possibilities", None) or [])
+    found = problem(message(), key, _typed(words, names))
+    return Problem(found.key, found.value, found.message, found.allowed, near[0] if near else found.nearest)
+
+
+def _typed(words: Sequence[str], names: Sequence[str | None]) -> str | None:
+    """The text after one of these options."""
+    for word, after in zip(words, [*words[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else after
+    return None
