@@ -137,9 +137,12 @@ def test_bad_input_exits_with_2(
             },
         ),
         (["check", "quikstart"], {"key": "recipe", "value": "quikstart", "nearest": "quickstart"}),
-        (["train", "quickstart", "--layout", "dp=17"], {"key": "layout.dp_replicate", "value": 17}),
+        (["train", "quickstart", "--layout", "dp=17"], {"key": "train.global_batch_size", "value": 16}),
         (["check", "quickstart", "--explian"], {"key": "--explian", "nearest": "--explain"}),
-        (["plan", "quickstart", "--top", "0"], {"key": "--top", "value": "0", "allowed": "1<=x<=1000"}),
+        (
+            ["plan", "quickstart", "--top", "0"],
+            {"key": "--top", "value": "0", "allowed": "greater than or equal to 1"},
+        ),
         (["collectives", "--ranks=0"], {"key": "--ranks", "value": "0"}),
         (["export"], {"key": "RUN"}),
         (["generate", "nowhere"], {"key": None}),
@@ -288,7 +291,7 @@ def test_train_quiet(text_recipe: Path, tmp_path: Path, capfd: pytest.CaptureFix
 def test_pictures_are_ascii_in_c_locales(locale: dict[str, str], shown: str) -> None:
     """Also by the module's name. Text from elsewhere stays UTF-8."""
     env = {name: value for name, value in os.environ.items() if name not in ("LC_ALL", "LC_CTYPE", "LANG")}
-    words = ["draw", "quickstart", "--layout", "pp=2,schedule=zbh1,microbatches=4"]
+    words = ["draw", "quickstart", "--layout", "pp=2,schedule=zb_h1,microbatches=4"]
     command = [sys.executable, "-m", "fivefold", *words]
     done = subprocess.run(command, env=env | locale, capture_output=True, check=True, timeout=60)
     assert set(shown) <= set(done.stdout.decode()), done.stdout.decode()

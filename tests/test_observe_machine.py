@@ -103,7 +103,7 @@ def test_rate_is_measured_once_without_torch_here(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     first, second = map(float, done.stdout.split())
-    (record,) = json.loads((tmp_path / "matmul.json").read_text()).values()
+    (record,) = json.loads((tmp_path / "matmul_rates.json").read_text()).values()
     assert 1e9 < first < 1e14
     assert record["rate"] == first == second
 
@@ -150,7 +150,7 @@ def test_a_disturbed_measurement_is_repeated_after_some_time_and_the_best_counts
 def test_a_broken_cache_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
     for broken in ("{not json", '{"key": 3}', "[]"):
-        (tmp_path / "matmul.json").write_text(broken)
+        (tmp_path / "matmul_rates.json").write_text(broken)
         assert peak._cached("key", lambda: {"rate": 1e9, "share": 1.0}) == 1e9
 
 

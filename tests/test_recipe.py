@@ -157,7 +157,7 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[model]\ndim = true", "model.dim = true: must be a whole number >= 1"),
         ("[model]\ndim = 0", "model.dim = 0: must be a whole number >= 1"),
         ("[model]\ndim = 512.5", "model.dim = 512.5: must be a whole number >= 1 and <= 1048576"),
-        ("[train]\ntokens = 1e300", "train.tokens = 1e+300: must be a whole number >= 1"),
+        ("[train]\nval_every = 1e300", "train.val_every = 1e+300: must be a whole number >= 0"),
         ('[model]\narch = "lama"', "did you mean 'llama'?"),
         ("[optim]\nlr = nan", "optim.lr = nan: must be a number > 0"),
         ("[optim]\nlr = inf", "optim.lr = inf: must be a number > 0"),

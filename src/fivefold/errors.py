@@ -71,6 +71,7 @@ _FIELD = re.compile(r"(?:^|: )([a-z_]+\.[a-z_0-9]+)(?: = (.+?))?(?= must|: | is 
 _NAMED = re.compile(r"^(recipe|layout|cluster) '(.*?)'")
 _ALLOWED = re.compile(
     r"must be (.+?)(?=; |\. |: |\.?$)|[ ;]valid [a-z]+(?: in \S+)?: (.+?)\.?$|is not in the range (.+?)\.?$"
+    r"|Input should be (.+?)(?=, unable|\.?$)"
     r"|is not (one of .+?|a valid .+?)\.?$",
     re.MULTILINE,
 )

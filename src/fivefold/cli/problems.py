@@ -40,7 +40,9 @@ def of_options(error: Exception, words: Sequence[str]) -> Problem | None:
         return None
     param = getattr(error, "param", None)
     names = list(getattr(param, "opts", None) or [getattr(error, "option_name", None)])
-    key = names[0] if names[0] is None or names[0].startswith("-") else str(param.human_readable_name)
+    key = names[0]
+    if key is not None and not key.startswith("-"):  # an argument, such as RUN
+        key = getattr(param, "metavar", None) or key.upper()
     near = list(getattr(error, "possibilities", None) or [])
     found = problem(message(), key, _typed(words, names))
     return Problem(found.key, found.value, found.message, found.allowed, near[0] if near else found.nearest)

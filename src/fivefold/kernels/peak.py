@@ -147,7 +147,7 @@ def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = Fal
 
     improve: measure again what was disturbed some time ago.
     """
-    path = cache_folder() / "matmul.json"
+    path = cache_folder() / "matmul_rates.json"
     known = _read(path).get(key)
     if known and not (
         improve and known["share"] < UNDISTURBED and abs(time.time() - known.get("at", 0)) > _DISTURBED_S

@@ -100,7 +100,8 @@ def _number(name: str, defaults: dict[str, str] | None = None) -> int:
 
 
 def master() -> tuple[str, int]:
-    """(address, port) where rank 0 listens. Slurm: the job's first host. mpirun on one host: its loopback interface.
+    """(address, port) where rank 0 listens. In a job of Slurm: its first host. mpirun on one host: the loopback
+    interface.
 
     Raises:
         UserError: the launcher does not say it.
@@ -108,16 +109,16 @@ def master() -> tuple[str, int]:
     by, env = launcher(), os.environ
     if ADDRESS in env:
         return env[ADDRESS], _number(PORT, {PORT: "29500"})
-    if by is SLURM and "SLURM_JOB_NODELIST" in env:
+    _, world, _, local_world = found() or (0, 1, 0, 1)
+    if by in MPI and world == local_world:
+        return "127.0.0.1", _number(PORT, {PORT: str(_own_port(_launcher_pid(by)))})
+    if "SLURM_JOB_NODELIST" in env:
         return _first_host(env["SLURM_JOB_NODELIST"]), _own_port(_number("SLURM_JOB_ID"))
     if by in MPI:
-        _, world, _, local_world = found() or (0, 1, 0, 1)
-        if world != local_world:
-            raise UserError(
-                f"ranks of {by.name} on several hosts need {ADDRESS}, the first host: mpirun -x {ADDRESS}=HOST "
-                f"-x {PORT}=29500 (Open MPI), or mpirun -genv {ADDRESS} HOST -genv {PORT} 29500 (MPICH, Intel MPI)"
-            )
-        return "127.0.0.1", _number(PORT, {PORT: str(_own_port(_launcher_pid(by)))})
+        raise UserError(
+            f"ranks of {by.name} on several hosts need {ADDRESS}, the first host: mpirun -x {ADDRESS}=HOST "
+            f"-x {PORT}=29500 (Open MPI), or mpirun -genv {ADDRESS} HOST -genv {PORT} 29500 (MPICH, Intel MPI)"
+        )
     raise UserError(
         f"RANK is set but {ADDRESS} is not: start the ranks with torchrun, or set {ADDRESS} and {PORT}"
     )

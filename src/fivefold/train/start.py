@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from fivefold.launch.restarted import restarted_by
 from fivefold.launch.supervisor import Attempt
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import budget_of
+from fivefold.observe.console import QUIET
 from fivefold.plan.predict import budget, priced_here
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.fit import in_layout, nearest_layout
@@ -92,7 +94,8 @@ def run_command(
     either = resume_from is not None
     span = nproc if isinstance(nproc, tuple) and caller.world is None else None
     recipe, asked = _for_ranks(recipe, nproc, caller, either, seat)
-    data, vocab_size = _data(recipe, module, batches, quiet=not caller.first)
+    quiet = not caller.first or bool(os.environ.get(QUIET))
+    data, vocab_size = _data(recipe, module, batches, quiet)
     recipe = _within_budget(resolve(recipe, vocab_size=vocab_size), caller)
     out = _run_folder(out, name, resume, either, caller)
     chosen = None if resume_from is None or resume_from == AUTO else Path(resume_from)
