@@ -286,7 +286,7 @@ def test_train_quiet(text_recipe: Path, tmp_path: Path, capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("locale", "shown"),
-    [({"LC_ALL": "C"}, "-=.~"), ({"LANG": "POSIX"}, "-=.~"), ({"LC_ALL": "C.UTF-8"}, "─═┄╌")],
+    [({"LC_ALL": "C"}, "-.~|"), ({"LANG": "POSIX"}, "-.~|"), ({"LC_ALL": "C.UTF-8"}, "─┄╌│")],
 )
 def test_pictures_are_ascii_in_c_locales(locale: dict[str, str], shown: str) -> None:
     """Also by the module's name. Text from elsewhere stays UTF-8."""
