@@ -83,17 +83,18 @@ class Chat:
 
     def _fit(self, template: ChatTemplate) -> list[int]:
         """The prompt, without the oldest questions and answers if there would be no room for an answer."""
-        wanted = min(self.sampling.max_tokens, self.model.seq_len // 2)
+        most = self.model.seq_len - min(self.sampling.max_tokens, self.model.seq_len // 2)
         first = [{"role": "system", "content": self.system}] if self.system else []
-        for start in range(0, len(self.messages), 2):
-            prompt = template.prompt([*first, *self.messages[start:]])
-            if len(prompt) + wanted <= self.model.seq_len:
-                break
+        kept = self.messages
+        prompt = template.prompt([*first, *kept])
+        while len(prompt) > most and len(kept) > 1:
+            kept = kept[2:]
+            prompt = template.prompt([*first, *kept])
         if len(prompt) >= self.model.seq_len:
             raise UserError(
                 f"this has {len(prompt):,} tokens; the model sees at most {self.model.seq_len:,}, its answer included"
             )
-        self.messages = self.messages[start:]
+        self.messages = kept
         return prompt
 
 
