@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
 from fivefold.data import mixture
+from fivefold.data.chat import ChatTemplate
 from fivefold.data.mixture import amounts
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
@@ -39,6 +40,7 @@ from fivefold.step.recorder import Recorder
 from fivefold.step.replay import replay
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
+from fivefold.train.chat import Chat
 from fivefold.train.faults import Fault, note
 from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.job import Job
@@ -50,6 +52,7 @@ from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import training_batches, validation_sets
 
+GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else
 SQUARES = "partial_squares"  # the figure of a step that `NoiseScale.take` returns
 MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
 
@@ -272,6 +275,16 @@ def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
     sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
     try:
         module = _whole_model(state, job, step)
+        if tokenizer.chat_template:
+            chat = Chat(
+                module,
+                job.recipe.model,
+                tokenizer,
+                ChatTemplate(tokenizer.chat_template, tokenizer),
+                sampling,
+            )
+            said = train.sample_prompt or GREETING
+            return f"{said}\n{''.join(chat.ask(said))}"
         pieces = generate_text(module, job.recipe.model, tokenizer, train.sample_prompt, sampling)
         return train.sample_prompt + "".join(pieces)
     except (MemoryError, RuntimeError) as error:
