@@ -36,7 +36,7 @@ def test_a_mistake_on_one_rank_shows(tmp_path, monkeypatch, mode):
     assert report.gradients.max_rel > 0.1
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("arch", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), "bert"])
 def test_replicas_pass(tmp_path, arch):
     report = compared(tiny(tmp_path, "dp=2", f"model.arch={arch}"))
     assert report.passed, report
