@@ -151,7 +151,8 @@ def learn(data: DataSection, mask: bool, texts: Sequence[Text], workers: int, te
         # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
         found = Summary()
         for text in texts:
-            for result in run(text.work(), dataclasses.replace(text.setup, mode="characters"), workers):
+            own = workers if text.size is None or text.size >= MIN_PARALLEL else 1
+            for result in run(text.work(), dataclasses.replace(text.setup, mode="characters"), own):
                 if isinstance(result, Summary):
                     found.add(result)
                     tell("collecting characters", found.read, text.size if len(texts) == 1 else None)

@@ -468,7 +468,7 @@ def require_enough(recipe: Recipe, found: Mapping[str, Amount]) -> None:
                     if limits.get(name) is not None
                     else f"data.max_epochs allows {limit}. "
                 )
-                + f"Use train.steps <= {int(steps * limit * amount.items / count):,}"
+                + f"Use train.steps <= {int((steps or 0) * limit * amount.items / count):,}"
             )
         if amount.held_out is not None and items_in(recipe, amount.held_out) < 1:
             what = f"the validation part of {name}" if name else "the validation part"

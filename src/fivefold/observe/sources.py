@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fivefold.observe.palette import LIGHT
 from fivefold.observe.summary import by_name, column
 
 FILE, SETS = "data.json", "sets"
-Lines = Sequence[Mapping[str, Any]]
+Lines = Sequence[dict[str, Any]]
 
 
 def validation_chart(lines: Lines, span: tuple[int, int], key: str = "val_losses") -> Chart:

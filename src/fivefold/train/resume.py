@@ -54,7 +54,7 @@ def resume(state: State, job: Job) -> Resumed | None:
                 checkpoint = store.Reader(folder)
                 meta_of(checkpoint)
             with all_or_none(run):  # each machine prepares its own data
-                _assert_identity(job, checkpoint)
+                assert_identity(job, checkpoint)
             load_checkpoint(state, checkpoint)
         except Damaged as error:
             damages[folder] = str(error)
@@ -97,7 +97,8 @@ def _set_aside(damages: Mapping[Path, str], first: bool, step: int) -> list[str]
     return said
 
 
-def _assert_identity(job: Job, checkpoint: store.Reader) -> None:
+def assert_identity(job: Job, checkpoint: store.Reader) -> None:
+    """Raises UserError if what a checkpoint was trained with has changed, so that the run cannot resume exactly."""
     folder, meta = checkpoint.folder, checkpoint.meta
     for key, now in identity(job).items():
         then = meta.get(key, now)
