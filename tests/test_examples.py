@@ -35,6 +35,16 @@ def check_own_model(folder: Path, printed: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+def check_lora(folder: Path, printed: str) -> None:
+    base, adapted = (fivefold.Run(folder / "runs" / name) for name in ("run-1", "run-2"))
+    assert column(adapted.path, "val_loss")[-1] < column(base.path, "val_loss")[-1] - 0.02
+    before, after = (
+        sum(f.stat().st_size for f in run.checkpoints()[-1].glob("model-*")) for run in (base, adapted)
+    )
+    assert after < 0.5 * before, "the checkpoints hold adapters only"
+    assert fivefold.load("continue", [f"train.init_from={folder / 'exported'}"]).model.dim == 64
+
+
 def check_torchrun_script(folder: Path, printed: str) -> None:
     out = Path("runs", "torchrun")
     assert f"trained on 2 ranks: {out / 'checkpoints' / 'step-00000030'}\n" in printed
@@ -45,14 +55,14 @@ def check_torchrun_script(folder: Path, printed: str) -> None:
 
 CHECKS = {
     f"{check.__name__.removeprefix('check_')}.py": check
-    for check in (check_train_and_sample, check_resume, check_own_model, check_torchrun_script)
+    for check in (check_train_and_sample, check_resume, check_own_model, check_lora, check_torchrun_script)
 }
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path: Path, tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 40
+    assert len(text.splitlines()) < (60 if path.name == "lora.py" else 40)
     assert f"\n{COMMANDS.get(path.name, 'python {}').format(f'examples/{path.name}')}" in text, (
         "says how to run"
     )

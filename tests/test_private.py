@@ -41,7 +41,7 @@ def unit(rank: int, world: int) -> tuple[Twice, list[FSDPModule]]:
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-        table = FsdpUnit(0, "unit", "shard", ("weight",), (16 // world,), 16, ())
+        table = FsdpUnit(0, "unit", "shard", ("weight",), (16 // world,), 16, 16, ())
         UnitMessages(mesh, table, torch.float32).attach(part)
         assert private.shares(part) == [16 // world]
     assert isinstance(module, FSDPModule)

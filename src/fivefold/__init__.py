@@ -16,21 +16,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.errors import RankFailed, UserError
+    from fivefold.models.base import LanguageModel
+    from fivefold.models.build import build
+    from fivefold.models.own import ModuleCard
     from fivefold.observe.metrics import read_metrics
     from fivefold.recipe import Recipe, change, load, shipped, to_toml
     from fivefold.spread.layout import Layout
+    from fivefold.spread.parts import Cut
     from fivefold.train.api import Run, resume, train
     from fivefold.train.verify import verify
 
     __version__: str
 
 __all__ = [
+    "Cut",
+    "LanguageModel",
     "Layout",
+    "ModuleCard",
     "RankFailed",
     "Recipe",
     "Run",
     "UserError",
     "__version__",
+    "build",
     "change",
     "load",
     "read_metrics",
@@ -42,11 +50,15 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Cut": "fivefold.spread.parts",
+    "LanguageModel": "fivefold.models.base",
     "Layout": "fivefold.spread.layout",
+    "ModuleCard": "fivefold.models.own",
     "RankFailed": "fivefold.errors",
     "Recipe": "fivefold.recipe",
     "Run": "fivefold.train.api",
     "UserError": "fivefold.errors",
+    "build": "fivefold.models.build",
     "change": "fivefold.recipe",
     "load": "fivefold.recipe",
     "read_metrics": "fivefold.observe.metrics",

@@ -8,26 +8,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.checkpoint import store, write
+from fivefold.checkpoint.hf_weights import INDEX, WEIGHTS, read_config, read_weights
+from fivefold.checkpoint.source import weights_of
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.conversations import TEMPLATE_FILE, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
 from fivefold.errors import UserError
-from fivefold.files import MOST_JSON, flush_all, guard, make_folder, own_word, read_json, remove, rename
+from fivefold.files import flush_all, guard, make_folder, own_word, remove, rename
 from fivefold.files import write as write_file
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.precision import torch_dtype
-from fivefold.recipe import DataSection, Recipe, TrainSection, load, resolve, to_toml
+from fivefold.recipe import DataSection, Recipe, TrainSection, load, to_toml
 
 MAX_SHARD_BYTES = 5_000_000_000  # the limit that transformers uses
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_INDEX = 64 << 20
-"""Bytes of an index: about 100 for each tensor of each expert."""
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,6 +40,7 @@ def export_run(
     out: Path,
     *,
     checkpoint: Path | None = None,
+    weights: Mapping[str, Tensor] | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -50,6 +49,7 @@ def export_run(
 
     Args:
         checkpoint: folder of the checkpoint; None: the run's latest.
+        weights: by name, to be written instead, such as merged ones.
         dtype: "fp32" or "bf16" to convert to; None: as stored.
 
     Raises:
@@ -57,18 +57,18 @@ def export_run(
     """
     guard(run)
     recipe = load(run / "recipe.toml")
-    state = store.load(checkpoint or store.latest(run), kinds=("model",)).model
+    state = dict(weights) if weights is not None else weights_of(checkpoint or store.latest(run))
     if dtype is not None:
         state = {
             name: tensor if name in card_of(recipe.model).buffers else tensor.to(torch_dtype(dtype))
             for name, tensor in state.items()
         }
-    weights = to_hf(state, recipe.model)
+    theirs = to_hf(state, recipe.model)
     with _new_folder(out) as folder:
         token_ids = _write_text_files(run, folder, recipe)
-        config = hf_config(recipe.model, next(iter(weights.values())).dtype)
+        config = hf_config(recipe.model, next(iter(theirs.values())).dtype)
         _write_json(folder / "config.json", config | token_ids)
-        _write_weights(folder, weights, max_shard_bytes)
+        _write_weights(folder, theirs, max_shard_bytes)
     return out
 
 
@@ -76,21 +76,22 @@ def import_folder(source: Path, out: Path) -> Path:
     """Makes a run folder (recipe.toml, a checkpoint of step 0, the tokenizer) of a Hugging Face folder.
 
     The weights keep their dtypes, so that an export of the new run holds the same bytes. Data and length of the
-    training are a recipe's defaults. Change them in recipe.toml or with `--set`.
+    training are a recipe's defaults. Change them in recipe.toml or with `--set`: fields that follow from others, such
+    as the steps of warm-up, are not set.
 
     Raises:
         UserError: Fivefold cannot compute the model exactly. The message names the keys, weights or files.
     """
     guard(source)
-    config = _read_json(source / "config.json")
+    config = read_config(source / "config.json")
     model = from_hf_config(config)
-    state = from_hf(_read_weights(source), model)
+    state = from_hf(read_weights(source), model)
     assert model.vocab_size is not None
     has_tokenizer = (source / "tokenizer.json").is_file()
     data = DataSection(tokenizer=str((out / "tokenizer.json").absolute()) if has_tokenizer else "bytes")
-    recipe = resolve(
-        Recipe(model=model, data=data, train=TrainSection(steps=1000)), vocab_size=model.vocab_size
-    )
+    recipe = Recipe(
+        model=model, data=data, train=TrainSection(steps=1000)
+    )  # what follows from others stays open
     with _new_folder(out) as folder:
         text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
         write_file(folder / "recipe.toml", text)
@@ -121,42 +122,6 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes:
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _read_weights(source: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the files that its index names."""
-    if (source / INDEX).is_file():
-        weight_map = _read_json(source / INDEX, MOST_INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise UserError(f"{source / INDEX}: weight_map is missing or is not a table of file names")
-        files = sorted(set(weight_map.values()))
-        for file in files:
-            if Path(file).name != file:  # a file elsewhere on this machine is not part of the model
-                raise UserError(f"{source / INDEX}: {file!r} is not the name of a file beside it")
-    elif (source / WEIGHTS).is_file():
-        files = [WEIGHTS]
-    else:
-        raise UserError(_no_weights(source))
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            weights.update(load_file(source / file))
-        except FileNotFoundError:
-            raise UserError(f"{source / file} is missing, though {INDEX} names it") from None
-        except SafetensorError as error:
-            raise UserError(f"{source / file} is not a complete safetensors file: {error}") from None
-    return weights
-
-
-def _no_weights(source: Path) -> str:
-    pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in source.glob(pattern))
-    if not pickles:
-        return f"{source} has neither {WEIGHTS} nor {INDEX}"
-    return (
-        f"{source / pickles[0]}: pickle files are refused, because opening one can run any code. Use the "
-        f"model's safetensors files ({WEIGHTS}). If it has none and you trust it, load it with transformers on a "
-        "disposable machine and write it with save_pretrained(FOLDER)"
-    )
-
-
 def _write_text_files(run: Path, folder: Path, recipe: Recipe) -> dict[str, Any]:
     """Writes the tokenizer and generation_config.json. Returns the special token ids for config.json.
 
@@ -180,7 +145,7 @@ def _write_text_files(run: Path, folder: Path, recipe: Recipe) -> dict[str, Any]
             ends = sorted(ChatTemplate(template, load_tokenizer(run / "tokenizer.json")).end_ids)
             ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         _write_json(folder / "generation_config.json", ids)
-    generation = _read_json(folder / "generation_config.json")
+    generation = read_config(folder / "generation_config.json")
     return {key: generation.get(key) for key in ("bos_token_id", "eos_token_id")}
 
 
@@ -218,13 +183,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
             rename(item, out / item.name)
     finally:
         remove(temporary)
-
-
-def _read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
-    try:
-        return read_json(path, most)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -97,6 +97,10 @@ class Tokenizer:
             [i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True
         )
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, special ones included."""
+        return dict(self._vocab)
+
     def to_json(self) -> str:
         """The content of a tokenizer.json."""
         return self._inner.to_str(pretty=True)

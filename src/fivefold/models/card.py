@@ -20,6 +20,7 @@ from fivefold.models.operations import Operation, Program, Sizes, Work
 from fivefold.models.parameters import cut_of, under
 from fivefold.models.registry import file_of
 from fivefold.models.section import ModelSection
+from fivefold.spread.names import matching
 from fivefold.spread.parts import TIED, Cut, Shape
 
 Contradiction = tuple[set[str], str]
@@ -59,6 +60,10 @@ class Card(ABC):
     """Modules at the model's end that compute with whole sequences under sequence parallelism, in their order, as
     prefixes of names (`norm.`). The sequence is gathered before the first of them; the output layer follows them."""
 
+    stack = "blocks"
+    """Name of the modules that repeat. Parameters of the one with number N are called `blocks.N....`."""
+    beginning: tuple[str, ...] = ("embed",)
+    """What names of parameters before the blocks begin with."""
     regional: tuple[str, ...] = ()
     """Endings of parameters that are whole on every rank but compute with this rank's heads or features only, such as
     the norm of a head. Under tensor parallelism their gradients are partial sums."""
@@ -86,6 +91,11 @@ class Card(ABC):
     def cuts(self) -> dict[str, Cut]:
         """The cut of each parameter that tensor or expert parallelism cuts. The others are whole on every rank."""
         return self._cuts
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that are not trained."""
+        return matching(self.model.freeze, self.parameters) if self.model.freeze else frozenset()
 
     @cached_property
     def mixed(self) -> tuple[bool, ...]:

@@ -6,7 +6,8 @@ so they cannot drift apart. `transformers` itself is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
 from fivefold.precision import DTYPES, torch_dtype
+from fivefold.spread.parts import Shape
 
 WRONG = "config.json has a wrong value (fields named as in our recipes)"
 NAMES = {torch_dtype(d.name): d.torch for d in DTYPES.values() if d.stored and d.multiplied}
@@ -47,7 +49,12 @@ def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]
 
 
 def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
-    """Their weights by name -> ours, in the same dtypes.
+    """Their weights by name -> ours, in the same dtypes. Raises as `made_from_hf`."""
+    return {name: make() for name, make in made_from_hf(state, model).items()}
+
+
+def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Callable[[], Tensor]]:
+    """Functions that make our weights of theirs, by name, each at its call.
 
     Raises:
         UserError: weights are missing, unknown, of another shape or dtype than `model` says, or stored twice
@@ -70,7 +77,7 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
     _raise_all("the weights do not fit config.json", problems)
 
     shapes = card_of(model).parameters | card_of(model).buffers
-    ours: dict[str, Tensor] = {}
+    ours: dict[str, Callable[[], Tensor]] = {}
     for entry in entries:
         parts = [given[name] for name in entry.theirs]
         expected = shapes[entry.ours]
@@ -84,11 +91,14 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
             elif part.dtype not in NAMES or part.dtype != parts[0].dtype:
                 allowed = f"{', '.join(NAMES.values())}, the same for {' and '.join(entry.theirs)}"
                 problems.append(f"weight {name} has dtype {str(part.dtype)[6:]}; allowed: {allowed}")
-        if not problems:
-            tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-            ours[entry.ours] = tensor.t().contiguous() if entry.transpose else tensor.view(expected)
+        ours[entry.ours] = partial(_ours, parts, expected, entry.transpose)
     _raise_all("the weights do not fit config.json", problems)
     return ours
+
+
+def _ours(parts: list[Tensor], shape: Shape, transpose: bool) -> Tensor:
+    tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return tensor.t().contiguous() if transpose else tensor.view(shape)
 
 
 def hf_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -106,6 +106,9 @@ class ModelSection(Section):
     """Tokens of the context before it was stretched. Only with `rope_factor`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
+    freeze: str = ""
+    """Parameters that are not trained, by patterns of their names: `embed*, blocks.[0-3].*`. They have no gradient and
+    no optimizer state, and lie in the dtype of computation. Usually with `train.init_from`."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights. Projections back into the residual stream get this divided by
     sqrt(2 L) (GPT-2)."""

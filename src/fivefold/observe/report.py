@@ -14,7 +14,16 @@ from typing import Any
 
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood, write_atomically
-from fivefold.observe import faults, memory_picture, prediction, restarts, slow, sources, step_timeline
+from fivefold.observe import (
+    faults,
+    initial,
+    memory_picture,
+    prediction,
+    restarts,
+    slow,
+    sources,
+    step_timeline,
+)
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
@@ -66,6 +75,7 @@ def page(run: Path) -> str:
         _section("Compressed gradients", shown) if (shown := compression(lines)) else "",
         _section("Restarts", shown) if (shown := restarts.section(run)) else "",
         _section("Slow ranks", late) if late else "",
+        _section("First weights", shown) if (shown := initial.section(run)) else "",
         _section("Samples", samples(lines)),
         _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
         _section("Machine", facts),

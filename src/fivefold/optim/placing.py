@@ -27,7 +27,11 @@ def _divides(card: OptimizerCard, layout: Layout) -> bool:
 
 
 def _needs(card: OptimizerCard, model: Model) -> dict[str, Needs]:
-    return {n: card.needs for n, shape in model.parameters.items() if card.of(n, shape).needs != "elements"}
+    return {
+        n: card.needs
+        for n, shape in model.parameters.items()
+        if n not in model.frozen and card.of(n, shape).needs != "elements"
+    }
 
 
 def places(
@@ -37,8 +41,8 @@ def places(
     gathered: what it updates of those that come together; None: another rank does."""
     for name, part in table.items():
         kept = gathered.get(name, part.keeps)
-        if kept is None:
-            continue  # its states are on its owner
+        if kept is None or part.frozen:
+            continue  # its states are on its owner, or nowhere
         for state, shape in card.states_of(name, part.shape):
             ranges = state_ranges(kept, part.shape, shape)
             yield state, name, replace(part, shape=shape, computes=ranges, keeps=ranges)
@@ -53,6 +57,6 @@ def state_bytes(card: OptimizerCard, model: Model, layout: Layout, rank: int) ->
     """Bytes of all states that a rank keeps."""
     table = held(model, layout, rank)
     if card.uniform:
-        return card.bytes * sum(size_of(part.keeps) for part in table.values())
+        return card.bytes * sum(size_of(part.keeps) for part in table.values() if not part.frozen)
     found = {name: way.whole for name, way in planned_ways(card, model, layout, rank).items()}
     return sum(state.bytes * size_of(part.keeps) for state, _, part in places(card, table, found))

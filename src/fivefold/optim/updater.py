@@ -17,7 +17,8 @@ class Updater:
     """Runs a card's optimizer over `masters`, in place: one fused kernel, a rule, or a rule for some parameters and the
     kernel of the card's `rest` for the others.
 
-    fields: values of the card's fields. Weight decay applies to matrices only: norms and biases have one dim. rates:
+    fields: values of the card's fields. weight_decay: of all parameters, or of each. It applies to matrices only: norms
+    and biases have one dim. rates:
     factors of the learning rate by parameter; 1 where one is not listed. compute: the dtype in which the model
     computes. gathering: of the parameters whose pieces have to come together. tokens: of a batch. streamed: True if a
     step goes on beside the next forward, and writes the working weights itself (parallel/offload). working: weights in
@@ -32,7 +33,7 @@ class Updater:
         card: OptimizerCard,
         masters: Mapping[str, Tensor],
         lr: float,
-        weight_decay: float,
+        weight_decay: float | Mapping[str, float],
         fields: Mapping[str, Any],
         rates: Mapping[str, float] | None = None,
         compute: torch.dtype = torch.float32,
@@ -41,7 +42,8 @@ class Updater:
     ):
         assert fields.keys() == card.fields.keys(), f"{card.name} has {[*card.fields]}, not {[*fields]}"
         self.card, self.masters, self.rates = card, masters, dict(rates or {})
-        decays = {name: weight_decay if w.dim() >= 2 else 0.0 for name, w in masters.items()}
+        each = weight_decay if isinstance(weight_decay, Mapping) else dict.fromkeys(masters, weight_decay)
+        decays = {name: each[name] if w.dim() >= 2 else 0.0 for name, w in masters.items()}
         own = {name: w for name, w in masters.items() if card.of(name, tuple(w.shape)) is card}
         self.rules: Rules | None = None
         fused, kernel = masters, card

@@ -92,10 +92,12 @@ class _Linear(Function):
 def weight_gradient(
     deferred: Deferred | None, weight: Tensor, dy: Tensor, x: Tensor, fp8: Fp8 | None = None
 ) -> Tensor | None:
-    """Returns dy^T x, or None while `deferred` collects: then the matmul is in its queue.
+    """Returns dy^T x; None while `deferred` collects, when the matmul is in its queue, and for a frozen weight.
 
     weight (F, D), the parameter itself; dy (..., F); x (..., D).
     """
+    if not weight.requires_grad:
+        return None
     if deferred is None or deferred.queue is None:
         return kernels.weight_gradient(dy, x, fp8)
     deferred.queue.append(partial(_add_weight_gradient, weight, dy, x, fp8=fp8))

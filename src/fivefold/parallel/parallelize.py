@@ -12,19 +12,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.files import cache_folder
 from fivefold.models.base import LanguageModel
-from fivefold.models.card import card_of
+from fivefold.models.card import Card, card_of
 from fivefold.models.init import init_part
+from fivefold.models.own import OwnModel
 from fivefold.models.recomputation import of_blocks
 from fivefold.parallel import context, expert, products, recompute, tensor
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.flat import allocate
+from fivefold.parallel.frozen import Frozen, stop_gradients
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.activations import Activations
 from fivefold.parallel.offload.disk import Disk
@@ -32,10 +34,10 @@ from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.stages import split, sum_tied
+from fivefold.parallel.stages import keep, split, sum_tied
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
-from fivefold.spread.parts import Part, held
+from fivefold.spread.parts import TIED, Part, held
 from fivefold.spread.tiers import OFFLOADS, Tiers, partitions, tiers
 from fivefold.spread.units import Keeping, keepings, syncs, tensor_sums
 
@@ -103,30 +105,36 @@ def parallelize(
     reduce: torch.dtype,
     memory: AbstractContextManager[object] | None = None,
     masters: torch.dtype = torch.float32,
+    own: OwnModel | None = None,
 ) -> Parallel:
     """Builds this rank's part of a resolved recipe's model, with its initial weights, whose masters have this dtype.
 
-    memory: a context entered where the module gets memory; all steps before work on "meta".
+    memory: a context entered where the module gets memory; all steps before work on "meta". own: a user's own module
+    instead of the recipe's model. It has its weights on the device from the start, and trains in place if no axis cuts
+    it.
     """
     layout, model = mesh.layout, recipe.model
-    modes = of_blocks(layout.recompute, model.layers)
-    numbered = split(model, layout, mesh.index("pp"))
+    card: Card | OwnModel = card_of(model) if own is None else own
+    modes = of_blocks(layout.recompute, model.layers if own is None else own.blocks)
+    numbered: dict[int, Any] = (
+        split(model, layout, mesh.index("pp")) if own is None else own.split(layout, mesh.index("pp"), keep)
+    )
     stages = list(numbered.values())
-    table = held(card_of(model), layout, mesh.rank)
+    table = held(card, layout, mesh.rank)
     found = Parallel(list(stages), [])
     if OFFLOADS[layout.offload] != Tiers():
         found.disk = Disk(
             Path(layout.offload_dir).expanduser() if layout.offload_dir else cache_folder() / "offload"
         )
-    for stage in stages:
+    for stage in stages if own is None else ():
         products.apply(stage, recipe)
-    if card_of(model).has_experts:
+    if card.has_experts:
         found.balance = expert.Balance(stages, mesh, model)
         for stage in stages:
             expert.apply(stage, mesh, table)
     if mesh.size("tp") > 1:
-        partial = [name for stage in stages for name in tensor.apply(stage, mesh, model)]
-        messages = tensor_sums(card_of(model), layout, partial)
+        partial = [name for stage in stages for name in tensor.apply(stage, mesh, card)]
+        messages = tensor_sums(card, layout, partial)
         found.reductions.append(tensor.sum_gradients(found.replicas, messages, mesh))
     if mesh.size("cp") > 1:
         found.positions = context.positions(model.seq_len, mesh)
@@ -136,12 +144,14 @@ def parallelize(
         again = set(modes) != {"none"} and model.dropout > 0
         found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
     for stage in stages:
-        recompute.apply(stage, modes, mesh.device.type == "cuda", found.saving_inputs)
+        blocks = stage.get_submodule(card.stack).named_children() if card.stack else ()
+        recompute.apply(blocks, modes, mesh.device.type == "cuda", found.saving_inputs)
+    stop_gradients(stages, card.frozen)
     if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
-        _compile_blocks(stages)
+        _compile_blocks(stages, card.stack)
     for parameter in (p for stage in stages for p in stage.parameters()):
         parameter.data = parameter.data.to(masters)
-    kept = keepings(card_of(model), layout, list(numbered))
+    kept = keepings(card, layout, list(numbered))
     of_units: dict[int, list[UnitMessages]] = {}
     if any(keeping.units for keeping in kept):
         from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
@@ -151,9 +161,12 @@ def parallelize(
                 units = [unit for unit in keeping.units if unit.stage == number]
                 of_units[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
     with memory or nullcontext():
-        for stage in stages:
+        for stage in stages if own is None else ():
             _make_buffers(stage, mesh.device)
-        of_stage = _add_replicas(found, numbered, kept, of_units, mesh, table, recipe, compute_dtype, reduce)
+        filled = own is not None
+        of_stage = _add_replicas(
+            found, numbered, kept, of_units, mesh, table, recipe, compute_dtype, reduce, filled
+        )
     if found.disk is not None and OFFLOADS[layout.offload].activations != "device":
         weights = [p for stage in stages for p in stage.parameters()]
         alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
@@ -161,23 +174,29 @@ def parallelize(
         found.activations = Activations(found.disk, mesh.device, weights, axis)
     if found.pipeline is not None:
         found.pipeline.replicas = of_stage
-        if model.tie_embeddings:
+        if card.tied and TIED not in card.frozen:
             found.reductions += sum_tied(found.replicas, mesh, found.pipeline.rank_of)
     return found
 
 
-def _compile_blocks(stages: Sequence[LanguageModel]) -> None:
-    """Compiles the blocks without experts: their choice would break the compiled graph."""
+def _compile_blocks(stages: Sequence[nn.Module], stack: str) -> None:
+    """Compiles the blocks without experts: their choice would break the compiled graph. A module without blocks is
+    compiled as a whole."""
     for stage in stages:
-        mixed = {number for number, _ in expert.mixtures(stage)}
-        for number, block in stage.blocks.items():
+        if not stack:
+            stage.compile()
+            continue
+        mixed = (
+            {int(number) for number, _ in expert.mixtures(stage)} if isinstance(stage, LanguageModel) else ()
+        )
+        for number, block in stage.get_submodule(stack).named_children():
             if int(number) not in mixed:
                 block.compile()
 
 
 def _add_replicas(
     found: Parallel,
-    numbered: dict[int, LanguageModel],
+    numbered: dict[int, Any],
     kept: Sequence[Keeping],
     messages: dict[int, list[UnitMessages]],
     mesh: Mesh,
@@ -185,9 +204,10 @@ def _add_replicas(
     recipe: Recipe,
     compute_dtype: torch.dtype,
     reduce: torch.dtype,
+    filled: bool,
 ) -> dict[int, list[Replica]]:
     """Gives memory and initial weights to the parameters of stages on "meta", and makes the replicas that keep them.
-    Returns the replicas of each stage, by its number."""
+    filled: they have both. Returns the replicas of each stage, by its number."""
     layout, of_stage = mesh.layout, dict[int, list[Replica]]()
 
     def initial(name: str) -> Tensor:
@@ -199,7 +219,8 @@ def _add_replicas(
         if keeping.units:
             from fivefold.parallel import zero
 
-            zero.materialize(stages, mesh.device, initial)
+            if not filled:
+                zero.materialize(stages, mesh.device, initial)
             of_units = [unit for number in keeping.stages for unit in messages[number]]
             sent = syncs(layout)
             sharded = zero.Sharded(stages, table, compute_dtype, of_units, sent, layout.pp > 1)
@@ -215,7 +236,10 @@ def _add_replicas(
                 meta = {name: tuple(p.shape) for stage in stages for name, p in stage.named_parameters()}
                 shapes = {name: meta[name] for name in buffer.names}
                 offload = Offload(found.disk, tier, shapes, mesh.device)
-            params, flat, masters = _materialize(stages, buffer.names, mesh.device, initial, offload)
+            if filled:
+                params, flat, masters = _given(stages, buffer.names), None, None
+            else:
+                params, flat, masters = _materialize(stages, buffer.names, mesh.device, initial, offload)
             sums = mesh.sums(buffer.group)
             if offload is not None and offload.tiers.gradients != "device":
                 assert masters is not None
@@ -233,6 +257,12 @@ def _add_replicas(
                 offload.attach(list(stages))
             if isinstance(replica, Paged):
                 replica.attach(list(stages))
+        if keeping.frozen:
+            if filled:
+                still = _given(stages, keeping.frozen)
+            else:
+                still, _, _ = _materialize(stages, keeping.frozen, mesh.device, initial, None)
+            replicas.append(Frozen(still, table, compute_dtype))
         found.replicas += replicas
         of_stage |= dict.fromkeys(keeping.stages, replicas)
     return of_stage
@@ -243,6 +273,17 @@ def _make_buffers(stage: nn.Module, device: torch.device) -> None:
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros_like(buffer, device=device))
+
+
+def _given(stages: Sequence[nn.Module], names: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Parameters that have memory and values. Stages that share one compute with one tensor."""
+    found: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        for name, parameter in list(stage.named_parameters()):
+            if found.setdefault(name, parameter) is not parameter:
+                owner, _, leaf = name.rpartition(".")
+                setattr(stage.get_submodule(owner), leaf, found[name])
+    return {name: found[name] for name in names}
 
 
 def _materialize(

@@ -238,7 +238,7 @@ class _Run:
         gradient = torch.full_like(y, self.scale) if last else _take(self.gradients, key)
         if last and self.factor is not None:
             gradient *= self.factor
-        backward = partial(torch.autograd.backward, y, gradient)
+        backward = partial(torch.autograd.backward, y, gradient) if y.requires_grad else _nothing
         self.begin_backward(index)
         with self._timed(action):
             if action.kind == "I":
@@ -303,6 +303,10 @@ class _Run:
         if self.synchronize:
             torch.cuda.synchronize(self.mesh.device)
         return time.perf_counter()
+
+
+def _nothing() -> None:
+    """The backward of a first stage that is frozen."""
 
 
 def _take(arrivals: dict[Key, Arrival], key: Key) -> Tensor:

@@ -19,7 +19,7 @@ bit. Collectives inside a block (tensor, sequence, context, expert parallelism) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -29,21 +29,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AddLayerNorm, AddRMSNorm, AttentionCore, Sublayer
 from fivefold.models.recomputation import chosen
 from fivefold.parallel import private
 
 
 def apply(
-    stage: LanguageModel,
+    blocks: Iterable[tuple[str, nn.Module]],
     modes: Sequence[str],
     compiled: bool = False,
     saving: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Makes the blocks of a stage recompute activations. modes: of all blocks of the model. compiled: blocks are
-    compiled later. saving: the context in which whole blocks save their inputs."""
-    for number, block in stage.blocks.items():
+    """Makes blocks, given with their numbers, recompute activations. modes: of all blocks of the model. compiled: they
+    are compiled later. saving: the context in which whole blocks save their inputs."""
+    for number, block in blocks:
         mode = modes[int(number)]
         names = chosen(mode)
         if mode == "full":

@@ -25,13 +25,13 @@ def split(model: ModelSection, layout: Layout, pp_index: int) -> dict[int, Langu
     for stage in stages_of(layout, pp_index):
         module = build(model, device="meta")
         assert isinstance(module, LanguageModel)
-        _keep(module, set(names[stage]))
+        keep(module, set(names[stage]))
         module.first, module.last = stage == 0, stage == len(names) - 1
         found[stage] = module
     return found
 
 
-def _keep(module: LanguageModel, names: set[str]) -> None:
+def keep(module: LanguageModel, names: set[str]) -> None:
     """Drops each block, layer and parameter that has nothing in `names`."""
     for number in list(module.blocks):
         if not _any(names, f"blocks.{number}"):

@@ -27,11 +27,9 @@ from fivefold import kernels
 from fivefold.comm import Started
 from fivefold.kernels.fp8 import Fp8
 from fivefold.models.base import LanguageModel
-from fivefold.models.card import card_of
 from fivefold.models.layers import (
     AttentionCore,
     Embedding,
-    Linear,
     Output,
     Positions,
     RegionInput,
@@ -39,25 +37,24 @@ from fivefold.models.layers import (
     WideRMSNorm,
 )
 from fivefold.models.mixture import Mixture
-from fivefold.models.section import ModelSection
 from fivefold.parallel.deferred import Deferred, weight_gradient
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.norm import CutRMSNorm
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.sequence import Enter, Leave, TensorAxis, Whole, piece
 from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
-from fivefold.spread.parts import cuts_in, local_shape, parts
+from fivefold.spread.parts import Model, boxes, cuts_in, local_shape, parts
 from fivefold.spread.units import summed_over_tp
 
 
-def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection) -> list[str]:
-    """Shards a model on "meta" over the tensor axis, in place.
+def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
+    """Shards a model over the tensor axis, in place. On "meta" it stays there; a user's module keeps its values.
 
     Returns the names of parameters that are whole on every rank but have partial gradients, from this rank's heads or,
     with sp, from its piece of the sequence.
     """
     sp, regather = mesh.layout.sp, mesh.layout.sp_regather
-    card, axis = card_of(model), TensorAxis(mesh.axis("tp"), sp, regather=regather)
+    axis = TensorAxis(mesh.axis("tp"), sp, regather=regather)
     assert axis.size > 1, "one rank needs no tensor parallelism"
     cuts = {name: cuts_in(cut, sp) for name, cut in card.cuts.items()}
     table = {name: cut for name, some in cuts.items() for cut in some if cut.axis == "tp"}
@@ -71,7 +68,7 @@ def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection) -> list[str]:
         cut = table.get(f"{name}.weight")
         if isinstance(module, AttentionCore):
             module.heads, module.kv_heads = module.heads // axis.size, module.kv_heads // axis.size
-        elif isinstance(module, Embedding) and cut is not None:
+        elif isinstance(module, nn.Embedding) and cut is not None and cut.kind == "vocab":
             stage.set_submodule(name, VocabularyEmbedding(module, axis))
         elif isinstance(module, Positions) and sp:
             stage.set_submodule(name, PiecePositions(module, axis))
@@ -79,23 +76,30 @@ def apply(stage: LanguageModel, mesh: Mesh, model: ModelSection) -> list[str]:
             stage.set_submodule(name, CutRMSNorm(module, axis.axis))
         elif isinstance(module, RegionInput):
             stage.set_submodule(name, EnterRegion(axis))
-        elif isinstance(module, Linear) and cut is not None and cut.kind in ("column", "row"):
+        elif isinstance(module, nn.Linear) and cut is not None and cut.kind in ("column", "row"):
             kind = ColumnLinear if cut.kind == "column" else RowLinear
-            beside = stage.get_submodule(name.rpartition(".")[0]).children()
-            attends = any(
-                isinstance(child, AttentionCore) for child in beside
-            )  # it needs the tokens in order
-            stage.set_submodule(name, kind(module, replace(axis, ordered=attends)))
-    if sp and stage.last:
-        _gather_before(stage, card.whole_sequences, axis)
-    assert type(stage.output) is Output, "replaced before"
-    stage.output = VocabularyOutput(replace(axis, sp=sp and not card.whole_sequences))
+            stage.set_submodule(name, kind(module, replace(axis, ordered=_attends(stage, name))))
+    if any(cut.kind == "vocab" for cut in table.values()):
+        assert isinstance(stage, LanguageModel)
+        if sp and stage.last:
+            _gather_before(stage, card.whole_sequences, axis)
+        assert type(stage.output) is Output, "replaced before"
+        stage.output = VocabularyOutput(replace(axis, sp=sp and not card.whole_sequences))
     _cut_parameters(
         stage, {n: p.computes for n, p in parts(card, mesh.layout, mesh.rank).items() if n in table}
     )
     if mesh.device.type == "cuda":
         _compile_around(stage)
     return summed_over_tp(card, mesh.layout, [name for name, _ in stage.named_parameters()])
+
+
+def _attends(stage: nn.Module, name: str) -> bool:
+    """True for a linear layer of attention, also inside another module there: it needs the tokens in order."""
+    while name:
+        name = name.rpartition(".")[0]
+        if any(isinstance(child, AttentionCore) for child in stage.get_submodule(name).children()):
+            return True
+    return False
 
 
 def _gather_before(stage: LanguageModel, whole_sequences: tuple[str, ...], axis: TensorAxis) -> None:
@@ -106,11 +110,14 @@ def _gather_before(stage: LanguageModel, whole_sequences: tuple[str, ...], axis:
 
 
 def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
-    """Replaces parameters by ones of this rank's shape, still on "meta"."""
+    """Replaces parameters by this rank's part of them."""
     for name, whole in list(stage.named_parameters()):
         if name in computes:
             owner, _, leaf = name.rpartition(".")
-            local = torch.empty(local_shape(computes[name]), dtype=whole.dtype, device="meta")
+            local = torch.empty(local_shape(computes[name]), dtype=whole.dtype, device=whole.device)
+            if not local.is_meta:
+                for where, box in boxes(computes[name]):
+                    local[where] = whole.detach()[tuple(slice(*span) for span in box)]
             setattr(stage.get_submodule(owner), leaf, nn.Parameter(local))
 
 
@@ -148,9 +155,14 @@ def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: 
 class ColumnLinear(nn.Module):
     """A linear layer with this rank's output features. x whole, or with sp a piece of the sequence -> (B, T, F/tp)."""
 
-    def __init__(self, linear: Linear, axis: TensorAxis):
+    def __init__(self, linear: nn.Linear, axis: TensorAxis):
         super().__init__()
-        self.weight, self.bias, self.axis, self.fp8 = linear.weight, linear.bias, axis, linear.fp8
+        self.weight, self.bias, self.axis, self.fp8 = (
+            linear.weight,
+            linear.bias,
+            axis,
+            getattr(linear, "fp8", None),
+        )
         self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,9 +173,14 @@ class RowLinear(nn.Module):
     """A linear layer with this rank's input features. x (B, T, D/tp) -> the sum over ranks, whole (B, T, F) or with sp
     a piece of the sequence. The bias is added once, after the sum."""
 
-    def __init__(self, linear: Linear, axis: TensorAxis):
+    def __init__(self, linear: nn.Linear, axis: TensorAxis):
         super().__init__()
-        self.weight, self.bias, self.axis, self.fp8 = linear.weight, linear.bias, axis, linear.fp8
+        self.weight, self.bias, self.axis, self.fp8 = (
+            linear.weight,
+            linear.bias,
+            axis,
+            getattr(linear, "fp8", None),
+        )
         self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
 
     def forward(self, x: Tensor) -> Tensor:

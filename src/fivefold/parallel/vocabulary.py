@@ -26,7 +26,7 @@ from fivefold.kernels.vocabulary import (
     vocabulary_loss,
     vocabulary_statistics,
 )
-from fivefold.models.layers import Embedding, Output
+from fivefold.models.layers import Output
 from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis
 from fivefold.spread.regions import LOSS_STATISTICS, STATISTICS
 
@@ -35,7 +35,7 @@ class VocabularyEmbedding(nn.Module):
     """Tokens (B, T) -> (B, T, D), with sp (B, t, D). `weight` has the rows of this rank. Tokens of other ranks give
     zeros here, and the sum over ranks combines them."""
 
-    def __init__(self, embedding: Embedding, axis: TensorAxis):
+    def __init__(self, embedding: nn.Embedding, axis: TensorAxis):
         super().__init__()
         self.weight, self.axis = embedding.weight, axis
 

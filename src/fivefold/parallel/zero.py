@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fivefold.models.base import LanguageModel
 from fivefold.optim.updater import Updater
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
@@ -36,7 +35,7 @@ from fivefold.spread.units import FsdpUnit, Sync
 
 
 def shard(
-    stage: LanguageModel,
+    stage: nn.Module,
     units: Sequence[FsdpUnit],
     mesh: Mesh,
     compute_dtype: torch.dtype,
@@ -85,9 +84,7 @@ def _shard(
     messages.attach(module)
 
 
-def materialize(
-    stages: Sequence[LanguageModel], device: torch.device, initial: Callable[[str], Tensor]
-) -> None:
+def materialize(stages: Sequence[nn.Module], device: torch.device, initial: Callable[[str], Tensor]) -> None:
     """Gives memory and initial weights to the parameters that `shard` has divided. initial: this rank's rows of one."""
     for stage in stages:
         private.give_memory(stage, device)
@@ -108,7 +105,7 @@ class Sharded:
 
     def __init__(
         self,
-        stages: Sequence[LanguageModel],
+        stages: Sequence[nn.Module],
         parts: dict[str, Part],
         compute_dtype: torch.dtype,
         messages: Sequence[UnitMessages],
@@ -132,6 +129,10 @@ class Sharded:
         for name, master in self.masters.items():
             kept = local_shape(self.parts[name].keeps)
             assert tuple(master.shape) == kept, f"{name}: FSDP2 holds {tuple(master.shape)}, not {kept}"
+            if self.parts[
+                name
+            ].frozen:  # as it computes, so that a layout without ZeRO keeps the same numbers
+                master.copy_(master.to(compute_dtype))
         for root in self.roots:
             root.set_reshard_after_forward(self.again)
             root.set_reshard_after_backward(self.again)
@@ -173,6 +174,8 @@ class Sharded:
             messages.finish()
             assert messages.arrived is None, f"{messages.axis.purpose}: no gradients in the last microbatch"
         for name, same in self._params.items():
+            if self.parts[name].frozen:
+                continue
             found = [rows(p.grad) for p in same if isinstance(p.grad, DTensor)]
             self.gradients[name] = found[0] if found else torch.zeros_like(self.masters[name])
             for other in found[1:]:
@@ -238,9 +241,16 @@ def _units(unit: FSDPModule) -> list[FSDPModule]:
     return [module for module in unit.modules() if isinstance(module, FSDPModule)]
 
 
-def _prefetch(stage: LanguageModel) -> None:
+def _prefetch(stage: nn.Module) -> None:
     """Gathers the weights of the next block while a block computes."""
-    root, blocks = _unit(stage), [_unit(block) for block in stage.blocks.values()]
+    root = _unit(stage)
+    below = [
+        (name, module) for name, module in stage.named_modules() if name and isinstance(module, FSDPModule)
+    ]
+    inner = [name for name, _ in below]
+    blocks = [
+        _unit(module) for name, module in below if not any(name.startswith(f"{outer}.") for outer in inner)
+    ]
     for before, after in pairwise([root, *blocks]):
         before.set_modules_to_forward_prefetch(_units(after))
     for before, after in pairwise([*blocks, root]):

@@ -51,7 +51,7 @@ class Elements:
 
     computes: elements the rank computes with, after tensor and expert parallelism. keeps: elements it stores under
     ZeRO. largest: elements of the largest parameter. experts, experts_keep: the part of both in routed experts, which
-    have groups of their own if ep > 1.
+    have groups of their own if ep > 1. frozen: the part of these four that is not trained.
     """
 
     computes: float = 0
@@ -59,6 +59,7 @@ class Elements:
     largest: float = 0
     experts: float = 0
     experts_keep: float = 0
+    frozen: tuple[float, float, float, float] = (0, 0, 0, 0)
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(
@@ -67,6 +68,9 @@ class Elements:
             max(self.largest, other.largest),
             self.experts + other.experts,
             self.experts_keep + other.experts_keep,
+            self.frozen
+            if not any(other.frozen)
+            else tuple(a + b for a, b in zip(self.frozen, other.frozen, strict=True)),  # pyright: ignore
         )
 
     def groups(self) -> tuple[tuple[float, float, bool], tuple[float, float, bool]]:
@@ -75,6 +79,11 @@ class Elements:
             (self.computes - self.experts, self.keeps - self.experts_keep, False),
             (self.experts, self.experts_keep, True),
         )
+
+    def frozen_groups(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(elements computed with, elements stored) of frozen dense parameters, and of frozen experts."""
+        computes, keeps, experts, experts_keep = self.frozen
+        return (computes - experts, keeps - experts_keep), (experts, experts_keep)
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ def more_states(optimizer: str, model: ModelSection, layout: Layout, position: i
     card, spec, rank = OPTIMIZERS[optimizer], card_of(model), layout.rank({"pp": position})
     if card.uniform:
         return 0.0
-    kept = sum(size_of(part.keeps) for part in held(spec, layout, rank).values())
+    kept = sum(size_of(part.keeps) for part in held(spec, layout, rank).values() if not part.frozen)
     return placing.state_bytes(card, spec, layout, rank) - moments * kept
 
 
@@ -156,11 +165,15 @@ def rank_states(
 ) -> tuple[float, float, float]:
     """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
     if there is one data rank, and experts if expert parallelism takes all ranks that share."""
-    found = [0.0, 0.0, 0.0]
-    for computes, keeps, expert in own.groups():
+    found, b = [0.0, 0.0, 0.0], bytes_per_parameter
+    for (computes, keeps, expert), (still, still_keep) in zip(own.groups(), own.frozen_groups(), strict=True):
         zero = layout.zero if sharing_group(layout, expert)[1] > 1 else 0
-        some = state_bytes(bytes_per_parameter, zero, computes, keeps, microbatches, layout.pp)
-        found = [a + b for a, b in zip(found, some, strict=True)]
+        some = state_bytes(b, zero, computes - still, keeps - still_keep, microbatches, layout.pp)
+        found = [one + more for one, more in zip(found, some, strict=True)]
+        if still:  # FSDP2 keeps masters of its rows, whatever is trained
+            only = replace(b, gradient=0.0, moments=0.0, master=b.master if zero else 0.0)
+            some = state_bytes(only, zero, still, still_keep, microbatches, layout.pp)
+            found = [one + more for one, more in zip(found, some, strict=True)]
     return found[0], found[1], found[2]
 
 
@@ -180,10 +193,12 @@ def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shar
     kinds: dict[str, Elements] = {}
     blocks = [Elements() for _ in range(model.layers)]
     before = behind = Elements()
+    frozen = card_of(model).frozen
     for name, local in local_parameters(card_of(model), layout).items():
         expert = ep > 1 and local.axis == "ep"
         size, part = local.size, local.share(sharing_group(layout, expert)[1])
-        own = Elements(size, part, size, size if expert else 0, part if expert else 0)
+        some = size, part, size if expert else 0, part if expert else 0
+        own = Elements(size, part, size, *some[2:], frozen=some if name in frozen else (0, 0, 0, 0))
         kinds[name] = own
         if name.startswith("blocks."):
             number = int(name.split(".")[1])
@@ -503,7 +518,7 @@ def sum_scratch(
     most: dict[str, float] = {}
     for keeping in keepings(card_of(model), layout, mine, by_stage):
         parts = [
-            ("replicate", unit.padded // sharing_group(layout, unit.group == "eshard")[1], b.gradient)
+            ("replicate", unit.trained // sharing_group(layout, unit.group == "eshard")[1], b.gradient)
             for unit in keeping.units
         ]
         parts += [
@@ -527,7 +542,7 @@ def rounding_scratch(
     local, whole = local_parameters(card, layout), card.parameters
     for keeping in keepings(card, layout, mine, by_stage):
         held = {name for unit in keeping.units for name in unit.names}
-        replicas = [[name for name in whole if name in held]]
+        replicas = [[name for name in whole if name in held and name not in card.frozen]]
         replicas += [buffer_order(list(buffer.names)) for buffer in keeping.buffers]
         for names in replicas:
             for some in updated_together({name: math.prod(whole[name]) for name in names}):

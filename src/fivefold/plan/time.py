@@ -247,9 +247,10 @@ PRICES = {
 
 def synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
     """(message, its seconds, seconds of FSDP2's copies for it) of data parallelism for a rank's elements."""
-    for _, keeps, expert in own.groups():
-        whole = keeps * sharing_group(s.layout, expert)[1]
-        for sync, size in volume.synced(s, whole, expert):
+    for (_, keeps, expert), (_, still) in zip(own.groups(), own.frozen_groups(), strict=True):
+        ranks = sharing_group(s.layout, expert)[1]
+        whole = keeps * ranks
+        for sync, size in volume.synced(s, whole, expert, trained=whole - still * ranks):
             if s.layout.compress != NONE:
                 continue  # see compressed_sums
             among = group(s.layout, s.cluster, sync.group)
@@ -424,7 +425,7 @@ def optimizer(s: Setting, own: Elements) -> float:
 def update(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update and refreshing the weights. They read and write all bytes of the states."""
     b = s.states
-    kept = own.keeps if s.layout.zero else own.computes
+    kept = own.keeps - own.frozen[1] if s.layout.zero else own.computes - own.frozen[0]
     moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     size = kept * (moved + rounding_traffic(b.copied))
     oversubscription = s.cluster.oversubscription

@@ -254,10 +254,12 @@ def _gradients(traffic: Traffic, s: Setting, rank: int, mine: list[int]) -> None
                 traffic.add(wire.what, name, wire.size)
         return
     for keeping in keepings(card, s.layout, mine, blocks):
-        parts = [(unit.padded, unit.group, unit.shares) for unit in keeping.units]
-        parts += [(size, buffer.group, ()) for buffer in keeping.buffers for size in buffer.bucket_sizes]
-        for whole, name, shares in parts:
-            for sync, size in synced(s, whole, name in ("eshard", "edp"), shares):
+        parts = [(unit.padded, unit.trained, unit.group, unit.shares) for unit in keeping.units]
+        parts += [
+            (size, size, buffer.group, ()) for buffer in keeping.buffers for size in buffer.bucket_sizes
+        ]
+        for whole, trained, name, shares in parts:
+            for sync, size in synced(s, whole, name in ("eshard", "edp"), shares, trained):
                 if sync.what == "sum":
                     _sum(traffic, s, rank, sync, size)
                 else:
@@ -282,20 +284,24 @@ def _sum(traffic: Traffic, s: Setting, rank: int, sync: Sync, size: float) -> No
 
 
 def synced(
-    s: Setting, whole: float, expert: bool, shares: Sequence[int] = ()
+    s: Setting, whole: float, expert: bool, shares: Sequence[int] = (), trained: float | None = None
 ) -> Iterator[tuple[Sync, float]]:
     """The messages of data parallelism for parameters with so many elements, with the bytes of each: of the larger of
     its input and output. whole: with each parameter's rows padded to a multiple of the ranks that share them. shares:
-    see `FsdpUnit`; without them a quantised message is as if for one parameter."""
+    see `FsdpUnit`; without them a quantised message is as if for one parameter. trained: those with gradients; None:
+    all."""
     if not whole:
         return
     b, ranks = s.states, sharing_group(s.layout, expert)[1]
     for sync in syncs(s.layout, expert):
+        own = whole if sync.what == "gather" or trained is None else trained
+        if not own:
+            continue
         if sync.rows:  # what arrived is as exact as the sum over microbatches
-            yield sync, whole / ranks * b.gradient
+            yield sync, own / ranks * b.gradient
         elif group(s.layout, s.cluster, sync.group).ranks > 1:
             width = b.working if sync.what == "gather" else b.reduce
-            yield sync, sync.size(whole, width, shares or (math.ceil(whole / ranks),), ranks)
+            yield sync, sync.size(own, width, shares or (math.ceil(own / ranks),), ranks)
 
 
 COLLECTIVES = {"gather": "all_gather", "scatter": "reduce_scatter", "sum": "all_reduce"}

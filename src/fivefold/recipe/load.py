@@ -14,6 +14,7 @@ from fivefold.errors import LONGEST_WORD, Problem, UserError, did_you_mean, prob
 from fivefold.files import read_bytes
 from fivefold.models.section import LARGEST
 from fivefold.recipe import words
+from fivefold.recipe.initial import taken_over
 from fivefold.recipe.migrate import migrate
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
@@ -212,6 +213,7 @@ class _Draft:
             self._set_layout(layout)
         self._override(overrides, "--set")
         self._override(over, "--over")
+        self._take_over()
         for key, value in self.table.items():
             if key not in SECTIONS:
                 self._problem(key, value, words.unknown_section(key, value))
@@ -228,6 +230,26 @@ class _Draft:
         if self.problems:
             raise UserError(words.list_problems(name, [one.message for one in self.problems]), self.problems)
         return Recipe(**sections)
+
+    def _take_over(self) -> None:
+        """Fills what is open of the model and the tokenizer by `train.init_from`."""
+        train = self.table.get("train")
+        where = train.get("init_from") if isinstance(train, dict) else None
+        if not isinstance(where, str) or not where or "\0" in where:
+            return
+        try:
+            found = taken_over(where, lambda path: _with_base(path)[0])
+        except UserError as error:
+            self.problems.append(
+                problem(f"train.init_from = {words.short(where)}: {error}", "train.init_from")
+            )
+            return
+        for section, fields in found.items():
+            own = self.table.setdefault(section, {})
+            if isinstance(own, dict):
+                new = {name: value for name, value in fields.items() if name not in own}
+                self.table[section] = own | new
+                self.origins |= {f"{section}.{name}": f"train.init_from ({where})" for name in new}
 
     def _problem(self, key: str, value: Any, message: str) -> None:
         self.wrong.add(key)

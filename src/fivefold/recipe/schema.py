@@ -114,6 +114,10 @@ class TrainSection(Section):
     """Number of optimizer steps. Set exactly one of `steps` and `tokens`."""
     tokens: int | None = Field(default=None, ge=1, le=LARGEST)
     """Number of tokens to train on, rounded up to whole steps."""
+    init_from: str = ""
+    """Weights to start from: a run folder (its newest checkpoint), a checkpoint, or a Hugging Face folder. Data,
+    schedule and optimizer states begin anew. What the recipe leaves open of `[model]`, and the tokenizer, are those of
+    this folder. Unset: random weights."""
     global_batch_size: int = Field(default=16, ge=1, le=MOST_SEQUENCES)
     """Sequences per optimizer step, over all ranks."""
     batch_ramp: str = ""
@@ -160,6 +164,9 @@ class OptimSection(Section):
     and of matrices with `vocab_size` rows."""
     lr_vectors: float | None = Field(default=None, gt=0)
     """Peak learning rate of norms and biases. Unset: `lr`."""
+    groups: str = ""
+    """Groups of parameters, by patterns of their names, with factors on learning rate and weight decay:
+    `blocks.[0-3].*: lr=0.1, *.norm*: lr=2, head*: lr=0.5 decay=0`. The last one that matches a name counts."""
     schedule: Literal["cosine", "linear", "wsd", "constant", "restarts"] = "cosine"
     """Learning rate after warm-up. `cosine` and `linear` decay to `min_lr`. `wsd` (warm-up, stable, decay: arXiv
     2404.06395) stays at `lr` and decays linearly in the last `decay_fraction`. `constant` stays at `lr`. `restarts`
@@ -350,6 +357,9 @@ class CheckpointSection(Section):
     """Number of checkpoints to keep. Older ones are removed."""
     keep_every: int = Field(default=0, ge=0, le=LARGEST)
     """Checkpoints of steps that this number divides stay, too. 0: none."""
+    frozen: bool = True
+    """Keep parameters in checkpoints that are not trained (`model.freeze`). `false`: they are read from
+    `train.init_from` again, so checkpoints are small, and that folder must stay."""
     asynchronous: bool = True
     """Write checkpoints beside the steps that follow, from a copy in host memory. Where that has no room for the copy,
     the step waits. The last checkpoint of a run is always written at once."""

@@ -59,11 +59,11 @@ def cuts_in(cut: Cut | None, sp: bool) -> tuple[Cut, ...]:
 class Model(Protocol):
     """The properties of a model that this file needs. A card of `models/` has them.
 
-    parameters: names and shapes, in the module's order. Names `embed...` belong to the beginning, `blocks.N....` to
-    a block, all others to the end. cuts: the parameters that tensor or expert parallelism cuts. costs: FLOPs per
-    token of each block, of the beginning, of the end. tied: the output layer shares the weight `TIED`. whole_sequences:
-    prefixes of parameters that compute with whole sequences under sequence parallelism. regional: endings of uncut
-    parameters within tensor-parallel regions.
+    parameters: names and shapes, in the module's order. Names that begin with one of `beginning` belong to the
+    beginning, `STACK.N....` to a block, all others to the end. frozen: those that are not trained. cuts: the parameters
+    that tensor or expert parallelism cuts. costs: FLOPs per token of each block, of the beginning, of the end. tied:
+    the output layer shares the weight `TIED`. whole_sequences: prefixes of parameters that compute with whole sequences
+    under sequence parallelism. regional: endings of uncut parameters within tensor-parallel regions.
     """
 
     @property
@@ -84,6 +84,21 @@ class Model(Protocol):
     @property
     def regional(self) -> tuple[str, ...]: ...
 
+    @property
+    def frozen(self) -> frozenset[str]: ...
+
+    @property
+    def stack(self) -> str: ...
+
+    @property
+    def beginning(self) -> tuple[str, ...]: ...
+
+
+def block_of(model: Model, name: str) -> str:
+    """The number of the block that a parameter belongs to, as text; "" outside of blocks."""
+    prefix = f"{model.stack}."
+    return name[len(prefix) :].partition(".")[0] if model.stack and name.startswith(prefix) else ""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -91,7 +106,7 @@ class Part:
 
     shape: the whole parameter's. computes: the part it computes with. keeps: the part whose master weight and optimizer
     state it keeps; the same, unless ZeRO shares states. owned: exactly one of the ranks that keep this part owns it.
-    The owner counts it in norms and writes it to checkpoints.
+    The owner counts it in norms and writes it to checkpoints. frozen: it is not trained.
     """
 
     shape: Shape
@@ -99,12 +114,16 @@ class Part:
     keeps: Ranges
     owned: bool
     expert: bool = False
+    frozen: bool = False
 
 
 def parts(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
     """The part of each parameter on a rank, as if it had every pipeline stage."""
-    table = model.cuts
-    return {name: _part(shape, table.get(name), layout, rank) for name, shape in model.parameters.items()}
+    table, found = model.cuts, dict[str, Part]()
+    for name, shape in model.parameters.items():
+        part = _part(shape, table.get(name), layout, rank)
+        found[name] = replace(part, frozen=True) if name in model.frozen else part
+    return found
 
 
 def held(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
@@ -133,6 +152,8 @@ def stage_blocks(model: Model, layout: Layout) -> tuple[range, ...]:
 @lru_cache(maxsize=1024)
 def _stage_blocks(model: Model, stages: int) -> tuple[range, ...]:
     blocks, first, last = model.costs
+    if stages == 1:  # also of a user's module without blocks
+        return (range(len(blocks)),)
     return cut(blocks, stages, first, last)
 
 
@@ -142,10 +163,10 @@ def stage_parameters(model: Model, blocks: Sequence[range]) -> list[list[str]]:
     stage_of = {str(block): stage for stage, part in enumerate(blocks) for block in part}
     found: list[list[str]] = [[] for _ in blocks]
     for name in model.parameters:
-        if name.startswith("blocks."):
-            found[stage_of[name.split(".")[1]]].append(name)
+        if block := block_of(model, name):
+            found[stage_of[block]].append(name)
         else:
-            found[0 if name.startswith("embed") else -1].append(name)
+            found[0 if name.startswith(model.beginning) else -1].append(name)
         if name == TIED and model.tied and len(blocks) > 1:
             found[-1].append(name)
     return found

@@ -20,6 +20,7 @@ from fivefold.spread.layout import Layout, groups, index_in
 from fivefold.spread.parts import (
     Model,
     Shape,
+    block_of,
     cuts_in,
     kept_rows,
     sharing_group,
@@ -52,7 +53,8 @@ class FsdpUnit:
 
     stage: their pipeline stage. module: name of the wrapped module; "" is the stage itself. group: the ranks that share
     them. shares: elements of each parameter on a rank, with rows padded to a multiple of the ranks. padded: the sum
-    over all ranks. across: the parameters that are divided along another dim than the first.
+    over all ranks. trained: that of the parameters with gradients. across: the parameters that are divided along
+    another dim than the first.
     """
 
     stage: int
@@ -61,6 +63,7 @@ class FsdpUnit:
     names: tuple[str, ...]
     shares: tuple[int, ...]
     padded: int
+    trained: int
     across: tuple[str, ...]
 
 
@@ -153,11 +156,12 @@ def _syncs(
 class Keeping:
     """The units and buffers for the parameters of some stages of a rank. It covers one stage; or all of a rank's, if
     these include the model's first and last and share a tied embedding. Inner units come first, each stage itself
-    last."""
+    last. frozen: parameters that are whole and not trained; they are in no buffer."""
 
     stages: tuple[int, ...]
     units: tuple[FsdpUnit, ...]
     buffers: tuple[FlatBuffer, ...]
+    frozen: tuple[str, ...] = ()
 
 
 def keepings(
@@ -173,6 +177,7 @@ def keepings(
             stages=some,
             units=tuple(unit for stage in some for unit in _units(model, layout, stage, by_stage[stage])),
             buffers=tuple(_buffers(model, layout, {name for stage in some for name in by_stage[stage]})),
+            frozen=_frozen(model, layout, {name for stage in some for name in by_stage[stage]}),
         )
         for some in together
     ]
@@ -184,7 +189,8 @@ def _units(model: Model, layout: Layout, stage: int, names: Sequence[str]) -> li
         return []
     parts["", "shard"] = []  # the stage itself, even if it has only blocks
     for name in names:
-        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
+        number = block_of(model, name)
+        block = f"{model.stack}.{number}" if number else ""
         if layout.ep > 1 and local[name].axis == "ep":
             if sharing_group(layout, expert=True)[1] > 1:
                 parts.setdefault((name.rpartition(".")[0], "eshard"), []).append(name)
@@ -195,7 +201,9 @@ def _units(model: Model, layout: Layout, stage: int, names: Sequence[str]) -> li
         ranks = sharing_group(layout, expert=group == "eshard")[1]
         shares = tuple(local[name].share(ranks) for name in members)
         across = tuple(name for name in members if kept_rows(local[name].shape, 0, ranks)[0])
-        found.append(FsdpUnit(stage, module, group, tuple(members), shares, ranks * sum(shares), across))
+        padded = ranks * sum(shares)
+        still = ranks * sum(s for n, s in zip(members, shares, strict=True) if n in model.frozen)
+        found.append(FsdpUnit(stage, module, group, tuple(members), shares, padded, padded - still, across))
     return sorted(found, key=lambda unit: len(unit.module.split(".")) if unit.module else 0, reverse=True)
 
 
@@ -206,12 +214,26 @@ def _buffers(model: Model, layout: Layout, names: set[str]) -> list[FlatBuffer]:
             continue
         (sync,) = syncs(layout, expert)
         mine = [
-            n for n in model.parameters if n in names and (layout.ep > 1 and local[n].axis == "ep") == expert
+            n
+            for n in model.parameters
+            if n in names and n not in model.frozen and (layout.ep > 1 and local[n].axis == "ep") == expert
         ]
         if mine:
             shapes = tuple(local[name].shape for name in mine)
             found.append(FlatBuffer(sync.group, tuple(mine), shapes, bucket_bytes(layout)))
     return found
+
+
+def _frozen(model: Model, layout: Layout, names: set[str]) -> tuple[str, ...]:
+    """The frozen ones of these parameters that no ranks divide."""
+    local = local_parameters(model, layout)
+    return tuple(
+        n
+        for n in model.parameters
+        if n in names
+        and n in model.frozen
+        and sharing_group(layout, layout.ep > 1 and local[n].axis == "ep")[1] == 1
+    )
 
 
 def compressed_buckets(
@@ -295,7 +317,8 @@ def summed_over_tp(model: Model, layout: Layout, names: Iterable[str]) -> list[s
     with whole sequences."""
     if layout.tp == 1:
         return []
-    uncut = (n for n in names if all(cut.axis != "tp" for cut in cuts_in(model.cuts.get(n), layout.sp)))
+    moving = (n for n in names if n not in model.frozen)
+    uncut = (n for n in moving if all(cut.axis != "tp" for cut in cuts_in(model.cuts.get(n), layout.sp)))
     return [
         name
         for name in uncut

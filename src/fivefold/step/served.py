@@ -26,7 +26,7 @@ from fivefold.recipe import Recipe, count_parameters, tokens_per_step
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import parts
 from fivefold.spread.servers import messages, units
-from fivefold.step.state import State, compute_mode, optimizer_fields, rate_of
+from fivefold.step.state import State, compute_mode, decay_of, optimizer_fields, rate_of
 
 
 def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
@@ -53,7 +53,7 @@ def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
                 card,
                 masters,
                 optim.lr,
-                optim.weight_decay,
+                {name: decay_of(optim, name) for name in masters},
                 fields,
                 {name: rate_of(optim, name, table[name].shape) for name in masters},
                 tokens=tokens_per_step(recipe),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fivefold.checkpoint.source import Elsewhere
 from fivefold.comm.compress import CompressedSum
 from fivefold.errors import UserError
 from fivefold.host import memory_bytes
@@ -18,13 +19,13 @@ from fivefold.host.machine import has_fast_bf16
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.layers import Output
+from fivefold.models.own import ModuleCard, OwnModel
 from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.optim.loss_scale import LossScale
 from fivefold.optim.outer import OUTER
 from fivefold.optim.placing import gathered, places, state_bytes, ways
 from fivefold.optim.rounding import Rounded, Rounding
 from fivefold.optim.updater import Updater
-from fivefold.parallel import products
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
@@ -33,14 +34,13 @@ from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
-from fivefold.precision.fp8 import FP8
 from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters, tokens_per_step
-from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout
-from fivefold.spread.parts import Part, held, size_of, whole
+from fivefold.spread.names import factors, groups
+from fivefold.spread.parts import Part, held, size_of
 from fivefold.spread.sites import counterparts
-from fivefold.spread.tiers import NOT_OFFLOADED, tiers
-from fivefold.spread.units import bucket_bytes
+from fivefold.spread.tiers import tiers
+from fivefold.step.own import make_equal, own_model
 
 
 @dataclass
@@ -67,6 +67,7 @@ class State:
         0.0,
         0.0,
     )  # numerator and denominator averages of the noise scale (train/noise.py)
+    elsewhere: Elsewhere | None = None  # where the frozen weights are that checkpoints leave out
     forgotten: str = ""  # what a checkpoint had no place for, in words
 
     @property
@@ -145,15 +146,19 @@ class State:
 
 
 def build_state(
-    recipe: Recipe, ranks: Ranks, module: nn.Module | None = None, site: int | None = None
+    recipe: Recipe,
+    ranks: Ranks,
+    module: nn.Module | None = None,
+    site: int | None = None,
+    card: ModuleCard | None = None,
 ) -> State:
     """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0. site: as in
-    `Mesh`."""
+    `Mesh`. module, card: the user's own."""
     if module is None and ranks.device.type == "cpu":
         _fits(recipe, Layout.from_recipe(recipe.layout), ranks)
-    state = assemble(recipe, ranks, module, site=site)
-    if module is None:
-        assert_owned_once(state.parallel.replicas, state.mesh, count_parameters(recipe.model))
+    total = count_parameters(recipe.model) if module is None else sum(p.numel() for p in module.parameters())
+    state = assemble(recipe, ranks, module, site=site, card=card)
+    assert_owned_once(state.parallel.replicas, state.mesh, total)
     return state
 
 
@@ -163,6 +168,7 @@ def assemble(
     module: nn.Module | None = None,
     memory: AbstractContextManager[object] | None = None,
     site: int | None = None,
+    card: ModuleCard | None = None,
 ) -> State:
     """Builds the state without the checks of `build_state`. memory: see `parallelize`. site: see `Mesh`."""
     mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, recipe.sites.count, site)
@@ -171,13 +177,12 @@ def assemble(
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if mode.rate == "tf32" else "highest")
     reduce = torch_dtype(sent(mode, recipe.precision.reduce))
-    if module is None:
-        parallel = parallelize(recipe, mesh, dtype, reduce, memory, masters)
-    else:
-        if products.wanted(recipe) is not None:
-            raise UserError(f'custom modules do not train in {FP8}. Use precision.mode = "bf16" or "auto"')
-        parallel = _replicated(module, mesh, dtype, reduce, recipe.optim.name, masters)
-    state = with_optimizer(parallel, mesh, recipe, mode, module)
+    own, embeddings = None, None
+    if module is not None:
+        own, embeddings = own_model(recipe, module, card), embeddings_of(module, recipe.model.vocab_size)
+        make_equal(module.float().to(mesh.device), mesh)
+    parallel = parallelize(recipe, mesh, dtype, reduce, memory, masters, own)
+    state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
@@ -201,10 +206,14 @@ def _outer(state: State, recipe: Recipe) -> Outer | None:
 
 
 def with_optimizer(
-    parallel: Parallel, mesh: Mesh, recipe: Recipe, mode: Mode, own: nn.Module | None = None
+    parallel: Parallel,
+    mesh: Mesh,
+    recipe: Recipe,
+    mode: Mode,
+    own: OwnModel | None = None,
+    embeddings: frozenset[str] | None = None,
 ) -> State:
-    """The state at step 0, ready to train. own: a user's own module."""
-    embeddings = None if own is None else embeddings_of(own, recipe.model.vocab_size)
+    """The state at step 0, ready to train. own: a user's own module. embeddings: as in `rate_of`."""
     for stage in parallel.stages:
         stage.train()
         for module in stage.modules():
@@ -214,18 +223,24 @@ def with_optimizer(
     card, fields = OPTIMIZERS[optim.name], optimizer_fields(optim)
     how = recipe.precision.rounding
     rounding = Rounding(how, torch_dtype(mode.state), recipe.train.seed, kept_in(card, mode, how))
-    found = ways(card, card_of(recipe.model), mesh.layout, mesh.rank) if mesh.layout.divided else {}
+    model = own or card_of(recipe.model)
+    found = ways(card, model, mesh.layout, mesh.rank) if mesh.layout.divided else {}
     for replica in parallel.replicas:
         mine = {name: way for name, way in found.items() if name in replica.masters}
         gathering = Gathered(mine, mesh) if mine else None
-        rates = {name: rate_of(optim, name, part.shape, embeddings) for name, part in replica.parts.items()}
+        trained = {name: w for name, w in replica.masters.items() if not replica.parts[name].frozen}
+        if not trained:
+            replica.updater = Updater(card, {}, optim.lr, 0.0, fields)
+            continue
+        rates = {name: rate_of(optim, name, replica.parts[name].shape, embeddings) for name in trained}
+        decays = {name: decay_of(optim, name) for name in trained}
         offload = parallel.offloads.get(id(replica))
         if offload is None:
             make = partial(
                 Updater,
                 card,
                 lr=optim.lr,
-                weight_decay=optim.weight_decay,
+                weight_decay=decays,
                 fields=fields,
                 rates=rates,
                 compute=compute,
@@ -233,14 +248,12 @@ def with_optimizer(
                 tokens=tokens_per_step(recipe) // recipe.sites.count,
             )
             replica.updater = (
-                Rounded(rounding, replica.masters, replica.parts, make)
-                if mode.rounds
-                else make(replica.masters)
+                Rounded(rounding, trained, replica.parts, make) if mode.rounds else make(trained)
             )
         else:
             working = replica.working if isinstance(replica, (DataParallel, Paged)) else None
             replica.updater = offload.update_by(
-                card, replica.masters, replica.gradients, working, optim.lr, optim.weight_decay, fields, rates
+                card, replica.masters, replica.gradients, working, optim.lr, decays, fields, rates
             )
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual)
@@ -255,11 +268,20 @@ def rate_of(
 ) -> float:
     """The learning rate of a parameter, relative to `optim.lr`. embeddings: names of embeddings and output layer; None:
     our models have nothing else outside of blocks."""
+    factor, _ = factors(_groups(optim.groups), name)
     if len(shape) < 2:
-        return (optim.lr_vectors or optim.lr) / optim.lr
+        return factor * (optim.lr_vectors or optim.lr) / optim.lr
     if not name.startswith("blocks.") if embeddings is None else name in embeddings:
-        return (optim.lr_embeddings or optim.lr) / optim.lr
-    return 1.0
+        return factor * (optim.lr_embeddings or optim.lr) / optim.lr
+    return factor
+
+
+def decay_of(optim: OptimSection, name: str) -> float:
+    """The weight decay of a parameter, if it is a matrix."""
+    return optim.weight_decay * factors(_groups(optim.groups), name)[1]
+
+
+_groups = lru_cache(groups)
 
 
 def embeddings_of(module: nn.Module, vocab_size: int | None) -> frozenset[str]:
@@ -300,51 +322,6 @@ def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
         )
 
 
-def _replicated(
-    module: nn.Module,
-    mesh: Mesh,
-    dtype: torch.dtype,
-    reduce: torch.dtype,
-    optimizer: str,
-    masters: torch.dtype,
-) -> Parallel:
-    """Builds the replicas of a user's own module, whole on every rank.
-
-    Raises:
-        UserError: it has frozen parameters, or the layout divides it.
-    """
-    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise UserError(
-            f"the module has frozen parameters ({', '.join(frozen[:3])}): this version trains all parameters"
-        )
-    if mesh.layout.divided:
-        raise UserError("custom modules support plain data parallelism only. Use --layout dp=N")
-    card = OPTIMIZERS[optimizer]
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    if not any(card.of(name, shape) is card for name, shape in shapes.items()):
-        raise UserError(
-            f'optim.name = "{optimizer}" updates the matrices of "blocks.N...", and leaves all others to '
-            f"{card.rest.name if card.rest else 'none'}. This module has no such names. Rename them, or use adamw"
-        )
-    if mesh.layout.offload != NOT_OFFLOADED:
-        raise UserError(
-            f'layout.offload = "{mesh.layout.offload}": custom modules do not support offload. Nearest valid: "none"'
-        )
-    module = module.float().to(mesh.device)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(masters)
-    if mesh.device.type == "cuda":
-        module.compile()
-    params = dict(module.named_parameters())
-    spans = {name: whole(tuple(p.shape)) for name, p in params.items()}
-    parts = {n: Part(tuple(p.shape), spans[n], spans[n], mesh.index("batch") == 0) for n, p in params.items()}
-    compress = compressor(mesh.layout.compress)
-    size = bucket_bytes(mesh.layout)
-    replica = DataParallel(params, parts, dtype, mesh.sums("batch"), reduce, None, compress, size)
-    return Parallel([module], [replica])
-
-
 def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False) -> Mode:
     """The recipe's mode, or if that is auto, the one that is fast on the device. A user's own module
     runs in bf16 only if the recipe says so, because its buffers may need fp32."""
@@ -355,13 +332,3 @@ def compute_mode(recipe: Recipe, device: torch.device, own_module: bool = False)
             f'precision.mode = "{mode.working}"'
         )
     return mode
-
-
-def make_equal(state: State) -> None:
-    """Broadcasts rank 0's weights: a user's own module may have been initialised differently on each rank."""
-    for replica in state.parallel.replicas:
-        for weight in replica.masters.values():
-            state.mesh.axis("run").broadcast(weight, 0)
-        replica.refresh()
-    if state.outer is not None:
-        state.outer.start_from_masters()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.hf import export_run
+from fivefold.checkpoint.source import weights_of
+from fivefold.models.own import ModuleCard
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.recipe import Recipe, load
@@ -79,11 +81,14 @@ class Run:
         Raises:
             UserError: the run has no checkpoint.
         """
-        return store.load(store.latest(self.path), kinds=("model",)).model
+        return weights_of(store.latest(self.path))
 
-    def export(self, folder: Path | str) -> Path:
-        """Writes the last checkpoint as a folder that Hugging Face `transformers` loads."""
-        return export_run(self.path, Path(folder))
+    def export(self, folder: Path | str, weights: Mapping[str, Tensor] | None = None) -> Path:
+        """Writes the last checkpoint as a folder that Hugging Face `transformers` loads.
+
+        weights: by name, to be written instead, such as those of a module of your own, merged into the recipe's model.
+        """
+        return export_run(self.path, Path(folder), weights=weights)
 
     def report(self) -> Path:
         """Writes report.html again and returns its path."""
@@ -96,6 +101,7 @@ def train(
     *,
     nproc: int | tuple[int, int] | None = None,
     model: nn.Module | None = None,
+    card: ModuleCard | None = None,
     data: BatchSource | None = None,
     val_data: BatchSource | None = None,
 ) -> Run:
@@ -107,6 +113,7 @@ def train(
             its ranks are used. Several ranks are separate processes that import your script. Guard it with
             `if __name__ == "__main__":`. Your model and data must pickle.
         model: your own module, called as model(inputs, targets) -> scalar mean loss, instead of the recipe's.
+        card: what tp, pp and cp need to know of your module (docs/own_model.md).
         data: your own batches, data.batch(i, rows) -> (inputs, targets), instead of the recipe's. Batch i must not
             depend on anything but i.
         val_data: the same for validation, which uses its batch 0 with `train.val_sequences` rows.
@@ -116,7 +123,9 @@ def train(
     """
     folder = None if out is None else Path(out)
     return Run(
-        run_command(recipe, nproc, folder, fork=False, module=model, batches=data, val_batches=val_data)
+        run_command(
+            recipe, nproc, folder, fork=False, module=model, card=card, batches=data, val_batches=val_data
+        )
     )
 
 
@@ -126,6 +135,7 @@ def resume(
     *,
     nproc: int | tuple[int, int] | None = None,
     model: nn.Module | None = None,
+    card: ModuleCard | None = None,
     data: BatchSource | None = None,
     val_data: BatchSource | None = None,
     checkpoint: Path | str | None = None,
@@ -145,6 +155,7 @@ def resume(
             checkpoint,
             fork=False,
             module=model,
+            card=card,
             batches=data,
             val_batches=val_data,
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.checkpoint import store
+from fivefold.checkpoint.source import weights_of
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError
 from fivefold.files import guard
@@ -71,7 +72,7 @@ def open_run(
     guard(run)
     recipe = load(run / "recipe.toml")
     module = build(recipe.model)
-    state = store.load(checkpoint or store.latest(run), kinds=("model",)).model
+    state = weights_of(checkpoint or store.latest(run))
     if state.keys() != module.state_dict().keys():
         raise UserError(
             f"{run}: its weights belong to a custom module, not to the recipe's {recipe.model.arch}"

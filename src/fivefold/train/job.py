@@ -10,7 +10,9 @@ from torch import nn
 
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet
+from fivefold.models.own import ModuleCard
 from fivefold.recipe import Recipe
+from fivefold.train.initial import Initial
 
 
 class BatchSource(Protocol):
@@ -29,7 +31,8 @@ class Job:
     in fp32 on the CPU, the same on every rank. resume: goes on from the newest valid checkpoint; without one it starts
     from step 0. resume_from: the checkpoint to go on from instead, while the run has no newer one. seat: this launch's
     site, if each site is a launch of its own. asked: the recipe with the layout that was asked for, if there are not as
-    many ranks now: what the run folder keeps."""
+    many ranks now: what the run folder keeps. initial: the weights to start from, if they are not random.
+    card: of the module, if its user gave one."""
 
     recipe: Recipe
     out: Path
@@ -42,3 +45,5 @@ class Job:
     seat: Seat | None = None
     resume_from: Path | None = None
     asked: Recipe | None = None
+    initial: Initial | None = None
+    card: ModuleCard | None = None

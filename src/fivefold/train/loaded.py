@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.manifest import DTYPES
+from fivefold.checkpoint.source import Elsewhere
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
 from fivefold.optim.card import COMPENSATION
@@ -36,10 +37,12 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     meta = meta_of(checkpoint)
     parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
     buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
-    masters = state.masters()
+    elsewhere = Elsewhere.of(checkpoint.folder, checkpoint.meta)
+    gone = elsewhere.names if elsewhere is not None else {}
+    masters = {name: w for name, w in state.masters().items() if name not in gone}
     with all_or_none(state.mesh.axis("run")):
         try:
-            _fits(state, checkpoint, parts, buffers)
+            _fits(state, checkpoint, parts, buffers, gone)
             source = _source(state, checkpoint.folder, meta)
             needed = _files(checkpoint, {name: parts[name] for name in masters}, source)
             needed |= _moment_files(state, checkpoint, source)
@@ -52,7 +55,9 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     here = machine_axis(state.mesh)
     check_files(checkpoint, needed, here, state.mesh.axis("run"))
     with all_or_none(state.mesh.axis("run")):
-        _load(state, checkpoint, meta, parts, buffers, source)
+        if elsewhere is not None:
+            _load_elsewhere(state, elsewhere, parts)
+        _load(state, checkpoint, meta, parts, buffers, source, gone)
         for name, tensor in unsent.items():
             tensor.copy_(checkpoint.read("optimizer", name, whole[name]))
 
@@ -103,9 +108,28 @@ def _between(folder: Path, meta: Meta, sites: int) -> str:
     )
 
 
-def _fits(state: State, checkpoint: store.Reader, parts: dict[str, Part], buffers: dict[str, Tensor]) -> None:
-    """Raises ValueError if names or shapes are not the model's."""
-    shapes = {name: part.shape for name, part in parts.items()} | {
+def _load_elsewhere(state: State, found: Elsewhere, parts: dict[str, Part]) -> None:
+    """Reads the weights that the checkpoint leaves to a source."""
+    source, masters = found.open(), state.masters()
+    for name, there in found.names.items():
+        if name in masters:
+            weight = masters[name]
+            if source.shape(there) != parts[name].shape or not parts[name].frozen:
+                raise UserError(f"{source.folder}: {there} is not the frozen weight {name} of this run")
+            for place, box in boxes(parts[name].keeps):
+                weight[place].copy_(source.read(there, box))
+    state.elsewhere = found
+
+
+def _fits(
+    state: State,
+    checkpoint: store.Reader,
+    parts: dict[str, Part],
+    buffers: dict[str, Tensor],
+    gone: Mapping[str, str],
+) -> None:
+    """Raises ValueError if names or shapes are not the model's. gone: weights that are elsewhere."""
+    shapes = {name: part.shape for name, part in parts.items() if name not in gone} | {
         n: tuple(b.shape) for n, b in buffers.items()
     }
     saved = set(checkpoint.names("model"))
@@ -142,8 +166,10 @@ def _load(
     parts: dict[str, Part],
     buffers: dict[str, Tensor],
     source: Source,
+    gone: Mapping[str, str],
 ) -> None:
-    masters, disk = state.masters(), state.parallel.disk
+    masters = {name: w for name, w in state.masters().items() if name not in gone}
+    disk = state.parallel.disk
     state.go_to(meta.step)
     state.set_counts(meta.updates, 0)  # a run that had diverged has all its tries again
     usual = torch.tensor(meta.usual or (0.0,) * 6, dtype=torch.float64, device=state.mesh.device)

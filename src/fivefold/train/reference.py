@@ -36,12 +36,17 @@ class Plain:
 
     def __init__(self, module: nn.Module, parts: dict[str, Part], mode: Mode):
         self.parts, self.params = parts, dict(module.named_parameters())
-        kept = torch_dtype(mode.master)
-        self.masters = {name: p.detach().to(kept, copy=True) for name, p in self.params.items()}
-        self.gradients = {name: torch.zeros_like(w) for name, w in self.masters.items()}
+        kept, working = torch_dtype(mode.master), torch_dtype(mode.working)
+        self.masters = {
+            name: p.detach().to(working if parts[name].frozen else kept, copy=True)
+            for name, p in self.params.items()
+        }
+        self.gradients = {n: torch.zeros_like(w) for n, w in self.masters.items() if not parts[n].frozen}
         for name, p in self.params.items():
-            p.data = p.data.to(torch_dtype(mode.working))
-            p.register_post_accumulate_grad_hook(self._adder(name))
+            p.data = p.data.to(working)
+            p.requires_grad_(not parts[name].frozen)
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._adder(name))
 
     def _adder(self, name: str) -> Callable[[Tensor], None]:
         def add(p: Tensor) -> None:

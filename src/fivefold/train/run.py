@@ -27,8 +27,10 @@ from fivefold.observe.summary import summarize
 from fivefold.recipe import count_parameters, to_toml, tokens_per_step
 from fivefold.recipe.idle import notes
 from fivefold.recipe.warnings import warnings
-from fivefold.step.state import State, build_state, compute_mode, make_equal
+from fivefold.step.state import State, build_state, compute_mode
 from fivefold.train.hooks import RunHooks
+from fivefold.train.initial import load_initial, named_by
+from fivefold.train.initial import write as write_initial
 from fivefold.train.job import Job
 from fivefold.train.join import join
 from fivefold.train.out_of_memory import foreseen, told
@@ -48,11 +50,14 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         stack.enter_context(watching(ranks, recipe.observe.hang_s, job.out / "traces"))
         starting = stack.enter_context(ExitStack())
         starting.enter_context(progress.phase("starting"))
-        state = build_state(recipe, ranks, job.module, job.seat.site if job.seat else None)
+        site = job.seat.site if job.seat else None
+        state = build_state(recipe, ranks, job.module, site, job.card)
         stack.callback(state.parallel.close)
         resumed = resume(state, job) if job.resume else None
-        if ranks.world > 1 and job.module is not None and not resumed:
-            make_equal(state)
+        if recipe.checkpoint.frozen:
+            state.elsewhere = None
+        if job.initial is not None and not resumed:
+            load_initial(state, job.initial, named_by(job.card), recipe.checkpoint.frozen)
         membership = join(state, job) if job.seat else None
         predicted = Prediction(job, ranks, state.step)
         stack.enter_context(predicted.watching)
@@ -82,6 +87,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             )
         for note in resumed.notes if resumed else ():
             console.note(note)
+        if job.initial is not None:
+            console.note(job.initial.line())
         if state.forgotten:
             console.note(state.forgotten)
         for note in settle(state, job, resumed is not None):
@@ -121,6 +128,8 @@ def write_run_files(job: Job) -> None:
     write_atomically(job.out / "machine.json", json.dumps(describe(), indent=2) + "\n")
     if job.data is not None:
         write_atomically(job.out / "data.json", json.dumps(facts(job.recipe, job.data), indent=2) + "\n")
+    if job.initial is not None:
+        write_initial(job.out, job.initial)
     tokenizer, path = job.data and job.data.tokenizer, job.out / "tokenizer.json"
     if tokenizer is not None and not (path.is_file() and _is_json(path)):
         tokenizer.save(path)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fivefold.checkpoint import keep, store, write
+from fivefold.checkpoint.source import ELSEWHERE, FROZEN
 from fivefold.data.mixture import amounts, order_of
 from fivefold.parallel.outer import Outer
 from fivefold.schedules.collectives.choose import AUTO
@@ -42,8 +43,15 @@ def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
     if state.loss_scale is not None:
         measured["loss_scale"] = state.loss_scale.values.tolist()
     whole = {**counts, **measured, **compression(state), **meta}
+    parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
+    if any(part.frozen for part in parts.values()):
+        whole[FROZEN] = True
+    if state.elsewhere is not None:
+        whole[ELSEWHERE] = asdict(state.elsewhere)
     if state.outer is None:
-        model, optimizer = owned_pieces(state, state.masters()), moment_pieces(state)
+        gone = state.elsewhere.names if state.elsewhere is not None else {}
+        kept = {name: w for name, w in state.masters().items() if name not in gone}
+        model, optimizer = owned_pieces(state, kept), moment_pieces(state)
     else:
         model, optimizer = _pieces_of_site(state, state.outer)
         whole["sites"] = {

@@ -15,6 +15,7 @@ from signal import SIGINT, Signals
 import torch
 from torch import nn
 
+from fivefold.checkpoint import store
 from fivefold.checkpoint.keep import go_back
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
@@ -33,19 +34,23 @@ from fivefold.launch.ranks import Ranks
 from fivefold.launch.restarted import restarted_by
 from fivefold.launch.supervisor import Attempt
 from fivefold.models.card import card_of
+from fivefold.models.own import ModuleCard, OwnModel
 from fivefold.models.recomputation import budget_of
 from fivefold.observe.console import QUIET
 from fivefold.plan.predict import budget, priced_here
 from fivefold.recipe import Recipe, change, resolve
 from fivefold.recipe.fit import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
+from fivefold.recipe.rules.weights import wrong_patterns
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_nearest import validate
 from fivefold.spread.layout_text import to_text
 from fivefold.spread.sites import site_layout
 from fivefold.spread.tiers import OFFLOADS
+from fivefold.step.own import own_model
 from fivefold.step.state import compute_mode
 from fivefold.train.elastic import Elastic
+from fivefold.train.initial import Initial, initial
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
 from fivefold.train.prediction import add_exact
@@ -67,6 +72,7 @@ def run_command(
     name: str = "run",
     fork: bool = True,
     module: nn.Module | None = None,
+    card: ModuleCard | None = None,
     batches: BatchSource | None = None,
     val_batches: BatchSource | None = None,
     seat: Seat | None = None,
@@ -80,7 +86,7 @@ def run_command(
     started again. A path: continue from this checkpoint.
     fork: forks local ranks. This is quick, but only safe in a process that has used neither torch's threads nor a GPU,
     such as the command line's. Otherwise ranks are spawned, and their arguments are pickled.
-    module, batches, val_batches: the user's own model and data instead of the recipe's.
+    module, card, batches, val_batches: the user's own model and data instead of the recipe's.
     seat: trains one site of the recipe's, which meets the others there.
 
     Raises:
@@ -93,10 +99,16 @@ def run_command(
         resume_from = AUTO
     either = resume_from is not None
     span = nproc if isinstance(nproc, tuple) and caller.world is None else None
-    recipe, asked = _for_ranks(recipe, nproc, caller, either, seat)
+    recipe, asked = _for_ranks(_located(recipe), nproc, caller, either, seat)
     quiet = not caller.first or bool(os.environ.get(QUIET))
     data, vocab_size = _data(recipe, module, batches, quiet)
-    recipe = _within_budget(resolve(recipe, vocab_size=vocab_size), caller)
+    recipe = resolve(recipe, vocab_size=vocab_size)
+    own = None if module is None else own_model(recipe, module, card)
+    names = card_of(recipe.model).parameters if own is None else own.parameters
+    if wrong := wrong_patterns(recipe, names):
+        raise UserError(wrong)
+    recipe = _within_budget(recipe, caller)
+    found = _initial(recipe, data, own, out if resume or either else None)
     out = _run_folder(out, name, resume, either, caller)
     chosen = None if resume_from is None or resume_from == AUTO else Path(resume_from)
     for folder in (out, chosen):
@@ -105,7 +117,7 @@ def run_command(
     job = Job(
         recipe, out, data, module, batches, val_batches, resume or either,
         _resume_command(out, seat, own=module is not None or batches is not None), seat, chosen,
-        asked and resolve(asked, vocab_size=vocab_size),
+        asked and resolve(asked, vocab_size=vocab_size), found, card,
     )  # fmt: skip
     _set_up_process(job, caller)
     world = _ranks_of(job)
@@ -183,6 +195,22 @@ def _data(
             "your own data needs model.vocab_size, the number of token ids: --set model.vocab_size=N"
         )
     return None, recipe.model.vocab_size or 2
+
+
+def _located(recipe: Recipe) -> Recipe:
+    """The recipe with the absolute path of its first weights: the run may resume elsewhere."""
+    where = recipe.train.init_from
+    if not where:
+        return recipe
+    train = recipe.train.model_copy(update={"init_from": str(Path(where).expanduser().absolute())})
+    return recipe.model_copy(update={"train": train})
+
+
+def _initial(recipe: Recipe, data: DataSet | None, own: OwnModel | None, out: Path | None) -> Initial | None:
+    """The weights to start from; None: random ones, or those of a checkpoint of `out`, from which the run resumes."""
+    if not recipe.train.init_from or (out is not None and store.checkpoints(out)):
+        return None
+    return initial(recipe, data.tokenizer if data is not None else None, own)
 
 
 def _resume_command(out: Path, seat: Seat | None, own: bool) -> str:

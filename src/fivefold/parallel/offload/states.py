@@ -58,7 +58,7 @@ class Offload:
         gradients: Mapping[str, Tensor],
         working: Mapping[str, Tensor] | None,
         lr: float,
-        weight_decay: float,
+        weight_decay: float | Mapping[str, float],
         fields: Mapping[str, Any],
         rates: Mapping[str, float] | None = None,
     ) -> StreamedUpdater:

@@ -113,7 +113,7 @@ class StreamedUpdater(Updater):
         card: OptimizerCard,
         masters: Mapping[str, Tensor],
         lr: float,
-        weight_decay: float,
+        weight_decay: float | Mapping[str, float],
         fields: Mapping[str, Any],
         arena: Arena,
         homes: Mapping[str, Home],

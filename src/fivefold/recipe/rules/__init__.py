@@ -22,6 +22,7 @@ from fivefold.recipe.rules.texts import (
     texts,
     vocabulary,
 )
+from fivefold.recipe.rules.weights import weights
 from fivefold.recipe.schema import Sections
 from fivefold.spread.layout import Layout
 
@@ -47,6 +48,7 @@ RULES = (
     servers,
     offload,
     replays,
+    weights,
     layout_rules,
 )
 """Each yields what a recipe breaks; the first is what a user reads first."""

@@ -1,0 +1,139 @@
+"""`train.init_from`: new training from the weights of a run, a checkpoint or a Hugging Face folder, in any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from runs import assert_same_tensors, lines, ranks_of
+
+from fivefold.checkpoint import store
+from fivefold.checkpoint.hf import export_run, import_folder
+from fivefold.checkpoint.source import weights_of
+from fivefold.data import prepare
+from fivefold.errors import UserError
+from fivefold.observe.report import page
+from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.train.initial import initial
+from fivefold.train.job import Job
+from fivefold.train.run import run_rank
+from fivefold.train.start import run_command
+
+SMALL = ["model.layers=2", "model.dim=32", "model.heads=4", "model.seq_len=32", "model.init_std=0.1"]
+SHORT = [
+    "data.tokenizer=bytes", "train.steps=3", "train.global_batch_size=4", "train.val_sequences=4",
+    "precision.mode=fp32", "observe.tensorboard=false", "train.sample_every=1000", "train.sample_tokens=4",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 2000)
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(text, tmp_path_factory) -> Path:
+    """A run of three steps, and its export."""
+    folder = tmp_path_factory.mktemp("base")
+    recipe = load("quickstart", [*SMALL, *SHORT, f"data.source={text}", "optim.lr=0.01"], "dp=1")
+    run_command(recipe, out=folder / "run-1", nproc=1)
+    export_run(folder / "run-1", folder / "exported")
+    return folder / "run-1"
+
+
+def continued(where: Path, text: Path, *more: str, layout: str = "dp=1") -> Recipe:
+    short = [one for one in SHORT if "tokenizer" not in one]
+    return load("continue", [*short, f"data.source={text}", f"train.init_from={where}", *more], layout)
+
+
+def started(rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False) -> int | None:
+    """A rank's part of a run, as `train/start.py` starts it."""
+    data = prepare(recipe)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    found = None if resume else initial(recipe, data.tokenizer)
+    return run_rank(Job(recipe, out, data, resume=resume, initial=found), ranks_of(rank, world))
+
+
+def test_a_run_continues_from_the_weights_of_another(base, text, tmp_path):
+    """The model and the tokenizer are its own. Step, schedule and moments are new. A validation before any update
+    would be the old run's last; here a learning rate of nearly 0 shows it."""
+    recipe = continued(base, text, "optim.lr=1e-20", "optim.weight_decay=0")
+    assert recipe.model.layers == 2
+    assert recipe.data.tokenizer == str(base / "tokenizer.json")
+    assert recipe.optim.warmup_steps is None, "what follows from other fields is open"
+    out = run_command(recipe, out=tmp_path / "run", nproc=1)
+    assert lines(out, "val_loss")[-1] == pytest.approx(lines(base, "val_loss")[-1], rel=1e-6)
+    assert_same_tensors(weights_of(store.latest(out)), weights_of(store.latest(base)))
+    told = json.loads((out / "initial.json").read_text())
+    assert told["checkpoint"] == str(store.latest(base).resolve())
+    html = page(out)
+    assert told["fingerprint"] in html
+    assert told["checkpoint"] in html
+    assert load(out / "recipe.toml").train.init_from == str(base)
+
+
+def test_a_hugging_face_folder_gives_the_same(base, text, tmp_path):
+    outs = []
+    for name, where in (("run", store.latest(base)), ("hf", base.parent / "exported")):
+        outs.append(run_command(continued(where, text), out=tmp_path / name, nproc=1))
+    assert lines(outs[0], "loss") == lines(outs[1], "loss")
+    imported = import_folder(base.parent / "exported", tmp_path / "imported")
+    recipe = load(imported / "recipe.toml")
+    assert (recipe.optim.warmup_steps, recipe.optim.min_lr, recipe.train.microbatch_size) == (
+        None,
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize("source", ["run", "hf"])
+def test_any_layout_reads_its_part(base, text, tmp_path, source):
+    where = base if source == "run" else base.parent / "exported"
+    wanted = lines(run_command(continued(where, text), out=tmp_path / "one", nproc=1), "loss")
+    for layout in ("tp=2", "dp=2,zero=3", "pp=2"):
+        run_ranks(2, started, continued(where, text, layout=layout), tmp_path / layout)
+        assert lines(tmp_path / layout, "loss") == pytest.approx(wanted, rel=1e-5), layout
+
+
+@pytest.mark.parametrize(("where", "sets", "message"), [
+    ("run-2", [], r"run-2: no such folder; did you mean '\S*run-1'\?"),
+    ("run-1/checkpoints/step-00000009", [], r"no such checkpoint; did you mean 'step-00000003'\?"),
+    ("run-1", ["model.layers=3"], r"its model has layers = 2, and this recipe model.layers = 3"),
+    ("run-1", ["model.ffn_dim=48"], r"its model has ffn_dim = \d+, and this recipe model.ffn_dim = 48"),
+    ("exported", ["model.arch=gpt2"], r"its model has arch = llama, and this recipe model.arch = gpt2"),
+    ("run-1", ["data.tokenizer=bpe:300"], r"its vocabulary is another: .* Leave data.tokenizer out"),
+    ("run-1", ["model.freeze=blcks.*"], r"no parameter of the model is called 'blcks.\*'"),
+    ("run-1", ["model.freeze=*"], r"every parameter is frozen"),
+    ("run-1", ["optim.groups=head*: speed=2"], r"'speed=2' must be lr=FACTOR or decay=FACTOR"),
+])  # fmt: skip
+def test_what_does_not_fit_is_said_before_any_process_starts(
+    base, text, tmp_path, monkeypatch, where, sets, message
+):
+    monkeypatch.chdir(base.parent)
+    monkeypatch.setattr("fivefold.train.start.launch", None)
+    with pytest.raises(UserError, match=message):
+        run_command(continued(base.parent / where, text, *sets, layout="dp=2"), out=tmp_path / "run", nproc=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_without_frozen_weights_are_small_and_resume(base, text, tmp_path):
+    """Bit for bit, in bf16, where frozen weights are kept as they compute. The whole model comes back for export."""
+    sets = ["model.freeze=embed*, blocks.0.*", "checkpoint.frozen=false", "precision.mode=bf16"]
+    recipe = continued(base, text, *sets, "optim.schedule=constant", layout="dp=2")
+    one, parts = tmp_path / "one", tmp_path / "parts"
+    run_ranks(2, started, recipe, one)
+    run_ranks(2, started, change(recipe, ["train.steps=2"]), parts)
+    run_ranks(2, started, recipe, parts, True)
+    names = store.Reader(store.latest(parts)).names("model")
+    assert names
+    assert not any(name.startswith(("embed", "blocks.0")) for name in names)
+    assert_same_tensors(weights_of(store.latest(parts)), weights_of(store.latest(one)))
+    assert weights_of(store.latest(one)).keys() == weights_of(store.latest(base)).keys()
+    export_run(one, tmp_path / "exported")
+    moments = store.Reader(store.latest(one)).names("optimizer")
+    assert moments
+    assert not any("blocks.0." in name for name in moments)

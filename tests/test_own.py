@@ -1,0 +1,171 @@
+"""A user's own module on every axis, frozen parameters and groups: the same losses, gradients and weights as plain
+PyTorch in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from own_models import Decoder, Numbers, Plain, T, V, cut
+from parity import joined, pieces, share
+from ranks import run_ranks
+from runs import assert_close_tensors, ranks_of
+from torch import nn
+
+from fivefold import ModuleCard
+from fivefold.errors import UserError
+from fivefold.recipe import Recipe, load, resolve
+from fivefold.step.state import build_state
+from fivefold.step.step import evaluate, rate, take_step
+from fivefold.train.start import run_command
+
+SIZES = [
+    "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", f"model.seq_len={T}",
+    f"model.vocab_size={V}", "train.global_batch_size=8", "train.microbatch_size=2", "train.steps=6",
+    "precision.mode=fp32", "optim.warmup_steps=0", "optim.grad_clip=0.5", "observe.tensorboard=false",
+]  # fmt: skip
+CARD = ModuleCard(cut=cut)
+GROUPS = "*norm*: lr=3, *head*: lr=0.5 decay=0, *last*: decay=2"
+
+
+def recipe_of(layout: str, *more: str) -> Recipe:
+    return resolve(load("quickstart", [*SIZES, *more], layout), vocab_size=V)
+
+
+def steps(
+    rank: int, world: int, kind: type[nn.Module], card: ModuleCard | None, recipes: list[Recipe]
+) -> list[dict]:
+    """Three steps in each layout."""
+    return [_steps(rank, world, kind, card, recipe) for recipe in recipes]
+
+
+def _steps(
+    rank: int, world: int, kind: type[nn.Module], card: ModuleCard | None, recipe: Recipe
+) -> dict[str, Any]:
+    torch.manual_seed(rank)  # rank 0's weights count
+    state = build_state(recipe, ranks_of(rank, world), kind(), card=card)
+    found: dict[str, Any] = {"loss": [], "norm": []}
+
+    def keep() -> None:
+        if state.step == 0:
+            found["gradients"] = pieces(state, state.gradients())
+
+    for step in range(3):
+        done = take_step(state, recipe, share(state, recipe, Numbers(), step), inspect=keep)
+        found["loss"].append(done.loss)
+        found["norm"].append(done.norm)
+    found["weights"] = pieces(state, state.masters())
+    found["states"] = sorted(state.moments())
+    found["validation"] = evaluate(state, share(state, recipe, Numbers(), 3), None)["val_loss"]
+    state.parallel.close()
+    return found
+
+
+def alone(kind: type[nn.Module], recipe: Recipe, frozen: str = "-", groups: bool = False) -> dict[str, Any]:
+    """The same steps in plain PyTorch."""
+    torch.manual_seed(0)
+    module, optim = kind(), recipe.optim
+    for name, p in module.named_parameters():
+        if frozen in name:
+            p.requires_grad_(False)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    some = []
+    for name, p in trained.items():
+        lr = (3.0 if "norm" in name else 0.5 if "head" in name else 1.0) if groups else 1.0
+        decay = (0.0 if "head" in name else 1.0) if groups else 1.0
+        some.append({"params": [p], "weight_decay": decay * optim.weight_decay * (p.dim() > 1), "rate": lr})
+    adamw = torch.optim.AdamW(some, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    found: dict[str, Any] = {"loss": [], "norm": []}
+    for step in range(3):
+        inputs, targets = (torch.from_numpy(t) for t in Numbers().batch(step, range(8)))
+        adamw.zero_grad()
+        loss = module(inputs, targets)
+        loss.backward()
+        if step == 0:
+            found["gradients"] = {name: p.grad.clone() for name, p in trained.items()}
+        found["loss"].append(loss.item())
+        found["norm"].append(nn.utils.clip_grad_norm_(trained.values(), optim.grad_clip).item())
+        for group in adamw.param_groups:
+            group["lr"] = rate(optim, step, recipe.train.steps or 0) * group["rate"]
+        adamw.step()
+    found["weights"] = {name: p.detach() for name, p in module.named_parameters()}
+    with torch.no_grad():
+        found["validation"] = module.eval()(
+            *(torch.from_numpy(t) for t in Numbers().batch(3, range(8)))
+        ).item()
+    return found
+
+
+def assert_alike(answers: list[list[dict]], recipes: list[Recipe], wanted: dict[str, Any]) -> None:
+    for number, recipe in enumerate(recipes):
+        mine, where = [answer[number] for answer in answers], str(recipe.layout)
+        for answer in mine:
+            assert answer["loss"] == pytest.approx(wanted["loss"], rel=1e-5), where
+            assert answer["norm"] == pytest.approx(wanted["norm"], rel=1e-4), where
+            assert answer["validation"] == pytest.approx(wanted["validation"], rel=1e-5), where
+        for key in ("gradients", "weights"):
+            assert_close_tensors(joined(mine, key), wanted[key], f"{where}: {key} of")
+        states = {name for answer in mine for name in answer["states"]}
+        trained = wanted["gradients"]
+        assert states == {f"{s}.{n}" for n in trained for s in ("exp_avg", "exp_avg_sq")}, where
+
+
+def test_a_plain_module_on_data_axes_with_recomputation():
+    """Nothing but the module: a frozen parameter, a tied weight, a buffer."""
+    layouts = [
+        "dp=2",
+        "dp=2,zero=1",
+        "dp=2,zero=2,recompute=full",
+        "dp=2,zero=3",
+        "dp=2,recompute=full*1/none*3",
+    ]
+    recipes = [recipe_of(layout) for layout in layouts]
+    assert_alike(run_ranks(2, steps, Plain, None, recipes), recipes, alone(Plain, recipes[0]))
+
+
+ZBV = "pp=2,schedule=zbv,virtual_stages=2"
+TWO = ["tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses,recompute=full", "pp=2", ZBV]
+FOUR = ["dp=2,tp=2,zero=3", "pp=2,tp=2,sp=true,recompute=selective", "pp=2,cp=2", "dp=2,pp=2,zero=1"]
+
+
+@pytest.mark.parametrize(("world", "layouts"), [(2, TWO), (4, FOUR)])
+def test_a_decoder_with_a_card_on_every_axis(world, layouts):
+    recipes = [recipe_of(layout) for layout in layouts]
+    assert_alike(run_ranks(world, steps, Decoder, CARD, recipes), recipes, alone(Decoder, recipes[0]))
+
+
+def test_frozen_parameters_and_groups():
+    """The whole beginning and the first blocks are frozen: no gradient goes there."""
+    layouts = ["dp=2", "dp=2,zero=1", "dp=2,zero=3,recompute=full", "tp=2,sp=true", "pp=2", ZBV]
+    more = ["model.freeze=embed*, blocks.[01].*", f"optim.groups={GROUPS}"]
+    recipes = [recipe_of(layout, *more) for layout in layouts]
+    wanted = _alone_frozen(recipes[0])
+    assert_alike(run_ranks(2, steps, Decoder, CARD, recipes), recipes, wanted)
+
+
+def _alone_frozen(recipe: Recipe) -> dict[str, Any]:
+    class Half(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, p in self.named_parameters():
+                p.requires_grad_(not name.startswith(("embed", "blocks.0", "blocks.1")))
+
+    return alone(Half, recipe, groups=True)
+
+
+@pytest.mark.parametrize(("kind", "card", "layout", "message"), [
+    (Plain, None, "tp=2", r"layout.tp = 2: Plain is .* and there is no card.*card=fivefold.ModuleCard"),
+    (Plain, CARD, "pp=2", r"layout.pp = 2: Plain is a module of your own, and must be a fivefold.LanguageModel"),
+    (Decoder, None, "cp=2", r"layout.cp = 2: Decoder .* needs a card"),
+    (Decoder, CARD, "pp=2,virtual_stages=4,schedule=interleaved", r"has 4 blocks for 8 pipeline stages"),
+    (Plain, None, "dp=2,recompute=selective", r'"selective" recomputes a part of each block.*recompute=full'),
+    (Plain, None, "dp=2,offload=activations", r"custom modules do not support offload"),
+])  # fmt: skip
+def test_what_a_module_lacks_is_said_before_any_process_starts(kind, card, layout, message, tmp_path):
+    more = ["model.layers=8"] if "virtual" in layout else []
+    with pytest.raises(UserError, match=message):
+        run_command(
+            recipe_of(layout, *more), out=tmp_path / "run", module=kind(), card=card, batches=Numbers()
+        )
+    assert not (tmp_path / "run").exists()
