@@ -105,7 +105,7 @@ def measured(how: str, sizes: list[str], microbatch: int, steps: int, mode: str)
     module = build(recipe.model, device="cpu", seed=0)
     assert isinstance(module, LanguageModel)
     module.to(torch.bfloat16 if mode == "bf16" else torch.float32)
-    recompute.apply(module.blocks.items(), [how] * len(module.blocks))
+    recompute.apply(module, [how] * len(module.blocks))
     shape = microbatch, recipe.model.seq_len
     tokens = torch.randint(0, 4096, shape, generator=torch.Generator().manual_seed(0))
     before, times = current_memory_bytes(), []

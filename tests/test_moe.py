@@ -200,7 +200,7 @@ def test_what_is_computed_again_counts_once(how):
     for each in ("none", how):
         model = build(section(dropout=0.1, shared_experts=1), device="cpu", seed=0).train()
         assert isinstance(model, MoE)
-        recompute.apply(model.blocks.items(), [each] * len(model.blocks))
+        recompute.apply(model, [each] * len(model.blocks))
         torch.manual_seed(0)
         tokens = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(2))
         model(tokens, tokens).backward()

@@ -108,7 +108,7 @@ def kept(how: str, *overrides: str) -> tuple[int, dict[str, int]]:
     """Bytes alive between forward and backward, and how often parts of a block have computed to their end."""
     recipe = recipe_of("dp=1", "model.dropout=0.0", "model.seq_len=256", "model.layers=4", *overrides)
     module = build(recipe.model, device="cpu", seed=0)
-    recompute.apply(module.blocks.items(), [how] * len(module.blocks))  # type: ignore[arg-type]
+    recompute.apply(module, [how] * len(module.blocks))  # type: ignore[arg-type]
     calls: dict[str, int] = {}
     for name, part in module.named_modules():
         if name.startswith("blocks.1."):
@@ -176,7 +176,7 @@ def test_what_is_computed_again_stops_before_a_product(monkeypatch):
 def products(how: str) -> tuple[int, int]:
     """Matrix products of a step in fp32: of layers, and of attention's core."""
     module = build(recipe_of("dp=1", "model.dropout=0.0").model, device="cpu", seed=0)
-    recompute.apply(module.blocks.items(), [how] * len(module.blocks))
+    recompute.apply(module, [how] * len(module.blocks))
     tokens = torch.arange(2 * 32).view(2, 32) % 128
     with Products() as counted:
         module(tokens, tokens).backward()
@@ -230,7 +230,7 @@ def test_nothing_is_kept_for_later_without_gradients():
     tokens = torch.arange(64).view(2, 32)
     with torch.no_grad():
         wanted = module(tokens)
-        recompute.apply(module.blocks.items(), ["full"] * len(module.blocks))  # type: ignore[arg-type]
+        recompute.apply(module, ["full"] * len(module.blocks))  # type: ignore[arg-type]
         assert torch.equal(module(tokens), wanted)
 
 

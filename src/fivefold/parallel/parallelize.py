@@ -144,8 +144,7 @@ def parallelize(
         again = set(modes) != {"none"} and model.dropout > 0
         found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
     for stage in stages:
-        blocks = stage.get_submodule(card.stack).named_children() if card.stack else ()
-        recompute.apply(blocks, modes, mesh.device.type == "cuda", found.saving_inputs)
+        recompute.apply(stage, modes, mesh.device.type == "cuda", found.saving_inputs, card.stack)
     stop_gradients(stages, card.frozen)
     if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
         _compile_blocks(stages, card.stack)

@@ -19,7 +19,7 @@ bit. Collectives inside a block (tensor, sequence, context, expert parallelism) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -35,14 +35,15 @@ from fivefold.parallel import private
 
 
 def apply(
-    blocks: Iterable[tuple[str, nn.Module]],
+    stage: nn.Module,
     modes: Sequence[str],
     compiled: bool = False,
     saving: Callable[[], AbstractContextManager[object]] = nullcontext,
+    stack: str = "blocks",
 ) -> None:
-    """Makes blocks, given with their numbers, recompute activations. modes: of all blocks of the model. compiled: they
-    are compiled later. saving: the context in which whole blocks save their inputs."""
-    for number, block in blocks:
+    """Makes the blocks of a stage recompute activations. modes: of all blocks of the model. compiled: blocks are
+    compiled later. saving: the context in which whole blocks save their inputs. stack: the name of the blocks."""
+    for number, block in stage.get_submodule(stack).named_children() if stack else ():
         mode = modes[int(number)]
         names = chosen(mode)
         if mode == "full":
