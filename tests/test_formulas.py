@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
+from fivefold.errors import UserError
 from fivefold.trace.formulas import STATISTICS, Shape, rows
 
 GPT3 = [
@@ -29,6 +30,13 @@ def test_measured_bytes_are_the_formulas(shape: Shape) -> None:
         more = 0 if name in ("attention", "MLP", "full") else tokens / pieces
         assert row.measured == row.bytes + more, name
         assert bool(row.why) == bool(more)
+
+
+@pytest.mark.parametrize("option", ["--flops 1e12", "--cluster a100:8", "--terms"])
+def test_options_that_formulas_ignore_are_refused(option: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "gpt2-124m", "--formulas", *option.split()])
+    assert isinstance(result.exception, UserError)
+    assert f"{option.split()[0]} has no effect with --formulas" in str(result.exception)
 
 
 def test_command_prints_those_of_gpt3() -> None:

@@ -202,7 +202,7 @@ def test_messages_of_tensor_parallelism() -> None:
     "layout",
     [
         "dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "tp=4", "tp=4,sp=true,recompute=full", "cp=4", "pp=4",
-        "pp=2,schedule=interleaved,virtual_stages=2", "dp_replicate=2,dp_shard=2,zero=3",
+        "pp=2,schedule=interleaved,virtual_stages=2", "dp_replicate=2,dp_shard=2,zero=3", "cp=4,cp_method=ulysses",
     ],
 )  # fmt: skip
 def test_moments_are_all_messages(layout: str) -> None:
@@ -286,11 +286,13 @@ def test_the_formulas_are_what_is_computed() -> None:
         ),
         "TP": lambda i: i["n"] * i["e"] * i["F"] / (i["c"] * i["W"]),
         "CP": lambda i: (i["n"] - 1) * i["k"] * i["e"] * i["F"] / (2 * i["c"] * i["W"]),
+        "CP by Ulysses": lambda i: (1 + i["k"]) * i["e"] * i["F"] / (2 * i["c"] * i["W"]),
         "PP": lambda i: (i["p"] - 1) * (1 - i["x"]) / (i["v"] * i["x"]),
     }
-    for layout in ("dp=8", "dp=8,zero=3", "tp=8", "cp=8", "pp=8"):
-        rule = overlap_rules.rules(of(layout))[-1 if layout == "cp=8" else 0]
-        assert rule.needed == pytest.approx(found[rule.technique](rule.inputs)), layout
+    for layout in ("dp=8", "dp=8,zero=3", "tp=8", "cp=8", "cp=8,cp_method=ulysses", "pp=8"):
+        rule = overlap_rules.rules(of(layout, heads=16, kv_heads=8))[-1 if "cp=8" in layout else 0]
+        name = rule.technique + " by Ulysses" * ("ulysses" in layout)
+        assert rule.needed == pytest.approx(found[name](rule.inputs)), layout
     transfer = overlap_rules.rules(of("pp=8"))[1]
     i = transfer.inputs
     assert transfer.needed == pytest.approx(i["e"] * i["D"] * i["F"] / (2 * i["A"] * i["W"]))
@@ -348,6 +350,17 @@ def test_a_ring_hides_from_the_threshold_on() -> None:
         s = ideally("cp=4", 1, on, 64, seq_len=round(share * needed / 64) * 64)
         (op,) = (op for op in _work(s).block[False] if op.name == "attention")
         assert (cost.operation(op, s).sent > 0) is exposed
+
+
+def test_the_threshold_of_ulysses_hardly_depends_on_the_ranks() -> None:
+    """A rank computes 1 / n of the attention, and exchanges 1 / n of the tokens, of which it keeps 1 / n. This program
+    waits for them."""
+    on = replace(ideal(), device=replace(ideal().device, attention=(0.6, 0.6)))
+    found = [overlap_rules.rules(ideally(f"cp={n},cp_method=ulysses", 1, on))[-1] for n in (2, 8)]
+    for rule, n in zip(found, (2, 8), strict=True):
+        assert rule.planned == pytest.approx(rule.ratio, rel=0.01)
+        assert not rule.overlaps
+        assert rule.needed / found[0].needed == pytest.approx((1 - 1 / n) / (1 - 1 / 2), rel=0.01)
 
 
 # The command

@@ -163,6 +163,27 @@ def test_messages_in_units_of_psi() -> None:
     assert sent[1]["tp"] == pytest.approx(sent[0]["tp"], rel=0.01)
 
 
+def test_messages_of_context_and_expert_ranks() -> None:
+    """The terms are what a block adds to the bytes that the plan predicts for the axis."""
+    for layout, name, formula in (
+        ("llama2-7b --layout cp=8", "CP, ring", "1 s b h (6 c - 7) / c"),
+        ("llama2-7b --layout cp=8,cp_method=ulysses", "CP, ulysses", "8 s b h (c - 1) / c^2"),
+        ("llama3-8b --layout cp=8,cp_method=ulysses", "CP, ulysses", "5 s b h (c - 1) / c^2"),
+        ("mixtral-8x7b --layout dp=8,ep=8", "EP", "4 k s b h (e - 1) / e"),
+        ("mixtral-8x7b --layout dp=4,tp=2,sp=true,ep=4", "EP", "4 k s b h (e - 1) / e / t"),
+    ):
+        sizes = "--set layout.recompute=none --set train.global_batch_size=32 --set train.microbatch_size=1"
+        found = conventions(f"{layout} {sizes} --terms")["messages"]
+        assert found[name]["formula"] == formula, layout
+        axis, microbatches = ("cp", 32) if "cp=" in layout else ("ep", 4 if "dp=8" in layout else 8)
+        whole = microbatches * 32 * found[name]["bytes"]
+        assert found[f"this plan, {axis}"]["value"] == pytest.approx(whole, rel=0.02), layout
+    assert (
+        "forward 7 send; backward 14 send"
+        in conventions("llama2-7b --layout cp=8 --terms")["messages"]["CP, ring"]["note"]
+    )
+
+
 def test_interleaving_multiplies_the_messages() -> None:
     """By v for a rank between others; over all boundaries from p - 1 to p v - 1."""
     plain, looped = (

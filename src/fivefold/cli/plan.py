@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from fivefold.cli import budget, plan_options, plan_terms
 from fivefold.cli.formulas import print_formulas
 from fivefold.cli.local import ensure_measured, run_calibration
@@ -50,6 +52,7 @@ EXAMPLES = [
 
 
 def plan(
+    context: typer.Context,
     recipe: RecipeArgument,
     more: plan_options.MoreArgument = None,
     set_: SetOption = None,
@@ -90,11 +93,13 @@ def plan(
     course for it. They change no prediction.
     """
     if calibrate:
+        _alone(context, "--calibrate", {"recipe", "more", "calibrate", "json"})
         run_calibration([recipe, *(more or [])], json)
         return
     if more:
         raise UserError(f"plan takes one recipe and options; unexpected argument '{more[0]}'")
     if formulas:
+        _alone(context, "--formulas", {"recipe", "set_", "layout", "formulas", "json"})
         print_formulas(recipe, set_ or [], layout, json)
         return
     exact = exact or dry_run  # its name in earlier versions
@@ -115,6 +120,15 @@ def plan(
         draw_search(_search(request, top, precision), wanted, loaded, typed)
     else:
         draw_plan(_predict(request, rank, exact, dry_run), wanted, loaded, typed)
+
+
+def _alone(context: typer.Context, option: str, beside: set[str]) -> None:
+    """Refuses options that have no effect with `option`. beside: the parameters that have one."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in beside and source is not None and source.name == "COMMANDLINE":
+            raise UserError(f"{parameter.opts[0]} has no effect with {option}; leave one of them out")
 
 
 def _agree(search: bool, layout: str | None, exact: bool, timeline: Path | None, rank: int) -> None:

@@ -142,7 +142,7 @@ SHEETS = (
         "NVIDIA H200 Tensor Core GPU (SXM, 2024)",
     ),
     Sheet(
-        "gb200", r"gb200", 2024, _BLACKWELL, 152, 186 * GB, 8.0e12, 900 * GB, 6,
+        "gb200", r"gb200", 2024, _BLACKWELL, 152, 186 * GB, 8.0e12, 900 * GB, 5,
         _rates(2500e12, tf32=1250e12, fp32=80e12, fp8=5000e12, fp6=5000e12, fp4=10000e12, fp64=40e12),
         "NVIDIA GB200 NVL72 (2024), per GPU; NVLink-C2C of 900 GB/s to the host of two", 225 * GB,
     ),
@@ -152,9 +152,9 @@ SHEETS = (
         "NVIDIA HGX B200 (2024), DGX B200",
     ),
     Sheet(
-        "b300", r"\bb300", 2025, _ULTRA, 148, 288 * GB, 8.0e12, 900 * GB, 6,
+        "b300", r"\bb300", 2025, _ULTRA, 148, 270 * GB, 8.0e12, 900 * GB, 6,
         _rates(2250e12, tf32=1125e12, fp32=75e12, fp8=4500e12, fp6=4500e12, fp4=13500e12, fp64=1.25e12),
-        "NVIDIA HGX B300 (2025)",
+        "NVIDIA HGX B300 (2025); of 288 GB on the package, 270 are usable",
     ),
     Sheet(
         "mi250x", r"mi250x", 2021, _CDNA2, 110, 64 * GIB, 1.6e12, 200 * GB, 4,

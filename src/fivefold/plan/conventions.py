@@ -2,9 +2,9 @@
 prediction and no search depends on them.
 
 Symbols: n_v vocabulary, d or h width, f feed-forward, L layers, a heads, s tokens of a sequence, b sequences of a
-microbatch, m microbatches, p pipeline ranks, v stages per rank, t tensor ranks, c context ranks, e expert ranks, N
-parameters that compute a token, Psi parameters whose states are kept, Psi_e those of experts, n ranks that share them,
-D tokens of the run, D_1 of a step.
+microbatch, m microbatches, p pipeline ranks, v stages per rank, t tensor ranks, c context ranks, e expert ranks, k
+experts per token, N parameters that compute a token, Psi parameters whose states are kept, Psi_e those of experts, n
+ranks that share them, D tokens of the run, D_1 of a step.
 """
 
 from __future__ import annotations

@@ -281,35 +281,41 @@ def _wider(s: Setting, factor: float) -> Setting | None:
     return _resized(s, **{name: int(size) for name, size in sizes.items()})
 
 
-# Context parallelism, as a ring. In all its n turns a rank computes 4 c N T H / F seconds of attention (H features of
-# the query heads, c = 1/2 with a causal mask), and sends keys and values of 2 k H N e bytes n - 1 times (k key-value
-# heads per query head). N and H cancel: T >= (n - 1) k e F / (2 c W). Without a mask and with e = 2, blocks of T / n
-# tokens are then as long as F / W, as in the paper. Backward has 2.5 times the FLOPs and twice the bytes, at its own
-# rate; the larger ratio counts.
+# Context parallelism. A rank computes 4 c N T H / F seconds of attention (H features of the query heads, c = 1/2 with a
+# causal mask).
+# Ring: it sends keys and values of 2 k H N e bytes n - 1 times (k key-value heads per query head). N and H cancel:
+# T >= (n - 1) k e F / (2 c W). Without a mask and with e = 2, blocks of T / n tokens are then as long as F / W, as in
+# the paper. Backward has 2.5 times the FLOPs and twice the bytes, at its own rate; the larger ratio counts.
+# Ulysses: it exchanges queries, keys and values, and then results: (2 + 2 k) H N e bytes, in backward as many again.
+# T >= (1 + k) e F / (2 c W), for any n. One all-to-all comes before attention and one behind it, so they hide only
+# behind the attention of other heads.
 
 
-def _ring(s: Setting) -> tuple[Operation, Message, Message]:
-    """The operation of attention, and its message in forward and in backward."""
-    (op,) = (op for op in _block(s)[0] if any(m.what == "ring" for m in op.sent_forward))
-    return op, op.sent_forward[0], op.sent_backward[0]
+def _attention(s: Setting) -> Operation:
+    (op,) = (op for op in _block(s)[0] if op.attention)
+    return op
 
 
 def _attended(op: Operation, s: Setting, backward: bool) -> float:
     device, model = s.cluster.device, s.model
-    head = model.head_width
-    return rates.attention(op.attention, model.seq_len, head, device, s.dtype, backward, s.layout.cp)
+    ring = s.layout.cp if _rings(s) else 1
+    return rates.attention(op.attention, model.seq_len, model.head_width, device, s.dtype, backward, ring)
+
+
+def _rings(s: Setting) -> bool:
+    return s.layout.cp_method == "ring"
 
 
 def _context_formula(s: Setting) -> Ratio:
-    op, there, back = _ring(s)
-    sent = [_seconds([there], s, False), _seconds([back], s, True)]
+    op = _attention(s)
+    sent = [_seconds(op.sent_forward, s, False), _seconds(op.sent_backward, s, True)]
     computed = [_attended(op, s, backward) for backward in (False, True)]
-    card, n, e = card_of(s.model), s.layout.cp, s.sizes.e
+    card, e = card_of(s.model), s.sizes.e
     inputs = {
         "F": op.attention / computed[0],
-        "W": there.size / sent[0],
+        "W": sum(m.size for m in op.sent_forward) / sent[0],
         "e": e,
-        "n": n,
+        "n": s.layout.cp,
         "k": (s.model.kv_heads or s.model.heads) / s.model.heads,
         "c": 0.5 if card.causal else 1.0,
     }
@@ -317,9 +323,9 @@ def _context_formula(s: Setting) -> Ratio:
 
 
 def _context_planned(s: Setting) -> float:
-    op, there, back = _ring(s)
+    op = _attention(s)
     forward, backward = _alone(cost.operation(replace(op, sent_forward=(), sent_backward=()), s))
-    return max(_seconds([there], s, False) / forward, _seconds([back], s, True) / backward)
+    return max(_seconds(op.sent_forward, s, False) / forward, _seconds(op.sent_backward, s, True) / backward)
 
 
 def _longer(s: Setting, factor: float) -> Setting | None:
@@ -442,12 +448,16 @@ KINDS = (
     Kind(
         lambda s: "CP",
         "cp",
-        lambda s: "keys and values behind the attention of a turn",
+        lambda s: (
+            "keys and values behind the attention of a turn"
+            if _rings(s)
+            else "heads on their way behind the attention of others"
+        ),
         "tokens of a sequence",
-        lambda s: "T >= (n - 1) k e F / (2 c W), c = 1/2 if causal",
-        "arXiv 2310.01889, section 3",
-        lambda s: s.layout.cp > 1 and s.layout.cp_method == "ring",
-        lambda s: True,
+        lambda s: f"T >= {'(n - 1) k' if _rings(s) else '(1 + k)'} e F / (2 c W), c = 1/2 if causal",
+        "arXiv 2310.01889, section 3; arXiv 2309.14509, section 3.2",
+        lambda s: s.layout.cp > 1,
+        _rings,
         lambda s: s.model.seq_len,
         _context_formula,
         _context_planned,

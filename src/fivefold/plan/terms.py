@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -16,7 +16,7 @@ from fivefold.models.operations import Operation, Sizes
 from fivefold.models.parameters import part_of
 from fivefold.models.recomputation import region
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import budget, conventions, memory, time
+from fivefold.plan import budget, conventions, memory, time, volume
 from fivefold.plan.conventions import (
     ACTIVATIONS,
     ADAM,
@@ -34,7 +34,7 @@ from fivefold.plan.software import Software, States
 from fivefold.plan.volume import SENT, data_units
 from fivefold.recipe import active_parameters
 from fivefold.schedules.pipeline import few, simulate
-from fivefold.spread.layout import Layout
+from fivefold.spread.layout import Layout, groups
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Asked:
             "a": model.heads, "s": model.seq_len, "b": s.sizes.B, "m": s.microbatches, "p": layout.pp, "c": layout.cp,
             "v": layout.stages_per_rank, "t": layout.tp, "n": sharing(layout), "D": self.tokens,
             "D_1": self.plan.tokens, "Psi": psi, "Psi_e": psi * routed / card.count, "e": layout.ep,
-            "N": self.how.psi or active_parameters(model),
+            "N": self.how.psi or active_parameters(model), "k": model.experts_per_token or 0,
         }  # fmt: skip
 
     def term(self, name: str, formula: str, unit: str, note: str = "") -> Term:
@@ -295,7 +295,7 @@ def messages(asked: Asked) -> Iterator[Term]:
         units = evaluate(formula, x) / x["Psi"]
         note = f"{once + each:g} Psi with m = 1" if each else ""
         yield Term(name, units, "Psi", formula, note, {"one_microbatch": once + each})
-    yield from tensor_messages(asked)
+    yield from block_messages(asked)
     yield from pipeline_messages(asked)
     for axis, size in asked.plan.sent.items():
         units = size / (WIDTH * x["Psi"])
@@ -303,26 +303,68 @@ def messages(asked: Asked) -> Iterator[Term]:
         yield Term(f"this plan, {axis}", size, "bytes", note=note, more={"psi": units})
 
 
-def tensor_messages(asked: Asked) -> Iterator[Term]:
-    """What a block sends over the tensor axis for a microbatch: without sequence parallelism, with it, and if backward
-    gathers again what forward gathered."""
+@dataclass(frozen=True)
+class InBlocks:
+    """A way of sending activations within blocks. axis, what: its messages; other ones of the axis are a few numbers.
+    changes: of the sizes, for this way. units: formulas of its elements but for a factor: without a mask, and (the
+    last) with a causal one."""
+
+    axis: str
+    what: Sequence[str]
+    changes: Mapping[str, Any]
+    units: Sequence[str]
+
+
+_SUMS, _TOKENS = ("all_reduce", "all_gather", "reduce_scatter"), ("s b h (t - 1) / t",)
+IN_BLOCKS = {
+    "TP": InBlocks("tp", _SUMS, {"sp": False, "sp_regather": False}, _TOKENS),
+    "TP + SP": InBlocks("tp", _SUMS, {"sp": True, "sp_regather": False}, _TOKENS),
+    "TP + SP, sp_regather": InBlocks("tp", _SUMS, {"sp": True, "sp_regather": True}, _TOKENS),
+    # under a causal mask, some keys are sent by half (schedules/ring_attention.py)
+    "CP, ring": InBlocks(
+        "cp", ("send",), {"cp_method": "ring"}, ("s b h (c - 1) / c", "s b h (6 c - 7) / c")
+    ),
+    "CP, ulysses": InBlocks("cp", ("all_to_all",), {"cp_method": "ulysses"}, ("s b h (c - 1) / c^2",)),
+    "EP": InBlocks("ep", ("all_to_all",), {}, ("k s b h (e - 1) / e",)),
+}
+
+
+def block_messages(asked: Asked) -> Iterator[Term]:
+    """What a block sends for a microbatch over the axes of tensor, context and expert parallelism, by each of their
+    ways; the rank that sends most."""
     s, x = asked.setting, asked.symbols
-    card, t = card_of(s.model), s.layout.tp
-    ways = {"TP": (False, False), "TP + SP": (True, False), "TP + SP, sp_regather": (True, True)}
-    for name, (sp, regather) in ways.items() if t > 1 else ():
-        sizes = replace(s.sizes, sp=sp, sp_regather=regather)
-        forward, backward, size = Counter[str](), Counter[str](), 0.0
-        for op in card.block_operations(sizes, s.software, any(card.mixed)):
-            for calls, sent in ((forward, op.sent_forward), (backward, op.sent_backward)):
-                for one in sent:
-                    if one.axis == "tp":
-                        calls[one.what] += one.calls
-                        size += SENT[one.what](t) * one.size / s.sizes.e
-        factor = size / evaluate("s b h (t - 1) / t / c", x)
-        formula = f"{round(factor, 6):g} s b h (t - 1) / t" + " / c" * (s.layout.cp > 1)
-        words = [", ".join(f"{n} {what}" for what, n in calls.items()) for calls in (forward, backward)]
-        note = f"of a block and microbatch; forward {words[0]}; backward {words[1]}"
-        yield Term(name, size, "elements", formula, note, {"bytes": size * s.sizes.e})
+    card, axes = card_of(s.model), {"tp": s.layout.tp, "cp": s.layout.cp, "ep": s.layout.ep}
+    divided = {"tp": ["c"], "cp": ["t"], "ep": ["c", "t"] if s.sizes.sp else ["c"]}
+    for name, way in IN_BLOCKS.items():
+        if axes[way.axis] == 1:
+            continue
+        ops = card.block_operations(replace(s.sizes, **way.changes), s.software, any(card.mixed))
+        ranks = range(min(2, s.layout.cp))  # of a ring, the second sends most
+        size, words = max(_leaving(s, ops, way, s.layout.rank({"cp": index})) for index in ranks)
+        size /= s.sizes.e
+        shared = [one for one in divided[way.axis] if x[one] > 1]
+        unit = " / ".join([way.units[-1 if card.causal else 0], *shared])
+        formula = f"{round(size / evaluate(unit, x), 4):g} {unit}"
+        yield Term(
+            name,
+            size,
+            "elements",
+            formula,
+            f"of a block and microbatch; {words}",
+            {"bytes": size * s.sizes.e},
+        )
+
+
+def _leaving(s: Setting, ops: Sequence[Operation], way: InBlocks, rank: int) -> tuple[float, str]:
+    """(bytes that leave a rank by these operations' messages of a way, its messages in words)."""
+    size, words = 0.0, []
+    for name, other in (("forward", "backward"), ("backward", "forward")):
+        one_way = [replace(op, **{f"sent_{other}": ()}) for op in ops]
+        found = volume.of_operations(s, one_way, rank=rank)
+        sent = {what: one for (what, axis), one in found.items() if axis == way.axis and what in way.what}
+        size += sum(SENT[what](groups(s.layout)[way.axis][0]) * moved for what, (_, moved) in sent.items())
+        words.append(f"{name} " + ", ".join(f"{calls} {what}" for what, (calls, _) in sent.items()))
+    return size, "; ".join(words)
 
 
 def pipeline_messages(asked: Asked) -> Iterator[Term]:

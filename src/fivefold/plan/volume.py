@@ -210,10 +210,10 @@ def _operations(
                     traffic.add(what, message.axis, size, times * count * s.microbatches, calls)
 
 
-def of_operations(s: Setting, ops: Iterable[Operation], recompute: str = "none") -> Counted:
-    """Messages of rank 0 for one microbatch of these operations: forward, backward, and what recomputation repeats."""
+def of_operations(s: Setting, ops: Iterable[Operation], recompute: str = "none", rank: int = 0) -> Counted:
+    """Messages of a rank for one microbatch of these operations: forward, backward, and what recomputation repeats."""
     traffic = Traffic()
-    _operations(traffic, replace(s, microbatches=1), 0, ops, 1, recompute)
+    _operations(traffic, replace(s, microbatches=1), rank, ops, 1, recompute)
     return traffic.found
 
 
