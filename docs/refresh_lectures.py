@@ -1,4 +1,5 @@
-"""Runs the commands of docs/lectures and writes what they print under them, so that nobody types a figure.
+"""Runs the commands of docs/lectures and docs/start and writes what they print under them, so that nobody types a
+figure.
 
     python docs/refresh_lectures.py [PAGE...]
 
@@ -26,7 +27,9 @@ from unittest.mock import patch
 from fivefold.cli.main import main as fivefold
 
 FOLDER = Path(__file__).with_name("lectures")
+START = Path(__file__).with_name("start")
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```console\n\$ ", re.MULTILINE)
 ROW = re.compile(r"^\| (\d+) \| (.*?) \| (`fivefold .*?`) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 QUOTED = re.compile(r"`(.*?)`")
 COLUMNS = "80"  # of the terminal that commands see: what they also take where there is none
@@ -45,6 +48,12 @@ class Number(NamedTuple):
 def pages() -> list[Path]:
     """The pages of the lectures, with their table first."""
     return sorted(FOLDER.glob("*.md"), key=lambda path: (path.name != "README.md", path.name))
+
+
+def all_pages() -> list[Path]:
+    """All pages with commands that show what they print."""
+    first = (page for page in sorted(START.glob("*.md")) if SHOWN.search(page.read_text(encoding="utf-8")))
+    return [*pages(), *first]
 
 
 def refreshed(page: str) -> str:
@@ -153,4 +162,4 @@ def main(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(name) for name in sys.argv[1:]] or pages())
+    main([Path(name) for name in sys.argv[1:]] or all_pages())

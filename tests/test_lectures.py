@@ -1,4 +1,5 @@
-"""docs/lectures is true: its commands print what the pages show, and its sentences state no other figures."""
+"""docs/lectures and docs/start are true: their commands print what the pages show. The sentences of lectures state no
+other figures."""
 
 import json
 import re
@@ -7,12 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-import typer
 from commands import REPO
-from test_readme import FENCE, blocks, lines
-
-import fivefold
-from fivefold.cli.main import app
+from test_readme import FENCE, blocks, lines, typed
 
 SCRIPT = runpy.run_path(str(REPO / "docs" / "refresh_lectures.py"))
 PAGES = SCRIPT["pages"]()
@@ -28,7 +25,7 @@ def name_of(page: Path) -> str:
     return page.stem
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", SCRIPT["all_pages"](), ids=name_of)
 def test_a_page_shows_what_its_commands_print(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert SCRIPT["refreshed"](text) == text, f"run: python docs/refresh_lectures.py {page}"
@@ -44,13 +41,6 @@ def test_other_commands_can_be_typed(page: Path) -> None:
                 assert (REPO / program[0]).is_file(), line
             else:
                 typed(shlex.split(line))
-
-
-def typed(words: list[str]) -> None:
-    command = typer.main.get_command(app).commands[words[1]]  # type: ignore[attr-defined]
-    found = command.make_context(words[1], words[2:]).params
-    if found.get("recipe") in fivefold.shipped():
-        fivefold.load(found["recipe"], found["set_"] or [], found.get("layout"))
 
 
 def test_the_34_numbers_of_the_lectures() -> None:

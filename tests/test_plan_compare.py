@@ -353,14 +353,22 @@ def test_a_ring_hides_from_the_threshold_on() -> None:
 
 
 def test_the_threshold_of_ulysses_hardly_depends_on_the_ranks() -> None:
-    """A rank computes 1 / n of the attention, and exchanges 1 / n of the tokens, of which it keeps 1 / n. This program
-    waits for them."""
-    on = replace(ideal(), device=replace(ideal().device, attention=(0.6, 0.6)))
-    found = [overlap_rules.rules(ideally(f"cp={n},cp_method=ulysses", 1, on))[-1] for n in (2, 8)]
-    for rule, n in zip(found, (2, 8), strict=True):
-        assert rule.planned == pytest.approx(rule.ratio, rel=0.01)
-        assert not rule.overlaps
-        assert rule.needed / found[0].needed == pytest.approx((1 - 1 / n) / (1 - 1 / 2), rel=0.01)
+    """A rank computes 1 / n of the attention and exchanges 1 / n of the tokens, of which it keeps 1 / n. In a ring it
+    sends n - 1 times as many. The program waits for Ulysses' messages."""
+    on, needed = (
+        replace(ideal(), device=replace(ideal().device, attention=(0.6, 0.6))),
+        dict[str, list[float]](),
+    )
+    for method in ("ring", "ulysses"):
+        for n in (2, 8):
+            rule = overlap_rules.rules(ideally(f"cp={n},cp_method={method}", 1, on))[-1]
+            assert rule.planned == pytest.approx(rule.ratio, rel=0.01)
+            assert rule.overlaps is (method == "ring")
+            needed.setdefault(method, []).append(rule.needed)
+    few, many = needed["ulysses"]
+    assert 1.5 < many / few < 2  # (1 - 1 / 8) / (1 - 1 / 2), and what many messages cost
+    few, many = needed["ring"]
+    assert many / few > 6
 
 
 # The command

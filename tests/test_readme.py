@@ -11,7 +11,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,10 +22,15 @@ from test_imports import FILES, LINES, room_of
 
 import fivefold
 from fivefold.cli.main import app, main
+from fivefold.recipe import migrate
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 RUN = [page for page in PAGES if page.parent.name != "lectures"]  # test_lectures.py compares what those print
 FENCE = re.compile(r"^(<!-- cluster -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(
+    r"^```\n(fivefold .*?)^```$", re.MULTILINE | re.DOTALL
+)  # commands that take too long for a test
+IN_TEXT = re.compile(r"`fivefold ([a-z]+)\b([^`]*)`")
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=2", "model.seq_len=16", "model.vocab_size=260",
     "data.source=my_texts/",
@@ -38,6 +43,7 @@ INSTEAD = {
     ".venv/bin/pre-commit install": f"pre-commit validate-config {REPO}/.pre-commit-config.yaml",
 }
 STARTS_RANKS = re.compile(r"fivefold (train|verify) .*(--nproc|--layout)")
+COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 already_run: set[str] = set()  # lines with several ranks that two documents share
 
 
@@ -133,9 +139,17 @@ def parse_only(line: str) -> None:
     if named or words[0] == "kubectl":
         return
     command, *arguments = words[words.index("fivefold") + 1 :]
-    found = typer.main.get_command(app).commands[command].make_context(command, arguments).params  # type: ignore[attr-defined]
+    found = COMMANDS[command].make_context(command, arguments).params
     if not found.get("resume"):
         fivefold.load(found["recipe"], found["set_"] or [], found["layout"])
+
+
+def typed(words: list[str]) -> None:
+    """What somebody types: a command with known options, and a valid recipe."""
+    command = COMMANDS[words[1]]
+    found = command.make_context(words[1], words[2:]).params
+    if found.get("recipe") in fivefold.shipped():
+        fivefold.load(found["recipe"], found["set_"] or [], found.get("layout"))
 
 
 def check_python(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +180,9 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         if block.cluster:
             for line in lines(block):
                 parse_only(line)
-        elif block.kind in ("sh", "console"):
+        elif block.kind == "console":
+            assert block.text.startswith("$ ")  # test_lectures.py compares what it prints
+        elif block.kind == "sh":
             for line in lines(block):
                 execute(line, tmp_path)
         elif block.kind == "python":
@@ -180,6 +196,21 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             raise AssertionError(f"{page.name}: a block of kind {block.kind}: nothing checks it")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_are_not_run_can_be_typed(page: Path) -> None:
+    """Those in blocks without a kind, and the options of those in sentences."""
+    text = page.read_text(encoding="utf-8")
+    for block in SHOWN.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            typed(shlex.split(line)) if line.startswith("fivefold ") else None
+    for name, rest in IN_TEXT.findall(text):
+        inner = getattr(COMMANDS[name], "commands", {}).get((rest.split() or [""])[0], COMMANDS[name])
+        known = {
+            option for parameter in inner.params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert set(re.findall(r"(?<!\S)--[a-z][\w-]*", rest)) <= known | {"--help"}, f"fivefold {name}{rest}"
+
+
 def test_the_first_screen_of_the_readme() -> None:
     assert blocks(REPO / "README.md")[0] == Block("sh", "make train\nmake test\n", False)
 
@@ -191,9 +222,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-def test_the_readme_names_every_recipe() -> None:
+def test_the_readme_is_short() -> None:
     text = (REPO / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 105, "two screens"
+
+
+def test_a_page_names_every_recipe() -> None:
+    text = (REPO / "docs" / "models.md").read_text(encoding="utf-8")
     assert [name for name in fivefold.shipped() if f"`{name}`" not in text] == []
+
+
+def test_the_upgrade_guide_names_what_is_migrated() -> None:
+    text = (REPO / "docs" / "upgrading.md").read_text(encoding="utf-8")
+    keys = {*migrate.RENAMED, *migrate.RENAMED.values(), *getattr(migrate, "ABSENT", ())}
+    assert [key for key in keys if f"`{key}" not in text] == []
+
+
+def test_the_support_matrix_is_current() -> None:
+    script = runpy.run_path(str(REPO / "docs" / "make_support_matrix.py"))
+    page = (REPO / "docs" / "support.md").read_text(encoding="utf-8")
+    assert script["page"]() == page, "run: python docs/make_support_matrix.py"
 
 
 def test_the_table_of_rooms_is_that_of_the_code() -> None:
