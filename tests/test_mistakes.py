@@ -155,7 +155,7 @@ def test_a_mistake_is_one_message_that_names_the_fix(
         (["train.steps=50", "train.val_every=100"], "train.val_every = 100 is more than the run's 50 steps"),
         (["train.steps=50", "checkpoint.every=100"], "only the end is saved"),
         (["train.steps=50", "optim.warmup_steps=40"], "the learning rate is below its peak most of the run"),
-        (["train.steps=5000"], "passes over the training set: beyond 4"),
+        (["train.steps=5000"], "passes over the same text: beyond 4"),
     ],
 )
 def test_check_warns(

@@ -21,10 +21,10 @@ def warnings(recipe: Recipe) -> list[str]:
 
 def warning_of_passes(passes: float) -> list[str]:
     """A warning if a run reads the same text too often."""
-    if passes <= MOST_EPOCHS:
+    if round(passes, 1) <= MOST_EPOCHS:
         return []
     return [
-        f"{passes:,.1f} passes over the training set: beyond {MOST_EPOCHS} a model begins to learn texts by heart "
+        f"{passes:,.1f} passes over the same text: beyond {MOST_EPOCHS} a model learns less and less from another one "
         "(arXiv 2305.16264). Use more text or fewer steps"
     ]
 
