@@ -73,14 +73,14 @@ def baseline(seconds: float) -> dict[str, float]:
         decay = (1 + math.cos(math.pi * spent / seconds)) / 2
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (index + 1) / 100 if index < 100 else 1e-4 + 9e-4 * decay
-        x, y = (torch.from_numpy(a) for a in train.batch(index))
+        x, y = map(torch.from_numpy, train.batch(index)[:2])
         model(x, y).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         index += 1
     with torch.no_grad():
-        x, y = (torch.from_numpy(a) for a in val.batch(0, range(min(4096, val.sequences))))
+        x, y = map(torch.from_numpy, val.batch(0, range(min(4096, val.sequences)))[:2])
         loss = sum(model(a, b).item() * len(a) for a, b in zip(x.split(64), y.split(64), strict=True)) / len(
             x
         )

@@ -20,7 +20,7 @@ from fivefold.parallel import context
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import token_spans
-from fivefold.step.step import forward_backward, positions
+from fivefold.step.step import forward_backward
 from fivefold.train.share import share_of
 
 ROWS, MICROBATCH, T, V = 8, 4, 32, 96
@@ -163,12 +163,12 @@ def test_ranks_divide_the_sequence(method, cp):
 def seams(rank: int, world: int, recipe: Recipe) -> tuple[list, list, list, Tensor]:
     """(positions, inputs, targets, logits) of this rank, of the first two sequences."""
     state = state_of(rank, world, recipe)
-    ((inputs, targets),) = share_of(Source(), 0, 2, 2, state.mesh)
+    (microbatch,) = share_of(Source(), 0, 2, 2, state.mesh)
     where = state.parallel.positions
     assert where is not None
     with torch.no_grad():
-        logits = state.module.eval()(inputs, **positions(state.parallel))
-    return where.tolist(), inputs.tolist(), targets.tolist(), logits
+        logits = state.module.eval()(microbatch.inputs, **microbatch.options(where))
+    return where.tolist(), microbatch.inputs.tolist(), microbatch.targets.tolist(), logits
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "cp=4", "cp=4,cp_method=ulysses"])

@@ -95,7 +95,7 @@ def test_rows_cut_over_ranks_equal_the_whole_batch(
     def make() -> Batches:
         return Batches(tokens, 10, size, seed, objective, mask_id=1001, vocab_size=1000)
 
-    x, y = make().batch(i)
+    x, y, _ = make().batch(i)
     cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=3)))
     borders = [0, *cuts, size]
     parts = [make().batch(i, range(a, b)) for a, b in pairwise(borders)]
@@ -110,8 +110,8 @@ def test_an_epoch_shows_every_sequence_once_and_targets_are_the_next_tokens(toke
     batches = Batches(tokens, 10, 7, seed=3)
     assert batches.sequences == 99  # 999 // 10: the last tokens make no whole sequence
     pairs = [batches.batch(i) for i in range(2 * 99)]  # 14 epochs, whose borders fall inside batches
-    assert all((y == x + 1).all() for x, y in pairs)  # the ids are 0, 1, 2, ...
-    starts = np.concatenate([x[:, 0] for x, _ in pairs]).reshape(14, 99)
+    assert all((y == x + 1).all() for x, y, _ in pairs)  # the ids are 0, 1, 2, ...
+    starts = np.concatenate([x[:, 0] for x, *_ in pairs]).reshape(14, 99)
     for epoch in starts:
         assert sorted(epoch.tolist()) == list(range(0, 990, 10))
     assert not (starts[0] == starts[1]).all()
@@ -134,7 +134,7 @@ def test_a_batch_that_grows_walks_the_same_sequences(tokens: Tokens):
 
 
 def test_validation_keeps_the_order(tokens: Tokens):
-    x, _ = Batches(tokens, 10, 4, seed=0, shuffle=False).batch(2)
+    x, *_ = Batches(tokens, 10, 4, seed=0, shuffle=False).batch(2)
     assert x[:, 0].tolist() == [80, 90, 100, 110]
 
 
@@ -142,8 +142,8 @@ def test_masking_hides_exactly_15_percent_as_bert_does(tokens: Tokens):
     batches = Batches(tokens, 100, 10, seed=0, objective="mlm", mask_id=5000, vocab_size=1000)
     assert batches.sequences == 10
     results = [batches.batch(i) for i in range(60)]
-    plain = np.concatenate([batches.sources[0].rows(_starts(batches, i), 100) for i in range(60)])
-    shown, targets = (np.concatenate(parts) for parts in zip(*results, strict=True))
+    plain = np.concatenate([tokens.rows(_starts(batches, i), 100) for i in range(60)])
+    shown, targets = (np.concatenate(parts) for parts in list(zip(*results, strict=True))[:2])
     counted = targets != NOT_COUNTED
     assert (counted.sum(1) == 15).all()
     np.testing.assert_array_equal(targets[counted], plain[counted])

@@ -346,7 +346,9 @@ def test_bert_gets_a_mask_token(tmp_path: Path):
         assert data.vocab_size == vocab_size
         assert data.mask_id == data.tokenizer.mask_id
         assert data.mask_id not in data.train[:]
-        x, _ = Batches(data.train, 16, 2, 0, "mlm", mask_id=data.mask_id, vocab_size=data.vocab_size).batch(0)
+        x, *_ = Batches(data.train, 16, 2, 0, "mlm", mask_id=data.mask_id, vocab_size=data.vocab_size).batch(
+            0
+        )
         assert (x == data.mask_id).any()
 
 

@@ -35,7 +35,7 @@ def test_nanogpt_files(tmp_path: Path):
     np.testing.assert_array_equal(data.val[:], IDS[:100])
     assert data.tokenizer is None
     assert data.vocab_size == 500
-    x, y = Batches(data.train, 8, 2, 0).batch(0)
+    x, y, _ = Batches(data.train, 8, 2, 0).batch(0)
     assert ((y - x) % 500 == 1).all()
     assert (
         check(recipe_of(f"tokens:{tmp_path}", tmp_path / "cache"))[0] == "data: 2 token file(s), 1,100 tokens"

@@ -208,7 +208,7 @@ def validation(rank: int, world: int, recipe: Recipe, size: int) -> float:
     """Validation loss of `size` sequences of batch 0, in microbatches of 2; and a step still works after it."""
     state = state_on(rank, world, recipe)
     microbatches = rows_of(Tokens(), size, 2, state.mesh, equal=world > 1)
-    assert world == 1 or all(inputs.shape == (2, T) for inputs, _ in microbatches)
+    assert world == 1 or all(inputs.shape == (2, T) for inputs, *_ in microbatches)
     found = evaluate(state, microbatches, None)["val_loss"]
     forward_backward(state, share(state, recipe, 1), 0)
     return found

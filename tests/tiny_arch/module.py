@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
 from fivefold.models.layers import Embedding, Linear, Positions, RMSNorm
@@ -32,9 +33,11 @@ class Block(nn.Module):
         self.attention = NormedAttention(model)
         self.mlp = SwiGLU(model.dim, model.ffn_dim or 0)
 
-    def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, cache: LayerCache | None = None, documents: Documents | None = None
+    ) -> Tensor:
         normed_BTD = self.norm1(x_BTD)
-        return x_BTD + self.attention(normed_BTD, cache=cache) + self.mlp(normed_BTD)
+        return x_BTD + self.attention(normed_BTD, cache=cache, documents=documents) + self.mlp(normed_BTD)
 
 
 class Model(LanguageModel):

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from fivefold.launch.ranks import Ranks
-from fivefold.parallel.pipeline import Microbatch
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
@@ -106,7 +106,7 @@ def _seconds(recipe: Recipe, ranks: Ranks, steps: int) -> float:
     state = build_state(recipe, ranks)
     mine = recipe.model.seq_len // recipe.layout.cp
     tokens = torch.zeros(1, mine, dtype=torch.int64, device=ranks.device)
-    batch: list[Microbatch] = [(tokens, tokens)] * microbatches_per_step(recipe)
+    batch: list[Microbatch] = [Microbatch(tokens, tokens)] * microbatches_per_step(recipe)
     laps = []
     for _ in range(steps):
         began = time.perf_counter()

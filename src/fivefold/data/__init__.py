@@ -5,8 +5,9 @@ cuts them into batches that depend on (seed, step) only. `order.py` says which s
 `Prefetch` keeps the next batches ready. This room needs no torch.
 """
 
-from fivefold.data.batches import NOT_COUNTED, Batches, Prefetch, objective_of
+from fivefold.data.batches import Batches, Prefetch, objective_of
 from fivefold.data.check import check
+from fivefold.data.cut import NOT_COUNTED, Batch
 from fivefold.data.mixture import prepare
 from fivefold.data.prepare import progress_bar
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
@@ -14,6 +15,7 @@ from fivefold.data.tokens import DataSet, Tokens
 
 __all__ = [
     "NOT_COUNTED",
+    "Batch",
     "Batches",
     "DataSet",
     "Prefetch",

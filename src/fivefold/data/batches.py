@@ -1,8 +1,8 @@
 """Batch i of a run is a pure function of (seed, i), for any number of ranks.
 
-Sequence n of a source is tokens[n T : n T + T + 1]. A partial sequence at the end is dropped. The run walks through
-places 0, 1, 2, ... Batch i holds places i B to (i + 1) B - 1, or those after all smaller batches before it
-(`train.batch_ramp`). Which sequence of which source stands at a place is said by `order.py`.
+`cut.py` says what sequence n of a source is. The run walks through places 0, 1, 2, ... Batch i holds places i B to
+(i + 1) B - 1, or those after all smaller batches before it (`train.batch_ramp`). Which sequence of which source stands
+at a place is said by `order.py`.
 """
 
 from __future__ import annotations
@@ -15,34 +15,30 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from fivefold.data.cut import NOT_COUNTED, Batch, Concatenated, Cut, count_sequences
 from fivefold.data.order import Order, hash_keys, item_numbers
-from fivefold.data.tokens import COUNTED, Tokens
+from fivefold.data.tokens import Tokens
 from fivefold.models.card import card_of
 from fivefold.models.objective import Objective, predicted
 from fivefold.recipe import Recipe, total_steps
 
-NOT_COUNTED = -100  # a target that the loss ignores (the convention of torch's cross entropy)
 # Of the positions that `mlm` predicts 80% become the mask token, 10% a random one, 10% stay.
 MASK_TO_MASK, MASK_TO_RANDOM = 0.8, 0.1
 
 
-def count_sequences(tokens: int, seq_len: int, objective: str) -> int:
-    """Number of whole sequences in `tokens` tokens. A causal sequence has T + 1 tokens (overlap 1), a masked one T."""
-    return max(0, tokens - 1) // seq_len if objective == "causal" else tokens // seq_len
-
-
 class Batches:
-    """The batches of a set of tokens, or of several sources in the order that `order` says.
+    """The batches of a set of tokens, or of several sources in the order that `order` says. A source is cut by a `Cut`;
+    tokens are cut one sequence behind the other.
 
     objective: `causal` (the target is the next token) or `mlm` (the target is the hidden token; needs mask_id and
     vocab_size). begins: the position at which batch i begins; None: all have the same size. shuffle=False keeps the
     sequences in their own order, for validation. `counts` are the numbers of sequences of the sources, `sequences` is
-    their sum.
+    their sum. `uneven`: microbatches may differ in how many targets count.
     """
 
     def __init__(
         self,
-        tokens: Tokens | Sequence[Tokens],
+        tokens: Tokens | Cut | Sequence[Tokens | Cut],
         seq_len: int,
         batch_size: int,
         seed: int,
@@ -54,19 +50,19 @@ class Batches:
         order: Order | None = None,
     ):
         self.begins = begins or (lambda i: i * batch_size)
-        self.sources = list(tokens) if isinstance(tokens, Sequence) else [tokens]
+        given = tokens if isinstance(tokens, Sequence) else [tokens]
+        self.sources = [_cut(source, seq_len, objective) for source in given]
         self.order = order or Order()
         self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
         self.objective, self.mask_id, self.vocab_size, self.shuffle = objective, mask_id, vocab_size, shuffle
-        self.counts = [count_sequences(len(source), seq_len, objective) for source in self.sources]
-        self.sequences = sum(self.counts)
-        self.flagged = any(source.flags is not None for source in self.sources)
+        self.counts = [source.count for source in self.sources]
+        self.sequences, self.uneven = sum(self.counts), any(source.uneven for source in self.sources)
         assert len(self.sources) == self.order.sources
         assert min(self.counts) >= 1, "prepare() refuses a source smaller than one sequence"
         assert objective == "causal" or (mask_id is not None and vocab_size is not None)
 
-    def batch(self, i: int, rows: range | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of batch i, each (len(rows), T) int64. The loss ignores targets of -100.
+    def batch(self, i: int, rows: range | None = None) -> Batch:
+        """Batch i: inputs, targets and documents. The loss ignores targets of -100.
 
         rows: the wanted sequences among the B of the global batch [default: all]. Ranks and microbatches can cut the
         same batch in any way.
@@ -74,31 +70,36 @@ class Batches:
         rows = range(self.batch_size) if rows is None else rows
         assert 0 <= rows.start <= rows.stop <= self.batch_size
         places_R = self.begins(i) + np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
-        if self.objective == "causal":
-            block = self._tokens(places_R, self.seq_len + 1)  # (R, T + 1)
-            targets_RT = np.ascontiguousarray(block[:, 1:])
-            if self.flagged:
-                flags = self._tokens(places_R, self.seq_len + 1, flags=True)
-                targets_RT[flags[:, 1:] & COUNTED == 0] = NOT_COUNTED
-            return np.ascontiguousarray(block[:, :-1]), targets_RT
-        return self._mask(self._tokens(places_R, self.seq_len), places_R)
+        found = self._read(places_R)
+        return found if self.objective == "causal" else self._mask(found, places_R)
 
-    def _tokens(self, places_R: np.ndarray, length: int, flags: bool = False) -> np.ndarray:
-        """The first `length` tokens of the sequence at each place, (R, length), or their flags."""
+    def counted(self, i: int, size: int) -> int:
+        """Number of targets that count in the first `size` sequences of batch i: in all of it, for all ranks."""
+        return int((self.batch(i, range(size)).targets >= 0).sum())
+
+    def _read(self, places_R: np.ndarray) -> Batch:
+        """The sequence at each place."""
         sources_R, uses_R = self.order.at(places_R)
-        found = np.empty((len(places_R), length), np.int64)
+        shape = len(places_R), self.seq_len
+        inputs, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        first = np.zeros(shape, np.int64)
         for source in np.unique(sources_R).tolist():
             here = sources_R == source
             uses, count = uses_R[here], self.counts[source]
             numbers = item_numbers(uses, count, self.seed, source) if self.shuffle else uses % count
-            tokens = self.sources[source].flags if flags else self.sources[source]
-            found[here] = COUNTED if tokens is None else tokens.rows(numbers * self.seq_len, length)
-        return found
+            part = self.sources[source].read(numbers)
+            if len(self.sources) == 1:
+                return part
+            inputs[here], targets[here] = part.inputs, part.targets
+            if part.first is not None:
+                first[here] = part.first
+        return Batch(inputs, targets, first if first.any() else None)
 
-    def _mask(self, tokens_RT: np.ndarray, places_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _mask(self, found: Batch, places_R: np.ndarray) -> Batch:
         """Hides exactly round(0.15 T) positions of each sequence, so that every microbatch has equal weight."""
         assert self.mask_id is not None
         assert self.vocab_size is not None
+        tokens_RT = found.inputs
         hidden = predicted("mlm", self.seq_len)  # M positions per sequence
         columns_T = np.arange(self.seq_len)
         scores_RT = hash_keys(self.seed, 1, places_R[:, None], columns_T)
@@ -112,7 +113,11 @@ class Batches:
         targets_RT = np.full_like(tokens_RT, NOT_COUNTED)
         np.put_along_axis(targets_RT, at_RM, original_RM, 1)
         np.put_along_axis(tokens_RT, at_RM, shown_RM, 1)
-        return tokens_RT, targets_RT
+        return Batch(tokens_RT, targets_RT, found.first)
+
+
+def _cut(source: Tokens | Cut, seq_len: int, objective: Objective) -> Cut:
+    return source if hasattr(source, "read") else Concatenated(source, seq_len, objective)  # pyright: ignore
 
 
 def mix_again(draw: np.ndarray) -> np.ndarray:

@@ -70,6 +70,11 @@ class Tokens:
         pieces = list(self._pieces(a, b))
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint16), *pieces])
 
+    def identity(self) -> str:
+        """A hash that says which tokens these are: by their digests, or where they lie if those are not known."""
+        found = [(s.digests or str(s.path), s.dtype, s.offset, s.tokens) for s in self.shards]
+        return hashlib.sha256(repr((found, self._start, self._stop)).encode()).hexdigest()
+
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """tokens[s : s + length] for each s of starts (R,), as int64 of shape (R, length)."""
         out_RT = np.empty((len(starts), length), np.int64)

@@ -2,7 +2,8 @@
 
 On CPUs: matmuls of blocks of queries with the keys they see, with the softmax of native.c between them. For typical
 sizes (T 256, d 64) this is about twice as fast as PyTorch's flash attention for CPUs in bf16 (benchmarks/kernels.py).
-Elsewhere: PyTorch's scaled_dot_product_attention.
+Elsewhere: PyTorch's scaled_dot_product_attention; for packed documents its attention over sequences of any lengths, on
+NVIDIA GPUs in 16 bits, or else a mask.
 
 Legend: B batch, T sequence, H query heads, K key-value heads, G = H/K, d head size, Q queries in a block, S keys seen.
 """
@@ -19,25 +20,53 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.kernels import native
+from fivefold.kernels.documents import Documents, Tile, sums_dtype, whole_tiles
 from fivefold.kernels.elementwise import rope
-from fivefold.kernels.sizes import keeps_probabilities, query_blocks
+from fivefold.kernels.sizes import keeps_probabilities
 from fivefold.kernels.wide import wide
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, documents: Documents | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(d)) v. q (B, T, H, d), k and v (B, S, K, d) with K dividing H; returns (B, T, H, d).
 
-    Causal: the last query sees every key (queries are the last T of S positions).
+    Causal: the last query sees every key (queries are the last T of S positions). documents: a query sees keys of its
+    own document only; S = T.
     """
     T, S = q.shape[1], k.shape[1]
     mask = None
-    if causal and T != S:
+    if documents is not None:
+        if _has_flash(q):
+            return _of_any_length(q, k, v, causal, documents)
+        mask = documents.mask(causal)
+    elif causal and T != S:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     out = F.scaled_dot_product_attention(
         *(wide(x).transpose(1, 2) for x in (q, k, v)),
-        attn_mask=mask, is_causal=causal and T == S, enable_gqa=q.shape[2] != k.shape[2],
+        attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2).to(q.dtype)
+
+
+def _has_flash(q: Tensor) -> bool:
+    """True if PyTorch's flash attention takes queries (B, T, H, d)."""
+    sixteen = q.dtype in (torch.bfloat16, torch.float16)
+    return q.device.type == "cuda" and sixteen and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+
+
+def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents) -> Tensor:
+    """Flash attention over the documents of the flattened batch. It computes nothing between documents."""
+    from torch.nn.attention.varlen import varlen_attn  # on CPUs nobody needs it
+
+    B, T = q.shape[:2]
+    ends = documents.cumulative
+    out = varlen_attn(
+        *(x.flatten(0, 1) for x in (q, k, v)), ends, ends, T, T,  # (B T, heads, d)
+        window_size=(-1, 0 if causal else -1), enable_gqa=q.shape[2] != k.shape[2],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out.unflatten(0, (B, T))
 
 
 def qkv_attention(
@@ -48,22 +77,25 @@ def qkv_attention(
     sin: Tensor | None,
     causal: bool,
     recompute: bool = False,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attention on one fused projection: rotates queries and keys (if cos is given) and attends.
 
     qkv (B, T, (H + 2K) d): all query heads, then key heads, then value heads. cos, sin (T, d/2) fp32 or None.
-    recompute: backward computes the probabilities again instead of keeping them. Returns (B, T, H d).
+    recompute: backward computes the probabilities again instead of keeping them. documents: see `attention`. Angles
+    need not begin anew at a document: scores depend on differences of positions. Returns (B, T, H d).
     """
     if native.usable(qkv):
-        return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute)
+        return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents)
     B, T, width = qkv.shape
     d = width // (heads + 2 * kv_heads)
     q, k, v = qkv.view(B, T, -1, d).split([heads, kv_heads, kv_heads], dim=2)
     if cos is not None and sin is not None:
         q, k = rope(q, cos, sin), rope(k, cos, sin)
     if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain():
-        return checkpoint(attention, q, k, v, causal, use_reentrant=False).reshape(B, T, heads * d)
-    return attention(q, k, v, causal).reshape(B, T, heads * d)
+        kept = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
+        return kept.reshape(B, T, heads * d)
+    return attention(q, k, v, causal, documents).reshape(B, T, heads * d)
 
 
 def _is_plain() -> bool:
@@ -78,7 +110,7 @@ class _QKVAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool,
-        recompute: bool,
+        recompute: bool, documents: Documents | None,
     ):  # fmt: skip
         qkv = qkv.contiguous()
         B, T, width = qkv.shape
@@ -92,74 +124,85 @@ class _QKVAttention(Function):
         out = qkv.new_empty(B, T, heads * d)
         queries, probabilities, keeps = [], [], keeps_probabilities(T) and not recompute
         k, v = wide(k_BKTd), wide(v_BKTd)
-        for start, end, seen in query_blocks(T, causal, qkv.element_size()):
-            q = _heads_first(qkv, 0, heads, d, start, end, cos, sin)
-            p = _probabilities(q, k, start, seen, causal)  # (BK, GQ, S)
-            o = torch.bmm(p, _flat(v[:, :, :seen]))  # (BK, GQ, d)
-            _heads_last(o.view(q.shape), out, 0, start)
+        tiles = whole_tiles(B, T, causal, qkv.element_size(), documents)
+        for tile in tiles:  # B is the number of a tile's rows from here on
+            q = _heads_first(qkv[tile.rows], 0, heads, d, tile.start, tile.end, cos, sin)
+            p = _probabilities(q, _keys(k, tile), tile, causal)  # (BK, GQ, S)
+            o = torch.bmm(p, _flat(_keys(v, tile)))  # (BK, GQ, d)
+            _heads_last(o.view(q.shape), out[tile.rows], 0, tile.start)
             queries.append(q)
             if keeps:
                 probabilities.append(p.to(q.dtype))
         ctx.save_for_backward(k_BKTd, v_BKTd, cos, sin, *queries, *probabilities)
-        ctx.causal, ctx.heads, ctx.keeps = causal, heads, keeps
+        ctx.causal, ctx.heads, ctx.keeps, ctx.tiles = causal, heads, keeps, tiles
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         k, v, cos, sin, *saved = ctx.saved_tensors
-        B, K, T, d = k.shape
-        blocks = query_blocks(T, ctx.causal, k.element_size())
+        (B, K, T, d), tiles = k.shape, ctx.tiles
         dout, dk, dv = grads[0].contiguous(), None, None  # (B, T, H d)
         dqkv = k.new_empty(B, T, (ctx.heads + 2 * K) * d)
         k, v = wide(k), wide(v)
-        total_dtype = k.dtype if len(blocks) <= 2 else torch.float32  # sums over many blocks are fp32
-        for i in reversed(range(len(blocks))):  # the last block sees every key, so its matmuls start the sums
-            start, end, seen = blocks[i]
-            q = wide(saved[i])
-            p = wide(saved[len(blocks) + i]) if ctx.keeps else _probabilities(q, k, start, seen, ctx.causal)
-            do = _stack(wide(_heads_first(dout, 0, ctx.heads, d, start, end)), K)  # (BK, GQ, d)
+        total_dtype = sums_dtype(tiles, k.dtype)
+        for i in reversed(range(len(tiles))):  # the last one may see every key: its matmuls start the sums
+            tile, q = tiles[i], wide(saved[i])
+            start, keys = tile.start, _keys(k, tile)
+            p = wide(saved[len(tiles) + i]) if ctx.keeps else _probabilities(q, keys, tile, ctx.causal)
+            do = _heads_first(dout[tile.rows], 0, ctx.heads, d, start, tile.end)
+            do = _stack(wide(do), K)  # (BK, GQ, d)
             # (BK, GQ, S): gradient of p, then of the scores
-            ds = torch.bmm(do, _turned(v[:, :, :seen]))
-            _softmax("backward", p, ds, end - start, start, ctx.causal, d)
-            _heads_last(torch.bmm(ds, _flat(k[:, :, :seen])).view(q.shape), dqkv, 0, start, cos, sin)
-            dv_block = torch.bmm(p.transpose(1, 2), do).view(B, K, seen, d)
-            dk_block = torch.bmm(ds.transpose(1, 2), _stack(q, K)).view(B, K, seen, d)
-            if dk is None or dv is None:
-                dk, dv = dk_block.to(total_dtype), dv_block.to(total_dtype)
-            else:
-                _add(dk, dk_block)
-                _add(dv, dv_block)
+            ds = torch.bmm(do, _turned(_keys(v, tile)))
+            _softmax("backward", p, ds, tile, ctx.heads, ctx.causal, d)
+            dq = torch.bmm(ds, _flat(keys)).view(q.shape)
+            _heads_last(dq, dqkv[tile.rows], 0, start, cos, sin)
+            dv_block = torch.bmm(p.transpose(1, 2), do).view(keys.shape)
+            dk_block = torch.bmm(ds.transpose(1, 2), _stack(q, K)).view(keys.shape)
+            dk = _summed(dk, dk_block, tile, k.shape, total_dtype)
+            dv = _summed(dv, dv_block, tile, k.shape, total_dtype)
         assert dk is not None
         assert dv is not None
         _heads_last(dk, dqkv, ctx.heads, 0, cos, sin)
         _heads_last(dv, dqkv, ctx.heads + K, 0)
-        return dqkv, *[None] * 6
+        return dqkv, *[None] * 7
 
 
-def _probabilities(q_BHQd: Tensor, k_BKTd: Tensor, start: int, seen: int, causal: bool) -> Tensor:
-    """Probabilities of a block of queries, the first at position `start`, over the keys seen: (B K, G Q, S)."""
-    scores = torch.bmm(_stack(wide(q_BHQd), k_BKTd.shape[1]), _turned(k_BKTd[:, :, :seen]))
-    _softmax("forward", scores, None, q_BHQd.shape[2], start, causal, q_BHQd.shape[3])
+def _keys(x_BKTd: Tensor, tile: Tile) -> Tensor:
+    """A view of a tile's keys or values: (B, K, S, d)."""
+    return x_BKTd[tile.rows, :, tile.low : tile.high]
+
+
+def _probabilities(q_BHQd: Tensor, k_BKSd: Tensor, tile: Tile, causal: bool) -> Tensor:
+    """Probabilities of a tile's queries over its keys: (B K, G Q, S)."""
+    scores = torch.bmm(_stack(wide(q_BHQd), k_BKSd.shape[1]), _turned(k_BKSd))
+    _softmax("forward", scores, None, tile, q_BHQd.shape[1], causal, q_BHQd.shape[3])
     return scores
 
 
-def _softmax(way: str, p: Tensor, dp: Tensor | None, queries: int, start: int, causal: bool, d: int) -> None:
+def _softmax(way: str, p: Tensor, dp: Tensor | None, tile: Tile, heads: int, causal: bool, d: int) -> None:
     """Runs the softmax kernel on (B K, G Q, S): forward over scores p in place; backward over dp in place, given p."""
-    matrices = p.shape[0] * p.shape[1] // queries
-    sizes = matrices, queries, p.shape[2]  # forward could return the log-sum-exp in dp's place
-    native.call(f"softmax_{way}", p.dtype, p, dp, *sizes, start, int(causal), float(d**-0.5))
+    queries = tile.end - tile.start
+    sizes = p.shape[0] * p.shape[1] // queries, queries, p.shape[2]
+    seen = tile.start, int(causal), float(d**-0.5), tile.bounds, heads
+    native.call(f"softmax_{way}", p.dtype, p, dp, *sizes, *seen)  # forward could return lse in dp's place
 
 
-def _add(total_BKTd: Tensor, part_BKSd: Tensor) -> None:
-    """Adds to the first S positions."""
-    if total_BKTd.dtype == part_BKSd.dtype:
-        total_BKTd[:, :, : part_BKSd.shape[2]] += part_BKSd
-        return
-    B, K, T, d = total_BKTd.shape
-    native.call(
-        "accumulate_parts", part_BKSd.dtype, total_BKTd, part_BKSd, B * K, T * d, part_BKSd.shape[2] * d
-    )
+def _summed(
+    total: Tensor | None, part_BKSd: Tensor, tile: Tile, shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    """Adds a tile's part to a gradient of all keys (B, K, T, d). The first part begins it."""
+    if total is None:
+        if part_BKSd.shape == shape:
+            return part_BKSd.to(dtype)
+        total = part_BKSd.new_zeros(shape, dtype=dtype)
+    here = _keys(total, tile)
+    if total.dtype == part_BKSd.dtype:
+        here += part_BKSd
+        return total
+    B, K, S, d = part_BKSd.shape
+    native.call("accumulate_parts", part_BKSd.dtype, here, part_BKSd, B * K, shape[2] * d, S * d)
+    return total
 
 
 def _stack(x_BHQd: Tensor, kv_heads: int) -> Tensor:

@@ -109,6 +109,20 @@ static inline i64 keys_seen(i64 q, i64 K, i64 offset, i64 causal) {
   return seen < K ? seen : K;
 }
 
+/* The keys [*low, *high) that row n of (matrices * Q, K) sees. bounds (sequences, Q, 2): the keys of each query, for
+ * `heads` matrices in turn. Without bounds: see keys_seen. */
+static inline void keys_of(i64 n, i64 Q, i64 K, i64 offset, i64 causal, const int32_t *bounds, i64 heads, i64 *low,
+                           i64 *high) {
+  if (bounds) {
+    const int32_t *own = bounds + ((n / Q / heads) * Q + n % Q) * 2;
+    *low = own[0];
+    *high = own[1];
+  } else {
+    *low = 0;
+    *high = keys_seen(n % Q, K, offset, causal);
+  }
+}
+
 #define GLUE2(a, b) a##_##b
 #define GLUE(a, b) GLUE2(a, b)
 #define NAME(f) GLUE(f, DTYPE)
@@ -614,11 +628,20 @@ static inline float NAME(sum_exp)(const T *p, i64 n, float top) {
 /* Softmax of scale * scores in place, by rows of K keys. Row q of a matrix of Q queries sees the keys up to
  * offset + q when causal, else all; what it does not see becomes 0. The logarithm of each row's sum of exponents goes
  * to lse (matrices, Q), unless that is null. */
-void NAME(softmax_forward)(T *scores, float *lse, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal, float scale) {
+void NAME(softmax_forward)(T *scores, float *lse, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal, float scale,
+                           const int32_t *bounds, i64 heads) {
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < matrices * Q; n++) {
-    T *p = scores + n * K;
-    i64 seen = keys_seen(n % Q, K, offset, causal);
+    i64 low, high;
+    keys_of(n, Q, K, offset, causal, bounds, heads, &low, &high);
+    T *p = scores + n * K + low;
+    i64 seen = high - low;
+    memset(p - low, 0, sizeof(T) * (size_t)low);
+    memset(p + seen, 0, sizeof(T) * (size_t)(K - high));
+    if (seen <= 0) {
+      if (lse) lse[n] = -INFINITY;
+      continue;
+    }
     float top = NAME(largest)(p, seen), sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (i64 i = 0; i < seen; i++) {
@@ -630,18 +653,19 @@ void NAME(softmax_forward)(T *scores, float *lse, i64 matrices, i64 Q, i64 K, i6
     float inverse = 1.0f / sum;
 #pragma omp simd
     for (i64 i = 0; i < seen; i++) STORE(p + i, LOAD(p + i) * inverse);
-    memset(p + seen, 0, sizeof(T) * (size_t)(K - seen));
   }
 }
 
 /* Its gradient, given lse over all keys and delta = sum(dout * out) of each row: scores becomes the probabilities
  * p = exp(scale * scores - lse), dp becomes scale * p * (dp - delta). */
 void NAME(softmax_lse_backward)(T *scores, T *dp, const float *lse, const float *delta, i64 matrices, i64 Q, i64 K,
-                                i64 offset, i64 causal, float scale) {
+                                i64 offset, i64 causal, float scale, const int32_t *bounds, i64 heads) {
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < matrices * Q; n++) {
-    T *p = scores + n * K, *g = dp + n * K;
-    i64 seen = keys_seen(n % Q, K, offset, causal);
+    i64 low, high;
+    keys_of(n, Q, K, offset, causal, bounds, heads, &low, &high);
+    T *p = scores + n * K + low, *g = dp + n * K + low;
+    i64 seen = high - low;
     float l = lse[n], c = delta[n];
 #pragma omp simd
     for (i64 i = 0; i < seen; i++) {
@@ -649,25 +673,30 @@ void NAME(softmax_lse_backward)(T *scores, T *dp, const float *lse, const float 
       STORE(g + i, scale * e * (LOAD(g + i) - c));
       STORE(p + i, e);
     }
-    memset(p + seen, 0, sizeof(T) * (size_t)(K - seen));
-    memset(g + seen, 0, sizeof(T) * (size_t)(K - seen));
+    memset(p - low, 0, sizeof(T) * (size_t)low);
+    memset(g - low, 0, sizeof(T) * (size_t)low);
+    memset(p + seen, 0, sizeof(T) * (size_t)(K - high));
+    memset(g + seen, 0, sizeof(T) * (size_t)(K - high));
   }
 }
 
 /* dscores = scale * p * (dp - sum(p * dp)), written over dp. */
 void NAME(softmax_backward)(const T *probabilities, T *dp, i64 matrices, i64 Q, i64 K, i64 offset, i64 causal,
-                            float scale) {
+                            float scale, const int32_t *bounds, i64 heads) {
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < matrices * Q; n++) {
-    const T *p = probabilities + n * K;
-    T *g = dp + n * K;
-    i64 seen = keys_seen(n % Q, K, offset, causal);
+    i64 low, high;
+    keys_of(n, Q, K, offset, causal, bounds, heads, &low, &high);
+    const T *p = probabilities + n * K + low;
+    T *g = dp + n * K + low;
+    i64 seen = high - low;
     float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
     for (i64 i = 0; i < seen; i++) dot += LOAD(p + i) * LOAD(g + i);
 #pragma omp simd
     for (i64 i = 0; i < seen; i++) STORE(g + i, scale * LOAD(p + i) * (LOAD(g + i) - dot));
-    memset(g + seen, 0, sizeof(T) * (size_t)(K - seen));
+    memset(g - low, 0, sizeof(T) * (size_t)low);
+    memset(g + seen, 0, sizeof(T) * (size_t)(K - high));
   }
 }
 

@@ -3,8 +3,8 @@
 `merge` weighs two results over different keys by their shares of the sum. Backward also goes block by block. It
 recomputes the probabilities from the lse over all keys (FlashAttention, arXiv 2205.14135).
 
-On NVIDIA GPUs in bf16 and fp16: PyTorch's flash kernels. Elsewhere: matmuls by blocks of queries, as in
-`blockwise_attention.py`.
+On NVIDIA GPUs in bf16 and fp16: PyTorch's flash kernels. Elsewhere, and for packed documents: matmuls by blocks of
+queries, as in `blockwise_attention.py`.
 
 Legend: B batch, H query heads, K key-value heads, G = H/K, d head size, T tokens of qkv, Q queries, q of them in a
 block, S keys.
@@ -12,17 +12,20 @@ block, S keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fivefold.kernels import native
-from fivefold.kernels.blockwise_attention import _flat, _heads_first, _heads_last
+from fivefold.kernels.blockwise_attention import _flat, _heads_first, _heads_last, _keys
+from fivefold.kernels.documents import Tile, sums_dtype, whole_tiles
 from fivefold.kernels.elementwise import rope
 from fivefold.kernels.private import flash_attention, flash_attention_backward
-from fivefold.kernels.sizes import query_blocks
 from fivefold.kernels.wide import wide
+
+LOWEST = torch.finfo(torch.float32).min
 
 
 class Queries(NamedTuple):
@@ -76,21 +79,29 @@ def split_heads_backward(
     return torch.cat(parts, dim=2).flatten(2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, tiles: Sequence[Tile] | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of q (B, H, Q, d) to k, v (B, K, S, d). Returns output (B, H, Q, d) in q's dtype, lse (B, H, Q) fp32.
 
-    Causal: query i sees keys 0..i, and Q = S. q is contiguous; k and v may be cut in S from longer ones.
+    Causal: query i sees keys 0..i, and Q = S. q is contiguous; k and v may be cut in S from longer ones. tiles: those
+    of packed documents. A query that sees none of the keys has the output 0 and the lse -inf.
     """
-    assert not causal or q.shape[2] == k.shape[2]
-    if _has_flash(q):
-        return _flash(q, k, v, causal)
+    if tiles is None:
+        assert not causal or q.shape[2] == k.shape[2]
+        if _has_flash(q):
+            return _flash(q, k, v, causal)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if tiles is not None:  # some queries may be in none
+        out.zero_()
+        lse.fill_(-torch.inf)
     k, v = wide(k), wide(v)
-    for start, end, seen in _ranges(q.shape[2], k.shape[2], causal, q.element_size()):
-        block, keys, values = slice(start, end), _flat(k[:, :, :seen]), _flat(v[:, :, :seen])
-        p = torch.bmm(wide(_rows(q[:, :, block], k.shape[1])), keys.transpose(1, 2))  # (B K, G q, S)
-        lse[:, :, block] = _softmax(p, end - start, start, causal, q.shape[3]).view(lse[:, :, block].shape)
-        out[:, :, block] = torch.bmm(p, values).view(out[:, :, block].shape)
+    for tile in tiles if tiles is not None else _tiles(q, k, causal):
+        block = tile.rows, slice(None), slice(tile.start, tile.end)
+        keys, values = _flat(_keys(k, tile)), _flat(_keys(v, tile))
+        p = torch.bmm(wide(_rows(q[block], k.shape[1])), keys.transpose(1, 2))  # (B K, G q, S)
+        lse[block] = _softmax(p, tile, q.shape[1], causal, q.shape[3]).view(lse[block].shape)
+        out[block] = torch.bmm(p, values).view(out[block].shape)
     return out, lse
 
 
@@ -107,37 +118,51 @@ def queries(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Queries:
     return Queries(q, dout, out, lse, (dout.float() * out).sum(-1))
 
 
-def attend_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(
+    rows: Queries, k: Tensor, v: Tensor, causal: bool, tiles: Sequence[Tile] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients over these keys: of q (B, H, Q, d), and of k and v (B, K, S, d). The last two are fp32 if they are sums
-    of many blocks."""
-    if _has_flash(rows.q):
+    of many blocks. tiles: as in `attend`."""
+    if tiles is None and _has_flash(rows.q):
         return _flash_backward(rows, k, v, causal)
-    (B, K, S, d), dq = k.shape, torch.empty_like(rows.q)
-    blocks = _ranges(rows.q.shape[2], S, causal, k.element_size())
-    dtype = k.dtype if len(blocks) <= 2 else torch.float32
+    K, dq = k.shape[1], torch.empty_like(rows.q) if tiles is None else torch.zeros_like(rows.q)
+    if tiles is None:
+        tiles = _tiles(rows.q, k, causal)
+    dtype = sums_dtype(tiles, k.dtype)
     k, v, dk, dv = wide(k), wide(v), None, None
-    for start, end, seen in reversed(blocks):  # the last block sees every key, so its matmuls start the sums
-        part, keys = Queries(*(x[:, :, start:end] for x in rows)), _flat(k[:, :, :seen])
+    for tile in reversed(tiles):  # the last one may see every key: its matmuls start the sums
+        block = tile.rows, slice(None), slice(tile.start, tile.end)
+        part, keys = Queries(*(x[block] for x in rows)), _flat(_keys(k, tile))
         q_rows, do_rows = wide(_rows(part.q, K)), wide(_rows(part.dout, K))  # (B K, G q, d)
         p = torch.bmm(q_rows, keys.transpose(1, 2))
-        ds = torch.bmm(do_rows, _flat(v[:, :, :seen]).transpose(1, 2))
-        _softmax_backward(p, ds, part, start, causal)
-        dq[:, :, start:end] = torch.bmm(ds, keys).view(part.q.shape)
-        dk_block = torch.bmm(ds.transpose(1, 2), q_rows).view(B, K, seen, d)
-        dv_block = torch.bmm(p.transpose(1, 2), do_rows).view(B, K, seen, d)
-        if dk is None or dv is None:
-            dk, dv = dk_block.to(dtype), dv_block.to(dtype)
-        else:
-            dk[:, :, :seen] += dk_block
-            dv[:, :, :seen] += dv_block
-    assert dk is not None
-    assert dv is not None
+        ds = torch.bmm(do_rows, _flat(_keys(v, tile)).transpose(1, 2))
+        _softmax_backward(p, ds, part, tile, causal)
+        dq[block] = torch.bmm(ds, keys).view(part.q.shape)
+        dk_block = torch.bmm(ds.transpose(1, 2), q_rows)
+        dv_block = torch.bmm(p.transpose(1, 2), do_rows)
+        dk = _summed(dk, dk_block, k, tile, dtype)
+        dv = _summed(dv, dv_block, v, tile, dtype)
+    if dk is None or dv is None:  # no query sees any key
+        return dq, torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     return dq, dk, dv
 
 
-def _ranges(Q: int, S: int, causal: bool, element_size: int) -> list[tuple[int, int, int]]:
-    """(start, end, keys seen) of each block of queries."""
-    return [(start, end, seen if causal else S) for start, end, seen in query_blocks(Q, causal, element_size)]
+def _tiles(q: Tensor, k: Tensor, causal: bool) -> Sequence[Tile]:
+    """The tiles of queries that see all keys, or those of a causal mask."""
+    Q, S = q.shape[2], k.shape[2]
+    found = whole_tiles(q.shape[0], Q, causal, q.element_size())
+    return found if causal else [tile._replace(high=S) for tile in found]
+
+
+def _summed(total: Tensor | None, part: Tensor, like_BKSd: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """Adds a tile's part (B K, S, d) to a gradient of all keys (B, K, S, d). The first part begins it."""
+    part_BKSd = part.view(_keys(like_BKSd, tile).shape)
+    if total is None:
+        if part_BKSd.shape == like_BKSd.shape:
+            return part_BKSd.to(dtype)
+        total = torch.zeros_like(like_BKSd, dtype=dtype, memory_format=torch.contiguous_format)
+    _keys(total, tile).add_(part_BKSd)
+    return total
 
 
 def _rows(x_BHqd: Tensor, kv_heads: int) -> Tensor:
@@ -146,42 +171,52 @@ def _rows(x_BHqd: Tensor, kv_heads: int) -> Tensor:
     return x_BHqd.reshape(B * kv_heads, H // kv_heads * q, d)
 
 
-def _softmax(scores: Tensor, queries: int, start: int, causal: bool, d: int) -> Tensor:
-    """Turns scores (B K, G q, S) of a block of queries, the first at position `start`, into probabilities in place.
-    Returns lse (B K, G q)."""
+def _softmax(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> Tensor:
+    """Turns scores (B K, G q, S) of a tile into probabilities in place. Returns lse (B K, G q)."""
     if native.usable(scores):
         lse = torch.empty(scores.shape[:2])
-        sizes = (lse.numel() // queries, queries, scores.shape[2])
-        native.call("softmax_forward", scores.dtype, scores, lse, *sizes, start, int(causal), float(d**-0.5))
+        native.call("softmax_forward", scores.dtype, scores, lse, *_shape(scores, tile, heads, causal, d))
         return lse
-    exponents = _masked(scores.float() * d**-0.5, queries, start, causal)
+    exponents = _masked(scores.float() * d**-0.5, tile, heads, causal)
     lse = exponents.logsumexp(-1)
-    scores.copy_((exponents - lse[..., None]).exp_())
+    shift = lse if tile.bounds is None else lse.clamp(min=LOWEST)  # a row without keys is -inf all along
+    scores.copy_((exponents - shift[..., None]).exp_())
     return lse
 
 
-def _softmax_backward(scores: Tensor, dp: Tensor, rows: Queries, start: int, causal: bool) -> None:
+def _softmax_backward(scores: Tensor, dp: Tensor, rows: Queries, tile: Tile, causal: bool) -> None:
     """Turns scores (B K, G q, S) into probabilities, and their gradient dp into that of the scores, in place."""
-    count, d = rows.q.shape[2:]
+    heads, d = rows.q.shape[1], rows.q.shape[3]
     lse, delta = rows.lse.contiguous(), rows.delta.contiguous()
     if native.usable(scores, dp):
-        sizes = (lse.numel() // count, count, scores.shape[2])
-        native.call(
-            "softmax_lse_backward", dp.dtype, scores, dp, lse, delta, *sizes, start, int(causal), float(d**-0.5)
-        )  # fmt: skip
+        shape = _shape(scores, tile, heads, causal, d)
+        native.call("softmax_lse_backward", dp.dtype, scores, dp, lse, delta, *shape)
         return
     lse, delta = (x.view(scores.shape[0], -1, 1) for x in (lse, delta))
-    p = (_masked(scores.float() * d**-0.5, count, start, causal) - lse).exp_()
+    p = (_masked(scores.float() * d**-0.5, tile, heads, causal) - lse).exp_()
     dp.copy_(p * (dp.float() - delta) * d**-0.5)
     scores.copy_(p)
 
 
-def _masked(scores: Tensor, queries: int, start: int, causal: bool) -> Tensor:
+def _shape(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> tuple[Any, ...]:
+    """The last arguments of the softmax kernels."""
+    queries = tile.end - tile.start
+    matrices = scores.shape[0] * scores.shape[1] // queries
+    return matrices, queries, scores.shape[2], tile.start, int(causal), float(d**-0.5), tile.bounds, heads
+
+
+def _masked(scores: Tensor, tile: Tile, heads: int, causal: bool) -> Tensor:
     """Sets scores to -inf where a query does not see a key."""
+    queries, S = tile.end - tile.start, scores.shape[2]
+    if tile.bounds is not None:
+        keys, (low, high) = torch.arange(S, device=scores.device), tile.bounds.unbind(2)  # (B, q)
+        seen = (keys >= low[..., None]) & (keys < high[..., None])  # (B, q, S)
+        by_head = scores.view(len(seen), heads, queries, S)
+        return by_head.masked_fill(~seen[:, None], -torch.inf).view_as(scores)
     if not causal:
         return scores
-    seen = torch.ones(queries, scores.shape[2], dtype=torch.bool, device=scores.device).tril(start)
-    by_query = scores.view(-1, queries, scores.shape[2])
+    seen = torch.ones(queries, S, dtype=torch.bool, device=scores.device).tril(tile.start)
+    by_query = scores.view(-1, queries, S)
     return by_query.masked_fill(~seen, -torch.inf).view_as(scores)
 
 

@@ -80,6 +80,31 @@ def query_blocks(T: int, causal: bool, element_size: int) -> list[tuple[int, int
     return [(s, min(s + size, T), min(s + size, T) if causal else T) for s in range(0, T, size)]
 
 
+WASTE = 1.25
+"""Keys that a tile of attention may have, relative to those that its sequences need: a matmul of several sequences is
+faster than one of each."""
+
+
+def shared_spans(lows: list[int], highs: list[int]) -> list[tuple[int, int, int, int]]:
+    """Joins the spans of keys [low, high) of neighbouring sequences: (first, behind the last, low, high) of each tile.
+    Sequences with an empty span are in none."""
+    found: list[tuple[int, int, int, int]] = []
+    needed = 0  # by the sequences of the last tile
+    for row, (low, high) in enumerate(zip(lows, highs, strict=True)):
+        if high <= low:
+            continue
+        if found and found[-1][1] == row:
+            first, _, least, most = found[-1]
+            least, most = min(least, low), max(most, high)
+            if (row + 1 - first) * (most - least) <= WASTE * (needed + high - low):
+                found[-1] = first, row + 1, least, most
+                needed += high - low
+                continue
+        found.append((row, row + 1, low, high))
+        needed = high - low
+    return found
+
+
 def keeps_probabilities(T: float) -> bool:
     """True if attention on CPUs keeps its probabilities for backward."""
     return T <= KEEP

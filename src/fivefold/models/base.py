@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fivefold.models.layers import Output
 
 if TYPE_CHECKING:
+    from fivefold.kernels.documents import Documents
     from fivefold.models.cache import Cache
 
 
@@ -31,7 +32,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
-        """Embeds tokens at these positions: (B, T, D)."""
+        """Embeds tokens at these positions, (T) or (B, T): (B, T, D)."""
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
         """Arguments of every block besides x, such as the rotary table."""
@@ -47,21 +48,28 @@ class LanguageModel(nn.Module, ABC):
         targets_BT: Tensor | None = None,
         cache: Cache | None = None,
         positions_T: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V), fp32; with targets (B, T) -> mean loss over targets other than -100.
 
         inputs: tokens, or (B, T, D) from the previous blocks if the model has no beginning. cache: the tokens follow
         those in the cache. Without targets only the logits of the last position are returned, (B, 1, V), which sampling
         needs.
-        positions_T: the tokens' positions in their sequence; None: 0, 1, 2, ... after the cache.
+        positions_T: the tokens' positions in their sequence; None: 0, 1, 2, ... after the cache. documents: those in
+        the sequences. Attention does not cross them, and learned positions begin anew in each. (Rotary ones need not:
+        attention sees their differences only.)
         """
         if positions_T is None:
             start = 0 if cache is None else cache.length
             positions_T = torch.arange(start, start + inputs.shape[1], device=inputs.device)
-        x_BTD = self.begin(inputs, positions_T) if self.first else inputs
+        x_BTD = inputs
+        if self.first:
+            x_BTD = self.begin(inputs, documents.positions(positions_T) if documents else positions_T)
         context = self.context(positions_T)
+        apart = {} if documents is None else {"documents": documents}
         for number, block in self.blocks.items():
-            x_BTD = block(x_BTD, *context, **({} if cache is None else {"cache": cache[int(number)]}))
+            cached = {} if cache is None else {"cache": cache[int(number)]}
+            x_BTD = block(x_BTD, *context, **cached, **apart)
         if not self.last:
             return x_BTD
         if cache is not None and targets_BT is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold import kernels
+from fivefold.kernels.documents import Documents
 from fivefold.kernels.fp8 import Fp8
 from fivefold.models.section import ModelSection
 
@@ -39,7 +40,7 @@ class Embedding(nn.Embedding):
 
 
 class Positions(Embedding):
-    """Learned positions: (T) -> (T, D). With sequence parallelism a rank looks up its piece only."""
+    """Learned positions: (T) -> (T, D), or (B, T) -> (B, T, D). With sequence parallelism a rank looks up its piece."""
 
 
 class RMSNorm(nn.Module):
@@ -127,9 +128,15 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.causal = heads, kv_heads, causal
 
-    def forward(self, qkv: Tensor, cos_Td: Tensor | None = None, sin_Td: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        qkv: Tensor,
+        cos_Td: Tensor | None = None,
+        sin_Td: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         return kernels.qkv_attention(
-            qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute
+            qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute, documents
         )
 
 

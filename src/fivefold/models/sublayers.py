@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from fivefold import kernels
+from fivefold.kernels.documents import Documents
 from fivefold.models.cache import LayerCache, cached_attention
 from fivefold.models.layers import AttentionCore, Linear, Sublayer
 from fivefold.models.section import ModelSection
@@ -27,19 +28,25 @@ class Attention(Sublayer):
         self.core = AttentionCore(heads, kv_heads, causal)
         self.out = Linear(heads * d, model.dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor, *tables: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        *tables: Tensor,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """tables: cosine and sine of the rotary angles (T, d/2), or nothing."""
         qkv = self.qkv(x_BTD)  # (B, T, (H + 2K) d)
         if cache is None:
-            return self.finish(qkv, *tables)
+            return self.finish(qkv, *tables, documents=documents)
         cos, sin = tables or (None, None)
         return self.out(
             cached_attention(self.prepare(qkv), self.core.heads, self.core.kv_heads, cos, sin, cache)
         )
 
-    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+    def finish(self, product: Tensor, *tables: Tensor, documents: Documents | None = None) -> Tensor:
         """Queries, keys and values (B, T, (H + 2K) d) -> (B, T, D)."""
-        return self.out(self.core(self.prepare(product), *tables))
+        return self.out(self.core(self.prepare(product), *tables, documents=documents))
 
     def prepare(self, qkv: Tensor) -> Tensor:
         """Changes queries and keys before attention, such as by a norm of each head."""

@@ -9,6 +9,9 @@ The queries of a rank see the keys of the others in one of two ways (`cp_method`
 - *ulysses* (arXiv 2309.14509): an all-to-all turns a part of the sequence with all heads into the whole sequence with
   a part of the heads, and another one turns the output back. The ranks must divide the heads.
 
+Packed documents change nothing in what is sent. Each rank knows the documents of whole sequences, and computes the
+tiles that its queries and the keys present have in common. In a ring, ranks may then compute unequally much.
+
 Legend: B batch, T sequence, t = T/c tokens of a rank, c ranks, H heads, K key-value heads, d head size, S keys present.
 """
 
@@ -24,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold import kernels
 from fivefold.comm import Axis, Started
+from fivefold.kernels.documents import Columns, Documents, Tile
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,
@@ -37,6 +41,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.ring_attention import Turn, turns
+from fivefold.spread.layout import Layout
 from fivefold.spread.parts import token_spans
 from fivefold.spread.regions import HEADS, TARGETS
 
@@ -65,7 +70,7 @@ def apply(stage: LanguageModel, mesh: Mesh) -> None:
     method = Ulysses if mesh.layout.cp_method == "ulysses" else RingAttention
     for name, core in list(stage.named_modules()):
         if isinstance(core, AttentionCore):
-            attention = method(core, axis)
+            attention = method(core, axis, mesh.layout)
             if mesh.device.type == "cuda":  # not on CPUs: nothing is compiled, and the import takes seconds
                 as_it_is: Any = torch.compiler.disable(attention.forward)
                 attention.forward = as_it_is
@@ -119,35 +124,66 @@ def _some_late(axis: Axis, causal: bool) -> bool:
 class RingAttention(AttentionCore):
     """(B, t, (H + 2K) d) -> (B, t, H d), attending to the keys of all ranks of the axis."""
 
-    def __init__(self, core: AttentionCore, axis: Axis) -> None:
+    def __init__(self, core: AttentionCore, axis: Axis, layout: Layout) -> None:
         super().__init__(core.heads, core.kv_heads, core.causal)
-        self.axis = axis
+        self.axis, self.layout = axis, layout
 
-    def forward(self, qkv: Tensor, cos_Td: Tensor | None = None, sin_Td: Tensor | None = None) -> Tensor:
-        return _Ring.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.causal, self.axis)
+    def forward(
+        self,
+        qkv: Tensor,
+        cos_Td: Tensor | None = None,
+        sin_Td: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        tiles = None
+        if documents is not None:
+            tiles = _tiles(self.layout, self.axis, documents, self.causal, qkv.element_size())
+        return _Ring.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.causal, self.axis, tiles)
+
+
+def _tiles(
+    layout: Layout, axis: Axis, documents: Documents, causal: bool, element_size: int
+) -> list[list[Tile]]:
+    """The tiles of each turn of this rank."""
+
+    def columns(rank: int) -> Columns:
+        return tuple(token_spans(layout, documents.shape[1], rank))
+
+    own, found = columns(axis.index), []
+    for turn in turns(axis.size, axis.index, causal):
+        queries, keys = own, columns(turn.owner)  # two chunks each
+        if turn.late:
+            queries = queries[1:]
+        if turn.keys < 1:
+            keys = keys[:1]
+        found.append(documents.tiles(queries, keys, causal, element_size))
+    return found
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor | None, sin: Tensor | None,
-        heads: int, kv_heads: int, causal: bool, axis: Axis,
+        heads: int, kv_heads: int, causal: bool, axis: Axis, tiles: list[list[Tile]] | None,
     ):  # fmt: skip
         q, kv = split_heads(qkv, heads, kv_heads, cos, sin)
         half = q.shape[2] // 2
         late = q[:, :, half:].contiguous() if _some_late(axis, causal) else q
         out = lse = q  # placeholders until the first turn sets them
-        for turn, (k, v) in ring_turns(axis, kv, causal):
+        for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
+            some = None if tiles is None else tiles[number]
             if turn.owner == axis.index:
-                out, lse = attend(q, k, v, causal)
+                out, lse = attend(q, k, v, causal, some)
                 out = out.float()
+            elif some == []:
+                continue  # of other documents only
             elif turn.late:
-                merge(out[:, :, half:], lse[:, :, half:], *attend(late, k, v, causal=False))
+                merge(out[:, :, half:], lse[:, :, half:], *attend(late, k, v, False, some))
             else:
-                merge(out, lse, *attend(q, k, v, causal=False))
+                merge(out, lse, *attend(q, k, v, False, some))
         out = out.to(q.dtype).transpose(1, 2).flatten(2)  # (B, t, H d), which the next layer keeps anyway
         ctx.save_for_backward(q, kv, out, lse, cos, sin)
-        ctx.causal, ctx.axis = causal, axis
+        ctx.causal, ctx.axis, ctx.tiles = causal, axis, tiles
         return out
 
     @staticmethod
@@ -155,11 +191,13 @@ class _Ring(Function):
     def backward(ctx: Any, *grads: Tensor):
         q, kv, out, lse, cos, sin = ctx.saved_tensors
         out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, grads[0]))
-        dq, dkv = _ring_gradients(queries(q, dout, out, lse), kv, ctx.causal, ctx.axis)
-        return split_heads_backward(dq.to(q.dtype), dkv.to(q.dtype), cos, sin), *[None] * 6
+        dq, dkv = _ring_gradients(queries(q, dout, out, lse), kv, ctx.causal, ctx.axis, ctx.tiles)
+        return split_heads_backward(dq.to(q.dtype), dkv.to(q.dtype), cos, sin), *[None] * 7
 
 
-def _ring_gradients(rows: Queries, kv: Tensor, causal: bool, axis: Axis) -> tuple[Tensor, Tensor]:
+def _ring_gradients(
+    rows: Queries, kv: Tensor, causal: bool, axis: Axis, tiles: list[list[Tile]] | None
+) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's queries (B, H, t, d), and of its keys and values (2, B, K, t, d), in fp32.
 
     Keys and values travel as in forward. The gradient for another rank's keys goes straight to their owner, in the
@@ -170,12 +208,13 @@ def _ring_gradients(rows: Queries, kv: Tensor, causal: bool, axis: Axis) -> tupl
     late = rows.late(half) if _some_late(axis, causal) else rows
     dq = dkv = kv  # placeholders until the first turn sets them
     coming_home: list[Started] = []
-    for turn, (k, v) in ring_turns(axis, kv, causal):
+    for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
+        some = None if tiles is None else tiles[number]
         if turn.owner == axis.index:
-            dq, dk, dv = attend_backward(rows, k, v, causal)
+            dq, dk, dv = attend_backward(rows, k, v, causal, some)
             dq, dkv = dq.float(), torch.stack((dk, dv)).float()
             continue
-        part, dk, dv = attend_backward(late if turn.late else rows, k, v, causal=False)
+        part, dk, dv = attend_backward(late if turn.late else rows, k, v, False, some)
         (dq[:, :, half:] if turn.late else dq).add_(part)
         leaving = torch.stack((dk, dv)).to(kv.dtype)
         arriving = kv.new_empty(2, B, K, int(t * turn.comes_home), d)
@@ -197,17 +236,23 @@ def _add_arrived(dkv: Tensor, coming_home: list[Started]) -> None:
 class Ulysses(AttentionCore):
     """(B, t, (H + 2K) d) -> (B, t, H d), attending with H/c heads to the whole sequence."""
 
-    def __init__(self, core: AttentionCore, axis: Axis) -> None:
+    def __init__(self, core: AttentionCore, axis: Axis, layout: Layout) -> None:
         super().__init__(core.heads, core.kv_heads, core.causal)
         self.axis = axis
 
-    def forward(self, qkv: Tensor, cos_Td: Tensor | None = None, sin_Td: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        qkv: Tensor,
+        cos_Td: Tensor | None = None,
+        sin_Td: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         c = self.axis.size
         assert self.heads % c == 0
         assert self.kv_heads % c == 0
         whole = _WholeSequence.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis)
         out = kernels.qkv_attention(
-            whole, self.heads // c, self.kv_heads // c, None, None, self.causal, self.recompute
+            whole, self.heads // c, self.kv_heads // c, None, None, self.causal, self.recompute, documents
         )
         return _WholeHeads.apply(out, self.axis)
 

@@ -26,6 +26,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.parallel.deferred import Deferred, WeightGradient, attach
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.private import watched
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.turns import Turns
@@ -40,7 +41,6 @@ from fivefold.schedules.pipeline import (
     executed,
 )
 
-Microbatch = tuple[Tensor, Tensor]  # tokens, targets: (B, T) int64
 Seed = Callable[[int, int], None]  # (microbatch, index among this rank's stages): sets the random state
 Key = tuple[int, int]  # stage, microbatch
 Arrival = Tensor | Started  # a result of this rank, or a message from another
@@ -103,8 +103,8 @@ class Pipeline:
         factor: Tensor | None = None,
         backward: Callable[[int], None] = lambda microbatch: None,
     ) -> Tensor:
-        """Adds the gradients of `scale` x `factor` x the sum of the microbatches' losses. Returns that sum of losses
-        (scalar) on the rank with the last stage, 0 on others. Replicas sync their gradients as the last ones are
+        """Adds the gradients of `scale` x `factor` x the sum of the microbatches' weighted losses. Returns that sum of
+        losses (scalar) on the rank with the last stage, 0 on others. Replicas sync their gradients as the last ones are
         computed. factor: of loss scaling. backward: called before each backward of a microbatch.
 
         positions_T: of this rank's tokens; None: all positions.
@@ -119,7 +119,8 @@ class Pipeline:
         run(self._training(len(microbatches)), schedule.pairs if self.turns and not watched() else {})
         if self.recording:
             self.recorded = schedule, _gather(run.events, began, schedule, self.mesh)
-        return torch.stack([torch.zeros((), device=self.mesh.device), *run.losses.values()]).sum()
+        losses = [loss * microbatches[index].weight for index, loss in run.losses.items()]
+        return torch.stack([torch.zeros((), device=self.mesh.device), *losses]).sum()
 
     @torch.no_grad()
     def losses(self, microbatches: Sequence[Microbatch], positions_T: Tensor | None = None) -> list[Tensor]:
@@ -203,7 +204,8 @@ class _Run:
 
     def _forward(self, action: Action) -> None:
         key = stage, index = action.stage, action.microbatch
-        module, (tokens, targets) = self.pipeline.stages[stage], self.microbatches[index]
+        module, microbatch = self.pipeline.stages[stage], self.microbatches[index]
+        tokens, targets = microbatch.inputs, microbatch.targets
         train = torch.is_grad_enabled()
         x = tokens if stage == 0 else _take(self.inputs, key).requires_grad_(train)
         positions_T = self.positions_T
@@ -211,7 +213,7 @@ class _Run:
             positions_T = torch.arange(tokens.shape[1], device=tokens.device)
         self.seed(index, list(self.pipeline.stages).index(stage))
         with self._timed(action):
-            y = module(x, targets if module.last else None, positions_T=positions_T)
+            y = module(x, targets if module.last else None, **microbatch.options(positions_T))
         if train:
             self.kept[key] = x, y
         if module.last:
@@ -235,7 +237,8 @@ class _Run:
         key = stage, index = action.stage, action.microbatch
         x, y = self.kept.pop(key)
         last = self.pipeline.stages[stage].last
-        gradient = torch.full_like(y, self.scale) if last else _take(self.gradients, key)
+        weighted = self.scale * self.microbatches[index].weight
+        gradient = torch.full_like(y, weighted) if last else _take(self.gradients, key)
         if last and self.factor is not None:
             gradient *= self.factor
         backward = partial(torch.autograd.backward, y, gradient) if y.requires_grad else _nothing
@@ -276,7 +279,7 @@ class _Run:
             self.sends.popleft()()
 
     def _receive(self, action: Action) -> None:
-        forward, (tokens, _) = action.kind == "RECV_F", self.microbatches[action.microbatch]
+        forward, tokens = action.kind == "RECV_F", self.microbatches[action.microbatch].inputs
         layout = self.mesh.layout
         rows, length = tokens.shape[0], tokens.shape[1] // (layout.tp if layout.sp else 1)
         tensor = torch.empty(

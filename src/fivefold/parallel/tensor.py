@@ -279,11 +279,11 @@ class _Row(Function):
 
 
 class PiecePositions(nn.Module):
-    """Learned positions of this rank's piece of the sequence: (T) -> (t, D)."""
+    """Learned positions of this rank's piece of the sequence: (T) -> (t, D), or (B, T) -> (B, t, D)."""
 
     def __init__(self, embedding: Embedding, axis: TensorAxis):
         super().__init__()
         self.weight, self.axis = embedding.weight, axis
 
     def forward(self, positions_T: Tensor) -> Tensor:
-        return nn.functional.embedding(piece(positions_T, self.axis, 0), self.weight)
+        return nn.functional.embedding(piece(positions_T, self.axis, -1), self.weight)

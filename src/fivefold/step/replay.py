@@ -16,10 +16,10 @@ from torch import Tensor
 from fivefold.comm import told
 from fivefold.kernels.hashing import digest
 from fivefold.parallel.data import DataParallel
-from fivefold.parallel.pipeline import Microbatch
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.zero import Sharded
 from fivefold.step.state import State
-from fivefold.step.step import dropout_rank, positions, seed_dropout
+from fivefold.step.step import dropout_rank, seed_dropout
 
 
 def replay(state: State, seed: int, step: int, first_of: Callable[[int], Microbatch]) -> str:
@@ -71,7 +71,7 @@ def _hashes(state: State, microbatch: Microbatch) -> tuple[list[str], Tensor]:
     if parallel.balance is not None:
         parallel.balance.start_step(1.0)
     with _exact(state), _seeing(state, names, found), parallel.saving():
-        loss = state.module(*microbatch, **positions(parallel))
+        loss = state.module(microbatch.inputs, microbatch.targets, **microbatch.options(parallel.positions))
         loss.backward(torch.ones_like(loss))
         for replica in parallel.replicas:
             replica.finish()

@@ -19,8 +19,7 @@ from fivefold.kernels.loss import scaled
 from fivefold.optim import learning_rate
 from fivefold.optim.clip import clip_scale
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.parallelize import Parallel
-from fivefold.parallel.pipeline import Microbatch
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.share import Share
 from fivefold.recipe import OptimSection, Recipe
@@ -157,9 +156,9 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     with parallel.saving(), scaled(factor):
         if parallel.pipeline is not None:
             run = parallel.pipeline.forward_backward
-            total = run(microbatches, scale, seeds, parallel.positions, factor, backward)
+            total = run(share, scale, seeds, parallel.positions, factor, backward)
         else:
-            total = accumulate(state, microbatches, scale, seeds, factor, backward)
+            total = accumulate(state, share, scale, seeds, factor, backward)
     for replica in parallel.replicas:
         replica.finish()
     for reduction in parallel.reductions:
@@ -171,32 +170,28 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
 
 def accumulate(
     state: State,
-    microbatches: list[Microbatch],
+    microbatches: Sequence[Microbatch],
     scale: float,
     seeds: Callable[[int], None],
     factor: Tensor | None = None,
     backward: Callable[[int], None] = lambda microbatch: None,
 ) -> Tensor:
     """Runs forward and backward of one microbatch after the other, if this rank has the whole model. Returns the sum of
-    the losses."""
+    their weighted losses."""
     parallel, total = state.parallel, torch.zeros((), device=state.mesh.device)
-    for index, (inputs, targets) in enumerate(microbatches):
+    for index, microbatch in enumerate(microbatches):
         progress.mark()
         seeds(index)
         if index == len(microbatches) - 1:
             for replica in parallel.replicas:
                 replica.enable_sync()
-        loss = state.module(inputs, targets, **positions(parallel))
-        gradient = torch.full_like(loss, scale)
+        given = microbatch.options(parallel.positions)
+        loss = state.module(microbatch.inputs, microbatch.targets, **given)
+        gradient = torch.full_like(loss, scale * microbatch.weight)
         backward(index)
         loss.backward(gradient if factor is None else gradient * factor)
-        total += loss.detach()
+        total.add_(loss.detach(), alpha=microbatch.weight)
     return total
-
-
-def positions(parallel: Parallel) -> dict[str, Tensor]:
-    """The model's argument with the positions of this rank's tokens, if they are not 0, 1, 2, ..."""
-    return {} if parallel.positions is None else {"positions_T": parallel.positions}
 
 
 def counted_once(mesh: Mesh) -> float:
@@ -344,10 +339,13 @@ def _sums(
     if parallel.pipeline is not None:  # only the last stage has losses
         losses = parallel.pipeline.losses(microbatches, parallel.positions)
     else:
-        losses = (state.module(*microbatch, **positions(parallel)) for microbatch in microbatches)
+        losses = (
+            state.module(one.inputs, one.targets, **one.options(parallel.positions)) for one in microbatches
+        )
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
-    for loss, (_, targets) in zip(losses, microbatches, strict=False):
+    for loss, microbatch in zip(losses, microbatches, strict=False):
         progress.mark()
+        targets = microbatch.targets
         counted = targets >= 0
         sums[0] += loss.double() * counted.sum()
         sums[1] += counted.sum()

@@ -32,7 +32,7 @@ from fivefold.models.section import ModelSection
 from fivefold.parallel.context import take
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.pipeline import Microbatch
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.step.state import State, assemble
@@ -225,7 +225,7 @@ def _batch(recipe: Recipe, mesh: Mesh, microbatches: int) -> list[Microbatch]:
     def tokens() -> Tensor:
         return take(torch.empty(shape, dtype=torch.int64, device=mesh.device), mesh)
 
-    return [(tokens(), tokens()) for _ in range(microbatches)]
+    return [Microbatch(tokens(), tokens()) for _ in range(microbatches)]
 
 
 def _share_evenly(state: State) -> None:

@@ -30,7 +30,7 @@ from fivefold.observe.faults import KINDS, USUAL
 from fivefold.observe.metrics import MetricsWriter
 from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.observe.slow import SlowRanks
-from fivefold.parallel.pipeline import Microbatch
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import LeftOut, Recipe, batch_size, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary

@@ -16,10 +16,15 @@ from fivefold.train.initial import Initial
 
 
 class BatchSource(Protocol):
-    """A source of batches: `data.Batches`, or any object of the user with this method."""
+    """A source of batches: `data.Batches`, or any object of the user with this method.
 
-    def batch(self, i: int, rows: range) -> tuple[Any, Any]:
-        """Inputs and targets (arrays or tensors, (len(rows), T) int64) of rows `rows` of global batch i."""
+    Targets below 0 do not count. If microbatches may differ in how many do, a source also has `uneven = True` and
+    `counted(i, size)`, their number in the first `size` rows of batch i. Without, all microbatches weigh the same.
+    """
+
+    def batch(self, i: int, rows: range) -> tuple[Any, ...]:
+        """Inputs and targets (arrays or tensors, (len(rows), T) int64) of rows `rows` of global batch i. A third array
+        of that shape, or None, has the column at which the document of each token begins."""
         ...
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fivefold.comm.progress import progress
 from fivefold.errors import UserError
-from fivefold.parallel.pipeline import Microbatch
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import FaultsSection, Recipe, batch_size
 from fivefold.step.state import State
 from fivefold.step.step import Done, take_step

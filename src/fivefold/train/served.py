@@ -423,7 +423,7 @@ def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, in
     batches = job.batches
     if batches is None:
         assert job.data is not None
-        batches = batches_of(recipe, job.data)
+        batches = batches_of(recipe, job.data, module=job.module)
     count = ranks.world - recipe.servers.count
     microbatches = share_of(
         batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh, share=(share, count)

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fivefold.data import NOT_COUNTED, Batches, DataSet, Prefetch, Tokens
+from fivefold.data import NOT_COUNTED, Batch, Batches, DataSet, Prefetch, Tokens
 from fivefold.data.batches import objective_of
+from fivefold.data.cut import cut_of
 from fivefold.data.mixture import amounts, order_of
 from fivefold.errors import UserError
+from fivefold.kernels.documents import Documents
+from fivefold.models.base import LanguageModel
 from fivefold.parallel.context import take
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.pipeline import Microbatch
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.share import Share
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
 from fivefold.spread import shares
@@ -44,7 +48,7 @@ def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[..., Share]:
     batches = own
     if batches is None:
         assert job.data is not None
-        batches = batches_of(recipe, job.data, left_out)
+        batches = batches_of(recipe, job.data, left_out, job.module)
 
     def share(i: int, mesh: Mesh, **how: Any) -> Share:
         size, rows = batch_size(train, i), train.microbatch_size or 1
@@ -67,7 +71,7 @@ def validation_sets(job: Job, mesh: Mesh) -> list[ValidationSet]:
     headline = data.held_out or data.validation_sets
     found = []
     for name, tokens in data.validation_sets.items():
-        batches = in_order(recipe, data, tokens, size)
+        batches = in_order(recipe, data, tokens, size, job.module)
         rows = _held_out(job, mesh, batches, min(size, batches.sequences))
         own = "" if len(data.validation_sets) == 1 else name
         found.append(ValidationSet(own, name in headline, rows, token_bytes))
@@ -81,20 +85,31 @@ def _held_out(job: Job, mesh: Mesh, batches: BatchSource, size: int) -> list[Mic
     return rows_of(batches, size, rows, mesh, equal, alone)
 
 
-def in_order(recipe: Recipe, data: DataSet, tokens: Tokens, size: int) -> Batches:
-    """Batches of `size` sequences in their own order, for validation."""
+def in_order(
+    recipe: Recipe, data: DataSet, tokens: Tokens, size: int, module: nn.Module | None = None
+) -> Batches:
+    """Batches of `size` sequences in their own order, for validation. module: as in `batches_of`."""
     objective, seed = objective_of(recipe), recipe.train.seed
     return Batches(
-        tokens, recipe.model.seq_len, size, seed, objective, data.mask_id, data.vocab_size, shuffle=False
+        cut_of(recipe, data, tokens, _sees_documents(module)),
+        recipe.model.seq_len,
+        size,
+        seed,
+        objective,
+        data.mask_id,
+        data.vocab_size,
+        shuffle=False,
     )
 
 
-def batches_of(recipe: Recipe, data: DataSet, left_out: LeftOut = ()) -> Batches:
-    """The training batches of a run."""
+def batches_of(
+    recipe: Recipe, data: DataSet, left_out: LeftOut = (), module: nn.Module | None = None
+) -> Batches:
+    """The training batches of a run. module: the user's own, if it is not the recipe's."""
     assert recipe.model.vocab_size is not None
-    train = recipe.train
+    train, apart = recipe.train, _sees_documents(module)
     return Batches(
-        list(data.sources.values()),
+        [cut_of(recipe, data, tokens, apart) for tokens in data.sources.values()],
         recipe.model.seq_len,
         train.global_batch_size,
         train.seed,
@@ -106,6 +121,13 @@ def batches_of(recipe: Recipe, data: DataSet, left_out: LeftOut = ()) -> Batches
     )
 
 
+def _sees_documents(module: nn.Module | None) -> bool:
+    """True if a module can be told of documents: the recipe's, or the user's own where `forward` (of its blocks, if it
+    is a `LanguageModel`) has the argument `documents`."""
+    parts = list(module.blocks.values()) if isinstance(module, LanguageModel) else [module]
+    return all(part is None or "documents" in signature(part.forward).parameters for part in parts)
+
+
 def share_of(
     batches: BatchSource,
     i: int,
@@ -114,7 +136,8 @@ def share_of(
     mesh: Mesh,
     share: tuple[int, int] | None = None,
 ) -> Share:
-    """This rank's microbatches of global batch i, of `size` rows, and its columns of them, on its device.
+    """This rank's microbatches of global batch i, of `size` rows, and its columns of them, on its device. Every rank
+    reads the targets of the whole batch if they may count unequally often; so none has to be told.
 
     share: (index, number of shares) of the batch, if the mesh does not say it.
     """
@@ -126,7 +149,12 @@ def share_of(
     parts = [range(number * microbatch, (number + 1) * microbatch) for number in mine]
     empty = shares.largest(whole, ranks) - len(parts) if shares.in_step(mesh.layout) else 0
     found = [_rows(batches, i, rows, mesh) for rows in parts]
-    found += [_fill(*_rows(batches, i, range(1), mesh), 0, microbatch) for _ in range(empty)]
+    if getattr(batches, "uneven", False):
+        average = max(1, batches.counted(i, size)) / whole  # type: ignore[attr-defined]
+        found = [one._replace(weight=count / average) for one, count in found]
+    else:
+        found = [one for one, _ in found]
+    found += [_fill(_rows(batches, i, range(1), mesh)[0], 0, microbatch) for _ in range(empty)]
     return Share(found, len(parts), whole * dp.size // ranks)
 
 
@@ -151,8 +179,8 @@ def rows_of(
         parts += [range(0)] * (-(-shares.largest(size, ranks) // microbatch) - len(parts))
     found = []
     for rows in parts:
-        inputs, targets = _rows(batches, 0, rows or range(1), mesh)
-        found.append(_fill(inputs, targets, len(rows), microbatch) if equal else (inputs, targets))
+        one, _ = _rows(batches, 0, rows or range(1), mesh)
+        found.append(_fill(one, len(rows), microbatch) if equal else one)
     return found
 
 
@@ -162,17 +190,21 @@ def _place(mesh: Mesh) -> tuple[int, int]:
     return mesh.site * dp.size + dp.index, mesh.sites * dp.size
 
 
-def _rows(batches: BatchSource, i: int, rows: range, mesh: Mesh) -> Microbatch:
-    """This rank's columns of these rows of batch i, on its device."""
-    inputs, targets = (take(_tensor(x, mesh.device), mesh) for x in batches.batch(i, rows))
-    return inputs, targets
+def _rows(batches: BatchSource, i: int, rows: range, mesh: Mesh) -> tuple[Microbatch, int]:
+    """This rank's columns of these rows of batch i, on its device, and the number of targets that count in all
+    columns."""
+    found = Batch(*batches.batch(i, rows))
+    tokens, targets = (_tensor(x, mesh.device) for x in (found.inputs, found.targets))
+    documents = None if found.first is None else Documents(np.asarray(found.first), mesh.device)
+    return Microbatch(take(tokens, mesh), take(targets, mesh), documents), int((found.targets >= 0).sum())
 
 
-def _fill(inputs: Tensor, targets: Tensor, real: int, rows: int) -> Microbatch:
+def _fill(given: Microbatch, real: int, rows: int) -> Microbatch:
     """Pads at most `rows` sequences, `real` of them counted, to `rows` sequences. The others do not count."""
-    both = [torch.cat([x, x[:1].expand(rows - len(x), -1)]) for x in (inputs, targets)]
-    both[1][real:] = NOT_COUNTED
-    return both[0], both[1]
+    inputs, targets = (torch.cat([x, x[:1].expand(rows - len(x), -1)]) for x in (given.inputs, given.targets))
+    targets[real:] = NOT_COUNTED
+    documents = given.documents
+    return Microbatch(inputs, targets, documents and documents.filled(rows))
 
 
 def _tensor(array: np.ndarray | Tensor, device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
 """BERT: a post-norm encoder in which every token sees every other, trained on masked tokens (arXiv 1810.04805).
 
-Sequences are packed, so there is no padding and no attention mask; all tokens have type 0. GELU is exact (erf).
+Sequences are packed, so there is no padding; all tokens have type 0. GELU is exact (erf).
 
 Shapes: B batch, T tokens, D model width, V vocabulary, M masked tokens of the batch.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold import kernels
+from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.bert.card import TOKEN_TYPES
 from fivefold.models.layers import AddLayerNorm, Embedding, LayerNorm, Linear, Positions
@@ -30,8 +31,9 @@ class Block(nn.Module):
         self.mlp = GELU(model.dim, model.ffn_dim, approximate="none")
         self.norm2 = AddLayerNorm(model.dim, model.norm_eps)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        _, x_BTD = self.norm1(x_BTD, F.dropout(self.attention(x_BTD), self.dropout, self.training))
+    def forward(self, x_BTD: Tensor, documents: Documents | None = None) -> Tensor:
+        attended_BTD = self.attention(x_BTD, documents=documents)
+        _, x_BTD = self.norm1(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
         return self.norm2(x_BTD, F.dropout(self.mlp(x_BTD), self.dropout, self.training))[1]
 
 

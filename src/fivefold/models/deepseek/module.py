@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fivefold import kernels
+from fivefold.kernels.documents import Documents
 from fivefold.models.cache import LayerCache, cached_attention
 from fivefold.models.deepseek.card import widths_of
 from fivefold.models.layers import AttentionCore, Linear, RegionInput, RMSNorm, Sublayer
@@ -46,18 +47,24 @@ class LatentAttention(Sublayer):
         self.core = AttentionCore(H, H)
         self.out = Linear(H * w.value, model.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, *tables: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        *tables: Tensor,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """tables: cosine and sine of the rotary angles (T, rope_dim / 2)."""
         latents = self.latents(x_BTD)
         if cache is None:
-            return self.finish(latents, x_BTD, *tables)
+            return self.finish(latents, x_BTD, *tables, documents=documents)
         H, qkv = self.core.heads, self.prepare(latents, x_BTD, *tables)
         return self.project(cached_attention(qkv, H, H, None, None, cache))
 
-    def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
+    def finish(self, product: Tensor, *tables: Tensor, documents: Documents | None = None) -> Tensor:
         """Latent vectors of queries and of keys and values, and the shared part of the key; the sublayer's input, and
         the tables -> (B, T, D)."""
-        return self.project(self.core(self.prepare(product, *tables)))
+        return self.project(self.core(self.prepare(product, *tables), documents=documents))
 
     def prepare(self, latents: Tensor, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries, keys and values of all heads, rotated: (B, T, 3 H d)."""

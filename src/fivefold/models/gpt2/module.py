@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
 from fivefold.models.layers import AddLayerNorm, Embedding, LayerNorm, Linear, Positions
@@ -31,8 +32,10 @@ class Block(nn.Module):
         self.norm2 = AddLayerNorm(model.dim, model.norm_eps)
         self.mlp = GELU(model.dim, model.ffn_dim, approximate="tanh")
 
-    def forward(self, x_BTD: Tensor, cache: LayerCache | None = None) -> Tensor:
-        attended_BTD = self.attention(self.norm1(x_BTD), cache=cache)
+    def forward(
+        self, x_BTD: Tensor, cache: LayerCache | None = None, documents: Documents | None = None
+    ) -> Tensor:
+        attended_BTD = self.attention(self.norm1(x_BTD), cache=cache, documents=documents)
         x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
         return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
 

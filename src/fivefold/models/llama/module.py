@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
 from fivefold.models.layers import (
@@ -42,9 +43,14 @@ class Block(nn.Module):
         self.mlp: nn.Module = SwiGLU(model.dim, model.ffn_dim)
 
     def forward(
-        self, x_BTD: Tensor, cos_Td: Tensor, sin_Td: Tensor, cache: LayerCache | None = None
+        self,
+        x_BTD: Tensor,
+        cos_Td: Tensor,
+        sin_Td: Tensor,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        attended_BTD = self.attention(self.norm1(x_BTD), cos_Td, sin_Td, cache=cache)
+        attended_BTD = self.attention(self.norm1(x_BTD), cos_Td, sin_Td, cache=cache, documents=documents)
         x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
         return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
 

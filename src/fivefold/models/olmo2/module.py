@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fivefold.kernels.documents import Documents
 from fivefold.models.cache import LayerCache
 from fivefold.models.layers import RMSNorm, WideRMSNorm
 from fivefold.models.llama import module as llama
@@ -45,9 +46,14 @@ class Block(nn.Module):
         self.norm2 = RMSNorm(model.dim, model.norm_eps)
 
     def forward(
-        self, x_BTD: Tensor, cos_Td: Tensor, sin_Td: Tensor, cache: LayerCache | None = None
+        self,
+        x_BTD: Tensor,
+        cos_Td: Tensor,
+        sin_Td: Tensor,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        attended_BTD = self.norm1(self.attention(x_BTD, cos_Td, sin_Td, cache=cache))
+        attended_BTD = self.norm1(self.attention(x_BTD, cos_Td, sin_Td, cache=cache, documents=documents))
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
         return x_BTD + F.dropout(self.norm2(self.mlp(x_BTD)), self.dropout, self.training)
 

@@ -1,0 +1,125 @@
+"""Documents in packed sequences, as attention needs them: a token sees keys of its own document only.
+
+A document is a run of columns, so the keys that a token sees are a range. The kernels for CPUs compute tiles: blocks
+of queries with the keys that any of them sees. Keys of other documents are skipped, block by block. Which tiles there
+are follows from two lists of columns, those of the queries and those of the keys that are present. So a whole sequence
+and a turn of ring attention are the same thing here.
+
+Legend: B sequences, T columns of a sequence, Q queries, S keys, N documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fivefold.kernels.sizes import query_blocks, shared_spans
+
+Columns = tuple[tuple[int, int], ...]
+"""Spans [start, stop) of a sequence's columns, in order."""
+
+
+class Tile(NamedTuple):
+    """A block of queries with the keys that any of them sees, in one matmul.
+
+    rows: sequences of the batch. start, end: queries. low, high: keys. bounds: the keys [from, to) that each query
+    sees, counted from `low`: int32 (rows, end - start, 2). None: all keys, or those that a causal mask leaves.
+    """
+
+    rows: slice
+    start: int
+    end: int
+    low: int
+    high: int
+    bounds: Tensor | None = None
+
+
+class Documents:
+    """The documents in a batch of sequences. first_BT: the column at which the document of each token begins.
+
+    On the device: `first`, and `cumulative`, the cumulative lengths of all documents of the flattened batch, int32
+    (N + 1). Tiles are kept, since every layer asks for the same.
+    """
+
+    def __init__(self, first_BT: np.ndarray, device: torch.device | str = "cpu") -> None:
+        B, T = first_BT.shape
+        columns_T = np.arange(T)
+        begins_BT = first_BT == columns_T
+        assert begins_BT[:, 0].all(), "a sequence begins with a document, or with a part of one"
+        assert (np.maximum.accumulate(np.where(begins_BT, columns_T, 0), axis=1) == first_BT).all()
+        self.first_BT, self.device, self.shape = first_BT.astype(np.int64), torch.device(device), (B, T)
+        # The next beginning at or behind each column, found from the right.
+        next_BT = np.minimum.accumulate(np.where(begins_BT, columns_T, T)[:, ::-1], axis=1)[:, ::-1]
+        self.behind_BT = np.concatenate([next_BT[:, 1:], np.full((B, 1), T)], axis=1)
+        self._tiles: dict[tuple[Columns, Columns, bool, int], list[Tile]] = {}
+        ends = np.append(np.flatnonzero(begins_BT.ravel()), first_BT.size)
+        # Here, and not where they are used: PyTorch's compiler reads attributes, and cannot trace numpy.
+        self.first = torch.from_numpy(self.first_BT).to(self.device, non_blocking=True)
+        self.cumulative = torch.from_numpy(ends.astype(np.int32)).to(self.device, non_blocking=True)
+
+    def filled(self, rows: int) -> Documents:
+        """With more sequences, up to `rows`, that are as the first one."""
+        more = np.repeat(self.first_BT[:1], rows - self.shape[0], axis=0)
+        return Documents(np.concatenate([self.first_BT, more]), self.device) if len(more) else self
+
+    def positions(self, columns_t: Tensor) -> Tensor:
+        """Positions of the tokens at these columns in their documents: (B, t)."""
+        return columns_t - self.first[:, columns_t]
+
+    def mask(self, causal: bool) -> Tensor:
+        """True where a query (dim 2) sees a key (dim 3): (B, 1, T, T) on the device."""
+        first = self.first
+        seen = first[:, :, None] == first[:, None, :]
+        return (seen.tril() if causal else seen)[:, None]
+
+    def tiles(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> list[Tile]:
+        """The tiles of queries and keys at these columns. Queries and keys of a tile are counted among them. A query
+        that sees none of the keys may be in no tile."""
+        asked = queries, keys, causal, element_size
+        if asked not in self._tiles:
+            self._tiles[asked] = self._found(*asked)
+        return self._tiles[asked]
+
+    def _found(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> list[Tile]:
+        q, S = _listed(queries), sum(stop - start for start, stop in keys)
+        bounds_BQ2, found = self._bounds(q, _listed(keys), causal), []
+        for start, end, _ in query_blocks(len(q), causal, element_size):
+            low_Bq, high_Bq = np.moveaxis(bounds_BQ2[:, start:end], 2, 0)
+            seen_Bq = high_Bq > low_Bq
+            lows = np.where(seen_Bq, low_Bq, S).min(1).tolist()
+            highs = np.where(seen_Bq, high_Bq, 0).max(1).tolist()
+            for first, last, low, high in shared_spans(lows, highs):
+                inside = np.clip(bounds_BQ2[first:last, start:end] - low, 0, high - low)
+                bounds = torch.from_numpy(inside.astype(np.int32)).to(self.device)
+                found.append(Tile(slice(first, last), start, end, low, high, bounds))
+        return found
+
+    def _bounds(self, q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray:
+        """The keys, of those at columns k (S), that queries at columns q (Q) see: [from, to), (B, Q, 2)."""
+        low_BQ = np.searchsorted(k, self.first_BT[:, q])
+        behind_BQ = np.broadcast_to(q + 1, low_BQ.shape) if causal else self.behind_BT[:, q]
+        return np.stack([low_BQ, np.maximum(np.searchsorted(k, behind_BQ), low_BQ)], axis=2)
+
+
+def _listed(columns: Columns) -> np.ndarray:
+    return np.concatenate([np.arange(start, stop) for start, stop in columns])
+
+
+def whole_tiles(
+    B: int, T: int, causal: bool, element_size: int, documents: Documents | None = None
+) -> Sequence[Tile]:
+    """The tiles of whole sequences; without documents those of a causal mask, or of none."""
+    if documents is not None:
+        assert documents.shape == (B, T), f"documents of {documents.shape}, tokens of {(B, T)}"
+        return documents.tiles(((0, T),), ((0, T),), causal, element_size)
+    return [Tile(slice(0, B), *block[:2], 0, block[2]) for block in query_blocks(T, causal, element_size)]
+
+
+def sums_dtype(tiles: Sequence[Tile], dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of keys are summed over tiles: fp32 if a sequence is in many."""
+    blocks = {tile.start for tile in tiles}
+    return dtype if len(blocks) <= 2 else torch.float32

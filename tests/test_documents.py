@@ -1,0 +1,321 @@
+"""Packed documents: what attention sees, what a step learns from them in any layout, and how they are packed."""
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from parity import assert_equal, steps
+from ranks import run_ranks
+from torch._subclasses import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+
+from fivefold import kernels
+from fivefold.data import NOT_COUNTED, Batches, prepare
+from fivefold.data.cut import Concatenated, Packed, best_fit, cut_of, pieces
+from fivefold.data.tokens import Tokens
+from fivefold.errors import UserError
+from fivefold.kernels import native
+from fivefold.kernels.documents import Documents
+from fivefold.kernels.sizes import shared_spans
+from fivefold.models.build import build
+from fivefold.recipe import Recipe, change, load, resolve, to_toml
+from fivefold.spread.layout import Layout
+
+ROWS, T, V = 8, 32, 96
+MODELS = {
+    "llama": ["model.heads=4", "model.kv_heads=2"],
+    "gpt2": ["model.arch=gpt2"],
+    "bert": ["model.arch=bert"],
+    "olmo2": ["model.arch=olmo2"],
+    "deepseek": [
+        "model.arch=deepseek", "model.query_rank=20", "model.kv_rank=12", "model.nope_dim=8", "model.rope_dim=4",
+        "model.value_dim=6", "model.experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=24",
+        "model.expert_groups=1", "model.groups_per_token=1", "model.dense_layers=1", "model.balance=none",
+    ],
+}  # fmt: skip
+TINY = [
+    "model.layers=2", "model.dim=32", "model.heads=4", f"model.seq_len={T}", f"model.vocab_size={V}",
+    "model.init_std=0.1", "train.steps=6", f"train.global_batch_size={ROWS}", "train.microbatch_size=2",
+    "train.sample_every=0", "optim.lr=1e-3", "optim.warmup_steps=1", "optim.grad_clip=0.5", "precision.mode=fp32",
+    "optim.eps=1e-4", "layout.dp_replicate=1",
+]  # fmt: skip
+
+
+def recipe_of(model: str, *overrides: str) -> Recipe:
+    return resolve(change(load("quickstart", TINY), [*MODELS[model], *overrides]), vocab_size=V)
+
+
+class Source:
+    """Random documents of 1 to 40 tokens, one behind the other, cut by sequences. Targets count unevenly often, and in
+    one sequence of eight never."""
+
+    uneven = True
+
+    def batch(self, i: int, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        draw = np.random.default_rng(i)
+        tokens = draw.integers(0, V, (ROWS, T + 1))
+        begins = draw.random((ROWS, T)) < draw.choice([0.02, 0.1, 0.4], (ROWS, 1))
+        first = np.maximum.accumulate(np.where(begins, np.arange(T), 0), axis=1)
+        targets = np.where(draw.random((ROWS, T)) < draw.random((ROWS, 1)), tokens[:, 1:], NOT_COUNTED)
+        targets[3] = NOT_COUNTED
+        return tokens[rows, :-1], targets[rows], first[rows]
+
+    def counted(self, i: int, size: int) -> int:
+        return int((self.batch(i, range(size))[1] >= 0).sum())
+
+
+# ------------------------------------------------------------------------------------------ attention
+
+
+@pytest.fixture(params=["native", "plain"])
+def path(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(native, "usable", lambda *tensors: False)
+    elif native.why_not():
+        pytest.skip(f"native kernels: {native.why_not()}")
+
+
+def firsts(B: int, T: int, share: float) -> np.ndarray:
+    begins = np.random.default_rng(0).random((B, T)) < share
+    return np.maximum.accumulate(np.where(begins, np.arange(T), 0), axis=1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 4e-6), (torch.bfloat16, 8 * 2**-9)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("length", "share"), [(37, 0.2), (300, 0.01), (300, 0.2)])
+def test_a_query_sees_its_own_document(path, dtype, tolerance, causal, length, share):
+    """Values and gradients, against fp64. Heads share keys; blocks of queries cross the borders of documents."""
+    torch.manual_seed(0)
+    B, H, K, d = 3, 4, 2, 16
+    first = firsts(B, length, share)
+    documents = Documents(first)
+    qkv = torch.randn(B, length, (H + 2 * K) * d).to(dtype)
+    given_, wanted_ = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
+    dout = torch.randn(B, length, H * d)
+    got = kernels.qkv_attention(given_, H, K, None, None, causal, False, documents)
+    got.backward(dout.to(dtype))
+    q, k, v = (x.transpose(1, 2) for x in wanted_.view(B, length, -1, d).split([H, K, K], 2))
+    at = torch.from_numpy(first)
+    seen = at[:, :, None] == at[:, None, :]
+    seen = (seen.tril() if causal else seen)[:, None]
+    wanted = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2).flatten(2)
+    wanted.backward(dout.to(dtype).double())
+    for a, b in ((got, wanted), (given_.grad, wanted_.grad)):
+        assert (a.double() - b).abs().max() < tolerance * b.abs().max()
+
+
+def test_keys_of_other_documents_are_skipped():
+    """Tiles have few keys in vain, and a batch without borders has the tiles of whole sequences."""
+    T = 1024
+    first = np.tile(np.arange(T) // 64 * 64, (4, 1))
+    tiles = Documents(first).tiles(((0, T),), ((0, T),), True, 4)
+    computed = sum((t.rows.stop - t.rows.start) * (t.end - t.start) * (t.high - t.low) for t in tiles)
+    assert computed == 4 * T * 64  # blocks of 64 queries see 64 keys each
+    assert len(tiles) == T // 64, "all sequences in one matmul"
+    plain = Documents(np.zeros((4, T), np.int64)).tiles(((0, T),), ((0, T),), True, 4)
+    assert [t[:5] for t in plain] == [(slice(0, 4), s, s + 64, 0, s + 64) for s in range(0, T, 64)]
+
+
+def test_spans_are_shared_while_little_is_computed_in_vain():
+    assert shared_spans([0, 0, 0], [10, 10, 9]) == [(0, 3, 0, 10)]
+    assert shared_spans([0, 90, 90], [10, 100, 100]) == [(0, 1, 0, 10), (1, 3, 90, 100)]
+    assert shared_spans([0, 5, 0], [10, 5, 10]) == [(0, 1, 0, 10), (2, 3, 0, 10)], (
+        "empty spans are in no tile"
+    )
+
+
+def test_gpus_take_documents_of_any_length():
+    """Without a GPU only shapes can be checked."""
+    documents = Documents(firsts(2, 64, 0.2))
+    assert documents.cumulative.tolist()[-1] == 2 * 64
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        qkv = torch.empty(2, 64, (4 + 2 * 2) * 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        out = kernels.qkv_attention(qkv, 4, 2, None, None, True, False, documents)
+        assert out.shape == (2, 64, 4 * 16)
+        out.sum().backward()
+    assert qkv.grad is not None
+    assert qkv.grad.shape == qkv.shape
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_document_is_as_it_is_alone(model):
+    """Loss and gradients of a packed sequence are those of its documents, each computed by itself from position 0."""
+    recipe = recipe_of(model)
+    module = build(recipe.model, seed=0).train()
+    tokens = torch.randint(0, V, (1, T), generator=torch.Generator().manual_seed(1))
+    targets = tokens.roll(-1)
+    borders = [0, 5, 6, 20, T]
+    first = np.repeat(borders[:-1], np.diff(borders))[None]
+    packed = module(tokens, targets, documents=Documents(first))
+    wanted = torch.autograd.grad(packed, list(module.parameters()), allow_unused=True)
+    alone = torch.zeros(())
+    for start, stop in pairwise(borders):
+        alone = alone + module(tokens[:, start:stop], targets[:, start:stop]) * (stop - start) / T
+    found = torch.autograd.grad(alone, list(module.parameters()), allow_unused=True)
+    assert alone.item() == pytest.approx(packed.item(), rel=1e-6)
+    assert module(tokens, targets).item() != pytest.approx(packed.item(), rel=1e-4)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a - b).abs().max() <= 2e-5 * b.abs().max() + 1e-8
+
+
+# -------------------------------------------------------------------------------------------- layouts
+
+LAYOUTS = [
+    ("llama", "dp_replicate=2"), ("llama", "dp_shard=2,zero=3"), ("llama", "tp=2,sp=true"), ("llama", "cp=2"),
+    ("llama", "cp=4"), ("llama", "cp=2,cp_method=ulysses"), ("llama", "pp=2"), ("llama", "recompute=full"),
+    ("llama", "pp=2,schedule=zb_h1,recompute=ops:attention"), ("gpt2", "cp=2,tp=2,sp=true"), ("bert", "cp=2"),
+    ("bert", "tp=2,sp=true"), ("gpt2", "pp=2,cp=2,cp_method=ulysses"), ("deepseek", "tp=2,sp=true"),
+    ("deepseek", "cp=2"), ("llama", "dp_replicate=2,cp=2"),
+]  # fmt: skip
+
+
+@cache
+def one_process(model: str) -> dict:
+    return steps(0, 1, recipe_of(model, f"train.microbatch_size={ROWS}"), Source())
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
+def test_layouts_equal_one_process(model, layout):
+    """One process computes the whole batch at once. So the loss is the mean over all targets that count, however they
+    are spread over microbatches and ranks."""
+    recipe = recipe_of(model, *(f"layout.{part}" for part in layout.split(",")))
+    world = Layout.from_recipe(recipe.layout).ranks
+    found = run_ranks(world, steps, recipe, Source()) if world > 1 else [steps(0, 1, recipe, Source())]
+    assert_equal(found, one_process(model))
+
+
+# ----------------------------------------------------------------------------------------------- data
+
+END = 0
+
+
+def tokens_of(tmp_path: Path, ids: list[int]) -> Tokens:
+    from fivefold.data.tokens import Shard
+
+    path = tmp_path / "ids.bin"
+    np.array(ids, "<u2").tofile(path)
+    return Tokens([Shard(path, "<u2", 0, len(ids))])
+
+
+def test_documents_begin_at_the_end_token_before_them(tmp_path):
+    ids = [5, 6, END, 7, 8, 9, END, END, 4, 3, 2, 1, 5]
+    causal = Concatenated(tokens_of(tmp_path, ids), 6, end=END).read(np.array([0, 1]))
+    assert causal.inputs.tolist() == [[5, 6, END, 7, 8, 9], [END, END, 4, 3, 2, 1]]
+    assert causal.first is not None
+    assert causal.first.tolist() == [[0, 0, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1]]
+    masked = Concatenated(tokens_of(tmp_path, ids), 6, "mlm", END).read(np.array([0]))
+    assert masked.first is not None
+    assert masked.first.tolist() == [[0, 0, 0, 3, 3, 3]], "there the end token ends its document"
+    for end in (None, 999):  # not known, or in none of these sequences: nothing is masked
+        assert Concatenated(tokens_of(tmp_path, ids), 6, end=end).read(np.array([0, 1])).first is None
+
+
+def naive(lengths: list[int], capacity: int) -> list[int]:
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = [r for r in room if r >= length]
+        if fits:
+            room[room.index(min(fits))] -= length
+        else:
+            room.append(capacity - length)
+    return sorted(room)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(20, 40))
+def test_best_fit_decreasing(lengths, capacity):
+    bins = best_fit(np.array(lengths), capacity)
+    filled = np.bincount(bins, np.array(lengths))
+    assert sorted((capacity - filled).astype(int).tolist()) == naive(lengths, capacity)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_packing_loses_no_token(tmp_path, ends):
+    draw = np.random.default_rng(0)
+    ids: list[int] = []
+    for length in draw.integers(0, 60, 200).tolist():
+        ids += [*draw.integers(1, 500, length).tolist(), END]
+    ids = ids if ends else ids[:-1]
+    tokens = tokens_of(tmp_path, ids)
+    starts, lengths = pieces(tokens, 24, END)
+    assert lengths.max() <= 24
+    assert sorted(
+        np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    ) == list(range(len(ids)))
+    packed = Packed(tokens, 24, END, folder=tmp_path / "kept")
+    assert packed.fill > 0.99
+    again = Packed(tokens, 24, END, folder=tmp_path / "kept")  # from its file
+    found = again.read(np.arange(packed.count))
+    counted = found.targets >= 0
+    assert counted.sum() == len(ids)
+    assert sorted(found.targets[counted].tolist()) == sorted(ids)
+    assert found.first is not None
+    inner = counted & (
+        found.first < np.arange(24)
+    )  # behind the first token of a piece: its neighbour in the text
+    assert (found.inputs[:, 1:][inner[:, 1:]] == found.targets[:, :-1][inner[:, 1:]]).all()
+    assert (found.inputs[~counted] == END).all()
+    cut = found.inputs[counted & (found.first == np.arange(24))]
+    whole = sum(
+        length for length in np.diff(np.flatnonzero(np.array([END, *ids, END]) == END)) if length > 24
+    )
+    assert (cut != END).sum() <= whole // 24, "only documents longer than a sequence are cut"
+    assert (
+        Batches(packed, 24, 4, seed=0).counted(0, 4)
+        == (Batches(packed, 24, 4, seed=0).batch(0)[1] >= 0).sum()
+    )
+
+
+def test_a_recipe_says_how_documents_are_cut(tmp_path):
+    for name, text in (("a.txt", "one two\n" * 40), ("b.txt", "three\n" * 30), ("c.txt", "four five\n" * 50)):
+        (tmp_path / name).write_text(text)
+    sets = [f"data.source={tmp_path}", "data.tokenizer=bytes", "data.val_fraction=0", f"model.seq_len={T}"]
+    recipe = load("quickstart", [*sets, "data.document_masks=true", "train.global_batch_size=4"])
+    data = prepare(recipe)
+    whole = cut_of(recipe, data, data.train)
+    seen = whole.read(np.arange(whole.count))
+    assert seen.first is not None
+    assert (seen.first > 0).any()
+    off = change(recipe, ["data.document_masks=false"])
+    assert cut_of(off, data, data.train).read(np.arange(whole.count)).first is None
+    assert cut_of(recipe, data, data.train, apart=False).read(np.arange(whole.count)).first is None
+    best = cut_of(change(recipe, ["data.packing=best_fit"]), data, data.train)
+    assert (best.read(np.arange(best.count)).targets >= 0).sum() == len(data.train)
+
+
+def test_old_run_folders_have_no_masks(tmp_path):
+    """A run that began without the key goes on as it was; a recipe that somebody writes today has masks."""
+    file = tmp_path / "recipe.toml"
+    old = (
+        to_toml(load("shakespeare"))
+        .replace("document_masks = true\n", "")
+        .replace('packing = "concat"\n', "")
+    )
+    file.write_text(old)
+    assert not load(file).data.document_masks
+    file.write_text(to_toml(load("shakespeare")))
+    assert load(file).data.document_masks
+    file.write_text(
+        '[data]\nsource = "stdlib"\n[model]\narch = "llama"\nlayers = 1\ndim = 32\nheads = 2\n[train]\nsteps = 1'
+    )
+    assert load(file).data.document_masks
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["data.packing=best_fit", "data.source=tokens:x.bin"], "needs data.end_token"),
+        (["data.packing=best_fit", "model.arch=bert"], "equally many tokens"),
+        (["data.packing=best_fit", "data.stream=true"], "not supported with data.stream"),
+        (["data.end_token=3"], "data.end_token"),
+    ],
+)
+def test_what_is_refused(sets, said):
+    with pytest.raises(UserError, match=said):
+        load("quickstart", sets)
