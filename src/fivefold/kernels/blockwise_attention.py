@@ -50,9 +50,9 @@ def attention(
 
 
 def _has_flash(q: Tensor) -> bool:
-    """True if PyTorch's flash attention takes queries (B, T, H, d)."""
+    """True if PyTorch's flash attention takes queries (B, T, H, d). "meta" stands for a GPU, as in ring attention."""
     sixteen = q.dtype in (torch.bfloat16, torch.float16)
-    return q.device.type == "cuda" and sixteen and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    return q.device.type in ("cuda", "meta") and sixteen and q.shape[3] % 8 == 0 and q.shape[3] <= 256
 
 
 def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents) -> Tensor:
