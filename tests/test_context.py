@@ -195,10 +195,10 @@ def count_work(rank: int, world: int, recipe: Recipe) -> tuple[int, int, int]:
     pairs, sent, exchange = {"forward": 0, "backward": 0}, [], Axis.start_exchange
 
     def counted(name, function):
-        def call(rows, k, v, causal):
+        def call(rows, k, v, causal, tiles):
             Q, S = (rows if isinstance(rows, Tensor) else rows.q).shape[2], k.shape[2]
             pairs[name] += Q * (Q + 1) // 2 if causal else Q * S
-            return function(rows, k, v, causal)
+            return function(rows, k, v, causal, tiles)
 
         return call
 

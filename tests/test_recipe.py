@@ -383,6 +383,7 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     allowed |= {"sync.sites"} | {f"sync.outer_{name}" for name in {"lr", "momentum"} - own}
     allowed |= {"optim.lr_embeddings", "optim.lr_vectors"}  # those of optim.lr
     allowed |= {"optim.restart_steps"} if recipe.optim.schedule != "restarts" else set()
+    allowed |= {"data.end_token"}  # only token files have it
     allowed |= {"layout.compress_after"} if recipe.layout.compress == "none" else set()
     assert (
         left_open
