@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fivefold import kernels
 from fivefold.data import NOT_COUNTED, Batches, prepare
 from fivefold.data.cut import Concatenated, Packed, best_fit, cut_of, pieces
-from fivefold.data.tokens import Tokens
+from fivefold.data.tokens import COUNTED, ENDS, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.documents import Documents
@@ -212,6 +212,26 @@ def test_documents_begin_at_the_end_token_before_them(tmp_path):
     assert masked.first.tolist() == [[0, 0, 0, 3, 3, 3]], "there the end token ends its document"
     for end in (None, 999):  # not known, or in none of these sequences: nothing is masked
         assert Concatenated(tokens_of(tmp_path, ids), 6, end=end).read(np.array([0, 1])).first is None
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_flags_say_what_counts_and_where_documents_end(tmp_path, packing):
+    """Conversations hold end tokens inside. Only answers count."""
+    ids = [5, END, 7, 8, END, 4, END, 2, END]
+    (tmp_path / "flags").mkdir()
+    flags = tokens_of(tmp_path / "flags", [0, COUNTED, 0, 1, COUNTED | ENDS, 0, 0, 1, ENDS])
+    tokens = Tokens(tokens_of(tmp_path, ids).shards, flags=flags)
+    cut = Concatenated(tokens, 8, end=END) if packing == "concat" else Packed(tokens, 8, END)
+    assert cut.uneven
+    found = cut.read(np.arange(cut.count))
+    assert found.first is not None
+    if packing == "concat":
+        assert found.targets.tolist() == [[END, -100, 8, END, -100, -100, 2, -100]]
+        assert found.first.tolist() == [[0, 0, 0, 0, 4, 4, 4, 4]]
+    else:
+        assert found.inputs[:, :5].tolist() == [[END, 5, END, 7, 8], [END, 4, END, 2, END]]
+        assert found.targets[:, :5].tolist() == [[-100, END, -100, 8, END], [-100, -100, 2, -100, -100]]
+        assert found.first[:, :6].tolist() == [[0, 0, 0, 0, 0, 5], [0, 0, 0, 0, 4, 5]]
 
 
 def naive(lengths: list[int], capacity: int) -> list[int]:

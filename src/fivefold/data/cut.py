@@ -4,6 +4,9 @@ A document in a sequence begins with the end token before it, which a prompt beg
 document is predicted from nothing else, as in evaluation. Masked tokens are predicted from all around them: there the
 end token belongs to the document that it ends.
 
+Where a source has conversations, flags of its tokens say where documents end and which targets count. Elsewhere it is
+the end token, and all count.
+
 Best-fit packing (arXiv 2404.10830) cuts documents only where they are longer than a sequence. All pieces, longest
 first, go into the fullest sequence that has room for them. Each token of the source is a target exactly once.
 
@@ -19,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fivefold.data.tokens import DataSet, Tokens
+from fivefold.data.tokens import COUNTED, ENDS, DataSet, Tokens
 from fivefold.files import cache_folder, locked, make_folder, write_atomically
 from fivefold.models.card import card_of
 from fivefold.models.objective import Objective
@@ -58,30 +61,34 @@ def count_sequences(tokens: int, seq_len: int, objective: str) -> int:
 
 
 class Concatenated:
-    """Sequence n of a source is tokens[n T : n T + T + 1]. A remainder is dropped. end: the token between documents;
-    None: a sequence is one document."""
-
-    uneven = False
+    """Sequence n of a source is tokens[n T : n T + T + 1]. A remainder is dropped. end: the token between documents,
+    where flags do not say it; None: a sequence is one document."""
 
     def __init__(self, tokens: Tokens, seq_len: int, objective: Objective = "causal", end: int | None = None):
         self.tokens, self.seq_len, self.objective, self.end = tokens, seq_len, objective, end
+        self.uneven = tokens.flags is not None
         self.count = count_sequences(len(tokens), seq_len, objective)
 
     def read(self, numbers_R: np.ndarray) -> Batch:
-        starts_R, T = numbers_R * self.seq_len, self.seq_len
-        if self.objective == "mlm":
-            tokens_RT = self.tokens.rows(starts_R, T)
-            ends_RT = None if self.end is None else tokens_RT == self.end
-            begins_RT = None if ends_RT is None else np.roll(ends_RT, 1, axis=1)
-            return Batch(tokens_RT, tokens_RT, _first(begins_RT))
-        block = self.tokens.rows(starts_R, T + 1)
-        inputs_RT, targets_RT = np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
-        return Batch(inputs_RT, targets_RT, _first(None if self.end is None else inputs_RT == self.end))
+        causal = self.objective == "causal"
+        starts_R, length = numbers_R * self.seq_len, self.seq_len + causal
+        block = self.tokens.rows(starts_R, length)
+        flags = None if self.tokens.flags is None else self.tokens.flags.rows(starts_R, length)
+        first = None
+        if self.end is not None:
+            ends = block == self.end if flags is None else flags & ENDS > 0
+            first = _first(ends[:, :-1] if causal else np.roll(ends, 1, axis=1))
+        if not causal:
+            return Batch(block, block, first)
+        targets_RT = np.ascontiguousarray(block[:, 1:])
+        if flags is not None:
+            targets_RT[flags[:, 1:] & COUNTED == 0] = NOT_COUNTED
+        return Batch(np.ascontiguousarray(block[:, :-1]), targets_RT, first)
 
 
-def _first(begins_RT: np.ndarray | None) -> np.ndarray | None:
+def _first(begins_RT: np.ndarray) -> np.ndarray | None:
     """The beginning of each token's document, given the columns at which one begins; None if none does but column 0."""
-    if begins_RT is None or not begins_RT[:, 1:].any():
+    if not begins_RT[:, 1:].any():
         return None
     columns_T = np.arange(begins_RT.shape[1])
     return np.maximum.accumulate(np.where(begins_RT & (columns_T > 0), columns_T, 0), axis=1)
@@ -121,6 +128,9 @@ class Packed:
                 inputs[row, at : at + 1] = seen[0] if start else self.end
                 inputs[row, at + 1 : at + length] = seen[-length:-1]
                 targets[row, here], first[row, here] = seen[-length:], at
+                if self.tokens.flags is not None:
+                    counted = self.tokens.flags[start : start + length] & COUNTED > 0
+                    targets[row, here][~counted] = NOT_COUNTED
                 at += length
         return Batch(inputs, targets, first if self.masked else None)
 
@@ -165,8 +175,13 @@ def _packed(tokens: Tokens, seq_len: int, end: int) -> np.ndarray:
 def pieces(tokens: Tokens, seq_len: int, end: int) -> tuple[np.ndarray, np.ndarray]:
     """The first token and the length of each document, with the end token behind it. Documents longer than a sequence
     are cut into pieces of T tokens, and a rest."""
-    n = len(tokens)
-    ends = [np.flatnonzero(tokens[a : a + SCANNED] == end) + a for a in range(0, n, SCANNED)]
+    n, flags = len(tokens), tokens.flags
+
+    def found(a: int) -> np.ndarray:
+        here = slice(a, a + SCANNED)
+        return np.flatnonzero(tokens[here] == end if flags is None else flags[here] & ENDS > 0) + a
+
+    ends = [found(a) for a in range(0, n, SCANNED)]
     stops = np.unique(np.append(np.concatenate([np.empty(0, np.int64), *ends]) + 1, n))
     starts = np.append(0, stops[:-1])
     parts = -(-(stops - starts) // seq_len)

@@ -73,7 +73,8 @@ class Tokens:
     def identity(self) -> str:
         """A hash that says which tokens these are: by their digests, or where they lie if those are not known."""
         found = [(s.digests or str(s.path), s.dtype, s.offset, s.tokens) for s in self.shards]
-        return hashlib.sha256(repr((found, self._start, self._stop)).encode()).hexdigest()
+        flags = None if self.flags is None else self.flags.identity()
+        return hashlib.sha256(repr((found, self._start, self._stop, flags)).encode()).hexdigest()
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """tokens[s : s + length] for each s of starts (R,), as int64 of shape (R, length)."""
