@@ -196,7 +196,7 @@ def test_only_answers_and_texts_count(tmp_path: Path, monkeypatch: pytest.Monkey
     assert data.vocab_size == 259  # bytes, the end and two tokens of chatml
     batches = Batches(data.train, 4, 1, 0, shuffle=False)
     inputs, targets = (
-        np.concatenate(x) for x in zip(*(batches.batch(i) for i in range(batches.sequences)), strict=True)
+        np.concatenate(x) for x in zip(*(batches.batch(i)[:2] for i in range(batches.sequences)), strict=True)
     )
     inputs, targets = inputs.reshape(-1), targets.reshape(-1)
     names = {number: text for text, number in data.tokenizer.special_tokens.items()}

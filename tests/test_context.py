@@ -359,7 +359,7 @@ def exchange_there_and_back(rank: int, world: int) -> bool:
     core = SimpleNamespace(heads=4, kv_heads=4, causal=True)
     mine = x[:, 8 * rank : 8 * (rank + 1)].clone().requires_grad_()
     whole = x.clone().requires_grad_()
-    out = context.Ulysses(core, axis)(mine)  # type: ignore[arg-type]
+    out = context.Ulysses(core, axis, Layout(cp=world))(mine)  # type: ignore[arg-type]
     wanted = kernels.qkv_attention(whole, 4, 4, None, None, True)
     weight = torch.randn_like(wanted)
     part = slice(8 * rank, 8 * (rank + 1))
