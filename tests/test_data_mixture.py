@@ -103,7 +103,7 @@ def test_one_source_has_the_order_it_always_had(texts: Path) -> None:
         for p in places
     ]
     wanted = data.train.rows(np.array(numbers) * 16, 17)
-    inputs, targets = batches.batch(500)
+    inputs, targets, _ = batches.batch(500)
     assert np.array_equal(inputs, wanted[:, :-1])
     assert np.array_equal(targets, wanted[:, 1:])
 
@@ -116,7 +116,7 @@ def test_batches_hold_the_sources_that_the_order_says(texts: Path) -> None:
     assert [stage.begin for stage in order.stages] == [0, 12]
     batches = Batches(list(data.sources.values()), 16, 4, 0, order=order)
     for i in range(6):
-        inputs, _ = batches.batch(i)
+        inputs, *_ = batches.batch(i)
         sources, _ = order.at(np.arange(4 * i, 4 * i + 4))
         letters = [next(chr(c) for c in row if chr(c) in "abc") for row in inputs.tolist()]
         assert letters == ["abc"[source] for source in sources]

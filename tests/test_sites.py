@@ -104,7 +104,7 @@ def simulated(
         for site, module in enumerate(modules):
             if away(site, step):
                 continue
-            x, y = (torch.as_tensor(t) for t in source.batch(step, range(site * rows, (site + 1) * rows)))
+            x, y = (torch.as_tensor(t) for t in source.batch(step, range(site * rows, (site + 1) * rows))[:2])
             loss = module(x, y)
             inner[site].zero_grad()
             loss.backward()

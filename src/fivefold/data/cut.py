@@ -16,7 +16,6 @@ Legend: R sequences, T tokens of a sequence.
 from __future__ import annotations
 
 import hashlib
-import io
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -155,14 +154,12 @@ def _index(tokens: Tokens, seq_len: int, end: int, folder: Path | None) -> np.nd
     if folder is None:
         return _packed(tokens, seq_len, end)
     asked = hashlib.sha256(repr((tokens.identity(), seq_len, end)).encode()).hexdigest()[:32]
-    path = folder / f"{asked}.npy"
+    path = folder / f"{asked}.bin"
     make_folder(folder)
     with locked(path.with_suffix(".lock")):
         if not path.exists():
-            content = io.BytesIO()
-            np.save(content, _packed(tokens, seq_len, end))
-            write_atomically(path, content.getvalue())
-    return np.load(path, mmap_mode="r")
+            write_atomically(path, _packed(tokens, seq_len, end).astype("<i8").tobytes())
+    return np.memmap(path, "<i8", "r").reshape(3, -1)
 
 
 def _packed(tokens: Tokens, seq_len: int, end: int) -> np.ndarray:
