@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from data_recipes import recipe_of
 
-from fivefold.data import Batches, check, prepare
+from fivefold.data import Batches, check, prepare, remote
 from fivefold.errors import UserError
 
 IDS = np.arange(1000) % 500
@@ -188,6 +188,7 @@ def test_a_hub_set_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         yield from ({"text": "x" * 2_000_000} for _ in range(3))
         raise ConnectionError("reset by peer")
 
+    monkeypatch.setattr(remote, "DELAYS", ())
     for workers in (1, 2):
         monkeypatch.setitem(sys.modules, "datasets", stand_in(rows(), "a"))
         with pytest.raises(UserError, match="reading stopped after 3 rows: ConnectionError: reset by peer"):

@@ -81,6 +81,15 @@ def stream(path: Path) -> IO[bytes]:
     return file
 
 
+def stream_on(path: Path, size: int) -> IO[bytes]:
+    """A file of at least `size` bytes, cut there, to write behind them."""
+    file = open(inside(path), "r+b")  # noqa: SIM115
+    file.truncate(size)
+    file.seek(size)
+    watch("write", path)
+    return file
+
+
 class Lines:
     """A file to which lines of text are appended, each at once.
 
@@ -220,6 +229,65 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[b
             yield False
             return
         yield True  # closing the file releases the lock, as does the end of the process, whatever ends it
+
+
+def held(path: Path) -> IO[bytes] | None:
+    """Locks a file, which is made if it is not there. None: another process has it. It is released by closing it, or by
+    the end of the process.
+
+    Raises:
+        UserError: the file system has no locks.
+    """
+    file = open(os.open(inside(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0)  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError as error:
+        file.close()
+        raise UserError(
+            f"{path}: this file system has no locks ({error.strerror}). Set data.cache to a local disk"
+        ) from None
+
+
+class Post:
+    """A small JSON file that says something while this object is open; it is locked as long."""
+
+    ROOM = 2048
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = held(path)
+
+    def write(self, content: Any) -> None:
+        text = json.dumps(content).encode().ljust(self.ROOM)
+        assert len(text) == self.ROOM
+        assert self._file is not None, "nobody else knows its name"
+        os.pwrite(self._file.fileno(), text, 0)
+        watch("write", self.path)
+
+    def close(self) -> None:
+        if self._file is not None:
+            remove(self.path)
+            self._file.close()
+            self._file = None
+
+
+def posts(folder: Path, pattern: str) -> list[Any]:
+    """What the open posts of a folder say. Those whose process has ended are removed."""
+    found = []
+    for path in folder.glob(pattern):
+        try:
+            if lock := held(path):
+                remove(path)
+                lock.close()
+            else:
+                found.append(parse_json(path.read_bytes()))
+        except (OSError, ValueError):  # it has just been closed, or not yet been written
+            continue
+    return found
 
 
 LOCK = ".lock"

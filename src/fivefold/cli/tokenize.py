@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
 
+MegatronOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--megatron",
+        help="Also write NAME_train and NAME_val, .bin and .idx, which Megatron-LM reads.",
+        metavar="NAME",
+    ),
+]
 EXAMPLES = [
     "fivefold tokenize quickstart",
     "fivefold tokenize gpt2-124m --set data.source=my_texts/ --set data.tokenizer=bpe:32000",
+    "fivefold tokenize quickstart --megatron tokens/stdlib",
 ]
 
 
 def tokenize(
-    recipe: RecipeArgument, set_: SetOption = None, layout: LayoutOption = None, json: JsonOption = False
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    layout: LayoutOption = None,
+    megatron: MegatronOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Tokenize a recipe's text ahead of training.
 
-    The tokens go to the cache, where `fivefold train` finds them.
+    The tokens go to the cache, where `fivefold train` finds them. What was interrupted goes on where it was.
     """
     from fivefold.data import prepare, progress_bar
+    from fivefold.data.finish import finished, write_megatron
     from fivefold.recipe import load
 
     loaded = load(recipe, set_ or [], layout)
     with progress_bar() as progress:
-        info = prepare(loaded, progress).info
+        data = finished(prepare(loaded, progress), loaded, progress)
+        info = dict(data.info)
+        if megatron is not None:
+            info["megatron"] = [str(path) for path in write_megatron(data, megatron)]
     if json:
         print_json(info)
         return

@@ -16,7 +16,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from fivefold.data.cut import NOT_COUNTED, Batch, Concatenated, Cut, count_sequences
-from fivefold.data.order import Order, hash_keys, item_numbers
+from fivefold.data.order import Order, hash_keys, item_numbers, seed_of
+from fivefold.data.stream import Stream
 from fivefold.data.tokens import Tokens
 from fivefold.models.card import card_of
 from fivefold.models.objective import Objective, predicted
@@ -38,7 +39,7 @@ class Batches:
 
     def __init__(
         self,
-        tokens: Tokens | Cut | Sequence[Tokens | Cut],
+        tokens: Tokens | Stream | Cut | Sequence[Tokens | Stream | Cut],
         seq_len: int,
         batch_size: int,
         seed: int,
@@ -85,15 +86,21 @@ class Batches:
         first = np.zeros(shape, np.int64)
         for source in np.unique(sources_R).tolist():
             here = sources_R == source
-            uses, count = uses_R[here], self.counts[source]
-            numbers = item_numbers(uses, count, self.seed, source) if self.shuffle else uses % count
-            part = self.sources[source].read(numbers)
+            part = self.sources[source].read(self._numbers(source, uses_R[here]))
             if len(self.sources) == 1:
                 return part
             inputs[here], targets[here] = part.inputs, part.targets
             if part.first is not None:
                 first[here] = part.first
         return Batch(inputs, targets, first if first.any() else None)
+
+    def _numbers(self, source: int, uses_R: np.ndarray) -> np.ndarray:
+        """The sequences of a source that its uses take."""
+        cut, count = self.sources[source], self.counts[source]
+        if isinstance(cut, Concatenated) and isinstance(cut.tokens, Stream):
+            overlap = int(self.objective == "causal")
+            return cut.tokens.numbers(uses_R, self.seq_len, overlap, seed_of(self.seed, source))
+        return item_numbers(uses_R, count, self.seed, source) if self.shuffle else uses_R % count
 
     def _mask(self, found: Batch, places_R: np.ndarray) -> Batch:
         """Hides exactly round(0.15 T) positions of each sequence, so that every microbatch has equal weight."""
@@ -116,7 +123,7 @@ class Batches:
         return Batch(tokens_RT, targets_RT, found.first)
 
 
-def _cut(source: Tokens | Cut, seq_len: int, objective: Objective) -> Cut:
+def _cut(source: Tokens | Stream | Cut, seq_len: int, objective: Objective) -> Cut:
     return source if hasattr(source, "read") else Concatenated(source, seq_len, objective)  # pyright: ignore
 
 

@@ -1,10 +1,16 @@
-"""Tokenizes a source into shards: learns the vocabulary, encodes on all cores, counts documents and tokens."""
+"""Tokenizes a source into shards: learns the vocabulary, encodes on all cores, counts documents and tokens.
+
+Every few seconds a journal beside the shards says how far they are. Who continues an interrupted folder cuts the shards
+there, and starts with the next task.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +18,18 @@ import numpy as np
 
 from fivefold.data.conversations import read_template, special_of
 from fivefold.data.documents import Bad, row_groups
-from fivefold.data.encode import MIN_PARALLEL, Chunk, Setup, Summary, run, training_texts
+from fivefold.data.encode import (
+    MIN_PARALLEL,
+    Chunk,
+    Setup,
+    Summary,
+    run,
+    summary_from,
+    training_texts,
+)
+from fivefold.data.sequential import SPAN, opened
 from fivefold.data.sources import File, Source
-from fivefold.data.tasks import VAL, Task, hub_tasks, split_files, tasks
+from fivefold.data.tasks import VAL, Place, Task, hub_tasks, samples, split_files, tasks
 from fivefold.data.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
@@ -25,12 +40,47 @@ from fivefold.data.tokenizer import (
 )
 from fivefold.data.tokens import FLAGS, FORMAT, NAMES, ShardWriter
 from fivefold.errors import UserError
+from fivefold.files import BROKEN, read_json, remove, write_atomically
 from fivefold.precision import token_bytes
 from fivefold.recipe.schema import DataSection
 
 Progress = Callable[[str, int, int | None], None]  # (stage, bytes done, total bytes if known)
 BPE_SAMPLE = 16 << 20  # characters of training text that BPE learns from; more hardly changes the merges
 BPE_SAMPLE_PER_TASK = 2 << 20  # keeps one task with a huge row group from being the whole sample
+JOURNAL = "journal.json"
+JOURNAL_S = 5.0  # seconds of work that an interruption may cost
+
+
+class Work:
+    """The tasks of a source. files: what they name."""
+
+    def __init__(self, source: Source, data: DataSection):
+        self.hub, self.text_key, self.chat = source.hub, data.text_key, bool(data.chat_template)
+        self.files, self.size = source.files, None if source.hub else source.size
+        if source.hub:
+            self.files = [File(source.spec, Path(source.spec), "text", 0)]
+            return
+        groups = {i: row_groups(f) for i, f in enumerate(self.files) if f.kind == "parquet" and not f.url}
+        self.split = split_files(self.files, data.val_fraction, groups, data.stream)
+
+    def tasks(self, start: Place) -> Iterator[tuple[Task, Place]]:
+        """Those from a place on, and the place behind each."""
+        if self.hub:
+            return hub_tasks(self.hub, self.text_key, self.chat, start)
+        return tasks(self.split, self.text_key, self.chat, start)
+
+    def samples(self, wanted: int) -> Iterator[Task]:
+        """About so many, spread over the source; a hub data set gives its beginning."""
+        if self.hub:
+            return (task for task, _ in hub_tasks(self.hub, self.text_key, self.chat, []))
+        return samples(self.split, self.text_key, self.chat, wanted)
+
+
+def noted(work: Iterable[tuple[Task, Place]], places: deque[Place]) -> Iterator[Task]:
+    """The tasks, whose places go to `places` first."""
+    for task, place in work:
+        places.append(place)
+        yield task
 
 
 def build(
@@ -40,26 +90,29 @@ def build(
 
     Raises UserError for the first bad document if max_bad_fraction is 0, and for a source without text.
     """
-    files, work = _work(source, data)
-    size = None if source.hub else source.size
-    workers = workers if source.hub or source.size >= MIN_PARALLEL else 1
-    setup = _setup(files, data)
+    work = Work(source, data)
+    files, size = work.files, work.size
+    workers = workers if source.hub or source.size >= MIN_PARALLEL or any(f.url for f in files) else 1
+    setup, journal = setup_of(files, data), _read_journal(folder)
     template = setup.template
+    if journal:
+        threshold, cut = journal["rule"]
+        setup = dataclasses.replace(setup, threshold=threshold, cut=cut)
     while True:  # a second time if validation got no document or all of them
-        tokenizer = learn(data, mask, [Text(setup, work, size)], workers, tell)
-        if data.chat_template:
-            from fivefold.data.chat import open_template  # Jinja takes a moment to import
+        if journal is None:
+            tokenizer = learn(data, mask, [Text(setup, work)], workers, tell)
+            if data.chat_template:
+                from fivefold.data.chat import open_template  # Jinja takes a moment to import
 
-            tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
-            tokenizer.chat_template = template
-        tokenizer.save(folder / "tokenizer.json")
-        dtype = f"<u{token_bytes(tokenizer.vocab_size)}"
-        setup = dataclasses.replace(setup, tokenizer=str(folder / "tokenizer.json"), dtype=dtype)
-        summary, shards = _encode(work(), setup, folder, data.max_bad_fraction, workers, size, tell)
+                tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
+                tokenizer.chat_template = template
+            tokenizer.save(folder / "tokenizer.json")
+        setup = with_tokenizer(setup, folder)
+        summary, shards = _encode(work, setup, folder, journal, data.max_bad_fraction, workers, size, tell)
         other = _other_rule(setup, summary, data.val_fraction)
         if other is None:
             break
-        setup = other
+        setup, journal = other, None
     if sum(summary.documents) == 0 and not summary.bad_count:
         raise UserError(f"data.source: {data.source} holds no text: {max(1, len(files))} empty file(s)")
     return {
@@ -74,7 +127,7 @@ def build(
             "pieces": summary.pieces,
             "first_bad": describe_bad(files, summary.bad[0]) if summary.bad else "",
             "empty": summary.empty + sum(f.size == 0 for f in source.files),
-            "ignored": source.ignored,
+            "ignored": sum(source.unknown.values()),
         },
         "dtype": setup.dtype,
         "shards": {name: shards[name] for name in NAMES},
@@ -82,21 +135,16 @@ def build(
     }
 
 
-def _setup(files: list[File], data: DataSection) -> Setup:
+def setup_of(files: list[File], data: DataSection) -> Setup:
     template = read_template(data.chat_template, data.tokenizer) if data.chat_template else ""
     return Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64), template=template)
 
 
-def _work(source: Source, data: DataSection) -> tuple[list[File], Callable[[], Iterable[Task]]]:
-    """The files of a source, and a function that lists its tasks from the start."""
-    if source.hub:
-        name = source.hub
-        return [File(source.spec, Path(source.spec), "text", 0)], lambda: hub_tasks(
-            name, data.text_key, bool(data.chat_template)
-        )
-    groups = {i: row_groups(f) for i, f in enumerate(source.files) if f.kind == "parquet"}
-    split = split_files(source.files, data.val_fraction, groups)
-    return source.files, lambda: tasks(split)
+def with_tokenizer(setup: Setup, folder: Path) -> Setup:
+    """The setup with the tokenizer of a folder."""
+    path = folder / "tokenizer.json"
+    item = token_bytes(load_tokenizer(path).vocab_size)
+    return dataclasses.replace(setup, tokenizer=str(path), dtype=f"<u{item}")
 
 
 def is_named(tokenizer: str) -> bool:
@@ -108,15 +156,15 @@ def describe_bad(files: list[File], bad: Bad) -> str:
     """Place and reason as text: 'FILE: line 3 (byte 120): not JSON: ...'."""
     file = files[bad.file]
     where = f"byte {bad.place}"
-    if file.kind == "jsonl" and not bad.reason.startswith("cannot be read"):
-        with open(file.path, "rb") as f:  # count lines only for the document that is shown
+    if file.kind == "jsonl" and not file.url and not bad.reason.startswith("cannot be"):
+        with opened(file) as f:  # count lines only for the document that is shown
             line, left = 1, bad.place
             while left and (chunk := f.read(min(1 << 20, left))):
                 line, left = line + chunk.count(b"\n"), left - len(chunk)
         where = f"line {line} ({where})"
-    elif file.kind == "parquet" or file.size == 0:
+    elif file.kind in ("json", "parquet") or file.size == 0:
         where = f"row {bad.place}"
-    return f"{file.path}: {where}: {bad.reason}"
+    return f"{file.where}: {where}: {bad.reason}"
 
 
 def require_few_bad(skipped: dict[str, Any], max_bad_fraction: float) -> None:
@@ -129,18 +177,17 @@ def require_few_bad(skipped: dict[str, Any], max_bad_fraction: float) -> None:
 
 
 class Text(NamedTuple):
-    """A source to learn a tokenizer from: its tasks, its bytes if known, and its share of what is learned from."""
+    """A source to learn a tokenizer from, and its share of what is learned from."""
 
     setup: Setup
-    work: Callable[[], Iterable[Task]]
-    size: int | None
+    work: Work
     share: float = 1.0
 
 
 def text_of(source: Source, data: DataSection, share: float) -> Text:
     """A source of several, from whose training part a common tokenizer is learned."""
-    files, work = _work(source, data)
-    return Text(_setup(files, data), work, None if source.hub else source.size, share)
+    work = Work(source, data)
+    return Text(setup_of(work.files, data), work, share)
 
 
 def learn(data: DataSection, mask: bool, texts: Sequence[Text], workers: int, tell: Progress) -> Tokenizer:
@@ -151,11 +198,12 @@ def learn(data: DataSection, mask: bool, texts: Sequence[Text], workers: int, te
         # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
         found = Summary()
         for text in texts:
-            own = workers if text.size is None or text.size >= MIN_PARALLEL else 1
-            for result in run(text.work(), dataclasses.replace(text.setup, mode="characters"), own):
+            own = workers if text.work.size is None or text.work.size >= MIN_PARALLEL else 1
+            everything = (task for task, _ in text.work.tasks([]))
+            for result in run(everything, dataclasses.replace(text.setup, mode="characters"), own):
                 if isinstance(result, Summary):
                     found.add(result)
-                    tell("collecting characters", found.read, text.size if len(texts) == 1 else None)
+                    tell("collecting characters", found.read, text.work.size if len(texts) == 1 else None)
         return chars_tokenizer(found.characters, mask)
     if data.tokenizer.startswith("bpe:"):
         sample = (piece for text in texts for piece in _sample(text, tell))
@@ -165,13 +213,9 @@ def learn(data: DataSection, mask: bool, texts: Sequence[Text], workers: int, te
 
 
 def _sample(text: Text, tell: Progress) -> Iterator[str]:
-    """About BPE_SAMPLE characters of training text, or a source's share of them, from tasks spread evenly over it.
-
-    A streamed set gives its beginning. The same source gives the same sample.
-    """
-    most, size = int(BPE_SAMPLE * text.share), text.size
-    taken, every = 0, max(1, (size or 0) // max(1, most))
-    for task in islice(text.work(), 0, None, every):
+    """About BPE_SAMPLE characters of training text, or a source's share of them. The same source gives the same."""
+    most, size, taken = int(BPE_SAMPLE * text.share), text.work.size, 0
+    for task in text.work.samples(max(1, most // SPAN)):
         here = 0
         for document in training_texts(task, text.setup):
             for piece in cut_text(document):
@@ -187,37 +231,80 @@ def _sample(text: Text, tell: Progress) -> Iterator[str]:
             return
 
 
+def _read_journal(folder: Path) -> dict[str, Any] | None:
+    """How far an interrupted folder is; None: it begins."""
+    try:
+        journal = read_json(folder / JOURNAL)
+        summary_from(journal["summary"])
+        shards = [folder / f"{name}-00000.bin" for name, n in journal["tokens"].items() if n]
+        return journal if journal["format"] == FORMAT and all(path.exists() for path in shards) else None
+    except (OSError, UserError, *BROKEN):
+        return None
+
+
 def _encode(
-    work: Iterable[Task],
+    work: Work,
     setup: Setup,
     folder: Path,
+    journal: dict[str, Any] | None,
     max_bad_fraction: float,
     workers: int,
     size: int | None,
     tell: Progress,
 ) -> tuple[Summary, dict[str, list[dict[str, Any]]]]:
-    total = Summary()
-    writers = {name: ShardWriter(folder, name, setup.dtype) for name in NAMES}
+    """Writes the shards, from where the journal ends."""
+    if journal is None:
+        for left in [folder / JOURNAL, *folder.glob("*-*.bin"), *folder.glob("*-*.digests")]:
+            remove(left)
+    begun = journal or {"place": [], "tokens": {}, "summary": dataclasses.asdict(Summary())}
+    total, place, saved = summary_from(begun["summary"]), begun["place"], time.monotonic()
+    dtypes = dict.fromkeys(NAMES, setup.dtype)
     if setup.template:
-        writers |= {FLAGS + name: ShardWriter(folder, FLAGS + name, "|u1") for name in NAMES}
+        dtypes |= dict.fromkeys((FLAGS + name for name in NAMES), "|u1")
+    writers = {
+        name: ShardWriter(folder, name, dtype, count=begun["tokens"].get(name, 0))
+        for name, dtype in dtypes.items()
+    }
+    if journal:
+        tell(f"note: continuing after {total.read / 1e6:,.1f} MB that are tokenized", 0, None)
+    places: deque[Place] = deque()
     try:
-        for result in run(work, setup, workers):
+        for result in run(noted(work.tasks(place), places), setup, workers):
             if isinstance(result, Chunk):
                 writers[NAMES[result.split]].write(np.asarray(result.ids))
                 if result.flags is not None:
                     writers[FLAGS + NAMES[result.split]].write(result.flags)
                 continue
             total.add(result)
+            place = places.popleft()
             tell("tokenizing", total.read, size)
             if result.bad and max_bad_fraction == 0:
                 raise UserError(
                     f"{describe_bad(setup.files, result.bad[0])} "
                     "(set data.max_bad_fraction to skip a share of bad documents)"
                 )
+            if time.monotonic() - saved >= JOURNAL_S:
+                _write_journal(folder, setup, writers, total, place)
+                saved = time.monotonic()
     finally:
         for writer in writers.values():
             writer.close()
     return total, {name: writer.entries() for name, writer in writers.items()}
+
+
+def _write_journal(
+    folder: Path, setup: Setup, writers: dict[str, ShardWriter], total: Summary, place: Place
+) -> None:
+    for writer in writers.values():
+        writer.flush()
+    journal = {
+        "format": FORMAT,
+        "rule": [setup.threshold, setup.cut],
+        "place": place,
+        "tokens": {name: writer.count for name, writer in writers.items()},
+        "summary": dataclasses.asdict(total),
+    }
+    write_atomically(folder / JOURNAL, json.dumps(journal))
 
 
 def _other_rule(setup: Setup, summary: Summary, val_fraction: float) -> Setup | None:

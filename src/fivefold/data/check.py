@@ -84,19 +84,24 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         ]
         train, val = tokenfiles.split(shards, recipe.data.val_fraction)
         amount = _amount(recipe, len(train), None if val is None else len(val))
-        fact = f"{len(shards)} token file(s), {sum(s.tokens for s in shards):,} tokens"
-        return Found(fact, amount, exact=True)
+        about = "about " * any(s.path.suffix == ".parquet" for s in shards)  # an empty row counts as one
+        fact = f"{len(shards)} token file(s), {about}{sum(s.tokens for s in shards):,} tokens"
+        return Found(fact, amount, exact=not about)
     mask = objective_of(recipe) == "mlm"
     check_tokenizer(recipe.data, mask)
     source = find(recipe.data.source)
     if source.hub:
         if not find_spec("datasets"):
-            raise UserError(needs_datasets(source.hub[0]))
+            raise UserError(needs_datasets(source.hub.name))
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")
     if source.size == 0 and all(f.size == 0 for f in source.files):
         raise UserError(f"data.source: {recipe.data.source} holds no text: {len(source.files)} empty file(s)")
     require_ids(recipe, source, mask)
     fact = f"{len(source.files):,} file(s), {source.size / 1e6:,.1f} MB"
+    if source.left_out:
+        fact += f"\nnote: {source.left_out}"
+    if recipe.data.stream:
+        return Found(f"{fact}\ntokenized while training, in windows of {recipe.data.stream_window:,} tokens")
     root = cache_folder(recipe.data.cache) / "data"
     if source.size <= HASHED_AT_ONCE and root.is_dir():
         data = recipe.data.model_copy(update={"tokenizer": tokenizer})
@@ -113,7 +118,7 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
     likely = int(most * (1 - recipe.data.val_fraction) / bytes_per_token(recipe.data.tokenizer))
     fact += f"\ntokens: about {likely:,} for training (not tokenized yet)"
-    bounded = all(f.kind != "parquet" for f in source.files)  # it is compressed, so its text may be larger
+    bounded = not any(f.kind == "parquet" or f.packed or f.url for f in source.files)  # else it may be larger
     return Found(fact, _amount(recipe, likely, None), most=most if bounded else None)
 
 

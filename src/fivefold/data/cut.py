@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from fivefold.data.stream import Stream
 from fivefold.data.tokens import COUNTED, ENDS, DataSet, Tokens
 from fivefold.files import cache_folder, locked, make_folder, write_atomically
 from fivefold.models.card import card_of
@@ -63,7 +64,9 @@ class Concatenated:
     """Sequence n of a source is tokens[n T : n T + T + 1]. A remainder is dropped. end: the token between documents,
     where flags do not say it; None: a sequence is one document."""
 
-    def __init__(self, tokens: Tokens, seq_len: int, objective: Objective = "causal", end: int | None = None):
+    def __init__(
+        self, tokens: Tokens | Stream, seq_len: int, objective: Objective = "causal", end: int | None = None
+    ):
         self.tokens, self.seq_len, self.objective, self.end = tokens, seq_len, objective, end
         self.uneven = tokens.flags is not None
         self.count = count_sequences(len(tokens), seq_len, objective)
@@ -134,12 +137,13 @@ class Packed:
         return Batch(inputs, targets, first if self.masked else None)
 
 
-def cut_of(recipe: Recipe, data: DataSet, tokens: Tokens, apart: bool = True) -> Cut:
+def cut_of(recipe: Recipe, data: DataSet, tokens: Tokens | Stream, apart: bool = True) -> Cut:
     """How tokens of a recipe become sequences. apart: False: documents are one text, whatever the recipe says."""
     section, seq_len = recipe.data, recipe.model.seq_len
     end, apart = end_of(recipe, data), apart and section.document_masks
     if section.packing == "best_fit":
         assert end is not None, "refused by the recipe's rules"
+        assert isinstance(tokens, Tokens), "so is this for streams"
         return Packed(tokens, seq_len, end, apart, cache_folder(section.cache) / "packing")
     return Concatenated(tokens, seq_len, card_of(recipe.model).objective, end if apart else None)
 

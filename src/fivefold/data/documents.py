@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fivefold.data.conversations import ANSWER, MESSAGES, Message, NotAConversation, messages_of
+from fivefold.data.sequential import (
+    LINE_SEARCH,
+    LONGEST_LINE,
+    ROWS,
+    Block,
+    Row,
+    line_border,
+    no_column,
+    wanted_columns,
+    without_nulls,
+)
 from fivefold.data.sources import File
 from fivefold.data.tasks import BY_RULE, FileSpan
 
-LINE_SEARCH = 1 << 17  # bytes searched for a line break; without one, a text is cut between characters
-LONGEST_LINE = 1 << 28  # bytes of a .jsonl line, which is held in memory as a whole
 SKIP = 1 << 20
 
 
@@ -58,6 +67,29 @@ def read_span(
         yield Bad(span.file, span.start, f"cannot be read: {error.strerror or error}")
 
 
+def read_block(
+    files: list[File], block: Block, text_key: str, chat: bool = False
+) -> Iterator[Document | Bad]:
+    """The documents of a block."""
+    number, at, split, begins, ends, reason, content = block
+    if reason:
+        yield Bad(number, at, reason)
+    elif files[number].kind == "text":
+        yield from _piece(number, at, content, split, begins, ends, begins and ends)
+    else:
+        for line in content.split(b"\n"):
+            if line.strip():
+                yield _json_document(number, at, line, text_key, chat)
+            at += len(line) + 1
+
+
+def read_row(row: Row, text_key: str, chat: bool = False) -> Document | Bad:
+    """A row as a document."""
+    if isinstance(row.value, str):
+        return Bad(row.file, row.number, row.value)
+    return document_of(row.file, row.number, row.value, text_key, chat)
+
+
 def row_groups(file: File) -> int:
     """Number of row groups of a parquet file; 1 if it is broken (its reader will report it)."""
     try:
@@ -72,16 +104,22 @@ def _text(path: Path, span: FileSpan) -> Iterator[Document | Bad]:
         f.seek(start)
         raw = f.read(stop - start)
     begins, ends = span.start == span.low, span.stop == span.high
-    separated = ends and span.end
+    yield from _piece(span.file, start, raw, span.split, begins, ends and span.end, begins and ends)
+
+
+def _piece(
+    file: int, start: int, raw: bytes, split: int, begins: bool, separated: bool, whole: bool
+) -> Iterator[Document | Bad]:
+    """A piece of a text, perhaps the whole of it."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         at = start + error.start
-        yield Bad(span.file, at, f"not UTF-8: byte 0x{raw[error.start]:02x} ({error.reason})")
-        if begins and ends:
+        yield Bad(file, at, f"not UTF-8: byte 0x{raw[error.start]:02x} ({error.reason})")
+        if whole:
             return
         text = ""  # keep the rest of a long text, with its beginning and its end
-    yield Document(span.file, start, text, span.split, begins, separated)
+    yield Document(file, start, text, split, begins, separated)
 
 
 def _border(f: BinaryIO, position: int, low: int, high: int) -> int:
@@ -93,14 +131,7 @@ def _border(f: BinaryIO, position: int, low: int, high: int) -> int:
     if position in (low, high):
         return position
     f.seek(position - 1)
-    window = f.read(min(LINE_SEARCH, high - position + 1))
-    line = window.find(b"\n")
-    if line >= 0:
-        return position + line
-    at = 1
-    while at < min(len(window), 5) and window[at] & 0xC0 == 0x80:  # a continuation byte of UTF-8
-        at += 1
-    return position - 1 + at
+    return position - 1 + line_border(f.read(min(LINE_SEARCH, high - position + 1)))
 
 
 def _jsonl(path: Path, span: FileSpan, text_key: str, chat: bool) -> Iterator[Document | Bad]:
@@ -170,22 +201,18 @@ def document_of(
 
 
 def _parquet(path: Path, span: FileSpan, text_key: str, chat: bool) -> Iterator[Document | Bad]:
-    """Reads rows in batches of 64, so that a row group of gigabytes is never decoded as a whole."""
     try:
         parquet = _open_parquet(path)
         columns = parquet.schema_arrow.names
-        wanted = [name for name in (text_key, *((MESSAGES,) if chat else ())) if name in columns]
+        wanted = wanted_columns(columns, text_key, chat)
         if not wanted:
-            reason = f"no column {text_key!r} (columns: {', '.join(columns[:10])}); set data.text_key"
-            yield Bad(span.file, span.start, reason)
+            yield Bad(span.file, span.start, no_column(text_key, columns))
             return
         row = sum(parquet.metadata.row_group(g).num_rows for g in range(span.start))
         groups = list(range(span.start, min(span.stop, parquet.num_row_groups)))
-        for batch in parquet.iter_batches(64, groups, wanted, use_threads=False):
+        for batch in parquet.iter_batches(ROWS, groups, wanted, use_threads=False):
             for found in batch.to_pylist():
-                if found.get(MESSAGES, 0) is None:  # a text among conversations
-                    del found[MESSAGES]
-                yield document_of(span.file, row, found, text_key, chat)
+                yield document_of(span.file, row, without_nulls(found), text_key, chat)
                 row += 1
     except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
         yield Bad(span.file, span.start, f"a broken parquet file: {error}")

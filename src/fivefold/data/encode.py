@@ -1,4 +1,4 @@
-"""Turns tasks (spans of files, or rows of a streamed set) into token ids, in worker processes on all cores.
+"""Turns tasks (spans, blocks or rows) into token ids, in worker processes on all cores.
 
 Workers are plain child processes behind pipes. Unlike multiprocessing's, they neither fork a process that may hold
 threads nor import the user's main script again. Task j goes to worker j mod N, and results are read in the order of
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from fivefold.data.conversations import Message, NotAConversation
-from fivefold.data.documents import Bad, Document, document_of, read_span
+from fivefold.data.documents import Bad, Document, read_block, read_row, read_span
+from fivefold.data.sequential import SPAN, Block, Row
 from fivefold.data.sources import File
-from fivefold.data.tasks import BY_RULE, SPAN, TRAIN, VAL, FileSpan, Task, document_hash
+from fivefold.data.tasks import BY_RULE, TRAIN, VAL, FileSpan, Task, document_hash
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.data.tokens import COUNTED, ENDS
 from fivefold.errors import UserError
@@ -191,16 +192,25 @@ def training_texts(task: Task, setup: Setup) -> Iterator[str]:
 
 
 def _documents(task: Task, setup: Setup) -> Iterator[Document | Bad]:
+    return read_task(task, setup.files, setup.text_key, bool(setup.template))
+
+
+def read_task(task: Task, files: list[File], text_key: str, chat: bool) -> Iterator[Document | Bad]:
+    """The documents of a task."""
     for item in task:
         if isinstance(item, FileSpan):
-            yield from read_span(setup.files, item, setup.text_key, bool(setup.template))
+            yield from read_span(files, item, text_key, chat)
+        elif isinstance(item, Block):
+            yield from read_block(files, item, text_key, chat)
         else:
-            yield document_of(0, *item, setup.text_key, bool(setup.template))
+            yield read_row(item, text_key, chat)
 
 
 def _read_size(files: list[File], item: Any) -> int:
-    if not isinstance(item, FileSpan):
-        return len(str(item[1]))
+    if isinstance(item, Block):
+        return len(item.content)
+    if isinstance(item, Row):
+        return len(str(item.value))
     if files[item.file].kind == "parquet":
         return files[item.file].size // max(1, item.high)
     return item.stop - item.start
@@ -246,21 +256,39 @@ def open_encoder(setup: Setup) -> Encoder | None:
     return Encoder(tokenizer, ChatTemplate(setup.template, tokenizer))
 
 
-# A worker reads a line with the setup and then one line per task from stdin. For each task it writes its chunks to
-# stdout (a line [split, count, flagged], then the ids, then perhaps their flags) and its summary as a line. It is JSON
-# and raw arrays; nothing is pickled.
+# A worker reads a line with the setup and then one line per task from stdin, behind it the bytes of blocks. For each
+# task it writes its chunks to stdout (a line [split, count, flagged], then the ids, then perhaps their flags) and its
+# summary as a line. It is JSON and raw bytes; nothing is pickled.
 
 
 def to_line(value: Any) -> bytes:
     return json.dumps(value).encode("ascii") + b"\n"
 
 
+ITEMS: dict[str, type[FileSpan] | type[Block] | type[Row]] = {"spans": FileSpan, "blocks": Block, "rows": Row}
+
+
+def task_to(task: Task) -> list[bytes]:
+    """A task as what is written."""
+    kind = next(name for name, item in ITEMS.items() if isinstance(task[0], item))
+    contents = [item.content for item in task if isinstance(item, Block)]
+    items = [(*item[:-1], len(item.content)) if isinstance(item, Block) else item for item in task]
+    return [to_line([kind, items]), *contents]
+
+
+def task_from(line: bytes, read: Callable[[int], bytes]) -> Task:
+    kind, items = json.loads(line)
+    if kind == "blocks":
+        return [Block(*item[:-1], read(item[-1])) for item in items]
+    return [ITEMS[kind](*item) for item in items]
+
+
 def setup_from(value: dict[str, Any]) -> Setup:
-    return Setup(**{**value, "files": [File(f[0], Path(f[1]), f[2], f[3]) for f in value["files"]]})
+    return Setup(**{**value, "files": [File(f[0], Path(f[1]), *f[2:]) for f in value["files"]]})
 
 
 def setup_to(setup: Setup) -> dict[str, Any]:
-    return {**vars(setup), "files": [[f.name, str(f.path), f.kind, f.size] for f in setup.files]}
+    return {**vars(setup), "files": [[f.name, str(f.path), *f[2:]] for f in setup.files]}
 
 
 def summary_from(value: dict[str, Any]) -> Summary:
@@ -277,9 +305,8 @@ def worker() -> None:
     )  # lets the worker continue while the parent is busy
     writer = threading.Thread(target=_write_all, args=(ready,), daemon=True)
     writer.start()
-    for line in sys.stdin.buffer:
-        kind, items = json.loads(line)
-        task: Task = [FileSpan(*i) for i in items] if kind == "spans" else [(n, row) for n, row in items]
+    while line := sys.stdin.buffer.readline():
+        task = task_from(line, sys.stdin.buffer.read)
         for result in run_task(task, setup, encoder):
             if isinstance(result, Chunk):
                 flags = b"" if result.flags is None else result.flags.tobytes()
@@ -366,10 +393,9 @@ class _Feeder(threading.Thread):
     def run(self) -> None:
         try:
             for task in self.tasks:
-                kind = "spans" if isinstance(task[0], FileSpan) else "rows"
                 stdin = self.processes[self.fed % len(self.processes)].stdin
                 assert stdin is not None
-                stdin.write(to_line([kind, task]))
+                stdin.writelines(task_to(task))
                 stdin.flush()
                 self.fed += 1
         except BrokenPipeError:

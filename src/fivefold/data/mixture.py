@@ -147,7 +147,7 @@ def of_entry(recipe: Recipe, entry: SourceEntry | ValidationEntry) -> Recipe:
     """The recipe with a source as its only one."""
     own: dict[str, Any] = {"source": entry.source, "text_key": entry.text_key or recipe.data.text_key}
     if isinstance(entry, ValidationEntry):
-        own["val_fraction"] = 0.0
+        own |= {"val_fraction": 0.0, "stream": False}
     return _with(recipe, sources=(), stages=(), validation=(), weigh_by="tokens", **own)
 
 

@@ -70,10 +70,14 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     return x.astype(np.int64).reshape(np.shape(positions))
 
 
+def seed_of(seed: int, source: int) -> int:
+    """The seed of a source's order: sources of one size do not share one."""
+    return int(hash_keys(seed, source)[0]) if source else seed
+
+
 def item_numbers(uses_R: np.ndarray, count: int, seed: int, source: int = 0) -> np.ndarray:
     """The items of a source of `count` items that its uses 0, 1, 2, ... take. Each epoch takes every item once."""
-    if source:  # sources of one size do not share an order
-        seed = int(hash_keys(seed, source)[0])
+    seed = seed_of(seed, source)
     epochs_R, positions_R = np.divmod(uses_R, count)
     numbers_R = np.empty_like(positions_R)
     for epoch in np.unique(epochs_R).tolist():  # two epochs if a batch crosses a border

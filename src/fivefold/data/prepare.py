@@ -6,17 +6,18 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fivefold.data import tokenfiles
+from fivefold.data import stream, tokenfiles
 from fivefold.data.batches import objective_of
-from fivefold.data.build import Progress, build, is_named, require_few_bad
+from fivefold.data.build import JOURNAL, Progress, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
-from fivefold.data.fingerprint import Memo, remembered, sha256_file
+from fivefold.data.fingerprint import Memo, remembered, sampled_sha256, sha256_file
 from fivefold.data.sources import Source, find
 from fivefold.data.tasks import hub_fingerprint
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
@@ -24,15 +25,32 @@ from fivefold.data.tokens import (
     FORMAT,
     NAMES,
     DataSet,
+    Shard,
+    Tokens,
     add_digests,
     open_tokens,
     read_manifest,
     write_manifest,
 )
 from fivefold.errors import UserError
-from fivefold.files import cache_folder, flush_all, locked, make_folder, own_word, remove, rename, writable
+from fivefold.files import (
+    cache_folder,
+    flush_all,
+    held,
+    locked,
+    make_folder,
+    own_word,
+    remove,
+    rename,
+    writable,
+)
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
+
+LEAST_VAL = (
+    1 << 16
+)  # tokens that a stream keeps for validation; no fewer, so that few settings make another stream
+LEAST_SHARD, MOST_SHARD = 1 << 10, 1 << 22  # tokens
 
 
 def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
@@ -70,6 +88,8 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
     root, began = cache_folder(data.cache) / "data", time.perf_counter()
     check_tokenizer(data, mask)
     source = find(data.source)
+    if data.stream:
+        return _prepare_stream(source, recipe, mask, root, tell)
     with writable(root):
         key = cache_key(source, data, mask, root, tell)
         folder = root / key
@@ -94,6 +114,87 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
     return DataSet(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 
+def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell: Progress) -> DataSet:
+    """The data set of a stream, as soon as validation is there and training has a beginning."""
+    data, seq_len, overlap = recipe.data, recipe.model.seq_len, not mask
+    if any(f.url.startswith("memory:") for f in source.files):
+        raise UserError(f"data.stream: another process tokenizes, and cannot read {data.source}")
+    wanted = recipe.train.val_sequences * seq_len + overlap if data.val_fraction else 0
+    most_val = max(LEAST_VAL, 1 << (wanted - 1).bit_length()) if wanted else 0
+    shard = max(LEAST_SHARD, min(MOST_SHARD, data.stream_window))
+    with writable(root):
+        key = cache_key(source, data, mask, root, tell)
+        folder = _stream_folder(root, _hash(key, shard, most_val))
+        make_folder(folder)
+        setup = {
+            "source": data.source,
+            "data": data.model_dump_json(),
+            "mask": mask,
+            "val": most_val,
+            "shard": shard,
+        }
+        stream.start(folder, setup, anew=True)
+    if source.left_out:
+        tell(f"note: {source.left_out}", 0, None)
+    cached = (now := stream.read_progress(folder)) is not None
+    while (
+        now is None or not (now.full or now.val >= wanted) or not now.has(now.first, now.first + seq_len + 1)
+    ):
+        if (text := stream.error_of(folder)) is not None:
+            raise UserError(text)
+        stream.start(folder, setup)
+        done = 0 if now is None else (now.summary or {}).get("read", 0)
+        tell("tokenizing until training can start", done, None)
+        time.sleep(0.05)
+        if now := stream.read_progress(folder):
+            _require_room(data, now, seq_len, most_val)
+    if wanted and now.val <= overlap:
+        raise UserError(
+            f"data.source: no document of {data.source} was held out by data.val_fraction = {data.val_fraction}, which "
+            "data.stream chooses by their hashes. Increase it, or set it to 0"
+        )
+    tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
+    train = stream.Stream(folder, data.stream_window, setup)
+    val = Tokens([Shard(folder / "val-00000.bin", now.dtype, 0, min(wanted, now.val))]) if wanted else None
+    info = {
+        "source": data.source,
+        "fingerprint": _hash(key, data.stream_window),
+        "folder": str(folder),
+        "cached": cached,
+    }
+    info |= {"files": len(source.files), "tokens": {"train": now.count - now.first, "val": now.val}}
+    return DataSet(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def _stream_folder(root: Path, key: str) -> Path:
+    """The folder of a stream on this machine: another one where a machine with the same disk tokenizes already."""
+    folder, host = root / f"{key}.stream", socket.gethostname()
+    try:
+        owner = (folder / stream.BUILDER).read_text("utf-8")
+    except OSError:
+        return folder
+    if owner not in ("", host):
+        lock = held(folder / stream.BUILDER)
+        if lock is None:
+            return root / f"{key}.stream-{host}"
+        lock.close()
+    return folder
+
+
+def _require_room(data: DataSection, now: stream.Progress, seq_len: int, most_val: int) -> None:
+    window = max(data.stream_window, seq_len) + 1
+    least = (window + 3 * now.shard + most_val) * now.item / 2**30
+    if 0 < data.stream_gib < least:
+        raise UserError(
+            f"data.stream_gib = {data.stream_gib} is too small for data.stream_window = {data.stream_window}. Nearest "
+            f"valid: stream_gib = {least * 1.001:.4g}"
+        )
+
+
 def _with_digests(folder: Path, lock: Path, manifest: dict[str, Any], tell: Progress) -> dict[str, Any]:
     """The manifest of an older version's folder, with digests from now on; as it is if the folder cannot be written."""
     tell("hashing shards", 0, None)
@@ -113,16 +214,23 @@ def _make(
     workers: int,
     tell: Progress,
 ) -> dict[str, Any]:
-    """Builds in a temporary folder and renames it, so that a folder with the key's name is always complete."""
-    folder, temporary = root / key, root / f"{key}.tmp-{own_word()}"
+    """Builds in a temporary folder and renames it, so that a folder with the key's name is always complete.
+
+    alone: nobody else does. Then the temporary folder stays if this is interrupted, and the next call continues it.
+    """
+    folder, temporary = root / key, root / (f"{key}.part" if alone else f"{key}.tmp-{own_word()}")
     if alone:  # anything here was left by a killed run or has been damaged
         for left in [folder, *root.glob(f"{key}.tmp-*")]:
             remove(left)
-    make_folder(temporary, new=True)
+    make_folder(temporary, new=not alone)
+    if source.left_out:
+        tell(f"note: {source.left_out}", 0, None)
     try:
         manifest = build(source, data, mask, temporary, workers, tell)
         if not source.hub and cache_key(source, data, mask, root, tell) != key:
+            remove(temporary)
             raise UserError(f"data.source: {data.source}: a file changed while it was tokenized; run again")
+        remove(temporary / JOURNAL)
         write_manifest(temporary, manifest)
         flush_all(temporary)
         try:
@@ -132,7 +240,8 @@ def _make(
                 raise
         return manifest
     finally:
-        remove(temporary)
+        if not alone:
+            remove(temporary)
 
 
 def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Progress) -> str:
@@ -140,7 +249,7 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: P
     if source.hub:
         content: Any = hub_fingerprint(source.hub)
     else:
-        done = 0
+        local, done = [f for f in source.files if not f.url], 0
 
         def count(size: int) -> None:
             nonlocal done
@@ -148,20 +257,21 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: P
             tell("reading", done, source.size)
 
         where = hashlib.sha256(os.path.abspath(data.source).encode("utf-8", "surrogateescape")).hexdigest()
-        memo = Memo(root / f"files-{where[:16]}.json")
+        memo = Memo(root / f"files-{where[:16]}{'-sampled' * data.stream}.json")
         hashes = remembered(
-            [f.path for f in source.files],
+            [f.path for f in local],
             memo,
-            lambda p: sha256_file(p, count),
+            sampled_sha256 if data.stream else (lambda p: sha256_file(p, count)),
             lambda e: f"unreadable: {e.strerror}",
         )
-        content = [[f.name, f.kind, h] for f, h in zip(source.files, hashes, strict=True)]
+        known = dict(zip(local, hashes, strict=True))
+        content = [[f.name, f.kind, known.get(f) or [f.url, f.size, f.version]] for f in source.files]
     tokenizer = data.tokenizer
     if not is_named(tokenizer):
         tokenizer = hashlib.sha256(
             load_tokenizer(Path(tokenizer).expanduser(), mask).to_json().encode()
         ).hexdigest()
-    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key]
+    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key] + ["stream"] * data.stream
     if data.chat_template:
         settings.append(read_template(data.chat_template, data.tokenizer))
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
@@ -219,6 +329,9 @@ def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
         tasks = {}
 
         def show(stage: str, done: int, total: int | None) -> None:
+            if stage.startswith("note: "):
+                bars.console.print(f"data: {stage}", markup=False, highlight=False)
+                return
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total)
             bars.update(tasks[stage], completed=done, total=total)

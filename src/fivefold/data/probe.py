@@ -7,10 +7,11 @@ from pathlib import Path
 
 from fivefold.data.build import describe_bad, is_named
 from fivefold.data.conversations import special_of
-from fivefold.data.documents import Bad, read_span
+from fivefold.data.documents import Bad
+from fivefold.data.encode import read_task
 from fivefold.data.prepare import require_vocabulary
 from fivefold.data.sources import Source
-from fivefold.data.tasks import BY_RULE, FileSpan
+from fivefold.data.tasks import BY_RULE, FileSpan, first_task
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError
 from fivefold.recipe import Recipe
@@ -32,9 +33,13 @@ def require_readable(recipe: Recipe, source: Source) -> None:
     whole = source.size <= PROBED
     for number, file in enumerate(source.files[: PROBED // LEAST] if not whole else source.files):
         stop = file.size if whole else min(file.size, each)
-        by_bytes = file.kind in ("text", "jsonl")
+        by_bytes = file.kind in ("text", "jsonl") and not file.from_start
         span = FileSpan(number, 0, stop if by_bytes else 1, 0, file.size if by_bytes else 1, BY_RULE, True)
-        found = read_span(source.files, span, data.text_key, bool(data.chat_template))
+        chat = bool(data.chat_template)
+        if file.url:  # `check` uses no network but to list them
+            continue
+        task = first_task(source.files, number, data.text_key, chat) if file.from_start else [span]
+        found = read_task(task, source.files, data.text_key, chat)
         for document in found if by_bytes else islice(found, ROWS):
             if isinstance(document, Bad):
                 raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import re
 import stat
 import sysconfig
 from collections import Counter
@@ -12,16 +13,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from fivefold.data import remote
 from fivefold.errors import UserError
 
-FileKind = Literal["text", "jsonl", "parquet"]
+FileKind = Literal["text", "json", "jsonl", "parquet"]
 KINDS: dict[str, FileKind] = {
     ".txt": "text",
     ".md": "text",
     ".py": "text",
+    ".json": "json",
     ".jsonl": "jsonl",
     ".parquet": "parquet",
 }
+PACKED = (".gz", ".zst")
+"""Compressions, of any kind but parquet, which has its own."""
 
 # `stdlib` leaves out installed packages, tests (many distributions do not install them, so the set would differ between
 # machines), and generated tables (encodings, documentation topics, build variables). 10 MB in 600 files remain.
@@ -32,29 +37,63 @@ class File(NamedTuple):
     """A file of the source.
 
     name: path below the source's root. It decides order and split, so the same tree gives the same data anywhere.
-    size: bytes, or -1 if the file cannot be read.
+    size: bytes as they lie there, or -1 if the file cannot be read. packed: its compression, one of PACKED or "".
+    url: its address, if it lies elsewhere; version: what its server says of the content.
     """
 
     name: str
     path: Path
     kind: FileKind
     size: int
+    packed: str = ""
+    url: str = ""
+    version: str = ""
+
+    @property
+    def where(self) -> str:
+        return self.url or str(self.path)
+
+    @property
+    def from_start(self) -> bool:
+        """It is read once, from its start on, by one process: no part of it can be found without what is before."""
+        return bool(self.packed or self.url or self.kind == "json")
+
+
+class Hub(NamedTuple):
+    """Rows first .. stop of a split of a Hugging Face data set. stop None: all."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    first: int = 0
+    stop: int | None = None
+
+
+_HUB = re.compile(
+    r"hf:(?P<name>[^:\[\]]+)(:(?P<config>[^:\[\]]*))?(:(?P<split>[^:\[\]]+))?(\[(?P<first>\d*):(?P<stop>\d*)\])?"
+)
 
 
 class Source(NamedTuple):
     """The files of a source.
 
-    spec: the recipe's text. ignored: number of files of other kinds. hub: (name, config) of a hub data set.
+    spec: the recipe's text. unknown: number of files of other kinds, by extension. hub: a hub data set instead.
     """
 
     spec: str
     files: list[File]
-    ignored: int = 0
-    hub: tuple[str, str | None] | None = None
+    unknown: dict[str, int] = {}  # noqa: RUF012
+    hub: Hub | None = None
 
     @property
     def size(self) -> int:
         return sum(max(0, f.size) for f in self.files)
+
+    @property
+    def left_out(self) -> str:
+        """The files of other kinds in words, or ""."""
+        count = sum(self.unknown.values())
+        return f"{count:,} file(s) of other kinds left out: {_listed(self.unknown)}" if count else ""
 
 
 def find(spec: str) -> Source:
@@ -66,30 +105,52 @@ def find(spec: str) -> Source:
     if spec == "stdlib":
         return _stdlib()
     if spec.startswith("hf:"):
-        name, _, config = spec.removeprefix("hf:").partition(":")
-        if not name:
-            raise UserError("data.source = 'hf:': the name is missing; write hf:NAME or hf:NAME:CONFIG")
-        return Source(spec, [], hub=(name, config or None))
+        return Source(spec, [], hub=_hub(spec))
     if not spec:
         raise UserError("data.source is empty; use a file, a folder, a glob, stdlib, tokens:PATH or hf:NAME")
+    if remote.is_address(spec):
+        return _of_kind(spec, [(e.name, Path(e.name), e) for e in remote.entries(spec)])
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
-        return _of_kind(spec, path, _walk(path))
+        return _below(spec, path, _walk(path))
     if path.is_file():
-        if path.suffix.lower() not in KINDS:
+        if kind_of(path.name) is None:
             raise UserError(
-                f"data.source: {spec}: unknown kind of file {path.suffix or '(none)'}; {_known(path)}"
+                f"data.source: {spec}: unknown kind of file {_extension(path.name)}; {_known(path)}"
             )
-        return Source(spec, [_file(path, path.parent)])
+        return _below(spec, path.parent, [path])
     if glob.has_magic(str(path)):
         matches = [Path(p) for p in set(glob.glob(str(path), recursive=True))]
         files = [p for p in matches if not p.is_dir()]
         if files:
-            return _of_kind(spec, _fixed_part(path), files)
+            return _below(spec, _fixed_part(path), files)
         only = "only folders match" if matches else "no file matches"
         raise UserError(f"data.source: {only} {spec!r}; {nearest(_fixed_part(path))}")
     hint = "; known words: stdlib, tokens:PATH, hf:NAME" if os.sep not in spec else ""
     raise UserError(f"data.source: no such file or folder: {spec!r}; {nearest(path)}{hint}")
+
+
+def kind_of(name: str) -> tuple[FileKind, str] | None:
+    """(kind, compression) by the name of a file: ("jsonl", ".gz") of a.jsonl.gz. None: it is not known."""
+    stem, packed = os.path.splitext(name.lower())
+    if packed not in PACKED:
+        stem, packed = name.lower(), ""
+    kind = KINDS.get(os.path.splitext(stem)[1])
+    return None if kind is None or (packed and kind == "parquet") else (kind, packed)
+
+
+def _hub(spec: str) -> Hub:
+    found = _HUB.fullmatch(spec)
+    if not found:
+        what = "the name is missing" if spec == "hf:" else "cannot be read"
+        raise UserError(
+            f"data.source = {spec!r}: {what}; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT, and [FROM:TO] "
+            "behind it for some of the rows"
+        )
+    first, stop = int(found["first"] or 0), int(found["stop"]) if found["stop"] else None
+    if stop is not None and stop <= first:
+        raise UserError(f"data.source = {spec!r}: the rows end before they begin; FROM must be below TO")
+    return Hub(found["name"], found["config"] or None, found["split"] or "train", first, stop)
 
 
 def nearest(path: Path) -> str:
@@ -109,14 +170,14 @@ def nearest(path: Path) -> str:
 
 def _stdlib() -> Source:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        _file(p, root)
+    paths = [
+        p
         for p in _walk(root, STDLIB_LEFT_OUT)
         if p.suffix == ".py" and not p.name.startswith("_sysconfigdata")
     ]
-    if not files:
+    if not paths:
         raise UserError(f"data.source = stdlib: this Python has no .py files in {root}; use a path instead")
-    return Source("stdlib", sorted(files))
+    return _below("stdlib", root, paths)
 
 
 def _walk(root: Path, left_out: Iterable[str] = ()) -> list[Path]:
@@ -130,24 +191,51 @@ def _walk(root: Path, left_out: Iterable[str] = ()) -> list[Path]:
     return found
 
 
-def _of_kind(spec: str, root: Path, paths: list[Path]) -> Source:
-    files = sorted(_file(p, root) for p in paths if p.suffix.lower() in KINDS)
+def _below(spec: str, root: Path, paths: list[Path]) -> Source:
+    return _of_kind(spec, [(p.relative_to(root).as_posix(), p, None) for p in paths])
+
+
+def _of_kind(spec: str, found: list[tuple[str, Path, remote.Entry | None]]) -> Source:
+    """The files of a known kind among (name, path, what a server says of it)."""
+    files: list[File] = []
+    unknown: Counter[str] = Counter()
+    for name, path, entry in found:
+        kind = kind_of(name)
+        if kind is None:
+            unknown[_extension(name)] += 1
+        elif entry is None:
+            files.append(File(name, path.absolute(), kind[0], _size(path), kind[1]))
+        else:
+            files.append(File(name, path, kind[0], entry.size, kind[1], entry.url, entry.version))
     if not files:
-        kinds = Counter(p.suffix.lower() or "(no extension)" for p in paths).most_common(5)
-        found = ", ".join(f"{count} {kind}" for kind, count in kinds) or "nothing"
-        raise UserError(f"data.source: {spec}: no file of a known kind; found {found}; {_known(*paths)}")
-    return Source(spec, files, len(paths) - len(files))
+        here = _listed(unknown) or "nothing"
+        raise UserError(
+            f"data.source: {spec}: no file of a known kind; found {here}; {_known(*(p for _, p, _ in found))}"
+        )
+    return Source(spec, sorted(files), dict(unknown))
 
 
-def _file(path: Path, root: Path) -> File:
+def _extension(name: str) -> str:
+    stem, extension = os.path.splitext(name.lower())
+    if extension in PACKED:
+        extension = os.path.splitext(stem)[1] + extension
+    return extension or "(no extension)"
+
+
+def _listed(kinds: dict[str, int]) -> str:
+    most = Counter(kinds).most_common(5)
+    return ", ".join(f"{count} {kind}" for kind, count in most) + (", ..." if len(kinds) > 5 else "")
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or -1: of a dangling link, whose reader reports it as a bad document."""
     try:
         state = path.stat()
-        size = state.st_size
-        if not stat.S_ISREG(state.st_mode):  # a pipe blocks its reader, and a device may have no end
-            raise UserError(f"data.source: {path} is not a regular file")
     except OSError:
-        size = -1  # a dangling link; its reader reports it as a bad document
-    return File(path.relative_to(root).as_posix(), path.absolute(), KINDS[path.suffix.lower()], size)
+        return -1
+    if not stat.S_ISREG(state.st_mode):  # a pipe blocks its reader, and a device may have no end
+        raise UserError(f"data.source: {path} is not a regular file")
+    return state.st_size
 
 
 def _fixed_part(pattern: Path) -> Path:
@@ -158,4 +246,4 @@ def _fixed_part(pattern: Path) -> Path:
 
 def _known(*paths: Path) -> str:
     hint = "; for token files write tokens:PATH" if any(p.suffix in (".bin", ".npy") for p in paths) else ""
-    return f"known: {' '.join(KINDS)}{hint}"
+    return f"known: {' '.join(KINDS)}, and texts as {' '.join(PACKED)}{hint}"

@@ -1,4 +1,7 @@
-"""Reads token files in place (`tokens:PATH`): nanoGPT's and llm.c's .bin, and .npy."""
+"""Reads token files in place (`tokens:PATH`): .bin of nanoGPT, llm.c and Megatron-LM, and .npy.
+
+The column `input_ids` of a .parquet is copied to the cache first, because it is compressed.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,29 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.data import megatron
 from fivefold.data.batches import objective_of
 from fivefold.data.blocks import BlockHasher, read_digests
-from fivefold.data.fingerprint import Memo, remembered
+from fivefold.data.fingerprint import Memo, remembered, stat_of
 from fivefold.data.sources import nearest
 from fivefold.data.tokens import DataSet, Shard, Tokens
 from fivefold.errors import UserError
-from fivefold.files import BROKEN, cache_folder, open_file, writable, write_atomically
+from fivefold.files import (
+    BROKEN,
+    cache_folder,
+    flush,
+    open_file,
+    own_word,
+    remove,
+    rename,
+    stream,
+    writable,
+    write_atomically,
+)
 from fivefold.recipe import Recipe
 
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.
+KINDS = (".bin", ".npy", ".parquet")
 LLMC_HEADER = 256 * 4
 LLMC_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 NPY_DTYPES = ("uint16", "uint32", "int32", "int64")
@@ -41,7 +57,12 @@ def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> 
     Raises UserError for truncated files and for ids beyond the vocabulary.
     """
     began, spec = time.perf_counter(), recipe.data.source
-    shards = [read_header(p, recipe.data.token_dtype) for p in find_files(spec)]
+    shards = []
+    for path in find_files(spec):
+        if path.suffix == ".parquet":
+            shards.append(read_header(_copied(path, recipe, tell), "uint32"))
+        else:
+            shards.append(read_header(path, recipe.data.token_dtype))
     highest, digests, shards = _scan(shards, recipe, tell)
     reserved = 1 if objective_of(recipe) == "mlm" else 0
     needed = min(max([1, *highest]) + 1 + reserved, LARGEST_VOCABULARY)
@@ -64,22 +85,28 @@ def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> 
 
 
 def find_files(spec: str) -> list[Path]:
-    """The token files of `tokens:PATH`, sorted. PATH is a file, a folder with .bin and .npy files, or a glob."""
+    """The token files of `tokens:PATH`, sorted. PATH is a file, a folder with token files, a glob, or a name without
+    .bin, as Megatron-LM has them."""
     given = spec.removeprefix("tokens:")
     if not given:
         raise UserError("data.source = 'tokens:': the path is missing; write tokens:PATH")
     pattern = Path(os.path.expanduser(given))
     if pattern.is_dir():
-        paths = [p for p in pattern.iterdir() if p.suffix in (".bin", ".npy")]
+        paths = [p for p in pattern.iterdir() if p.suffix in KINDS]
     elif pattern.is_file():
         paths = [pattern]
+    elif pattern.with_name(f"{pattern.name}.bin").is_file():
+        paths = [pattern.with_name(f"{pattern.name}.bin")]
     else:
         paths = [p for p in map(Path, glob.glob(str(pattern), recursive=True)) if p.is_file()]
     if not paths:
-        raise UserError(f"data.source: no token file (.bin, .npy) at {spec!r}; {nearest(pattern)}")
+        raise UserError(f"data.source: no token file ({', '.join(KINDS)}) at {spec!r}; {nearest(pattern)}")
+    paths = [p for p in paths if p.suffix != ".idx" or not p.with_suffix(".bin").is_file()]
     for path in paths:
-        if path.suffix not in (".bin", ".npy"):
-            raise UserError(f"data.source: {path}: token files end in .bin (nanoGPT, llm.c) or .npy")
+        if path.suffix not in KINDS:
+            raise UserError(
+                f"data.source: {path}: token files end in .bin (nanoGPT, llm.c, Megatron-LM), .npy or .parquet"
+            )
     return sorted(path.absolute() for path in paths)
 
 
@@ -87,12 +114,17 @@ def read_header(path: Path, dtype: str) -> Shard:
     """Where the ids lie in a file, and their dtype. `dtype` is that of a .bin without a header."""
     try:
         with open_file(path):  # a pipe would block
+            if path.suffix == ".parquet":  # how many there are
+                return Shard(path, "<u4", 0, _input_ids(path)[1])
             return _npy(path) if path.suffix == ".npy" else _bin(path, dtype)
     except OSError as error:
         raise UserError(f"data.source: {path}: cannot be read: {error.strerror}") from None
 
 
 def _bin(path: Path, dtype: str) -> Shard:
+    if megatron.index_of(path).is_file():
+        its, count = megatron.read_index(path)
+        return Shard(path, its, 0, count)
     size = path.stat().st_size
     with open(path, "rb") as f:
         head = np.frombuffer(f.read(12), "<i4") if size >= LLMC_HEADER else np.zeros(3, "<i4")
@@ -114,6 +146,77 @@ def _bin(path: Path, dtype: str) -> Shard:
             f"bytes (the last begins at byte {size - size % item:,})"
         )
     return Shard(path, f"<u{item}", 0, size // item)
+
+
+COLUMN = "input_ids"
+
+
+def _input_ids(path: Path) -> tuple[Any, int]:
+    """A .parquet file and the number of its ids.
+
+    Raises:
+        UserError: it is broken, or has no column of them.
+    """
+    import pyarrow.parquet
+    import pyarrow.types
+
+    try:
+        parquet: Any = pyarrow.parquet.ParquetFile(path)
+    except ValueError as error:  # pyarrow's ArrowInvalid is one
+        raise UserError(f"data.source: {path}: a broken parquet file: {error}") from None
+    schema = parquet.schema_arrow
+    if COLUMN not in schema.names:
+        names = ", ".join(schema.names[:10])
+        raise UserError(f"data.source: {path}: no column {COLUMN!r} (columns: {names})")
+    kind = schema.field(COLUMN).type
+    lists = (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)
+    if not any(known(kind) for known in lists) or not pyarrow.types.is_integer(kind.value_type):
+        raise UserError(
+            f"data.source: {path}: the column {COLUMN!r} has {kind}; expected lists of whole numbers"
+        )
+    groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    return parquet, sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == COLUMN)
+
+
+def _copied(path: Path, recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> Path:
+    """The ids of a .parquet as a file of uint32 in the cache. Behind a row stands data.end_token, if it is set and the
+    row does not end with it."""
+    root, end = cache_folder(recipe.data.cache) / "data", recipe.data.end_token
+    parquet, total = _input_ids(path)
+    facts = f"{path} {stat_of(path)} {end}"
+    copy = root / f"{path.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.bin"
+    if copy.is_file():
+        return copy
+    with writable(root):
+        temporary, done, row = copy.with_suffix(f".{own_word()}"), 0, 0
+        try:
+            with stream(temporary) as file:
+                for batch in parquet.iter_batches(1024, columns=[COLUMN], use_threads=False):
+                    for ids in batch.column(0):
+                        file.write(_checked(path, row, ids, end))
+                        done, row = done + len(ids.values or ()), row + 1
+                    tell(f"copying {COLUMN}", 4 * done, 4 * total)
+            flush(temporary)
+            rename(temporary, copy)
+        finally:
+            remove(temporary)
+    return copy
+
+
+def _checked(path: Path, row: int, found: Any, end: int | None) -> bytes:
+    ids = (
+        None
+        if found.values is None or found.values.null_count
+        else found.values.to_numpy(zero_copy_only=False)
+    )
+    if ids is None or (len(ids) and not 0 <= ids.min() <= ids.max() < LARGEST_VOCABULARY):
+        raise UserError(
+            f"data.source: {path}: row {row}: {COLUMN} must hold ids from 0 to {LARGEST_VOCABULARY - 1:,}"
+        )
+    if end is not None and (not len(ids) or ids[-1] != end):
+        ids = np.append(ids, end)
+    return ids.astype("<u4").tobytes()
 
 
 def _npy(path: Path) -> Shard:

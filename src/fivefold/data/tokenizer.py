@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from fivefold.data import foreign
+from fivefold.data.words import Words, applies
 from fivefold.errors import UserError
 from fivefold.files import parse_json, read_bytes, read_json, write_atomically
 
@@ -34,6 +35,8 @@ WORDS = (
     r"|[\r\n]{1,64}[ \t]{0,64}|\s{1,64}(?!\S)|\s{1,64}"
 )
 PIECE = 1 << 17  # characters encoded at once; bounds memory (the library takes about 100 bytes per character)
+
+LONG = 1 << 10  # characters from which on a table of words is worth it
 
 
 class Tokenizer:
@@ -66,6 +69,7 @@ class Tokenizer:
         self.special_tokens = {t["content"]: t["id"] for t in self._spec["added_tokens"] if t["special"]}
         self.chat_template = ""
         self._is_bytes = _is_plain_bytes(self._spec)
+        self._has_words, self._words = applies(self._spec, (WORDS,)), None
         self._char_ids = _character_table(self._spec)
         self.token_bytes = self._count_bytes()
 
@@ -87,6 +91,10 @@ class Tokenizer:
             return self._encode_characters(text)
         ids = [np.empty(0, np.int64)]
         for piece in cut_text(text):
+            if self._has_words and len(piece) >= LONG:
+                self._words = self._words or Words(self._inner)
+                ids.append(self._words.encode(piece))
+                continue
             (encoding,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
             ids.append(np.array(encoding.ids, np.int64))
         return np.concatenate(ids)

@@ -14,14 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from fivefold.data.blocks import BlockHasher, Blocks, read_digests
+from fivefold.data.stream import Stream
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
-from fivefold.files import stream, write_atomically
+from fivefold.files import flush, stream, stream_on, write_atomically
 from fivefold.recipe.entries import HELD_OUT
 
 OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by default
@@ -137,7 +138,7 @@ class Part(NamedTuple):
     """A source of a mixture with its two splits, or a validation set (all of it is `train`). info: as in `DataSet`."""
 
     name: str
-    train: Tokens
+    train: Tokens | Stream
     val: Tokens | None
     info: dict[str, Any]
 
@@ -146,13 +147,13 @@ class Part(NamedTuple):
 class DataSet:
     """The prepared data of a run.
 
-    train, val: the two splits (val is None if nothing is held out). parts: the sources of a mixture; `train` and `val`
-    are then the first one's. validation: further sets. tokenizer: None for `tokens:` sources. vocab_size:
-    all ids are below it. mask_id: the id of a hidden token, where the objective is `mlm`. info: source, fingerprint,
-    folder, cached, documents / tokens / bytes per split, skipped documents.
+    train, val: the two splits (val is None if nothing is held out; train is a `Stream` with `data.stream`). parts: the
+    sources of a mixture; `train` and `val` are then the first one's. validation: further sets. tokenizer: None for
+    `tokens:` sources. vocab_size: all ids are below it. mask_id: the id of a hidden token, where the objective is
+    `mlm`. info: source, fingerprint, folder, cached, documents / tokens / bytes per split, skipped documents.
     """
 
-    train: Tokens
+    train: Tokens | Stream
     val: Tokens | None
     tokenizer: Tokenizer | None
     vocab_size: int
@@ -162,7 +163,7 @@ class DataSet:
     validation: tuple[Part, ...] = ()
 
     @property
-    def sources(self) -> dict[str, Tokens]:
+    def sources(self) -> dict[str, Tokens | Stream]:
         """The training split of each source by its name; the only one has none."""
         return {part.name: part.train for part in self.parts} or {"": self.train}
 
@@ -194,44 +195,63 @@ ADVICE = "The disk may be failing. Run again: the text is tokenized anew"
 
 
 class ShardWriter:
-    """Writes one split as train-00000.bin, train-00001.bin, ... with SHARD_TOKENS each (fewer in the last)."""
+    """Writes one split as train-00000.bin, train-00001.bin, ... with SHARD_TOKENS each (fewer in the last).
 
-    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int = SHARD_TOKENS):
+    count: tokens that are there already; what has been written behind them is cut off.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int = SHARD_TOKENS, count: int = 0):
         self.folder, self.name, self.dtype, self.shard_tokens = folder, name, dtype, shard_tokens
-        self.counts: list[int] = []
-        self.hashes: list[str] = []  # of the files of digests
-        self._file = None
+        self.count, self.item = count, np.dtype(dtype).itemsize
+        self._file: IO[bytes] | None = None
         self._hasher = BlockHasher()
+        if rest := count % shard_tokens * self.item:
+            path = self.path(count // shard_tokens)
+            with open(path, "rb") as file:
+                while rest and (content := file.read(min(rest, 1 << 20))):
+                    self._hasher.update(memoryview(content))
+                    rest -= len(content)
+            self._file = stream_on(path, count % shard_tokens * self.item)
 
     def write(self, ids: np.ndarray) -> None:
         while len(ids):
-            if self._file is None or self.counts[-1] == self.shard_tokens:
-                self.close()
-                self._file = stream(self.folder / self._name(len(self.counts)))
-                self.counts.append(0)
-            taken = ids[: self.shard_tokens - self.counts[-1]]
+            if self._file is None:
+                self._file = stream(self.path(self.count // self.shard_tokens))
+            taken = ids[: self.shard_tokens - self.count % self.shard_tokens]
             content = np.ascontiguousarray(taken, self.dtype).view(np.uint8).data
             self._file.write(content)
             self._hasher.update(content)
-            self.counts[-1] += len(taken)
+            self.count += len(taken)
             ids = ids[len(taken) :]
+            if self.count % self.shard_tokens == 0:
+                self.close()
+
+    def flush(self) -> None:
+        """Forces what was written to the disk."""
+        if self._file is not None:
+            self._file.flush()
+            flush(self.path((self.count - 1) // self.shard_tokens))
 
     def close(self) -> None:
+        """Ends the last shard."""
         if self._file is not None:
+            self.flush()
             self._file.close()
             self._file = None
-            self.hashes.append(write_digests(self.folder / self._name(len(self.counts) - 1), self._hasher))
+            write_digests(self.path((self.count - 1) // self.shard_tokens), self._hasher)
             self._hasher = BlockHasher()
 
     def entries(self) -> list[dict[str, Any]]:
         """File, tokens and the hash of the digests of each shard, for the manifest."""
-        return [
-            {"file": self._name(i), "tokens": count, "digests": self.hashes[i]}
-            for i, count in enumerate(self.counts)
-        ]
+        found = []
+        for index in range(-(-self.count // self.shard_tokens)):
+            tokens = min(self.shard_tokens, self.count - index * self.shard_tokens)
+            digests = hashlib.sha256(_digests_of(self.path(index)).read_bytes()).hexdigest()
+            found.append({"file": self.path(index).name, "tokens": tokens, "digests": digests})
+        return found
 
-    def _name(self, index: int) -> str:
-        return f"{self.name}-{index:05d}.bin"
+    def path(self, index: int) -> Path:
+        return self.folder / f"{self.name}-{index:05d}.bin"
 
 
 def write_digests(shard: Path, hasher: BlockHasher) -> str:

@@ -50,7 +50,7 @@ from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
-from fivefold.train.share import training_batches, validation_sets
+from fivefold.train.share import stream_states, training_batches, validation_sets
 
 GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else
 SQUARES = "partial_squares"  # the figure of a step that `NoiseScale.take` returns
@@ -243,7 +243,9 @@ class RunHooks:
 
     def save(self, step: int, ends: bool) -> None:
         with progress.phase("saving"):
-            self.saver.save(identity(self.job) | {"tokens": tokens_before(self.job.recipe, step)}, ends)
+            known = stream_states(self.job, step, self.state.left_out) if self.ranks.first else {}
+            tokens = {"tokens": tokens_before(self.job.recipe, step)}
+            self.saver.save(identity(self.job) | tokens | known, ends)
 
     def settle(self) -> None:
         """Waits for the save under way, on all ranks."""

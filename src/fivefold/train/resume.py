@@ -19,6 +19,7 @@ from fivefold.train.job import Job
 from fivefold.train.loaded import load_checkpoint
 from fivefold.train.meta import meta_of
 from fivefold.train.saved import FINGERPRINT, STAGES, identity
+from fivefold.train.share import begin_streams
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def resume(state: State, job: Job) -> Resumed | None:
             with all_or_none(run):  # each machine prepares its own data
                 assert_identity(job, checkpoint)
             load_checkpoint(state, checkpoint)
+            begin_streams(job, checkpoint.meta)
         except Damaged as error:
             damages[folder] = str(error)
             continue

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fivefold.comm.progress import progress
 from fivefold.data import NOT_COUNTED, Batch, Batches, DataSet, Prefetch, Tokens
 from fivefold.data.batches import objective_of
 from fivefold.data.cut import cut_of
 from fivefold.data.mixture import amounts, order_of
+from fivefold.data.stream import Commit, Stream
 from fivefold.errors import UserError
+from fivefold.files import BROKEN
 from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.context import take
@@ -28,6 +32,9 @@ from fivefold.spread import shares
 from fivefold.step.step import ValidationSet
 from fivefold.train.job import BatchSource, Job
 
+T = TypeVar("T")
+STREAMS = "streams"  # a key of a checkpoint's meta
+
 
 @contextmanager
 def reader(
@@ -35,8 +42,51 @@ def reader(
 ) -> Iterator[Callable[[], tuple[list[Microbatch], float]]]:
     """Reads this rank's share of each global batch ahead, in microbatches. left_out: see `State`."""
     batches = training_batches(job, left_out)
+    first = mesh.axis("run").index == 0
+    for stream in streams(job):
+        stream.waiting = partial(print, file=sys.stderr, flush=True) if first else None
     with Prefetch(lambda i: batches(i, mesh), start, job.recipe.train.steps) as prefetch:
-        yield prefetch.next
+        yield partial(_patiently, prefetch.next) if streams(job) else prefetch.next
+
+
+def _patiently(read: Callable[[], T]) -> T:
+    """Other ranks may wait for one that waits for tokens, but not for ever."""
+    with progress.phase("waiting for tokenized text"):
+        return read()
+
+
+def streams(job: Job) -> list[Stream]:
+    """The sources of the recipe that are tokenized while the run goes on."""
+    sources = [] if job.data is None else job.data.sources.values()
+    return [tokens for tokens in sources if isinstance(tokens, Stream)]
+
+
+@contextmanager
+def streaming(job: Job) -> Iterator[None]:
+    """Ends the processes that tokenize for this run when it ends."""
+    try:
+        yield
+    finally:
+        for stream in streams(job):
+            stream.stop()
+
+
+def stream_states(job: Job, step: int, left_out: LeftOut) -> dict[str, Any]:
+    """Where each stream has to be tokenized from for the steps behind this one, for a checkpoint."""
+    recipe, data = job.recipe, job.data
+    if data is None or not streams(job):
+        return {}
+    uses = order_of(recipe, amounts(recipe, data)).before(place(recipe.train, step, left_out))
+    sources = zip(data.sources.values(), uses, strict=True)
+    found = [tokens.state(use, recipe.model.seq_len) for tokens, use in sources if isinstance(tokens, Stream)]
+    return {STREAMS: found}
+
+
+def begin_streams(job: Job, meta: Mapping[str, Any]) -> None:
+    """Tells streams whose tokens are not in the cache where a checkpoint wants to have them from."""
+    with suppress(*BROKEN):  # then they begin at the beginning
+        for stream, state in zip(streams(job), meta.get(STREAMS, ()), strict=False):
+            stream.hint = Commit.of(state)
 
 
 def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[..., Share]:

@@ -58,6 +58,7 @@ from fivefold.train.restart import Restarts, grace_s, note_restart
 from fivefold.train.rollback import goes_back
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
+from fivefold.train.share import streaming
 
 AUTO = "auto"  # `--resume-from auto`
 
@@ -121,7 +122,7 @@ def run_command(
     )  # fmt: skip
     _set_up_process(job, caller)
     world = _ranks_of(job)
-    with owned(out) if caller.first else nullcontext(), Interrupt() as interrupt:
+    with owned(out) if caller.first else nullcontext(), Interrupt() as interrupt, streaming(job):
         if caller.first:
             _note_start(job, caller, world)
         if caller.rank >= world:

@@ -84,6 +84,33 @@ def streamed(recipe: Sections) -> Iterator[Contradiction]:
             'data.tokenizer = "chars" needs all text before the first token, and data.stream has only its beginning. '
             'Nearest valid: tokenizer = "bytes"',
         )
+    if data.chat_template:
+        yield (
+            {"data.stream", "data.chat_template"},
+            "data.stream: conversations are tokenized before training. Nearest valid: stream = false",
+        )
+    if data.packing == "best_fit":
+        yield (
+            {"data.stream", "data.packing"},
+            'data.packing = "best_fit" needs the lengths of all documents, and data.stream has only its beginning. '
+            'Nearest valid: packing = "concat"',
+        )
+    weighed = data.stages and all(stage.weights is not None for stage in data.stages)
+    if any(entry.weight is None for entry in data.sources) and not weighed:
+        yield (
+            {"data.stream", "data.sources"},
+            "data.stream: the size of a source is not known, so each of data.sources needs a weight",
+        )
+    if data.max_epochs or any(entry.max_epochs for entry in data.sources):
+        yield (
+            {"data.stream", "data.max_epochs"},
+            "data.max_epochs: a stream does not know before its end how long it is. Nearest valid: max_epochs = 0",
+        )
+    if data.weigh_by == "documents":
+        yield (
+            {"data.stream", "data.weigh_by"},
+            'data.weigh_by = "documents": a stream does not know how many it has. Nearest valid: weigh_by = "tokens"',
+        )
 
 
 def packing(recipe: Sections) -> Iterator[Contradiction]:

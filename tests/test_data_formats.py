@@ -1,0 +1,363 @@
+"""Kinds of files, addresses, hub data sets, Megatron-LM's files: the same text gives the same tokens from each."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_recipes import recipe_of, write
+
+from fivefold.data import check, megatron, prepare, remote
+from fivefold.data.finish import write_megatron
+from fivefold.data.sources import Hub, find
+from fivefold.data.tokenizer import train_bpe
+from fivefold.errors import UserError
+
+DOCUMENTS = [f"row {i} ☂ " + "words and more\n" * (i % 90) for i in range(1800)]  # 1.2 MB: several blocks
+TEXT = "".join(f"línea {i}\n" * 3 + "x" * (i % 50) for i in range(25_000))  # 1.1 MB
+
+
+def packed(kind: str, content: bytes) -> bytes:
+    if kind == "gz":
+        return gzip.compress(content[: len(content) // 2]) + gzip.compress(content[len(content) // 2 :])
+    zstandard = pytest.importorskip("zstandard")
+    return zstandard.compress(content[:1000]) + zstandard.compress(content[1000:])  # several frames
+
+
+def rows() -> list[dict[str, object]]:
+    return [{"id": i, "text": d, "meta": {"a": [1]}} for i, d in enumerate(DOCUMENTS)]
+
+
+def lines() -> bytes:
+    return "\n".join(json.dumps(row) for row in rows()).encode() + b"\n"
+
+
+def tokens(source: object, cache: Path, **data: object) -> np.ndarray:
+    found = prepare(recipe_of(str(source), cache, val_fraction=0.0, **data))  # type: ignore[arg-type]
+    return found.train[:]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    folder = tmp_path_factory.mktemp("expected")
+    return tokens(write(folder / "a.jsonl", lines()), folder / "cache")
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "json", "objects.json", "json.gz"])
+def test_rows_of_each_kind_are_the_same(tmp_path: Path, expected: np.ndarray, kind: str):
+    content = lines() if "jsonl" in kind else json.dumps(rows(), indent=1).encode()
+    if kind == "objects.json":
+        content = "\n\n".join(json.dumps(row, indent=2, ensure_ascii=False) for row in rows()).encode()
+    ending = kind.rpartition(".")[2]
+    path = write(tmp_path / f"a.{kind}", packed(ending, content) if ending in ("gz", "zst") else content)
+    np.testing.assert_array_equal(tokens(path, tmp_path / "cache"), expected)
+
+
+@pytest.mark.parametrize(("kind", "fraction"), [("gz", 0.3), ("zst", 0.0)])
+def test_a_compressed_text_is_cut_where_the_plain_one_is(tmp_path: Path, kind: str, fraction: float):
+    """Pieces of BPE depend on the cuts; the end is held out at the same character."""
+    plain = write(tmp_path / "a.txt", TEXT)
+    other = write(tmp_path / f"b.txt.{kind}", packed(kind, TEXT.encode()))
+    train_bpe([TEXT[:5000]], 300).save(tmp_path / "tokenizer.json")
+    bpe = {"tokenizer": str(tmp_path / "tokenizer.json"), "val_fraction": fraction}
+    one, two = (prepare(recipe_of(p, tmp_path / "cache", **bpe)) for p in (plain, other))
+    np.testing.assert_array_equal(one.train[:], two.train[:])
+    if fraction:
+        np.testing.assert_array_equal(one.val[:], two.val[:])  # type: ignore[index]
+
+
+def test_a_folder_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In worker processes, too; an end token behind every document; other kinds are named, once, with their number."""
+    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    folder = tmp_path / "in"
+    write(folder / "a.txt", "one")
+    write(folder / "b.txt.gz", packed("gz", TEXT[:1_000_001].encode()))
+    write(folder / "c.jsonl.zst", packed("zst", b'{"text": "three"}\n{"text": "four"}'))
+    write(folder / "d.json", '[{"text": "five"}, {"text": "six"}]')
+    pq.write_table(pa.table({"text": ["seven"]}), folder / "e.parquet")
+    write(folder / "f.png", "x")
+    write(folder / "g.png", "x")
+    write(folder / "h.tar.gz", "x")
+    recipe = recipe_of(folder, tmp_path / "cache", val_fraction=0.0)
+    told: list[str] = []
+    ids = prepare(recipe, lambda stage, *_: told.append(stage), workers=2).train[:]
+    texts = [
+        bytes(part[:-1].astype("u1")).decode() for part in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]
+    ]
+    assert texts == ["one", TEXT[:1_000_001], "three", "four", "five", "six", "seven"]
+    note = "note: 3 file(s) of other kinds left out: 2 .png, 1 .tar.gz"
+    assert told.count(note) == 1
+    assert note in check(recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt.gz", packed("gz", b"x" * 100_000)[:-20], "a.txt.gz: byte .*: cannot be decompressed: "),
+        ("a.jsonl.gz", b"no gzip at all", "a.jsonl.gz: byte 0: cannot be decompressed: Not a gzipped file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n{"text": '),
+            r"a.jsonl.gz: line 2 \(byte 14\): not JSON",
+        ),
+        ("a.json", '[{"text": "a"}, {"txt": "b"}]', r"a.json: row 1: no field 'text' \(fields: txt\)"),
+        ("a.json", '[{"text": "a"}, 5]', "a.json: row 1: a JSON int; expected an object"),
+        ("a.json", '[{"text": "a"}, {"text": "b"', "a.json: row 1: not JSON: "),
+        ("a.json", '[{"text": "a"}', "a.json: row 1: not JSON: the array does not end"),
+        ("a.json", '{"data": [{"text": "a"}]}', r"row 0: no field 'text' \(fields: data\)"),
+    ],
+)
+def test_faults_of_files_that_are_read_from_their_start(
+    tmp_path: Path, name: str, content: bytes, message: str
+):
+    with pytest.raises(UserError, match=message):
+        prepare(recipe_of(write(tmp_path / name, content), tmp_path / "cache", val_fraction=0.0))
+
+
+def test_an_object_too_long_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fivefold.data.sequential.LONGEST_LINE", 1 << 20)
+    line = json.dumps({"text": "x" * 3_000_000})
+    for name, content in (("a.json", f"[{line}]"), ("a.jsonl.gz", gzip.compress(line.encode()))):
+        with pytest.raises(UserError, match="of more than 1 MiB"):
+            prepare(recipe_of(write(tmp_path / name, content), tmp_path / "cache", val_fraction=0.0))
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """Without ranges, as Python's server is. breaks: how many answers break off in their middle."""
+
+    breaks = 0
+
+    def log_message(self, *_: object) -> None: ...
+
+    def copyfile(self, source, outputfile):
+        if type(self).breaks and self.command == "GET":
+            type(self).breaks -= 1
+            outputfile.write(source.read(2000))
+            self.close_connection = True
+            return
+        super().copyfile(source, outputfile)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    folder = tmp_path / "served"
+    write(folder / "set" / "a.jsonl.gz", packed("gz", lines()[:1000] + lines()[1000:]))
+    write(folder / "set" / "notes.html", "x")
+    http = ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: _Handler(*a, directory=str(folder)))
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}/set/"
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+def test_files_of_a_web_server(
+    tmp_path: Path, server: str, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
+):
+    """What breaks off goes on where it was; in the end there is one message."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "DELAYS", (0.0, 0.0))
+    monkeypatch.setattr(_Handler, "breaks", 2)
+    np.testing.assert_array_equal(tokens(f"{server}a.jsonl.gz", tmp_path / "cache"), expected)
+    found = find(server)
+    assert [(f.name, f.kind, f.packed) for f in found.files] == [("a.jsonl.gz", "jsonl", ".gz")]
+    assert found.unknown == {".html": 1}
+    assert prepare(recipe_of(f"{server}a.jsonl.gz", tmp_path / "cache", val_fraction=0.0)).info["cached"]
+    with pytest.raises(UserError, match="no such file"):
+        find(f"{server}nothing.jsonl")
+    monkeypatch.setattr(_Handler, "breaks", 1000)
+    with pytest.raises(UserError, match=r"reading failed at byte \d.*, 3 times in a row: .* Run again when"):
+        tokens(f"{server}a.jsonl.gz", tmp_path / "other")
+
+
+def test_files_in_memory(tmp_path: Path, expected: np.ndarray):
+    """Through fsspec, as s3:// goes; a .parquet at an address is read by row groups."""
+    fsspec = pytest.importorskip("fsspec")
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    system = fsspec.filesystem("memory")
+    with system.open("/corpus/a.parquet", "wb") as f:
+        pq.write_table(pa.table({"text": DOCUMENTS}), f, row_group_size=700)
+    system.pipe("/corpus/deep/b.txt", b"last")
+    system.pipe("/corpus/c.exe", b"x")
+    end = np.array([*b"last", 256])
+    np.testing.assert_array_equal(
+        tokens("memory://corpus/", tmp_path / "cache"), np.concatenate([expected, end])
+    )
+    np.testing.assert_array_equal(tokens("memory://corpus/*.parquet", tmp_path / "cache"), expected)
+    assert [f.name for f in find("memory://corpus").files] == ["a.parquet", "deep/b.txt"]
+    with pytest.raises(UserError, match="no file"):
+        find("memory://empty/")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("https://me:secret@host/a.jsonl", "a user, a password or a query"),
+        ("https://host/a.jsonl?X-Amz-Signature=secret", "a user, a password or a query"),
+        ("ftp://host/a.jsonl", "no such protocol; known: https:// http:// s3:// memory://"),
+        ("https://host/a::file:///etc/passwd", "no such protocol"),
+    ],
+)
+def test_addresses_that_are_refused(source: str, message: str):
+    with pytest.raises(UserError, match=message) as caught:
+        find(source)
+    assert "secret" not in str(caught.value)
+
+
+def test_secrets_in_messages_of_libraries_are_left_out():
+    said = "Cannot connect to https://me:secret@host/a.gz?token=secret, tried 'http://x/y?k=secret'"
+    assert remote.shown(said) == "Cannot connect to https://host/a.gz tried 'http://x/y'"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "extra"),
+    [("zstandard", "a.txt.zst", "zstd"), ("fsspec", "https://host/a.txt", "remote")],
+)
+def test_a_missing_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, extra: str
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    path = source if "://" in source else str(write(tmp_path / source, b"x"))
+    with pytest.raises(UserError, match=rf"needs the extra `{extra}`: pip install 'fivefold\[{extra}\]'"):
+        prepare(recipe_of(path, tmp_path / "cache", val_fraction=0.0))
+
+
+def test_splits_and_rows_of_a_hub_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Rows(list):
+        def skip(self, n: int) -> Rows:
+            return Rows(self[n:])
+
+    breaks = [3]
+
+    def load_dataset(name, config, *, split, streaming):
+        assert (name, config, split, streaming) == ("some/set", None, "test", True)
+        found = Rows({"text": f"row {i}"} for i in range(20))
+
+        class Broken(Rows):
+            def skip(self, n: int) -> Rows:
+                return found.skip(n)
+
+            def __iter__(self):
+                yield from found[: breaks.pop()]
+                raise ConnectionError("reset")
+
+        return Broken() if breaks else found
+
+    module = types.ModuleType("datasets")
+    builder = types.SimpleNamespace(
+        hash="a", config=types.SimpleNamespace(name="default"), info=types.SimpleNamespace(version="1")
+    )
+    vars(module).update(load_dataset=load_dataset, load_dataset_builder=lambda name, config: builder)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr(remote, "DELAYS", (0.0,))
+
+    def texts(spec: str) -> list[str]:
+        ids = tokens(spec, tmp_path / "cache")
+        return [
+            bytes(part[:-1].astype("u1")).decode()
+            for part in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]
+        ]
+
+    assert texts("hf:some/set::test[:6]") == [f"row {i}" for i in range(6)]  # after it broke off at row 3
+    assert texts("hf:some/set::test[2:4]") == ["row 2", "row 3"]
+    assert find("hf:a:b:c[5:]").hub == Hub("a", "b", "c", 5, None)
+    for wrong in ("hf:a:b:c[5]", "hf:a[3:2]", "hf::x"):
+        with pytest.raises(UserError, match=r"data\.source = 'hf:"):
+            find(wrong)
+
+
+def index(code: int, lengths: list[int], borders: list[int], item: int, version: int = 1) -> bytes:
+    """An .idx by hand, as megatron/core/datasets/indexed_dataset.py writes it."""
+    begins = [sum(lengths[:i]) * item for i in range(len(lengths))]
+    head = b"MMIDIDX\x00\x00" + struct.pack("<Q", version) + struct.pack("<B", code)
+    head += struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(borders))
+    return (
+        head
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(lengths)}q", *begins)
+        + struct.pack(f"<{len(borders)}q", *borders)
+    )
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4"), (5, "<i8"), (1, "|u1")])
+def test_megatron_files_made_by_hand(tmp_path: Path, code: int, dtype: str):
+    ids = np.arange(40) % 37
+    write(tmp_path / "x_text_document.bin", ids.astype(dtype).tobytes())
+    write(tmp_path / "x_text_document.idx", index(code, [15, 5, 20], [0, 2, 3], np.dtype(dtype).itemsize))
+    for name in ("x_text_document", "x_text_document.bin", ""):
+        np.testing.assert_array_equal(tokens(f"tokens:{tmp_path / name}", tmp_path / "cache"), ids)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (index(8, [15, 5, 20], [0, 3], 2)[:-1], "bytes, but 3 sequences and 2 borders are"),
+        (index(8, [15, 5, 21], [0, 3], 2), "truncated: its index says 41 ids, but the file ends after 40"),
+        (index(8, [15, 5, 20], [0, 3], 4), "do not lie one behind the other"),
+        (index(8, [15, 5, 20], [0, 2], 2), "do not go from 0 to the number"),
+        (index(6, [15, 5, 20], [0, 3], 2), "dtype float64"),
+        (index(8, [15, 5, 20], [0, 3], 2, version=2), "unknown version 2"),
+        (index(8, [15, 5, 20], [0, 3], 2) + b"\0\0\0", "files with images are not supported"),
+        (b"x" * 100, "not an index of Megatron-LM"),
+    ],
+)
+def test_damaged_indexes_of_megatron(tmp_path: Path, made: bytes, message: str):
+    write(tmp_path / "x.bin", np.arange(40).astype("<u2").tobytes())
+    write(tmp_path / "x.idx", made)
+    with pytest.raises(UserError, match=message):
+        tokens(f"tokens:{tmp_path / 'x'}", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_out_to_megatron_and_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str):
+    monkeypatch.setattr(megatron, "CHUNK", 1000)
+    write(tmp_path / "in" / "a.jsonl", lines()[:200_000].rpartition(b"\n")[0])
+    data = prepare(recipe_of(tmp_path / "in", tmp_path / "cache", val_fraction=0.2, tokenizer=tokenizer))
+    train, val = write_megatron(data, tmp_path / "out" / "set")
+    back = prepare(recipe_of(f"tokens:{tmp_path / 'out'}", tmp_path / "cache"))
+    np.testing.assert_array_equal(back.train[:], data.train[:])
+    np.testing.assert_array_equal(back.val[:], data.val[:])  # type: ignore[index]
+    ends = np.flatnonzero(data.train[:] == data.tokenizer.end_id) + 1  # type: ignore[union-attr]
+    raw = train.with_suffix(".idx").read_bytes()
+    count = len(ends)
+    assert raw == index(8, np.diff(ends, prepend=0).tolist(), list(range(count + 1)), 2)
+    assert megatron.read_index(val) == ("<u2", len(data.val))  # type: ignore[arg-type]
+
+
+def test_parquet_with_input_ids(tmp_path: Path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    found = [[1, 2, 3], [], [4, 9], [5]]
+    pq.write_table(
+        pa.table({"input_ids": found, "n": [1, 2, 3, 4]}), tmp_path / "a.parquet", row_group_size=2
+    )
+    source = f"tokens:{tmp_path / 'a.parquet'}"
+    assert tokens(source, tmp_path / "cache", seq_len=2).tolist() == [1, 2, 3, 4, 9, 5]
+    with_ends = tokens(source, tmp_path / "cache", seq_len=2, end_token=9)
+    assert with_ends.tolist() == [1, 2, 3, 9, 9, 4, 9, 5, 9]
+    assert "about 7 tokens" in check(recipe_of(source, tmp_path / "cache", seq_len=2, val_fraction=0.0))[0]
+    pq.write_table(pa.table({"input_ids": [[1, None]]}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=r"b.parquet: row 0: input_ids must hold ids from 0"):
+        tokens(f"tokens:{tmp_path / 'b.parquet'}", tmp_path / "cache")
+    pq.write_table(pa.table({"input_ids": ["text"]}), tmp_path / "c.parquet")
+    with pytest.raises(UserError, match="expected lists of whole numbers"):
+        tokens(f"tokens:{tmp_path / 'c.parquet'}", tmp_path / "cache")
+    with pytest.raises(UserError, match="for its column input_ids write tokens:PATH"):
+        tokens(tmp_path / "a.parquet", tmp_path / "cache")
