@@ -6,10 +6,14 @@ python docs/make_pictures.py
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 
 from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
+from fivefold.observe.report import write_report
 from fivefold.observe.scale import linear_scale, tick_labels
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.surfaces import SURFACES, tuned
@@ -102,6 +106,22 @@ def main() -> None:
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in lectures().items():
         (PLAN_FOLDER / f"lecture_{name}.svg").write_text(picture, encoding="utf-8")
+    report(PLAN_FOLDER / "report.png")
+
+
+def report(picture: Path) -> None:
+    """The beginning of the report of a quickstart run (`fivefold train quickstart`), as a browser shows it."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    browser = next((path for path in map(shutil.which, names) if path), None)
+    if browser is None:
+        print(f"{picture.name} stays as it is: no Chromium here")
+        return
+    with TemporaryDirectory() as folder:
+        run = Path(shutil.copytree(RESULTS / "quickstart_run", Path(folder, "quickstart-1")))
+        page = write_report(run)
+        flags = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1330"]
+        options = [*flags, f"--user-data-dir={folder}/profile", f"--screenshot={picture}", page.as_uri()]
+        subprocess.run([browser, *options], check=True, capture_output=True, timeout=60)
 
 
 def lectures() -> dict[str, str]:

@@ -47,7 +47,7 @@ def make_run(folder: Path, steps: int = 800) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.toml").write_text(to_toml(resolved))
     (folder / "machine.json").write_text(json.dumps(MACHINE))
-    with MetricsWriter(folder, tensorboard=False) as writer:
+    with MetricsWriter(folder, tracker="none") as writer:
         for step, loss in enumerate(losses(steps), 1):
             seconds = 0.22 * (3 if step == 1 else 1 + abs(noise.gauss(0, 0.02)))
             writer.write(

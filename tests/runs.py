@@ -13,6 +13,7 @@ from fivefold.data import DataSet, prepare
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, resolve
 from fivefold.train.job import Job
+from fivefold.train.own import WITHOUT, Own
 from fivefold.train.run import run_rank
 
 
@@ -22,12 +23,18 @@ def ranks_of(rank: int, world: int) -> Ranks:
 
 
 def train_rank(
-    rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, data: DataSet | None = None
+    rank: int,
+    world: int,
+    recipe: Recipe,
+    out: Path,
+    resume: bool = False,
+    data: DataSet | None = None,
+    own: Own = WITHOUT,
 ) -> int | None:
     """A run's part on this rank; None: it is complete. data: None: the recipe's."""
     data = data or prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
-    job = Job(recipe, out, data, resume=resume, resume_command="resume")
+    job = Job(recipe, out, data, resume=resume, resume_command="resume", own=own)
     return run_rank(job, ranks_of(rank, world))
 
 

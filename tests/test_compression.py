@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measured import table
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
 from steps import Numbers, planned, recipe_of
@@ -31,6 +30,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.observe.report import page
 from fivefold.parallel.mesh import Mesh
 from fivefold.plan import volume
+from fivefold.plan.assumed import table
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import of_table
 from fivefold.plan.predict import held, predict

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from measured import table
 from ranks import run_ranks
 
 from fivefold.bench import hardware, links, overhead
@@ -19,6 +18,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.operations import Rate
 from fivefold.observe.prediction import read, rows, section, step_seconds
 from fivefold.plan import measured
+from fivefold.plan.assumed import table
 from fivefold.plan.devices import of_table
 from fivefold.plan.predict import predict
 

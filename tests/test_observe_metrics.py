@@ -12,6 +12,7 @@ import pytest
 from fivefold.errors import UserError
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.summary import summarize
+from fivefold.observe.trackers import TensorBoard
 
 
 def train_line(step: int, **more) -> dict:
@@ -19,7 +20,7 @@ def train_line(step: int, **more) -> dict:
 
 
 def write(folder: Path, steps: range, **options) -> None:
-    with MetricsWriter(folder, tensorboard=False, **options) as writer:
+    with MetricsWriter(folder, tracker="none", **options) as writer:
         for step in steps:
             writer.write(train_line(step))
 
@@ -37,7 +38,7 @@ def test_lines_read_back_as_written(tmp_path: Path) -> None:
         {"step": 1, "val_loss": 4.5, "val_bits_per_byte": 1.2},
         {"step": 1, "sample": "a\n\u2028ü"},
     ]
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, tracker="none") as writer:
         for line in lines:
             writer.write(line)
         assert read_metrics(tmp_path) == lines, "visible at once, before the file is closed"
@@ -45,7 +46,7 @@ def test_lines_read_back_as_written(tmp_path: Path) -> None:
 
 
 def test_numbers_from_numpy_are_plain(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, tracker="none") as writer:
         writer.write({"step": np.int64(3), "loss": np.float32(1.5), "mfu": None, "sample": "lone \ud800"})
     assert read_metrics(tmp_path) == [{"step": 3, "loss": 1.5, "sample": "lone \\ud800"}]
 
@@ -100,10 +101,11 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
         writer.write({"step": 2, "val_loss": 2.0})
         writer.write({"step": 2, "sample": "def f():\n    pass"})
         with open("/dev/full", "wb", buffering=0) as full:
-            assert writer._events is not None
-            (own := writer._events._file).flush()
-            writer._events._file = writer._events._records._writer = full
-            assert "TensorBoard's files end at step 3: " in writer.write({"step": 3, "loss": 2.0})
+            board = writer._trackers._open["tensorboard"]
+            assert isinstance(board, TensorBoard)
+            (own := board._file).flush()
+            board._file = board._records._writer = full
+            assert "tracker tensorboard ends at step 3: OSError" in writer.write({"step": 3, "loss": 2.0})
             assert writer.write({"step": 4, "loss": 2.0}) == "", "said once"
             own.close()
     found = events(tmp_path / "tensorboard")
@@ -135,14 +137,14 @@ def test_lines_that_a_power_cut_damaged_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first, second, third = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + bytes(30) + second[:20] + b"\n" + third + bytes(50) + b"\n" + bytes(9))
-    with MetricsWriter(tmp_path, tensorboard=False, step=3) as writer:
+    with MetricsWriter(tmp_path, tracker="none", step=3) as writer:
         assert writer.damaged == 1
         writer.write(train_line(4))
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4]
 
 
 def test_a_full_disk_delays_lines(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer, open("/dev/full", "ab", buffering=0) as full:
+    with MetricsWriter(tmp_path, tracker="none") as writer, open("/dev/full", "ab", buffering=0) as full:
         assert writer.write(train_line(1)) == ""
         disk, writer._file._file = writer._file._file, full  # type: ignore[assignment]
         assert "No space left" in writer.write(train_line(2))
@@ -154,7 +156,7 @@ def test_a_full_disk_delays_lines(tmp_path: Path) -> None:
 
 
 def test_lines_that_a_full_disk_kept_back_are_written_when_the_file_closes(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer, open("/dev/full", "ab", buffering=0) as full:
+    with MetricsWriter(tmp_path, tracker="none") as writer, open("/dev/full", "ab", buffering=0) as full:
         disk, writer._file._file = writer._file._file, full  # type: ignore[assignment]
         assert "No space left" in writer.write(train_line(1))
         writer._file._file = disk

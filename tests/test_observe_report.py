@@ -62,7 +62,7 @@ def page_of(run: Path) -> Page:
 
 
 def write_run(folder: Path, *lines: dict) -> Path:
-    with MetricsWriter(folder, tensorboard=False) as writer:
+    with MetricsWriter(folder, tracker="none") as writer:
         for line in lines:
             writer.write(line)
     return folder

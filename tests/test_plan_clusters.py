@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from measured import table
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.host.devices import BY_NAME
 from fivefold.plan import communication, measured
+from fivefold.plan.assumed import table
 from fivefold.plan.clusters import PRESETS, of_gpu, parse
 from fivefold.plan.predict import mode_of, predict
 from fivefold.plan.topology import topology

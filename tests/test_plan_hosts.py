@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from measured import table
 
 from fivefold.cli.main import main
 from fivefold.errors import UserError
 from fivefold.host import tables
 from fivefold.plan import communication, measured
+from fivefold.plan.assumed import table
 from fivefold.plan.clusters import parse
 from fivefold.plan.communication import Group
 from fivefold.plan.devices import Cluster

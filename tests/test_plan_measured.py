@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from measured import FLOPS, table
 
 from fivefold.bench import machine as bench
 from fivefold.cli import local
@@ -15,6 +14,7 @@ from fivefold.errors import BusyError, UserError
 from fivefold.host import tables
 from fivefold.models.operations import Matmul
 from fivefold.plan import communication, measured, rates
+from fivefold.plan.assumed import FLOPS, table
 from fivefold.plan.calibrate import FinishedRun, fit
 from fivefold.plan.clusters import parse
 from fivefold.plan.communication import Group

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from measured import table
 from ranks import run_ranks
 from steps import CASES, planned, recipe_of, tracked
 
@@ -17,6 +16,7 @@ from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan import memory, operations, volume
+from fivefold.plan.assumed import table
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import of_table
 from fivefold.plan.predict import held as at_peak

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from measured import table
 
 from fivefold.errors import UserError
 from fivefold.plan import software
+from fivefold.plan.assumed import table
 from fivefold.plan.bound import Bounds
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import Cluster, of_table

@@ -2,15 +2,16 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
-from measured import table
 from ranks import run_ranks
 from runs import lines, train_rank
 
 from fivefold.cli.draw import of_run
 from fivefold.observe import memory_picture
 from fivefold.observe.prediction import rows
+from fivefold.plan.assumed import table
 from fivefold.recipe import Recipe, load
 from fivefold.train import prediction
 from fivefold.train.job import Job
@@ -135,3 +136,26 @@ def test_a_run_of_one_step_knows_no_peak(tmp_path: Path) -> None:
     assert plan["measured"]["memory_bytes"] is None
     assert rows(plan) == [], "nor a time"
     assert len(lines(out, "loss")) == 1
+
+
+def test_a_machine_without_a_table_is_predicted_from_the_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory at once, the time per step after ten; what came later is compared with it."""
+    monkeypatch.setattr(prediction, "load", lambda: None)
+    sets = ["train.steps=14", "observe.memory_step=0", "train.val_every=14", "train.sample_every=0"]
+    train_rank(0, 1, recipe_of(tmp_path, "dp=1", *sets), tmp_path / "run")
+    said = capsys.readouterr().out
+    assert (
+        "of tensors per rank; the time per step follows after step 10, because this machine is not me" in said
+    )
+    (line,) = (line for line in said.splitlines() if line.startswith("predicted from steps 3 to 10: "))
+    assert line.endswith(" for 14 steps")
+    found = json.loads((tmp_path / "run" / "plan.json").read_text())
+    seconds = lines(tmp_path / "run", "step_s")
+    assert found["predicted"]["time"]["step_s"] == pytest.approx(median(seconds[2:10]), rel=0.02)
+    assert found["measured"]["step_s"] == pytest.approx(median(seconds[12:]))
+    assert [row.name for row in rows(found)] == ["step time"]
+    assert "was fitted to steps 3 to 10" in prediction.prediction.section(found)
+    train_rank(0, 1, recipe_of(tmp_path, "dp=1", *TINY[-1:], "observe.memory_step=0"), tmp_path / "short")
+    assert "of tensors per rank; no time per step, because" in capsys.readouterr().out

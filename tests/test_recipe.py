@@ -163,7 +163,12 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[optim]\nlr = inf", "optim.lr = inf: must be a number > 0"),
         ("[optim]\nbetas = [0.9, 1]", "betas = [0.9, 1]: must be a list of 2, each a number >= 0 and < 1"),
         ("[optim]\nbetas = [0.9]", "betas = [0.9]: must be a list of 2"),
-        ("[observe]\ntensorboard = 1", "observe.tensorboard = 1: must be true or false"),
+        ("[observe]\nnoise_scale = 1", "observe.noise_scale = 1: must be true or false"),
+        (
+            '[observe]\ntracker = "wandbb"',
+            "there is no tracker \"wandbb\"; did you mean 'wandb'?; must be one or",
+        ),
+        ("[observe]\ntracker = [3]", "observe.tracker = [3]: must be text"),
         ("[data]\nsource = 1979-05-27", "data.source = datetime.date(1979, 5, 27): must be text"),
         # Rules between fields
         ("[model]\ndim = 10", "model.dim = 10 must be divisible by model.heads = 6"),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured import table
 from ranks import run_ranks
 from test_predicted_runs import recipe_of as run_recipe
 from test_recompute import gradients, recipe_of
@@ -21,6 +20,7 @@ from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.models.recomputation import budget_of, of_blocks, runs_of
 from fivefold.plan import predict as planner
+from fivefold.plan.assumed import table
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import of_table
 from fivefold.plan.predict import budget, predict, priced_here, within

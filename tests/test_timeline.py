@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured import table
 from ranks import run_ranks
 from runs import train_rank
 from steps import Numbers, _state, recipe_of
@@ -22,6 +21,7 @@ from fivefold.models.section import ModelSection
 from fivefold.observe import step_timeline
 from fivefold.parallel import context
 from fivefold.plan import time
+from fivefold.plan.assumed import table
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import of_table
 from fivefold.plan.predict import setting

@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from fivefold.spread.layout import Layout
     from fivefold.spread.parts import Cut
     from fivefold.train.api import Run, resume, train
+    from fivefold.train.own import Callback, Event
     from fivefold.train.verify import verify
 
     __version__: str
 
 __all__ = [
+    "Callback",
     "Cut",
+    "Event",
     "LanguageModel",
     "Layout",
     "ModuleCard",
@@ -50,6 +53,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "fivefold.train.own",
+    "Event": "fivefold.train.own",
     "Cut": "fivefold.spread.parts",
     "LanguageModel": "fivefold.models.base",
     "Layout": "fivefold.spread.layout",

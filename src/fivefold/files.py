@@ -335,6 +335,17 @@ def _take(f: TextIO, folder: Path) -> None:
         time.sleep(0.1)
 
 
+def in_use(folder: Path) -> bool:
+    """True if a process has made the folder its own (`owned`). It takes no lock, which could keep a run from starting,
+    so a process of another host counts as long as it has not left."""
+    try:
+        text = read_bytes(folder / LOCK, 1000)
+    except (OSError, UserError):
+        return False
+    host, pid, _ = _owner(text.decode("utf-8", "replace"))
+    return pid > 0 and (host != socket.gethostname() or _alive(pid))
+
+
 def _owner(text: str) -> tuple[str, int, str]:
     """(host, process, time) of a lock's owner. The file may hold anything."""
     with contextlib.suppress(ValueError, AttributeError, TypeError):

@@ -30,9 +30,10 @@ def check(
     json: JsonOption = False,
 ) -> None:
     """Check a recipe and its data, and summarize the training run."""
-    from fivefold.recipe import load
+    from fivefold.recipe import load, trackers
 
     loaded = load(recipe, set_ or [], layout)
+    trackers.require(trackers.chosen(loaded.observe.tracker))
     result = summary(loaded)
     if not no_data:
         from fivefold.data.check import WARNING

@@ -13,6 +13,7 @@ from fivefold.errors import UserError
 
 EXAMPLES = [
     "fivefold report runs/first",
+    "fivefold report runs/first --live",
     "fivefold report runs/first runs/second --out both.html",
     "fivefold report runs/quickstart-sweep-1 --hold-out largest",
 ]
@@ -33,6 +34,20 @@ def report(
         ),
     ] = None,
     hold_out: HoldOutOption = None,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Serve the page of a run on this machine while it trains, until Ctrl-C."),
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="N",
+            show_default=False,
+            help="With --live; 0: a free one. [default: 6007]",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Write the report of a run: one HTML file that opens offline.
@@ -51,6 +66,10 @@ def report(
         raise UserError(f"--hold-out {hold_out}: only a sweep has a fit; '{runs[0]}' is none")
     if out is not None and len(runs) == 1:
         raise UserError(f"--out {out}: the page of one run or sweep lies in its folder, as report.html")
+    if port is not None and not live:
+        raise UserError(f"--port {port}: only --live listens on a port")
+    if live and (sweeps or len(runs) > 1 or json):
+        raise UserError("--live serves the page of one run, without --json. Name one run folder")
     if sweeps:
         _sweep(sweeps[0], hold_out, json)
         return
@@ -58,6 +77,11 @@ def report(
         require_run(run, look=False)
     if len(runs) > 1:
         _compare(runs, out or COMPARISON, json)
+        return
+    if live:
+        from fivefold.observe.live import PORT, serve
+
+        serve(runs[0], PORT if port is None else port)
         return
     from fivefold.observe.report import write_report
 

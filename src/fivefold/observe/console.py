@@ -24,9 +24,8 @@ from fivefold.observe.faults import in_words
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.summary import by_name
 
-QUIET = (
-    "FIVEFOLD_QUIET"  # environment variable, so that ranks inherit it: any text, and only alarms are printed
-)
+QUIET = "FIVEFOLD_QUIET"  # environment variable, which ranks inherit: any text, and only alarms are printed
+VALIDATIONS = "validations"  # its value with which validations are printed, too
 # Seconds between redraws of the bar. A redraw takes about a millisecond, and steps may take less.
 _REDRAW_S = 0.25
 
@@ -54,8 +53,9 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.silent, self.log_every = total_steps, rank != 0, log_every
-        self.quiet = bool(os.environ.get(QUIET))
-        self._file = file or (sys.stderr if self.quiet else sys.stdout)
+        how = os.environ.get(QUIET, "")
+        self.quiet, self._validations = bool(how), how == VALIDATIONS
+        self._file = file or (sys.stderr if self.quiet and not self._validations else sys.stdout)
         self._start, self._clock, self._drawn = start_step, clock, -math.inf
         self._pace_from = (start_step, clock())
         able = self._file.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
@@ -83,7 +83,7 @@ class Console:
             text += f"  bits/byte {metrics['val_bits_per_byte']:.4f}"
         for name, loss in by_name(metrics, "val_losses").items():
             text += f"  {name} {loss:.4f}"
-        self._say(text, "bold green")
+        self._say(text, "bold green", always=self._validations)
 
     def sample(self, text: str, step: int | None = None) -> None:
         """Prints generated text, indented. Control characters are shown as escapes, so none reaches the terminal."""
@@ -93,6 +93,10 @@ class Console:
     def note(self, text: str) -> None:
         """Prints a line of prose, such as how to resume."""
         self._say(printable(text), "cyan")
+
+    def warn(self, text: str) -> None:
+        """Prints a line of prose about something unusual."""
+        self._say(printable(text), "yellow", always=True)
 
     def alarm(self, text: str) -> None:
         """Prints a line that must not be missed."""

@@ -1,4 +1,4 @@
-"""Writes a run's numbers: RUN/metrics.jsonl (one JSON object per line) and TensorBoard event files.
+"""Writes a run's numbers: RUN/metrics.jsonl, one JSON object per line, and to the trackers of `observe.tracker`.
 
 Strict JSON has no NaN and no infinity. A value that is not finite is written as `null` and read back as NaN. A value
 that was not measured (`None`) is left out of its line. So every JSON reader accepts the file, and "the loss was NaN"
@@ -10,90 +10,67 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
-import time
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.files import Lines, make_folder, open_file, parse_json, stream, write_atomically
+from fivefold.files import Lines, make_folder, open_file, parse_json, write_atomically
+from fivefold.observe.trackers import TAGS, Trackers
+from fivefold.recipe.trackers import chosen
 
 FILE = "metrics.jsonl"
 LONGEST_LINE = 16 << 20
 
-# TensorBoard groups charts by the part before the slash.
-_TAGS = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "val_loss": "val/loss",
-    "val_bits_per_byte": "val/bits_per_byte",
-    "step_s": "speed/step_s",
-    "data_wait_s": "speed/data_wait_s",
-    "tokens_per_s": "speed/tokens_per_s",
-    "mfu": "speed/mfu",
-    "noise_scale": "train/noise_scale",
-    "loss_scale": "train/loss_scale",
-    "skipped_steps": "train/skipped_steps",
-    "compression_error": "train/compression_error",
-    "peak_memory_bytes": "memory/peak_bytes",
-    "tokens": "train/tokens",
-}
-_TAGS_BY_NAME = {
-    "val_losses": "val/loss",
-    "val_bits": "val/bits_per_byte",
-    "source_tokens": "train/tokens",
-}
-"""Of values that are numbers by name: a chart for each."""
-
 
 class MetricsWriter:
-    """Appends lines to `folder`/metrics.jsonl and, if asked, to `folder`/tensorboard. One process writes.
+    """Appends lines to `folder`/metrics.jsonl and sends them to trackers. One process writes.
 
-    step: the step from which this run starts (0: the beginning). Lines of later steps are dropped, because these steps
-    run again. An interrupted run leaves such lines after its last checkpoint. damaged: earlier lines that could not be
-    read and are dropped, too. A power cut leaves such lines where no checkpoint flushed them.
+    tracker: as in `observe.tracker`. about: the recipe by section, which trackers show beside the curves. step: the
+    step from which this run starts (0: the beginning). Lines of later steps are dropped, because these steps run again.
+    An interrupted run leaves such lines after its last checkpoint. damaged: earlier lines that could not be read and
+    are dropped, too. A power cut leaves such lines where no checkpoint flushed them.
     """
 
-    def __init__(self, folder: Path | str, tensorboard: bool = True, *, step: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        tracker: str = "tensorboard",
+        *,
+        step: int = 0,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
         folder = Path(folder)
         make_folder(folder)
         path = folder / FILE
         self.damaged = drop_after(path, step) if path.exists() else 0
-        self._folder, self._tensorboard = folder, tensorboard
-        self._open(step)
+        self._folder = folder
+        self._file = Lines(path)  # a killed run loses at most the line that it was writing
+        self._trackers = Trackers(chosen(tracker), folder, step, about or {})
         self._told = False
-
-    def _open(self, step: int) -> None:
-        self._file = Lines(self._folder / FILE)  # a killed run loses at most the line that it was writing
-        self._events = _Events(self._folder / "tensorboard", step) if self._tensorboard else None
 
     def rewind(self, step: int) -> None:
         """Drops the lines of the steps after this one, which run again."""
-        self.close()
+        with suppress(OSError):
+            self._file.close()
         drop_after(self._folder / FILE, step, whole=False)
-        self._open(step)
+        self._file = Lines(self._folder / FILE)
+        self._trackers.rewind(step)
 
     def write(self, metrics: Mapping[str, Any]) -> str:
         """Write one line. `metrics` has an integer `step`; its other values are numbers (also 0-d tensors and
         arrays), text, None, or numbers by name.
 
         A full or read-only disk is no error: the lines follow when they can be written. Returns what to tell the user
-        about that, and about TensorBoard's files, once; otherwise "".
+        about that, and about trackers, once; otherwise "".
         """
         line = {key: _plain(value) for key, value in metrics.items() if value is not None}
         assert isinstance(line.get("step"), int), f"a metrics line needs an integer step: {metrics}"
         self._file.write(_text(line))
-        problems: list[str] = []
-        if self._events:
-            try:
-                self._events.write(line)
-            except OSError as error:  # a record may be cut, and what follows could not be read
-                self._events = None
-                problems.append(f"TensorBoard's files end at step {line['step']}: {error}")
+        self._trackers.write(line)
+        problems = self._trackers.news()
         told, self._told = self._told, bool(self._file.error)
         if self._told > told:
             problems.append(f"{self._file.path}: {self._file.error}; lines are kept and written later")
@@ -104,13 +81,13 @@ class MetricsWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Flushes and closes the files. Further calls do nothing. A full disk was said where lines were written."""
+        """Flushes and closes the file and the trackers, and says what they could not take. Further calls do nothing.
+        A full disk was said where lines were written."""
         with suppress(OSError):
             self._file.close()
-        if self._events:
-            with suppress(OSError):
-                self._events.close()
-            self._events = None
+        self._trackers.close()
+        for said in self._trackers.news():
+            print(f"WARNING: {said}", file=sys.stderr)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -177,7 +154,7 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def _is_line(line: Any) -> bool:
-    """True for an object with an integer `step`, numbers, and text (not for a key of `_TAGS`)."""
+    """True for an object with an integer `step`, numbers, and text (not for a key of `TAGS`)."""
     return (
         isinstance(line, dict)
         and isinstance(line.get("step"), int)
@@ -186,8 +163,8 @@ def _is_line(line: Any) -> bool:
 
 
 def _is_metric(key: str, value: Any) -> bool:
-    """True for null and numbers; outside of `_TAGS` also for text, and for a list or numbers by name."""
-    if key in _TAGS:
+    """True for null and numbers; outside of `TAGS` also for text, and for a list or numbers by name."""
+    if key in TAGS:
         return value is None or isinstance(value, int | float)
     parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
     return all(part is None or isinstance(part, int | float | str) for part in parts)
@@ -225,57 +202,3 @@ def _no_nan(line: Mapping[str, Any]) -> dict[str, Any]:
         k: _no_nan(v) if isinstance(v, dict) else None if isinstance(v, float) and not math.isfinite(v) else v
         for k, v in line.items()
     }
-
-
-class _Events:
-    """One TensorBoard event file, written with TensorBoard's own record writer.
-
-    It is imported here, which takes 0.2 s. The writer in torch.utils.tensorboard starts a thread and takes ten times as
-    long.
-    """
-
-    def __init__(self, folder: Path, step: int) -> None:
-        # Any, because the generated protobuf modules define their classes at run time.
-        event_pb2: Any = import_module("tensorboard.compat.proto.event_pb2")
-        summary_pb2: Any = import_module("tensorboard.compat.proto.summary_pb2")
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        make_folder(folder)
-        earlier = any(folder.iterdir())
-        # TensorBoard sorts a folder's files by name, so the time comes first, then host and process.
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
-        self._file = stream(folder / name)
-        self._records = RecordWriter(self._file)
-        self._put(self._event(wall_time=time.time(), file_version="brain.Event:2"))
-        if earlier:  # tells TensorBoard to hide what earlier files say about the steps from here on
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._put(self._event(wall_time=time.time(), step=step + 1 if step else 0, session_log=start))
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Writes every number of `line` as a scalar, and a `sample` as text."""
-        summary = self._summary()
-        for key, value in line.items():
-            if key != "step" and isinstance(value, (int, float)):
-                summary.value.add(tag=_TAGS.get(key, f"other/{key}"), simple_value=float(value))
-            elif key in _TAGS_BY_NAME and isinstance(value, dict):
-                for name, number in value.items():
-                    summary.value.add(tag=f"{_TAGS_BY_NAME[key]}/{name}", simple_value=float(number))
-            elif key == "sample":
-                entry = summary.value.add(tag="sample")
-                entry.metadata.plugin_data.plugin_name = "text"
-                entry.tensor.dtype = 7  # DT_STRING
-                entry.tensor.tensor_shape.dim.add(size=1)
-                # The text plugin renders Markdown, and an indented block shows the sample as it is.
-                entry.tensor.string_val.append(
-                    "".join(f"    {row}\n" for row in str(value).splitlines()).encode()
-                )
-        if summary.value:
-            self._put(self._event(wall_time=time.time(), step=line["step"], summary=summary))
-
-    def _put(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()

@@ -82,7 +82,19 @@ def section(plan: Mapping[str, Any]) -> str:
     )
     head = "".join(f'<th scope="col">{name}</th>' for name in ("Figure", "Predicted", "Measured", "Error"))
     table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
-    return table + _tracked(plan)
+    return table + _fitted(plan) + _tracked(plan)
+
+
+def _fitted(plan: Mapping[str, Any]) -> str:
+    """A note on a machine without a table."""
+    fitted = plan["predicted"].get("fitted")
+    if fitted is None:
+        return ""
+    return (
+        f"<p>This machine was not measured, so the step time was fitted to steps {int(fitted['from_step'])} to "
+        f"{int(fitted['to_step'])}, and is compared with later ones. <code>fivefold bench hardware</code> measures "
+        "it.</p>"
+    )
 
 
 def _tracked(plan: Mapping[str, Any]) -> str:

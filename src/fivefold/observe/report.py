@@ -49,9 +49,9 @@ def write_report(run: Path | str) -> Path:
     return path
 
 
-def page(run: Path) -> str:
-    """The page as HTML."""
-    lines, recipe = read_metrics(run), _recipe(run / "recipe.toml")
+def page(run: Path, state: str = "") -> str:
+    """The page as HTML. state: what the run is doing now, of a page that is served."""
+    lines, recipe = read_metrics(run), run_recipe(run)
     with understood(run / FILE):
         figures = summarize(lines)
         curves = run_charts(lines) + _table(lines) if lines else ""
@@ -82,7 +82,7 @@ def page(run: Path) -> str:
         _section("Next steps", commands(run, recipe)),
     ]
     body = f"""<header>
-<p class="kicker">Training report</p>
+<p class="kicker">Training report{escape(f": {state}" if state else "")}</p>
 <h1>{escape(name)}</h1>
 <p class="lead">{escape(printable(_in_words(recipe, figures)))}</p>
 {_alarm(figures)}
@@ -98,8 +98,9 @@ def _section(title: str, body: str) -> str:
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>\n{body}\n</section>\n'
 
 
-def _recipe(path: Path) -> Recipe | None:
+def run_recipe(run: Path) -> Recipe | None:
     """The run's recipe, or None if it is missing or from a version with other fields."""
+    path = run / "recipe.toml"
     try:
         return load(str(path)) if path.is_file() else None
     except UserError:

@@ -12,6 +12,7 @@ from fivefold.errors import UserError, printable
 from fivefold.files import read_bytes, read_json
 from fivefold.models.card import card_of
 from fivefold.observe.format import size
+from fivefold.observe.trackers import FILE_STORE
 from fivefold.recipe import Recipe, explain
 from fivefold.recipe.load import MOST_BYTES
 
@@ -138,12 +139,16 @@ def commands(run: Path, recipe: Recipe | None) -> str:
         "Resume from its last checkpoint": f"fivefold train {where} --resume",
         "Generate text": f"fivefold generate {where} --prompt {prompt}",
         "Export to a Hugging Face folder": f"fivefold export {where} exported-model",
-        "All curves in TensorBoard": f"tensorboard --logdir {shlex.quote(str(near / 'tensorboard'))}",
     }
+    for name, title, command in (
+        ("tensorboard", "All curves in TensorBoard", "tensorboard --logdir {}"),
+        ("wandb", "Upload an offline run to Weights & Biases", "wandb sync {}/offline-run-*"),
+        ("mlruns", "All curves in MLflow", f"{FILE_STORE}=true mlflow ui --backend-store-uri {{}}"),
+    ):
+        if (run / name).is_dir():
+            possible[title] = command.format(shlex.quote(str(near / name)))
     if recipe and not card_of(recipe.model).causal:  # it generates no text
         del possible["Generate text"]
-    if not (run / "tensorboard").is_dir():
-        del possible["All curves in TensorBoard"]
     rows = [f"<li><p>{title}</p><pre>{_unbroken(line)}</pre></li>\n" for title, line in possible.items()]
     return f'<ul class="commands">\n{"".join(rows)}</ul>'
 

@@ -15,7 +15,7 @@ from fivefold.files import read_bytes
 from fivefold.models.section import LARGEST
 from fivefold.recipe import words
 from fivefold.recipe.initial import taken_over
-from fivefold.recipe.migrate import migrate
+from fivefold.recipe.migrate import migrate, today
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.words import KEYS, SECTIONS, none_unsets, plain_type
@@ -269,7 +269,8 @@ class _Draft:
         """Writes `section.key=value` texts, given after `option`, into the table."""
         given: set[str] = set()
         for text in overrides:
-            key, equals, raw = (part.strip() for part in text.partition("="))
+            given_key, equals, raw = (part.strip() for part in text.partition("="))
+            key, value = today(given_key, _override_value(given_key, raw))
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
                 said = shortened(text, LONGEST_WORD)
@@ -283,14 +284,14 @@ class _Draft:
             self.origins |= {key: origin, section: self.origins.get(section, origin)}
             if entry := self._entry_of(section, name):
                 table, field = entry
-                table[field] = _override_value(key, raw)
+                table[field] = value
                 if raw.lower() == "none":
                     del table[field]
             elif raw.lower() == "none" and key in KEYS and none_unsets(KEYS[key]):
                 values.pop(name, None)
             else:
                 given.add(key)
-                values[name] = _override_value(key, raw)
+                values[name] = value
         for one, others in REPLACED.items():
             for other in others if one in given else ():
                 if other not in given:

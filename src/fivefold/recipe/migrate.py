@@ -7,10 +7,14 @@ from typing import Any
 
 RENAMED: dict[str, str] = {
     "observe.memory": "observe.memory_step",
+    "observe.tensorboard": "observe.tracker",
     "optim.skip_outliers": "faults.spike_limit",
 }
 """{section.key of an older version: section.key today}."""
-VALUES: dict[str, dict[Any, Any]] = {"observe.memory": {True: 2, False: 0}}
+VALUES: dict[str, dict[Any, Any]] = {
+    "observe.memory": {True: 2, False: 0},
+    "observe.tensorboard": {True: "tensorboard", False: "none"},
+}
 """Values of renamed keys that were others, too."""
 IMPLIED: dict[str, tuple[str, Any]] = {"optim.skip_outliers": ("on_spike", "skip")}
 """What a renamed key that is not 0 also meant: a field of the same section today, with its value."""
@@ -46,8 +50,7 @@ def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, A
         if not isinstance(target, dict) or name in target:
             continue
         value = values.pop(key)
-        others = VALUES.get(old, {})
-        target[name] = others.get(value, value) if isinstance(value, Hashable) else value
+        _, target[name] = today(old, value)
         if old in IMPLIED and value:
             target.setdefault(*IMPLIED[old])
         if old in origins:
@@ -58,3 +61,9 @@ def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, A
         if isinstance(values, dict) and values.keys() >= WRITTEN[section]:
             values.setdefault(name, meant)
     return moved, origins
+
+
+def today(key: str, value: Any) -> tuple[str, Any]:
+    """An override's key and value, as they are called today."""
+    others = VALUES.get(key, {})
+    return RENAMED.get(key, key), others.get(value, value) if isinstance(value, Hashable) else value

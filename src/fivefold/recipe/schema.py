@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from fivefold.models.section import LARGEST, MOST_LAYERS, ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
@@ -17,6 +17,7 @@ from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry
+from fivefold.recipe.trackers import joined
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
@@ -34,6 +35,7 @@ else:
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
     SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+TrackerNames = Annotated[str, BeforeValidator(joined)]
 MOST_SEQUENCES = 1 << 30
 """Sequences of a batch."""
 MOST_SECONDS = 10**7
@@ -391,8 +393,10 @@ class FaultsSection(Section):
 class ObserveSection(Section):
     log_every: int = Field(default=1, ge=1, le=LARGEST)
     """Steps between console lines."""
-    tensorboard: bool = True
-    """Write TensorBoard event files into RUN/tensorboard."""
+    tracker: TrackerNames = "tensorboard"
+    """Where the numbers of metrics.jsonl also go: `tensorboard` (event files in RUN/tensorboard), `csv`
+    (RUN/metrics.csv), `wandb` (Weights & Biases; extra `wandb`), `mlflow` (MLflow; extra `mlflow`), `none`; several as
+    `tensorboard,wandb` or as a list. Logins come from the environment, never from a recipe."""
     noise_scale: bool = False
     """Measure the gradient noise scale (arXiv 1812.06162). Batches larger than this number of tokens save few steps.
     The metric is `noise_scale`, averaged over about 50 steps. Not supported with cp, ep, sp, tp under ZeRO, or a

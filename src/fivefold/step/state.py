@@ -40,6 +40,7 @@ from fivefold.spread.names import factors, groups
 from fivefold.spread.parts import Part, held, size_of
 from fivefold.spread.sites import counterparts
 from fivefold.spread.tiers import tiers
+from fivefold.step.brought import NOTHING, Brought, use_loss
 from fivefold.step.own import make_equal, own_model
 
 
@@ -68,6 +69,7 @@ class State:
         0.0,
     )  # numerator and denominator averages of the noise scale (train/noise.py)
     elsewhere: Elsewhere | None = None  # where the frozen weights are that checkpoints leave out
+    brought: Brought = NOTHING  # the user's own in place of the recipe's
     forgotten: str = ""  # what a checkpoint had no place for, in words
 
     @property
@@ -151,13 +153,14 @@ def build_state(
     module: nn.Module | None = None,
     site: int | None = None,
     card: ModuleCard | None = None,
+    brought: Brought = NOTHING,
 ) -> State:
     """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0. site: as in
-    `Mesh`. module, card: the user's own."""
-    if module is None and ranks.device.type == "cpu":
+    `Mesh`. module, card: the user's own. brought: the user's own in place of the recipe's."""
+    if module is None and brought.card is None and ranks.device.type == "cpu":
         _fits(recipe, Layout.from_recipe(recipe.layout), ranks)
     total = count_parameters(recipe.model) if module is None else sum(p.numel() for p in module.parameters())
-    state = assemble(recipe, ranks, module, site=site, card=card)
+    state = assemble(recipe, ranks, module, site=site, card=card, brought=brought)
     assert_owned_once(state.parallel.replicas, state.mesh, total)
     return state
 
@@ -169,6 +172,7 @@ def assemble(
     memory: AbstractContextManager[object] | None = None,
     site: int | None = None,
     card: ModuleCard | None = None,
+    brought: Brought = NOTHING,
 ) -> State:
     """Builds the state without the checks of `build_state`. memory: see `parallelize`. site: see `Mesh`."""
     mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, recipe.sites.count, site)
@@ -182,7 +186,7 @@ def assemble(
         own, embeddings = own_model(recipe, module, card), embeddings_of(module, recipe.model.vocab_size)
         make_equal(module.float().to(mesh.device), mesh)
     parallel = parallelize(recipe, mesh, dtype, reduce, memory, masters, own)
-    state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings)
+    state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings, brought)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
@@ -212,6 +216,7 @@ def with_optimizer(
     mode: Mode,
     own: OwnModel | None = None,
     embeddings: frozenset[str] | None = None,
+    brought: Brought = NOTHING,
 ) -> State:
     """The state at step 0, ready to train. own: a user's own module. embeddings: as in `rate_of`."""
     for stage in parallel.stages:
@@ -219,8 +224,12 @@ def with_optimizer(
         for module in stage.modules():
             if isinstance(module, Output):
                 module.z_loss = recipe.train.z_loss
+    if brought.loss is not None:
+        use_loss(parallel.stages, brought.loss)
     optim, compute = recipe.optim, torch_dtype(mode.working)
     card, fields = OPTIMIZERS[optim.name], optimizer_fields(optim)
+    if brought.card is not None:
+        card, fields = brought.card, dict(brought.card.fields)
     how = recipe.precision.rounding
     rounding = Rounding(how, torch_dtype(mode.state), recipe.train.seed, kept_in(card, mode, how))
     model = own or card_of(recipe.model)
@@ -256,7 +265,7 @@ def with_optimizer(
                 card, replica.masters, replica.gradients, working, optim.lr, decays, fields, rates
             )
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
-    state = State(parallel, mesh, counts, usual=usual)
+    state = State(parallel, mesh, counts, usual=usual, brought=brought)
     if mode.scaled:
         precision = recipe.precision
         state.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_every, mesh.device)

@@ -222,7 +222,8 @@ def update(
     moments and counts stay as they are: such a gradient would destroy them. The host does not know it yet, so it queues
     the update all the same. bad: 1 if they are not finite, which must not last; None: `skip`.
     """
-    lr = rate(optim, state.step, steps)
+    own = state.brought
+    lr = rate(optim, state.step, steps) if own.schedule is None else own.rate(state.step, steps)
     scale = clip_scale(norm, optim.grad_clip)
     if state.loss_scale is not None:
         scale = (1.0 if scale is None else scale) / state.loss_scale.factor

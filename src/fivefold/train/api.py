@@ -2,97 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 from torch import Tensor, nn
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.hf import export_run
 from fivefold.checkpoint.source import weights_of
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.errors import UserError
+from fivefold.launch.ranks import device_for
+from fivefold.models.base import LanguageModel
 from fivefold.models.own import ModuleCard
+from fivefold.observe.console import QUIET, VALIDATIONS, summary_rows
+from fivefold.observe.format import short_number
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
-from fivefold.recipe import Recipe, load
+from fivefold.observe.summary import summarize
+from fivefold.recipe import Recipe, count_parameters, load
+from fivefold.step.brought import Loss, Metric, Schedule
 from fivefold.train.evaluate import Evaluation, evaluate
-from fivefold.train.generate import Sampling, generate_text, open_run, require_tokenizer
+from fivefold.train.generate import Sampling, open_run, require_tokenizer, samples_of
 from fivefold.train.job import BatchSource
+from fivefold.train.own import Callback, Optimizer, brings
 from fivefold.train.start import run_command
+
+Prompts = list[str] | tuple[str, ...]
+CallbackLike = Callback | type[Callback] | str
+
+
+class EvaluationFields(TypedDict, total=False):
+    """The fields of `Evaluation` (train/evaluate.py)."""
+
+    shots: int
+    shots_from: Path | str | None
+    seed: int
+    limit: int
+    context: int | None
+    stride: int | None
+    batch_tokens: int | None
+    dtype: str | None
+    text_key: str | None
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of `Sampling` (train/generate.py)."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: tuple[str, ...]
 
 
 class Run:
-    """A run folder: its recipe, metrics, weights and report."""
+    """A run folder: its recipe, metrics, model, report. step: of the checkpoint that it takes; None: the newest."""
 
-    def __init__(self, path: Path | str):
-        self.path = Path(path)
-        self.recipe = load(str(self.path / "recipe.toml"))
+    def __init__(self, path: Path | str, step: int | None = None):
+        self.path, self.step = Path(path), step
+        self.recipe: Recipe = load(str(self.path / "recipe.toml"))
+        self._opened: tuple[Path, LanguageModel, Tokenizer | None] | None = None
+
+    def at(self, step: int) -> Run:
+        """The same run with the checkpoint of this step.
+
+        Raises:
+            UserError: it has no such checkpoint.
+        """
+        store.chosen(self.path, step)
+        return Run(self.path, step)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: training, validation and samples."""
         return read_metrics(self.path / "metrics.jsonl")
 
+    def checkpoints(self) -> list[Path]:
+        """Folders of the run's checkpoints, oldest first."""
+        return store.checkpoints(self.path)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint.
+
+        Raises:
+            UserError: the run has none.
+        """
+        return store.chosen(self.path, self.step)
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model with the checkpoint's weights, in evaluation mode: tokens (B, T) -> logits (B, T, V). It is read
+        once.
+
+        Raises:
+            UserError: the run has no checkpoint, or its model is a module of your own: load `weights()` into it.
+        """
+        return self._open()[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer: `encode(text)`, `decode(ids)`.
+
+        Raises:
+            UserError: the run has none.
+        """
+        return require_tokenizer(self.path, self._open()[1])
+
+    def _open(self) -> tuple[LanguageModel, Tokenizer | None]:
+        folder = self.checkpoint
+        if self._opened is None or self._opened[0] != folder:
+            module, _, tokenizer = open_run(self.path, checkpoint=folder, device=device_for(0))
+            self._opened = folder, module, tokenizer
+        return self._opened[1:]
+
+    @overload
+    def generate(self, prompts: str = "", *, samples: None = None, **how: Unpack[SamplingFields]) -> str: ...
+    @overload
     def generate(
-        self,
-        prompt: str = "",
-        *,
-        max_tokens: int = 128,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> str:
-        """Text that the run's last checkpoint generates after the prompt.
+        self, prompts: Prompts, *, samples: None = None, **how: Unpack[SamplingFields]
+    ) -> list[str]: ...
+    @overload
+    def generate(self, prompts: str, *, samples: int, **how: Unpack[SamplingFields]) -> list[str]: ...
+    @overload
+    def generate(
+        self, prompts: Prompts, *, samples: int, **how: Unpack[SamplingFields]
+    ) -> list[list[str]]: ...
+    def generate(
+        self, prompts: str | Prompts = "", *, samples: int | None = None, **how: Unpack[SamplingFields]
+    ) -> str | list[str] | list[list[str]]:
+        """Text that the model writes after a prompt, or after each of several.
+
+        samples: how many for each prompt, as a list; None: one. how: fields of `Sampling`: max_tokens, temperature,
+        top_k, top_p, seed, stop.
 
         Raises:
             UserError: the run has no checkpoint or no tokenizer, or a sampling value is not allowed.
         """
-        module, recipe, tokenizer = open_run(self.path)
-        tokenizer = require_tokenizer(self.path, tokenizer)
-        return "".join(
-            generate_text(
-                module, recipe.model, tokenizer, prompt, Sampling(max_tokens, temperature, top_k, top_p, seed)
-            )
-        )
+        if samples is not None and samples < 1:
+            raise UserError(f"samples = {samples}: must be 1 or more")
+        sampling, tokenizer, model = Sampling(**how), self.tokenizer, self.recipe.model
+        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = [samples_of(self.model, model, tokenizer, one, sampling, samples or 1) for one in several]
+        found = texts if samples is not None else [each[0] for each in texts]
+        return found[0] if isinstance(prompts, str) else found
 
     def evaluate(
         self,
         *texts: Path | str,
         tasks: Sequence[Path | str] = (),
         step: int | None = None,
-        **how: Any,
+        **how: Unpack[EvaluationFields],
     ) -> dict[str, Any]:
         """Perplexity and bits per byte of text files, accuracy on task files (docs/evaluation.md).
 
-        step: of the checkpoint; None: the newest. how: fields of `Evaluation` (train/evaluate.py), such as shots=5.
+        step: of the checkpoint; None: that of this run. how: fields of `Evaluation`, such as shots=5.
 
         Raises:
             UserError: a file, line or setting cannot be used, or the run has no such checkpoint.
         """
-        return evaluate(self.path, texts, tasks, Evaluation(**how), step=step)
-
-    def checkpoints(self) -> list[Path]:
-        """Folders of the run's checkpoints, oldest first."""
-        return store.checkpoints(self.path)
+        return evaluate(self.path, texts, tasks, Evaluation(**how), step=self.step if step is None else step)
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights of the last checkpoint, by name.
+        """The weights of the checkpoint, by name.
 
         Raises:
             UserError: the run has no checkpoint.
         """
-        return weights_of(store.latest(self.path))
+        return weights_of(self.checkpoint)
 
     def export(self, folder: Path | str, weights: Mapping[str, Tensor] | None = None) -> Path:
-        """Writes the last checkpoint as a folder that Hugging Face `transformers` loads.
+        """Writes the checkpoint as a folder that Hugging Face `transformers` loads.
 
         weights: by name, to be written instead, such as those of a module of your own, merged into the recipe's model.
         """
-        return export_run(self.path, Path(folder), weights=weights)
+        return export_run(self.path, Path(folder), checkpoint=self.checkpoint, weights=weights)
 
     def report(self) -> Path:
         """Writes report.html again and returns its path."""
         return write_report(self.path)
+
+    def _figures(self) -> dict[str, Any]:
+        try:
+            return summarize(self.metrics())
+        except (OSError, UserError):
+            return {}
+
+    def __repr__(self) -> str:
+        figures, model = self._figures(), self.recipe.model
+        said = [f"Run({str(self.path)!r}{'' if self.step is None else f', step={self.step}'}): {model.arch}"]
+        if model.vocab_size:
+            said.append(f"{short_number(count_parameters(model))} parameters")
+        said.append(f"step {figures.get('steps', 0):,} of {self.recipe.train.steps or '?'}")
+        if "val_loss" in figures:
+            said.append(f"validation loss {figures['val_loss']:.4f}")
+        return ", ".join(said)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the headline figures."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in summary_rows(self._figures())
+        )
+        return f"<p>{escape(repr(self))}</p><table>{rows}</table>"
 
 
 def train(
@@ -104,8 +222,17 @@ def train(
     card: ModuleCard | None = None,
     data: BatchSource | None = None,
     val_data: BatchSource | None = None,
+    callbacks: Sequence[CallbackLike] = (),
+    metrics: Mapping[str, Metric | str] | None = None,
+    loss: Loss | str | None = None,
+    optimizer: Optimizer | str | None = None,
+    schedule: Schedule | str | None = None,
+    quiet: bool | None = None,
 ) -> Run:
     """Trains a recipe; returns the run.
+
+    What is called back (`callbacks` to `schedule`) may be the object itself or its name, "module:name". Several ranks
+    are separate processes, which import it by its name, so a lambda, or what a notebook defines, needs nproc=1.
 
     Args:
         out: run folder; None: a new one, runs/run-N.
@@ -117,16 +244,30 @@ def train(
         data: your own batches, data.batch(i, rows) -> (inputs, targets), instead of the recipe's. Batch i must not
             depend on anything but i.
         val_data: the same for validation, which uses its batch 0 with `train.val_sequences` rows.
+        callbacks: `Callback` objects or classes, called on rank 0 around the steps.
+        metrics: by name: functions (logits (n, V), targets (n)) -> their mean, measured at each validation.
+        loss: (logits (N, V), targets (N), -100 where they do not count) -> the mean loss to train with, a scalar.
+        optimizer: an `OptimizerCard`, or for plain data parallelism a class of torch.optim or a function (groups, lr).
+        schedule: (step, steps) -> the learning rate of step 0 to steps - 1.
+        quiet: print validations, warnings and alarms only; None: in notebooks.
 
     Raises:
         UserError: an error in recipe, layout, data or folder that the user can fix.
     """
-    folder = None if out is None else Path(out)
-    return Run(
-        run_command(
-            recipe, nproc, folder, fork=False, module=model, card=card, batches=data, val_batches=val_data
+    own, folder = brings(callbacks, metrics, loss, optimizer, schedule), None if out is None else Path(out)
+    with _quietly(quiet):
+        found = run_command(
+            recipe,
+            nproc,
+            folder,
+            fork=False,
+            module=model,
+            card=card,
+            batches=data,
+            val_batches=val_data,
+            brings=own,
         )
-    )
+    return Run(found)
 
 
 def resume(
@@ -139,16 +280,23 @@ def resume(
     data: BatchSource | None = None,
     val_data: BatchSource | None = None,
     checkpoint: Path | str | None = None,
+    callbacks: Sequence[CallbackLike] = (),
+    metrics: Mapping[str, Metric | str] | None = None,
+    loss: Loss | str | None = None,
+    optimizer: Optimizer | str | None = None,
+    schedule: Schedule | str | None = None,
+    quiet: bool | None = None,
 ) -> Run:
     """Resumes a run from its last checkpoint, bit for bit.
 
     `recipe`: a changed recipe, such as one with more steps; None: the run's own. `checkpoint`: folder of the checkpoint
-    to go back to; later ones are set aside. Other arguments are those of `train`.
+    to go back to; later ones are set aside. Other arguments are those of `train`. Model, data, loss, optimizer and
+    schedule have to be brought again.
     """
-    recipe = recipe or Run(out).recipe
-    return Run(
-        run_command(
-            recipe,
+    own = brings(callbacks, metrics, loss, optimizer, schedule)
+    with _quietly(quiet):
+        found = run_command(
+            recipe or Run(out).recipe,
             nproc,
             Path(out),
             True,
@@ -158,5 +306,24 @@ def resume(
             card=card,
             batches=data,
             val_batches=val_data,
+            brings=own,
         )
-    )
+    return Run(found)
+
+
+@contextmanager
+def _quietly(wanted: bool | None) -> Generator[None]:
+    """Inside the block the console prints little, if that is wanted. Ranks inherit it."""
+    before = os.environ.get(QUIET)
+    if (_in_notebook() if wanted is None else wanted) and not before:
+        os.environ[QUIET] = VALIDATIONS
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(QUIET, None)
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"

@@ -27,14 +27,16 @@ from fivefold.models.count import flops_per_token
 from fivefold.observe import number_formats, step_timeline
 from fivefold.observe.console import Console
 from fivefold.observe.faults import KINDS, USUAL
-from fivefold.observe.metrics import MetricsWriter
+from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.observe.slow import SlowRanks
+from fivefold.observe.summary import summarize
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import LeftOut, Recipe, batch_size, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
 from fivefold.step import replicas
+from fivefold.step.brought import measuring
 from fivefold.step.histogram import Counter
 from fivefold.step.recorder import Recorder
 from fivefold.step.replay import replay
@@ -47,6 +49,7 @@ from fivefold.train.job import Job
 from fivefold.train.loop import due
 from fivefold.train.memory import MemoryWatch
 from fivefold.train.noise import NoiseScale
+from fivefold.train.own import WITHOUT, Callbacks
 from fivefold.train.prediction import Prediction
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
@@ -104,6 +107,11 @@ class RunHooks:
         self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
         self.validated = False
         self.slow = SlowRanks(self.state.mesh.layout)
+        own = self.job.own if self.ranks.first else WITHOUT
+        self.callbacks = Callbacks(own, self.job.out, recipe.train.steps or 0)
+        self.unsaid: list[int] = []  # steps that are being saved, of which callbacks do not know yet
+        wanted = self.stop_wanted
+        self.stop_wanted = lambda: bool(self.callbacks.stopped) or wanted()
         self.saver = Saver(self.state, self.job, self.alarm, self.flush, self.ranks.local_world)
 
     def begin_step(self) -> None:
@@ -172,17 +180,21 @@ class RunHooks:
             line |= self.noise.figures(line["grad_norm"], line.pop(SQUARES))
         if slow := self.slow.add(line.pop("rank_seconds", [])):
             line["slow_rank"] = slow.figures
+        line |= self.callbacks.tell("on_step", line["step"], figures=line, model=self._model)
         self._write(line)
         self.console.step(line)
+        if learned := self.predicted.learn(line["step"], line["step_s"]):
+            self.console.note(learned)
+        self._tell_of_saves()
         if slow:
-            self.console.note(f"step {line['step']}: {slow}")
+            self.console.warn(f"step {line['step']}: {slow}")
         pipeline = self.state.parallel.pipeline
         traced = line["step"] == self.job.recipe.observe.trace_step
         if self.ranks.first and traced and pipeline is not None and pipeline.recorded is not None:
             path = write_pipeline_trace(self.job.out / "traces", line["step"], *pipeline.recorded)
             self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
         if said:
-            self.console.note(said)
+            self.console.warn(said)
 
     def _write_histogram(self, counter: Counter) -> None:
         counter.take_gradients()
@@ -208,11 +220,16 @@ class RunHooks:
             sets = validation_sets(job, self.state.mesh)
             if not sets:
                 return  # nothing is held out, on any rank
-            with self._common_weights():
+            metrics = {name: one.get() for name, one in job.own.metrics.items()}
+            measured = measuring(self.state.parallel.stages, metrics, self.state.mesh)
+            with self._common_weights(), measured as means:
                 line = {"step": step, **validate(self.state, sets)}
+            if metrics:
+                line |= {f"val_{name}": value for name, value in means().items()}
         self.validated = True
         if errors := self.state.compression_errors():
             line |= {"compression_error": fmean(errors.values()), "compression_errors": errors}
+        line |= self.callbacks.tell("on_validation", step, figures=line, model=self._model)
         self._write(line)
         self.console.validation(line)
 
@@ -246,11 +263,37 @@ class RunHooks:
             known = stream_states(self.job, step, self.state.left_out) if self.ranks.first else {}
             tokens = {"tokens": tokens_before(self.job.recipe, step)}
             self.saver.save(identity(self.job) | tokens | known, ends)
+        if self.callbacks:
+            self.unsaid.append(step)
 
     def settle(self) -> None:
         """Waits for the save under way, on all ranks."""
         with progress.phase("saving"):
             self.saver.settle()
+
+    def end(self, complete: bool) -> bool:
+        """Tells callbacks that the run has ended. Returns True if one of them wanted that. All ranks call it."""
+        if not self.job.own.callbacks:
+            return False
+        self._tell_of_saves()
+        if self.ranks.first:
+            figures = summarize(read_metrics(self.job.out)) | {"complete": complete}
+            self.callbacks.tell("on_end", self.state.step, figures=figures, model=self._model)
+        stopped = torch.tensor(float(bool(self.callbacks.stopped)), device=self.state.mesh.device)
+        return bool(self.state.mesh.axis("run").all_reduce(stopped, "max"))
+
+    def _tell_of_saves(self) -> None:
+        """Tells callbacks of checkpoints that are complete by now."""
+        for step in [step for step in self.unsaid if store.folder_of(self.job.out, step).is_dir()]:
+            folder = store.folder_of(self.job.out, step)
+            self.callbacks.tell("on_save", step, checkpoint=folder, model=self._model)
+            self.unsaid = [later for later in self.unsaid if later > step]
+
+    @property
+    def _model(self) -> nn.Module | None:
+        """The model for callbacks, if this rank has the whole of it."""
+        whole = self.callbacks and not self.state.mesh.layout.divided
+        return self.state.module if whole else None
 
     def alarm(self, step: int, text: str) -> None:
         """Says on the console and in the report what must not be missed."""
@@ -264,7 +307,7 @@ class RunHooks:
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None and (problem := self.metrics.write(line)):
-            self.console.note(f"WARNING: {problem}")
+            self.console.warn(f"WARNING: {problem}")
 
 
 def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:

@@ -13,6 +13,7 @@ from fivefold.data import DataSet
 from fivefold.models.own import ModuleCard
 from fivefold.recipe import Recipe
 from fivefold.train.initial import Initial
+from fivefold.train.own import WITHOUT, Own
 
 
 class BatchSource(Protocol):
@@ -37,7 +38,7 @@ class Job:
     from step 0. resume_from: the checkpoint to go on from instead, while the run has no newer one. seat: this launch's
     site, if each site is a launch of its own. asked: the recipe with the layout that was asked for, if there are not as
     many ranks now: what the run folder keeps. initial: the weights to start from, if they are not random.
-    card: of the module, if its user gave one."""
+    card: of the module, if its user gave one. own: callbacks, metrics and the like."""
 
     recipe: Recipe
     out: Path
@@ -52,3 +53,4 @@ class Job:
     asked: Recipe | None = None
     initial: Initial | None = None
     card: ModuleCard | None = None
+    own: Own = WITHOUT

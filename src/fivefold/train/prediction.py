@@ -6,6 +6,7 @@ import json
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,15 +14,17 @@ import torch.distributed as dist
 
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
+from fivefold.host import cores, memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.observe import prediction
-from fivefold.observe.format import size
+from fivefold.observe.format import duration, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.parallel.mesh import Mesh
+from fivefold.plan import assumed
 from fivefold.plan.clusters import of_gpu
 from fivefold.plan.devices import Cluster, of_table
-from fivefold.plan.measured import load
+from fivefold.plan.measured import FACTORS, Measured, load
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.timeline import timeline
 from fivefold.plan.volume import AXES, leaving, sent
@@ -34,6 +37,10 @@ from fivefold.trace.depth import blocks_traced, exact
 from fivefold.trace.traffic import Collectives
 from fivefold.train.job import Job
 
+FITTED = 10
+"""Steps after which a machine without a table has a prediction, from the run's own first steps."""
+WARM = 2
+"""First steps of these that are left out."""
 QUICK = 24  # blocks times microbatches: about a second on one core
 
 
@@ -45,6 +52,9 @@ class Prediction:
         self.watching = ExitStack()
         self.counter: Collectives | None = None
         self.plan: Plan | None = None
+        self.assumed: Measured | None = None  # the table, if nobody has measured this machine
+        self.seconds: list[float] = []  # of the run's first steps
+        self.fitted = 0  # the last step to which the prediction was fitted
 
     def write(self) -> str:
         """Writes the prediction, which takes milliseconds: nothing is measured for it. Returns a line that summarises
@@ -53,17 +63,61 @@ class Prediction:
             found = self._predicted()
             peak = size(found["memory"]["peak_bytes"])
             said = f"predicted: {found['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
-            _save(self.job.out, {"predicted": found})
+            if self.assumed is None:
+                _save(self.job.out, {"predicted": found})
+            else:
+                step = self._first + FITTED
+                after = (
+                    f"the time per step follows after step {step}"
+                    if step < self._steps
+                    else "no time per step"
+                )
+                said = (
+                    f"predicted: {peak} of tensors per rank; {after}, because this machine is not measured "
+                    "(`fivefold bench hardware` does it, in two minutes)"
+                )
+                _save(self.job.out, {"predicted": None, "why": said})
         except UserError as error:
             said = f"no prediction: {error}"
             _save(self.job.out, {"predicted": None, "why": said})
         return said
 
+    def learn(self, step: int, seconds: float) -> str:
+        """Takes a step's seconds. Once the run has FITTED steps on a machine without a table, it writes a prediction
+        that is scaled to them, and returns a line that summarises it."""
+        if self.assumed is None or self.fitted or step <= self._first:
+            return ""
+        self.seconds.append(seconds)
+        if len(self.seconds) < FITTED:
+            return ""
+        assert self.plan is not None
+        usual, self.fitted = median(self.seconds[WARM:]), step
+        scale = usual / self.plan.step.seconds
+        self.assumed = replace(self.assumed, factors=dict.fromkeys(FACTORS, scale))
+        found = self._predicted()
+        since = step - FITTED + WARM + 1
+        found["fitted"] = {"from_step": since, "to_step": step, "step_s": usual}
+        _save(self.job.out, prediction.read(self.job.out) | {"predicted": found, "why": None})
+        whole = duration(found["time"]["step_s"] * self._steps)
+        each = f"{found['time']['step_s']:.3g} s per step, {whole} for {self._steps:,} steps"
+        return f"predicted from steps {since} to {step}: {each}"
+
+    @property
+    def _steps(self) -> int:
+        return self.job.recipe.train.steps or 0
+
+    @property
+    def _first(self) -> int:
+        """The step before the run's first full batch."""
+        return max(self.start, sum(steps for _, steps in ramp(self.job.recipe.train)))
+
     def _predicted(self) -> dict[str, Any]:
         if self.job.module is not None:
             raise UserError("the planner does not know a module of your own")
+        if self.job.own.unplanned:
+            raise UserError(f"the planner does not know {self.job.own.unplanned}")
         recipe = self.job.recipe
-        found = self.plan = predict(recipe, _cluster(self.ranks))
+        found = self.plan = predict(recipe, self._cluster())
         counted = max(self.start, self.whole) + 1
         first = recipe.sites.due(counted, recipe.train.steps or 0)  # what the counted step synchronises
         return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}
@@ -74,9 +128,24 @@ class Prediction:
         recipe = self.job.recipe
         return max(recipe.layout.compress_after or 0, sum(steps for _, steps in ramp(recipe.train)))
 
+    def _cluster(self) -> Cluster:
+        """The machine of this run, as a cluster of the planner."""
+        ranks = self.ranks
+        if ranks.device.type == "cuda":
+            return replace(of_gpu(torch.cuda.get_device_name(ranks.device)), per_node=ranks.local_world)
+        if ranks.world != ranks.local_world:
+            raise UserError("the network between machines without GPUs is not measured")
+        if self.assumed is not None:
+            return of_table(self.assumed)
+        table = load()
+        if table is None:
+            table = self.assumed = assumed.table(cores(), memory_bytes())
+        return of_table(table)
+
     def timeline(self, step: int) -> StepTimeline | None:
         """The planned timeline of a step; None without a prediction."""
-        planned = None if self.plan is None else timeline(self.plan.setting)
+        known = self.plan is not None and (self.assumed is None or self.fitted)
+        planned = timeline(self.plan.setting) if self.plan is not None and known else None
         return None if planned is None else replace(planned, step=step)
 
     def begin_step(self, state: State) -> None:
@@ -105,7 +174,7 @@ class Prediction:
         sent_bytes = self._most_sent(mesh)
         if not self.ranks.first:
             return
-        first = max(self.start, sum(steps for _, steps in ramp(self.job.recipe.train)))  # of full batches
+        first = max(self._first, self.fitted)
         lines = [line for line in read_metrics(self.job.out / "metrics.jsonl") if line["step"] > first]
         measured = {
             "step_s": prediction.step_seconds(lines),
@@ -160,15 +229,3 @@ def _add_exact(job: Job) -> None:
 
 def _save(run: Path, plan: dict[str, Any]) -> None:
     write_atomically(run / "plan.json", json.dumps(plan, indent=1) + "\n")
-
-
-def _cluster(ranks: Ranks) -> Cluster:
-    """The machine of this run, as a cluster of the planner."""
-    if ranks.device.type == "cuda":
-        return replace(of_gpu(torch.cuda.get_device_name(ranks.device)), per_node=ranks.local_world)
-    if ranks.world != ranks.local_world:
-        raise UserError("the network between machines without GPUs is not measured")
-    table = load()
-    if table is None:
-        raise UserError("this machine is not measured yet; `fivefold bench hardware` does it, in two minutes")
-    return of_table(table)

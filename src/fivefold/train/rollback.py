@@ -120,8 +120,8 @@ def go_back(state: State, job: Job, hooks: RunHooks, fault: Fault) -> None:
                 hooks.metrics.rewind(step)
                 hooks.metrics.write({"step": step, ROLLBACK: {"from": fault.step, "why": fault.said}})
     for line in damaged:
-        hooks.console.note(line)
-    hooks.console.note(f"{fault.said}. The run goes back to step {step}, and {how}")
+        hooks.console.warn(line)
+    hooks.console.warn(f"{fault.said}. The run goes back to step {step}, and {how}")
 
 
 def _load_before(state: State, job: Job, fault: Fault, last: int | None) -> list[str]:

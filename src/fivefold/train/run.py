@@ -51,7 +51,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         starting = stack.enter_context(ExitStack())
         starting.enter_context(progress.phase("starting"))
         site = job.seat.site if job.seat else None
-        state = build_state(recipe, ranks, job.module, site, job.card)
+        state = build_state(recipe, ranks, job.module, site, job.card, job.own.brought())
         stack.callback(state.parallel.close)
         resumed = resume(state, job) if job.resume else None
         if recipe.checkpoint.frozen:
@@ -72,7 +72,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         metrics = None
         if ranks.first:
             write_run_files(job)
-            metrics = stack.enter_context(MetricsWriter(job.out, recipe.observe.tensorboard, step=state.step))
+            metrics = stack.enter_context(open_metrics(job, state.step))
             if metrics.damaged:
                 console.note(f"metrics.jsonl: {metrics.damaged} damaged line(s) are left out")
         introduce(console, state, job, ranks)
@@ -108,12 +108,15 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             predicted.conclude(state.mesh, hooks.memory.peak)
             if ranks.first:
                 conclude(console, job, complete)
+            enough = hooks.end(complete)
+            if metrics is not None:
+                metrics.close()  # trackers send what is left
         state.mesh.axis(
             "run"
         ).barrier()  # the ranks leave together: a launcher stops the others when one is gone
         if membership is not None:
             membership.leave(complete)
-        return None if complete else interrupt.signal or 15
+        return None if complete or enough else interrupt.signal or 15
 
 
 def _stop_asked(state: State, interrupt: Interrupt) -> bool:
@@ -133,6 +136,11 @@ def write_run_files(job: Job) -> None:
     tokenizer, path = job.data and job.data.tokenizer, job.out / "tokenizer.json"
     if tokenizer is not None and not (path.is_file() and _is_json(path)):
         tokenizer.save(path)
+
+
+def open_metrics(job: Job, step: int) -> MetricsWriter:
+    recipe = job.recipe
+    return MetricsWriter(job.out, recipe.observe.tracker, step=step, about=recipe.model_dump())
 
 
 def _is_json(path: Path) -> bool:

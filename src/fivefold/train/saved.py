@@ -180,4 +180,4 @@ def identity(job: Job) -> dict[str, Any]:
         if job.data.parts:
             stages = order_of(recipe, amounts(recipe, job.data)).stages
             found[STAGES] = [[stage.begin, *stage.weights] for stage in stages]
-    return found
+    return found | job.own.identity()

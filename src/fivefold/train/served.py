@@ -43,7 +43,7 @@ from fivefold.train.out_of_memory import told as told_of_memory
 from fivefold.train.prediction import Prediction
 from fivefold.train.resume import resume
 from fivefold.train.rollback import FILE, read
-from fivefold.train.run import conclude, introduce, write_run_files
+from fivefold.train.run import conclude, introduce, open_metrics, write_run_files
 from fivefold.train.saved import identity
 from fivefold.train.saver import Saver
 from fivefold.train.share import batches_of, share_of, validation_sets
@@ -113,7 +113,7 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
             Console(steps, start_step=state.step, log_every=recipe.observe.log_every)
         )
         write_run_files(job)
-        metrics = stack.enter_context(MetricsWriter(job.out, recipe.observe.tensorboard, step=state.step))
+        metrics = stack.enter_context(open_metrics(job, state.step))
         introduce(console, state, job, ranks)
         predicted = Prediction(job, ranks, state.step)
         console.note(predicted.write())

@@ -38,7 +38,7 @@ from fivefold.models.own import ModuleCard, OwnModel
 from fivefold.models.recomputation import budget_of
 from fivefold.observe.console import QUIET
 from fivefold.plan.predict import budget, priced_here
-from fivefold.recipe import Recipe, change, resolve
+from fivefold.recipe import Recipe, change, resolve, trackers
 from fivefold.recipe.fit import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
 from fivefold.recipe.rules.weights import wrong_patterns
@@ -53,6 +53,7 @@ from fivefold.train.elastic import Elastic
 from fivefold.train.initial import Initial, initial
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
+from fivefold.train.own import WITHOUT, Own
 from fivefold.train.prediction import add_exact
 from fivefold.train.restart import Restarts, grace_s, note_restart
 from fivefold.train.rollback import goes_back
@@ -77,6 +78,7 @@ def run_command(
     batches: BatchSource | None = None,
     val_batches: BatchSource | None = None,
     seat: Seat | None = None,
+    brings: Own = WITHOUT,
 ) -> Path:
     """Trains a recipe and returns its run folder.
 
@@ -89,6 +91,7 @@ def run_command(
     such as the command line's. Otherwise ranks are spawned, and their arguments are pickled.
     module, card, batches, val_batches: the user's own model and data instead of the recipe's.
     seat: trains one site of the recipe's, which meets the others there.
+    brings: callbacks, metrics and the like of the user's.
 
     Raises:
         UserError: the layout, data, folder or checkpoint is not valid.
@@ -100,7 +103,10 @@ def run_command(
         resume_from = AUTO
     either = resume_from is not None
     span = nproc if isinstance(nproc, tuple) and caller.world is None else None
+    trackers.require(trackers.chosen(recipe.observe.tracker))
     recipe, asked = _for_ranks(_located(recipe), nproc, caller, either, seat)
+    started = caller.world is None and (bool(span) or Layout.from_recipe(recipe.layout).ranks > 1)
+    brings.check(recipe, module, travels=started)
     quiet = not caller.first or bool(os.environ.get(QUIET))
     data, vocab_size = _data(recipe, module, batches, quiet)
     recipe = resolve(recipe, vocab_size=vocab_size)
@@ -117,8 +123,8 @@ def run_command(
             guard(folder, look=caller.first)
     job = Job(
         recipe, out, data, module, batches, val_batches, resume or either,
-        _resume_command(out, seat, own=module is not None or batches is not None), seat, chosen,
-        asked and resolve(asked, vocab_size=vocab_size), found, card,
+        _resume_command(out, seat, own=module is not None or batches is not None or bool(brings.everything)),
+        seat, chosen, asked and resolve(asked, vocab_size=vocab_size), found, card, brings,
     )  # fmt: skip
     _set_up_process(job, caller)
     world = _ranks_of(job)

@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from fivefold.errors import did_you_mean
 from fivefold.models.card import Contradiction, card_of, round_up
 from fivefold.models.section import MOST_IDS, Section
 from fivefold.recipe.schema import Sections
-from fivefold.recipe.words import toml_value
+from fivefold.recipe.trackers import NONE, TRACKERS, unknown
+from fivefold.recipe.words import short, toml_value
 
 _BPE = re.compile(r"bpe:(\d{1,7})", re.ASCII)
 
@@ -148,6 +150,12 @@ def generates(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def observed(recipe: Sections) -> Iterator[Contradiction]:
+    for name in unknown(recipe.observe.tracker)[:1]:
+        yield (
+            {"observe.tracker"},
+            f"observe.tracker = {short(recipe.observe.tracker)}: there is no tracker {short(name)}"
+            f"{did_you_mean(name, TRACKERS)}; must be one or several of {', '.join(TRACKERS)}, or {NONE}",
+        )
     step = recipe.observe.trace_step
     if step and step in (recipe.observe.memory_step, int(recipe.observe.memory_step > 0)):
         yield (

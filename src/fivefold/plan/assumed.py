@@ -1,4 +1,10 @@
-"""A made-up table of a machine, for tests of what is predicted from one."""
+"""The table of a machine that nobody has measured: round numbers of a processor's core. No torch.
+
+Memory and traffic do not depend on it. Times do, so a run scales them by its own first steps
+(`train/prediction.py`).
+"""
+
+from __future__ import annotations
 
 from itertools import product
 
@@ -6,14 +12,15 @@ from fivefold.host import tables
 from fivefold.plan.measured import LARGEST, SIZES, Measured, Share
 
 KINDS = ("norm", "gate", "gelu", "loss", "embedding", "copy", "accumulate", "random", "optimizer")
-LINKS = (
+COLLECTIVES = (
     "all_reduce fp32", "all_reduce bf16", "reduce_scatter fp32", "reduce_scatter bf16", "all_gather", "all_to_all",
     "scatter_gradients", "send",
 )  # fmt: skip
-FLOPS = {"fp32": 50e9, "bf16": 100e9}  # of a core
+FLOPS = {"fp32": 50e9, "bf16": 100e9}
+"""Of a core."""
 
 
-def table(cores: int = 2) -> Measured:
+def table(cores: int = 2, memory: float = 16e9) -> Measured:
     """Every core multiplies at FLOPS and moves 5 GB/s; messages take 0.1 ms and 1 GB/s; no Python."""
     host = dict.fromkeys(("block", "microbatch", "block step", "step", "stage"), 0.0)
     for zero in (1, 2, 3):
@@ -23,11 +30,11 @@ def table(cores: int = 2) -> Measured:
         machine=tables.key(),
         device="cpu",
         cores=cores,
-        memory=16e9,
+        memory=memory,
         disk=1e9,
         peak={dtype: rate * cores for dtype, rate in FLOPS.items()},
         shares={n: _share(n, cores // n) for n in (1, 2, 4) if n <= cores},
-        links={n: dict.fromkeys(LINKS, points) for n in (2, 4)},
+        links={n: dict.fromkeys(COLLECTIVES, points) for n in (2, 4)},
         free=0.25,
         host=host,
         axes={},

@@ -1,0 +1,156 @@
+"""`fivefold report RUN --live`: serves a run's page on this machine while it trains. The page loads itself again.
+
+Only this machine can ask: the server listens on 127.0.0.1, and answers no request that names another host. (A page
+elsewhere could have its own name resolve to 127.0.0.1, and read what is answered: DNS rebinding.) It serves one page
+and no files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from html import escape
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from fivefold.errors import UserError, printable
+from fivefold.files import guard, in_use
+from fivefold.observe.document import asset, document
+from fivefold.observe.metrics import FILE, last_line
+from fivefold.observe.report import page, run_recipe
+
+ADDRESS = "127.0.0.1"
+NAMES = (ADDRESS, "localhost", "[::1]")
+"""Hosts that a request may name: a tunnel may end at another port, or at ::1."""
+PORT = 6007
+REFRESH_S = 5
+WATCH_S = 1.0
+
+
+class Live:
+    """A run's page as it is now, and what the run is doing."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self._lock = threading.Lock()
+        self._made: tuple[object, bytes] | None = None
+        recipe = run_recipe(run)
+        self.steps = recipe.train.steps if recipe else None
+
+    def state(self) -> tuple[bool, str]:
+        """(True if steps may follow, the state in words)."""
+        line, going = last_line(self.run), in_use(self.run)
+        step = line["step"] if line else 0
+        where = f"step {step:,}" + (f" of {self.steps:,}" if self.steps else "")
+        if going:
+            return True, f"training, {where}"
+        if not step:
+            return True, "not started yet"
+        complete = self.steps is not None and step >= self.steps
+        return not complete, f"complete, {where}" if complete else f"stopped after {where}"
+
+    def content(self) -> tuple[bool, bytes]:
+        """(True if steps may follow, the page). It is made again when the metrics or the state have changed."""
+        with self._lock:
+            more, said = self.state()
+            try:
+                found = (self.run / FILE).stat()
+                key: object = (said, found.st_mtime_ns, found.st_size)
+            except OSError:
+                key = said
+            if self._made is None or self._made[0] != key:
+                self._made = key, self._page(said).encode("utf-8", "replace")
+            return more, self._made[1]
+
+    def _page(self, said: str) -> str:
+        try:
+            return page(self.run, said)
+        except (UserError, OSError) as error:  # no metrics yet
+            name = printable(self.run.resolve().name)
+            text = f"{name}: {said}. {error}"
+            return document(name, f"<main><p>{escape(printable(text))}</p></main>", asset("report.css"), "")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_version, sys_version = "Fivefold", ""
+    timeout = 10  # a connection that asks nothing
+    live: Live
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def _answer(self, body: bool) -> None:
+        name, colon, port = self.headers.get("Host", "").rpartition(":")
+        host = name if colon and port.isdigit() else self.headers.get("Host", "")
+        if host.lower() not in NAMES:
+            self.send_error(HTTPStatus.FORBIDDEN, "This server answers for 127.0.0.1 and localhost only")
+            return
+        if self.path.partition("?")[0] != "/":
+            self.send_error(HTTPStatus.NOT_FOUND, "There is one page, /")
+            return
+        more, content = self.live.content()
+        self.send_response(HTTPStatus.OK)
+        for key, value in (
+            ("Content-Type", "text/html; charset=utf-8"),
+            ("Content-Length", str(len(content))),
+            ("Cache-Control", "no-store"),
+            ("Content-Security-Policy", "frame-ancestors 'none'"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+            ("X-Content-Type-Options", "nosniff"),
+            *([("Refresh", str(REFRESH_S))] if more else []),
+        ):
+            self.send_header(key, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page of a run. port: 0 takes a free one.
+
+    Raises:
+        UserError: the port is taken.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, run: Path, port: int = PORT) -> None:
+        guard(run)
+        self.live = Live(run)
+        handler = type("Handler", (_Handler,), {"live": self.live})
+        try:
+            super().__init__((ADDRESS, port), handler)
+        except OSError as error:
+            raise UserError(
+                f"--port {port}: cannot listen on {ADDRESS}: {error.strerror}. Use another port; 0 takes a free one"
+            ) from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_address[1]}/"
+
+
+def serve(run: Path, port: int = PORT, tell: Callable[[str], None] = print) -> None:
+    """Serves until Ctrl-C. tell: is told the address, and when the run begins or ends."""
+    with Server(run, port) as server:
+        threading.Thread(target=server.serve_forever, name="live report", daemon=True).start()
+        tell(f"{server.url} shows {run} while it trains. Ctrl-C ends this")
+        last, waiting = "", threading.Event()
+        try:
+            while True:
+                _, said = server.live.state()
+                state = said.partition(",")[0]
+                if state != last:
+                    tell(f"{run}: {said}")
+                    last = state
+                waiting.wait(WATCH_S)
+        except KeyboardInterrupt:
+            server.shutdown()

@@ -1,0 +1,93 @@
+"""An optimizer of the user's: an `OptimizerCard`, or a torch optimizer for plain data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.errors import UserError
+from fivefold.optim.card import OptimizerCard, OptimizerState
+from fivefold.precision import DTYPES, torch_dtype
+
+Make = Callable[..., torch.optim.Optimizer]
+"""make(groups, lr=...): a class of `torch.optim`, or a function that builds its optimizer like one. groups: lists of
+parameters with their weight decay."""
+COUNT = "step"
+"""The state in which torch's optimizers count their steps."""
+
+
+def is_torch(given: object) -> bool:
+    """True for a torch optimizer, which works on plain data parallelism only."""
+    return not isinstance(given, OptimizerCard)
+
+
+def card_from(given: object, name: str) -> OptimizerCard:
+    """The card of what the user brings.
+
+    A step on two small parameters says which states a torch optimizer keeps.
+
+    Raises:
+        UserError: it is neither a card nor builds a torch optimizer, or checkpoints have no place for its states.
+    """
+    if isinstance(given, OptimizerCard):
+        return given
+    if isinstance(given, torch.optim.Optimizer) or not callable(given):
+        raise UserError(
+            f"optimizer = {name}: must be an OptimizerCard, a class of torch.optim, or a function (groups, lr) that "
+            "returns a torch optimizer; ranks build it over their own weights"
+        )
+    make: Any = given
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))]
+    try:
+        optimizer = make(_groups(weights), lr=0.1)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"it returns {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    except Exception as error:
+        raise UserError(
+            f"optimizer = {name}: a step on small weights fails: {type(error).__name__}: {error}"
+        ) from error
+    kept = [(key, value, weight) for weight in weights for key, value in optimizer.state[weight].items()]
+    states = dict(_state(name, *one) for one in kept if one[0] != COUNT and one[1] is not None)
+    return OptimizerCard(
+        name,
+        source="the user's",
+        build=lambda groups, lr: _guarded(make(groups, lr=lr)),
+        states=tuple(states.values()),
+        counts=any(key == COUNT for key, *_ in kept),
+    )
+
+
+def _groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": [weight], "weight_decay": 0.0} for weight in weights]
+
+
+def _state(name: str, key: str, value: Any, weight: Tensor) -> tuple[str, OptimizerState]:
+    if not isinstance(value, Tensor) or value.shape != weight.shape:
+        raise UserError(
+            f'optimizer = {name}: checkpoints have no place for its state "{key}"; only for tensors with the shape of '
+            f'the weight, and "{COUNT}"'
+        )
+    dtypes = [one for one, dtype in DTYPES.items() if dtype.stored and torch_dtype(one) == value.dtype]
+    if not dtypes:
+        raise UserError(f'optimizer = {name}: its state "{key}" is of {value.dtype}, which checkpoints lack')
+    return key, OptimizerState(key, dtypes[0])
+
+
+def _guarded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Lets the optimizer do nothing where a step is to be skipped. It cannot read that on the device, so the host
+    waits."""
+    step = optimizer.step
+
+    def guarded() -> None:
+        skip = vars(optimizer).pop("found_inf", None)  # some refuse it, others take it for a scaler's
+        if skip is None or not skip.item():
+            step()
+
+    optimizer.step = guarded  # pyright: ignore[reportAttributeAccessIssue]
+    return optimizer

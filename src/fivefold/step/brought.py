@@ -1,0 +1,148 @@
+"""What a user brings to training in place of the recipe's: a loss, an optimizer, a schedule; and metrics of validation.
+
+Loss and metrics are functions of logits and targets, so they stand around the model's `Output`, whatever divides it.
+Legend: N tokens of a microbatch, n those that count, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.errors import UserError
+from fivefold.models.layers import Output
+from fivefold.optim import OptimizerCard
+from fivefold.parallel.mesh import Mesh
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""loss(logits_NV, targets_N): logits in fp32, targets of -100 do not count -> the mean over those that do, a scalar. So
+`torch.nn.functional.cross_entropy` is one."""
+Metric = Callable[[Tensor, Tensor], Tensor | float]
+"""metric(logits_nV, targets_n): of targets that count -> their mean, a scalar."""
+Schedule = Callable[[int, int], float]
+"""schedule(step, steps): the learning rate of step 0 to steps - 1. It depends on nothing else, so resuming is exact."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What takes the place of the recipe's; None: the recipe's stays."""
+
+    loss: Loss | None = None
+    card: OptimizerCard | None = None
+    schedule: Schedule | None = None
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step, by the user's schedule.
+
+        Raises:
+            UserError: it is no learning rate.
+        """
+        assert self.schedule is not None
+        found = self.schedule(step, steps)
+        if not isinstance(found, int | float) or not 0 <= found < math.inf:
+            raise UserError(
+                f"schedule({step}, {steps}) = {found!r:.60}: a learning rate must be a number >= 0 and finite"
+            )
+        return float(found)
+
+
+NOTHING = Brought()
+
+
+def use_loss(stages: Iterable[nn.Module], loss: Loss) -> None:
+    """Trains with a loss of the user's. Validation stays with cross-entropy."""
+    for output in _outputs(stages):
+        own: Any = partial(_own_loss, output, output.forward, loss)
+        output.forward = own
+
+
+def _own_loss(
+    output: Output,
+    plain: Callable[..., Tensor],
+    loss: Loss,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    if targets is None or not output.training:
+        return plain(x, weight, targets, bias)
+    logits = plain(x, weight, None, bias)
+    if not bool((targets >= 0).any()):
+        return logits.sum() * 0.0  # other ranks expect a gradient
+    value = loss(logits.reshape(-1, logits.shape[-1]), targets.long().flatten())  # (N, V), (N)
+    if not isinstance(value, Tensor) or value.dim() > 0 or not value.requires_grad:
+        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+        raise UserError(
+            f"loss(logits, targets) = {shown}: must be a scalar tensor that depends on the logits"
+        )
+    return value.float()
+
+
+@contextmanager
+def measuring(
+    stages: Iterable[nn.Module], metrics: Mapping[str, Metric], mesh: Mesh
+) -> Iterator[Callable[[], dict[str, float]]]:
+    """Applies metrics to all that the model sees inside the block. Yields a function that returns their means over the
+    tokens of all ranks, which all of them call."""
+    sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device=mesh.device)  # of values, of tokens
+    outputs = list(_outputs(stages))
+    plain = [output.forward for output in outputs]
+    for output, forward in zip(outputs, plain, strict=True):
+        watched: Any = partial(_measured, forward, metrics, sums)
+        output.forward = watched
+
+    def means() -> dict[str, float]:
+        counted = sums * float(mesh.index("tp") == 0)  # ranks of a tensor axis see the same tokens
+        values, tokens = mesh.axis("run").all_reduce(counted).T.tolist()
+        return {name: v / n if n else math.nan for name, v, n in zip(metrics, values, tokens, strict=True)}
+
+    try:
+        yield means
+    finally:
+        for output, forward in zip(outputs, plain, strict=True):
+            output.forward = forward
+
+
+def _measured(
+    plain: Callable[..., Tensor],
+    metrics: Mapping[str, Metric],
+    sums: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    if targets is not None:
+        for row in range(len(x)):  # the logits of one sequence at a time
+            part = slice(row, row + 1)
+            logits = plain(x[part], weight, None, bias).flatten(0, -2)  # (N, V)
+            own = targets[part].flatten()
+            counted = own >= 0
+            if n := int(counted.sum()):
+                for place, (name, metric) in enumerate(metrics.items()):
+                    sums[place, 0] += _scalar(name, metric(logits[counted], own[counted].long())) * n
+                    sums[place, 1] += n
+    return plain(x, weight, targets, bias)
+
+
+def _scalar(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"metric {name}(logits, targets) = {value!r:.60}: must be one number") from None
+
+
+def _outputs(stages: Iterable[nn.Module]) -> Iterator[Output]:
+    """Those that compute: context parallelism puts another one around them."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, Output) and not any(isinstance(one, Output) for one in module.children()):
+                yield module
