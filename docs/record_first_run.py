@@ -2,7 +2,7 @@
 
     python docs/record_first_run.py
 
-It runs `fivefold train quickstart` and notes when each line came. docs/make_pictures.py draws
+It runs `fivefold train quickstart` with an empty cache and notes when each line came. docs/make_pictures.py draws
 benchmarks/results/first_run.json. Of the lines of single steps a few are kept. Nothing else should run meanwhile.
 """
 
@@ -29,7 +29,7 @@ def main() -> None:
     began, lines = time.monotonic(), list[tuple[float, str]]()
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-c", "from fivefold.cli.main import main; main()", *COMMAND.split()[1:]]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "FIVEFOLD_CACHE": f"{folder}/cache"}
         with subprocess.Popen(
             program, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
