@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
+import terminal_picture
+
 from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
 from fivefold.observe.report import write_report
 from fivefold.observe.scale import linear_scale, tick_labels
@@ -104,6 +106,7 @@ def main() -> None:
         (PLAN_FOLDER / f"{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
+    (PLAN_FOLDER / "first_run.svg").write_text(terminal_picture.first_run(), encoding="utf-8")
     for name, picture in lectures().items():
         (PLAN_FOLDER / f"lecture_{name}.svg").write_text(picture, encoding="utf-8")
     report(PLAN_FOLDER / "report.png")

@@ -238,6 +238,12 @@ def test_the_upgrade_guide_names_what_is_migrated() -> None:
     assert [key for key in keys if f"`{key}" not in text] == []
 
 
+def test_the_terminal_shows_the_recorded_run() -> None:
+    script = runpy.run_path(str(REPO / "docs" / "terminal_picture.py"))
+    picture = (REPO / "docs" / "pictures" / "first_run.svg").read_text(encoding="utf-8")
+    assert script["first_run"]() == picture, "run: python docs/make_pictures.py"
+
+
 def test_the_support_matrix_is_current() -> None:
     script = runpy.run_path(str(REPO / "docs" / "make_support_matrix.py"))
     page = (REPO / "docs" / "support.md").read_text(encoding="utf-8")
