@@ -243,7 +243,7 @@ def test_resuming_checks_sources_and_begun_stages(texts: Path) -> None:
         (["data.sources=[]", "data.stages=[{share = 1}]"], r"there is no \[\[data\.sources\]\]"),
         (["data.source=x.txt", "data.sources=[{name = 'a', source = 'x'}]"], "are both set; set only one"),
         (["data.sources.a.source=nowhere.txt"], "data.sources, a: data.source: no such file"),
-        (["data.sources.a.max_epochs=1", "train.steps=600"], "its max_epochs allows 1. Give it a smaller weight, or"),
+        (["data.sources.a.max_epochs=1", "train.steps=600"], "its max_epochs allows 1. Give it a smaller weight. Use"),
     ],
 )  # fmt: skip
 def test_one_clear_message(texts: Path, sets: list[str], part: str) -> None:
@@ -280,5 +280,6 @@ def test_a_mixture_as_a_file(texts: Path) -> None:
     assert load(texts / "recipe.toml") == recipe
     assert load(texts / "recipe.toml", ["data.source=stdlib"]).data.sources == ()
     assert load(texts / "recipe.toml", ["data.sources.b.weight=0.25"]).data.sources[1].weight == 0.25
+    assert load(texts / "recipe.toml", over=["data.sources.b.weight=0.75"]).data.sources[1].weight == 0.75
     (texts / "more.toml").write_text('base = "shakespeare"\n[[data.sources]]\nname = "x"\nsource = "y"\n')
     assert load(texts / "more.toml").data.specs == {"x": "y"}

@@ -267,7 +267,7 @@ def test_arrays_of_no_length(tmp_path: Path, shape: str) -> None:
 JSONS = ["[]", "null", DEEP, f'{{"step": {DIGITS}}}', '{"a": ' * 5000, '{"spans": 3}', "\x00"]
 
 
-@pytest.mark.parametrize("name", ["plan.json", "machine.json"])
+@pytest.mark.parametrize("name", ["plan.json", "machine.json", "data.json"])
 def test_a_page_of_broken_facts(run: Path, tmp_path: Path, name: str) -> None:
     """The report leaves them out."""
     copy = Path(shutil.copytree(run, tmp_path / "copy"))

@@ -54,6 +54,7 @@ def _short(recipe: Recipe, layout: Layout, tokens: Path, steps: int) -> Recipe:
     values = {
         "model.vocab_size": vocabulary,
         "data.source": f"tokens:{tokens}",
+        "data.validation": "[]",
         "data.token_dtype": "uint32",
         "data.val_fraction": 0,
         "data.max_epochs": 0,

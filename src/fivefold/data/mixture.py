@@ -374,9 +374,15 @@ class Seen(NamedTuple):
     share: float
 
 
-def seen(recipe: Recipe, found: Mapping[str, Amount], step: int, left_out: LeftOut = ()) -> dict[str, Seen]:
-    """What the first `step` steps of a run see of each source."""
-    used = uses(recipe, order_of(recipe, found), step, left_out)
+def seen(
+    recipe: Recipe,
+    found: Mapping[str, Amount],
+    step: int,
+    left_out: LeftOut = (),
+    order: Order | None = None,
+) -> dict[str, Seen]:
+    """What the first `step` steps of a run see of each source. order: of `order_of`, if it is known."""
+    used = uses(recipe, order or order_of(recipe, found), step, left_out)
     return {
         name: Seen(
             count, count * recipe.model.seq_len, count / max(1, amount.items), count / max(1, sum(used))
@@ -464,7 +470,7 @@ def require_enough(recipe: Recipe, found: Mapping[str, Amount]) -> None:
                 f"{said[name]} is too small for this run: {steps:,} steps of {B} sequences are "
                 f"{count / amount.items:.2f} passes over its {amount.items:,} sequences, but "
                 + (
-                    f"its max_epochs allows {limit}. Give it a smaller weight, or "
+                    f"its max_epochs allows {limit}. Give it a smaller weight. "
                     if limits.get(name) is not None
                     else f"data.max_epochs allows {limit}. "
                 )

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import printable
+from fivefold.errors import UserError, printable
 from fivefold.files import read_json
 from fivefold.observe.chart import Chart, Series
 from fivefold.observe.format import short_number
@@ -31,10 +31,13 @@ def validation_chart(lines: Lines, span: tuple[int, int], key: str = "val_losses
 
 def section(run: Path, lines: Lines) -> str:
     """What was seen of each source; "" if the run does not say it."""
-    if not (run / FILE).is_file():
+    try:
+        facts = read_json(run / FILE)
+    except (OSError, UserError):
         return ""
-    facts = read_json(run / FILE)
-    sources = facts["sources"]
+    sources = facts.get("sources")
+    if not sources:
+        return ""
     seen = next((by_name(line, "source_tokens") for line in reversed(lines) if "source_tokens" in line), {})
     if not seen and len(sources) == 1:
         seen = {sources[0]["name"]: max((float(line.get("tokens") or 0) for line in lines), default=0.0)}

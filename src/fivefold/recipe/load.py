@@ -26,7 +26,7 @@ MOST_BYTES = 256 << 10
 REPLACED = {
     "train.steps": ("train.tokens",),
     "train.tokens": ("train.steps",),
-    "data.source": ("data.sources", "data.stages"),
+    "data.source": ("data.sources", "data.stages", "data.weigh_by"),
     "data.sources": ("data.source",),
 }
 """{a field: those that setting it unsets}."""

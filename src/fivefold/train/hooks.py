@@ -15,7 +15,7 @@ from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
 from fivefold.data import mixture
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.mixture import amounts
+from fivefold.data.mixture import amounts, order_of
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.host import memory
@@ -68,6 +68,7 @@ class Speed:
         self.flops = flops_per_token(job.recipe.model) if job.module is None else None
         self.peak = _peak_flops(job.recipe, ranks) if self.flops else None
         self.amounts = amounts(job.recipe, job.data) if job.data is not None and job.data.parts else {}
+        self.order = order_of(job.recipe, self.amounts) if self.amounts else None
 
     def figures(self, step: int, seconds: float, left_out: LeftOut = ()) -> dict[str, Any]:
         seen = tokens_before(self.recipe, step)
@@ -76,7 +77,7 @@ class Speed:
         if self.flops and self.peak:
             found["mfu"] = found["tokens_per_s"] * self.flops / self.peak
         if self.amounts:
-            sources = mixture.seen(self.recipe, self.amounts, step, left_out)
+            sources = mixture.seen(self.recipe, self.amounts, step, left_out, self.order)
             found["source_tokens"] = {name: one.tokens for name, one in sources.items()}
         return found
 
