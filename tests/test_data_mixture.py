@@ -141,6 +141,16 @@ def test_weights_by_documents_by_size_and_what_is_left_out(texts: Path) -> None:
     assert [row.items for row in rows.values()] == taken.tolist()
 
 
+def test_epochs_count_packed_sequences(texts: Path) -> None:
+    rows = "".join(json.dumps({"text": "c" * (i % 30)}) + "\n" for i in range(200))
+    sources = [f"data.sources.c.source={write(texts / 'c.jsonl', rows)}", "data.packing=best_fit"]
+    recipe = mixed(texts, *sources)
+    data = prepare(recipe)
+    found, batches = amounts(recipe, data), batches_of(resolve(recipe, vocab_size=257), data)
+    assert [amount.items for amount in found.values()] == batches.counts
+    assert found["c"].items > found["c"].tokens // 16
+
+
 @pytest.mark.parametrize("tokenizer", ["bpe:300", "chars"])
 def test_one_tokenizer_for_all_sources_and_sets(texts: Path, tokenizer: str) -> None:
     write(texts / "own.txt", "a1 z?? " * 40)

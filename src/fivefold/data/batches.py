@@ -141,13 +141,8 @@ def steps_of(recipe: Recipe) -> int | None:
     return total_steps(recipe) if recipe.train.steps or recipe.train.tokens else None
 
 
-def items_of(recipe: Recipe, tokens: Tokens) -> int:
-    """The number of sequences that a source gives: an epoch of it."""
-    return items_in(recipe, len(tokens))
-
-
 def items_in(recipe: Recipe, tokens: int) -> int:
-    """The number of sequences in so many tokens."""
+    """The number of sequences in so many tokens, one behind the other."""
     return count_sequences(tokens, recipe.model.seq_len, objective_of(recipe))
 
 

@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fivefold.data.batches import items_in, items_of, objective_of, steps_of
+from fivefold.data.batches import items_in, objective_of, steps_of
 from fivefold.data.build import Progress, learn, text_of
+from fivefold.data.cut import cut_of
 from fivefold.data.order import Order, Stage, whole_weights
 from fivefold.data.prepare import cache_key, check_tokenizer, prepare_source
 from fivefold.data.sources import find
@@ -60,7 +61,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
         data = prepare_source(recipe, progress, workers)
     require_enough(recipe, amounts(recipe, data))
     for part in data.validation:
-        if not items_of(recipe, part.train):
+        if not cut_of(recipe, data, part.train).count:
             raise UserError(
                 f"data.validation, {part.name}: {len(part.train):,} tokens, fewer than one sequence of model.seq_len = "
                 f"{recipe.model.seq_len}"
@@ -312,11 +313,11 @@ def amounts(recipe: Recipe, data: DataSet) -> dict[str, Amount]:
     """How much there is of each source."""
     if not data.parts:
         held_out = None if data.val is None else len(data.val)
-        return {"": Amount(len(data.train), items_of(recipe, data.train), held_out)}
+        return {"": Amount(len(data.train), cut_of(recipe, data, data.train).count, held_out)}
     return {
         part.name: Amount(
             len(part.train),
-            items_of(recipe, part.train),
+            cut_of(recipe, data, part.train).count,
             None if part.val is None else len(part.val),
             part.info.get("documents", {}).get("train"),
         )

@@ -45,8 +45,8 @@ MOST_SECONDS = 10**7
 class DataSection(Section):
     source: str = "stdlib"
     """Source of the text: `stdlib` (the source code of this machine's Python standard library), a file,
-    folder or glob of .txt .md .py .json .jsonl .parquet, texts also as .gz or .zst, here or at an address (https://,
-    s3://); `tokens:PATH` (token files: .bin of nanoGPT or llm.c, .npy, .bin with the .idx of Megatron, .parquet with
+    folder or glob of .txt .md .py .json .jsonl .parquet, texts also as .gz or .zst, here or at an address (https,
+    s3); `tokens:PATH` (token files: .bin of nanoGPT or llm.c, .npy, .bin with the .idx of Megatron, .parquet with
     a column `input_ids`); `hf:NAME:CONFIG:SPLIT[FROM:TO]` (rows of a Hugging Face data set; all but the name may be
     left out). Relative paths start at the current folder, not at the recipe's."""
     tokenizer: str = "bpe:4096"
