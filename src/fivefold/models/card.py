@@ -92,9 +92,13 @@ class Card(ABC):
         """The cut of each parameter that tensor or expert parallelism cuts. The others are whole on every rank."""
         return self._cuts
 
-    @cached_property
+    @property
     def frozen(self) -> frozenset[str]:
         """The parameters that are not trained."""
+        return self._frozen
+
+    @cached_property
+    def _frozen(self) -> frozenset[str]:
         return matching(self.model.freeze, self.parameters) if self.model.freeze else frozenset()
 
     @cached_property
