@@ -3,19 +3,30 @@ PyTorch in one process."""
 
 from __future__ import annotations
 
+import math
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from layouts import compared, tiny
 from own_models import Decoder, Numbers, Plain, T, V, cut
 from parity import joined, pieces, share
 from ranks import run_ranks
 from runs import assert_close_tensors, ranks_of
+from steps import planned, tracked
+from steps import recipe_of as planned_recipe
 from torch import nn
 
 from fivefold import ModuleCard
 from fivefold.errors import UserError
+from fivefold.models.card import card_of
+from fivefold.models.parameters import cut_of
+from fivefold.plan.predict import held
 from fivefold.recipe import Recipe, load, resolve
+from fivefold.spread.parts import Cut
 from fivefold.step.state import build_state
 from fivefold.step.step import evaluate, rate, take_step
 from fivefold.train.start import run_command
@@ -113,13 +124,7 @@ def assert_alike(answers: list[list[dict]], recipes: list[Recipe], wanted: dict[
 
 def test_a_plain_module_on_data_axes_with_recomputation():
     """Nothing but the module: a frozen parameter, a tied weight, a buffer."""
-    layouts = [
-        "dp=2",
-        "dp=2,zero=1",
-        "dp=2,zero=2,recompute=full",
-        "dp=2,zero=3",
-        "dp=2,recompute=full*1/none*3",
-    ]
+    layouts = ["dp=2,zero=1", "dp=2,zero=2,recompute=full", "dp=2,zero=3", "dp=2,recompute=full*1/none*3"]
     recipes = [recipe_of(layout) for layout in layouts]
     assert_alike(run_ranks(2, steps, Plain, None, recipes), recipes, alone(Plain, recipes[0]))
 
@@ -129,7 +134,9 @@ TWO = ["tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses,recompute=full", 
 FOUR = ["dp=2,tp=2,zero=3", "pp=2,tp=2,sp=true,recompute=selective", "pp=2,cp=2", "dp=2,pp=2,zero=1"]
 
 
-@pytest.mark.parametrize(("world", "layouts"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(
+    ("world", "layouts"), [(2, TWO), (4, FOUR[:1]), pytest.param(4, FOUR[1:], marks=pytest.mark.slow)]
+)
 def test_a_decoder_with_a_card_on_every_axis(world, layouts):
     recipes = [recipe_of(layout) for layout in layouts]
     assert_alike(run_ranks(world, steps, Decoder, CARD, recipes), recipes, alone(Decoder, recipes[0]))
@@ -137,7 +144,7 @@ def test_a_decoder_with_a_card_on_every_axis(world, layouts):
 
 def test_frozen_parameters_and_groups():
     """The whole beginning and the first blocks are frozen: no gradient goes there."""
-    layouts = ["dp=2", "dp=2,zero=1", "dp=2,zero=3,recompute=full", "tp=2,sp=true", "pp=2", ZBV]
+    layouts = ["dp=2", "dp=2,zero=1", "dp=2,zero=3,recompute=full", "tp=2,sp=true", ZBV]
     more = ["model.freeze=embed*, blocks.[01].*", f"optim.groups={GROUPS}"]
     recipes = [recipe_of(layout, *more) for layout in layouts]
     wanted = _alone_frozen(recipes[0])
@@ -169,3 +176,60 @@ def test_what_a_module_lacks_is_said_before_any_process_starts(kind, card, layou
             recipe_of(layout, *more), out=tmp_path / "run", module=kind(), card=card, batches=Numbers()
         )
     assert not (tmp_path / "run").exists()
+
+
+def _lora() -> ModuleType:
+    return SourceFileLoader("lora", str(Path(__file__).parents[1] / "examples" / "lora.py")).load_module()
+
+
+def lora_cut(name: str, shape: tuple[int, ...]) -> Cut | None:
+    """The base's cut; of a column-parallel layer's adapter B is cut, of a row-parallel one's A."""
+    layer, part, _ = name.rsplit(".", 2) if name.count(".") > 1 else (name, "", "")
+    model = recipe_of("dp=1").model
+    if part not in ("base", "lora_a", "lora_b"):
+        return cut_of(name, shape, model)
+    found = cut_of(f"{layer}.weight", shape, model)
+    kinds = {"base": ("column", "row"), "lora_a": ("row",), "lora_b": ("column",)}[part]
+    return found if found is not None and found.kind in kinds else None
+
+
+def adapted_steps(rank: int, world: int, recipes: list[Recipe]) -> list[dict]:
+    found = []
+    for recipe in recipes:
+        model = _lora().adapted(recipe)
+        for name, p in model.named_parameters():
+            if "lora_b" in name:
+                torch.nn.init.normal_(p, 0, 0.02, torch.Generator().manual_seed(len(name)))
+        found.append(
+            _steps(rank, world, lambda model=model: model, ModuleCard(cut=lora_cut, tied=True), recipe)
+        )
+    return found
+
+
+def test_adapters_on_every_axis():
+    layouts = ["dp=2,zero=3", "tp=2,sp=true", "pp=2"]
+    (one,) = run_ranks(1, adapted_steps, [recipe_of("dp=1")])
+    wanted = one[0] | {key: joined(one, key) for key in ("gradients", "weights")}
+    recipes = [recipe_of(layout) for layout in layouts]
+    answers = run_ranks(2, adapted_steps, recipes)
+    assert wanted["gradients"]
+    assert all("lora_" in name for name in wanted["gradients"])
+    assert_alike(answers, recipes, wanted)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", pytest.param("dp=1,recompute=full", marks=pytest.mark.slow)])
+def test_the_planner_counts_no_gradients_and_states_of_frozen_parameters(layout):
+    recipe = planned_recipe("llama", "bf16", layout, "model.freeze=embed*, blocks.[0-4].*")
+    whole = planned_recipe("llama", "bf16", layout)
+    step, (mine,), (all_,) = tracked(0, 1, recipe), held(planned(recipe)), held(planned(whole))
+    card = card_of(recipe.model)
+    trained = sum(math.prod(shape) for name, shape in card.parameters.items() if name not in card.frozen)
+    assert mine.gradients == 4 * trained == step.at_peak["gradients"]
+    assert mine.optimizer == 12 * trained == pytest.approx(step.at_peak["optimizer"], rel=1e-3)
+    assert mine.params == all_.params == step.at_peak["params"]
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=3"])
+def test_frozen_layouts_pass_the_comparison_with_plain_autograd(tmp_path, layout):
+    report = compared(tiny(tmp_path, layout, "model.freeze=embed*, blocks.0.*", mode="bf16"))
+    assert report.passed, report
