@@ -34,6 +34,7 @@ def check(
 
     loaded = load(recipe, set_ or [], layout)
     trackers.require(trackers.chosen(loaded.observe.tracker))
+    _weights(loaded)
     result = summary(loaded)
     if not no_data:
         from fivefold.data.check import WARNING
@@ -52,6 +53,20 @@ def check(
     print("\n".join(_text(recipe, loaded, result)))
     if explain:
         print("\n".join(["", *_explain_text(loaded)]))
+
+
+def _weights(recipe: Recipe) -> None:
+    """Raises UserError for first weights that are not there, and for patterns that match no parameter."""
+    from fivefold.models.card import card_of, resolve_model
+    from fivefold.recipe.initial import required
+    from fivefold.recipe.rules.weights import wrong_patterns
+
+    if recipe.train.init_from:
+        required(recipe.train.init_from)
+    if recipe.model.freeze or recipe.optim.groups:
+        model = resolve_model(recipe.model, vocab_size=recipe.model.vocab_size or 2)
+        if wrong := wrong_patterns(recipe, card_of(model).parameters):
+            raise UserError(wrong)
 
 
 def summary(recipe: Recipe) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, did_you_mean
 from fivefold.files import guard, read_json
 
 LONGEST_CONTEXT = 2048
@@ -28,6 +28,30 @@ def home(where: str) -> Path | None:
         )
     except (OSError, RuntimeError, ValueError):  # no path at all
         return None
+
+
+def required(where: str) -> Path:
+    """The same.
+
+    Raises:
+        UserError: there is none. The message names a similar one.
+    """
+    found = home(where)
+    if found is not None:
+        return found
+    path = Path(where).expanduser()
+    near = [path.parent, Path("runs")]
+    try:
+        known = {one.name: str(one) for parent in near for one in parent.glob("*") if home(str(one))}
+    except OSError:
+        known = {}
+    what = "has neither recipe.toml nor config.json" if path.exists() else "no such folder"
+    hint = did_you_mean(path.name, known)
+    listed = f". There are {', '.join(sorted(known.values())[-5:])}" if known and not hint else ""
+    raise UserError(
+        f"train.init_from = {where}: {what}{hint or listed}. It must be a run folder, one of its checkpoints, or a "
+        "Hugging Face folder"
+    )
 
 
 def taken_over(where: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.own import ModuleCard, OwnModel
 from fivefold.observe.initial import FILE
 from fivefold.recipe import ModelSection, Recipe, load
-from fivefold.recipe.initial import hf_model, home
+from fivefold.recipe.initial import hf_model, required
 from fivefold.spread.parts import Shape, boxes
 from fivefold.step.state import State
 from fivefold.train.checked import check_files, machine_axis
@@ -56,7 +56,7 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: OwnModel | 
         UserError: there is no such folder or checkpoint, or its model or vocabulary is another.
     """
     where = recipe.train.init_from
-    folder = _folder(where)
+    folder = required(where)
     guard(folder)
     checkpoint = _checkpoint(Path(where).expanduser(), folder)
     source, changed = Source(folder, checkpoint), tuple[str, ...]()
@@ -79,25 +79,6 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: OwnModel | 
     still, named = (card_of(recipe.model).frozen, str) if own is None else (own.frozen, own.card.named)
     frozen = {name: named(name) for name in sorted(still) if name not in new}
     return Initial(str(folder.resolve()), at, source.fingerprint(), new, changed, frozen)
-
-
-def _folder(where: str) -> Path:
-    found = home(where)
-    if found is not None:
-        return found
-    path = Path(where).expanduser()
-    near = [path.parent, Path("runs")]
-    try:
-        known = {one.name: str(one) for parent in near for one in parent.glob("*") if home(str(one))}
-    except OSError:
-        known = {}
-    what = "has neither recipe.toml nor config.json" if path.exists() else "no such folder"
-    hint = did_you_mean(path.name, known)
-    listed = f". There are {', '.join(sorted(known.values())[-5:])}" if known and not hint else ""
-    raise UserError(
-        f"train.init_from = {where}: {what}{hint or listed}. It must be a run folder, one of its checkpoints, or a "
-        "Hugging Face folder"
-    )
 
 
 def _checkpoint(path: Path, folder: Path) -> Path | None:
