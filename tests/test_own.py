@@ -196,6 +196,7 @@ def lora_cut(name: str, shape: tuple[int, ...]) -> Cut | None:
 def adapted_steps(rank: int, world: int, recipes: list[Recipe]) -> list[dict]:
     found = []
     for recipe in recipes:
+        torch.manual_seed(0)
         model = _lora().adapted(recipe)
         for name, p in model.named_parameters():
             if "lora_b" in name:
