@@ -1,6 +1,7 @@
 """Draws the pictures of docs with the program's own drawing functions.
 
 python docs/make_pictures.py
+python docs/make_pictures.py runs/quickstart-1    # README's picture of a report, from this run: needs Chromium
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -76,6 +78,9 @@ MODE_COLORS = (*COLORS, "#c22f2f", "#5d6873", "#b09a1c")
 
 
 def main() -> None:
+    if sys.argv[1:]:
+        report(Path(sys.argv[1]), PLAN_FOLDER / "report.png")
+        return
     paths = {name: {one: tuned(one, surface) for one in OPTIMIZERS} for name, surface in SURFACES.items()}
     (PLAN_FOLDER / "optimizers.svg").write_text(optimizer_paths.to_svg(paths), encoding="utf-8")
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -109,21 +114,18 @@ def main() -> None:
     (PLAN_FOLDER / "first_run.svg").write_text(terminal_picture.first_run(), encoding="utf-8")
     for name, picture in lectures().items():
         (PLAN_FOLDER / f"lecture_{name}.svg").write_text(picture, encoding="utf-8")
-    report(PLAN_FOLDER / "report.png")
 
 
-def report(picture: Path) -> None:
-    """The beginning of the report of a quickstart run (`fivefold train quickstart`), as a browser shows it."""
+def report(run: Path, picture: Path) -> None:
+    """The beginning of the report of a run, as a browser shows it."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     browser = next((path for path in map(shutil.which, names) if path), None)
     if browser is None:
-        print(f"{picture.name} stays as it is: no Chromium here")
-        return
-    with TemporaryDirectory() as folder:
-        run = Path(shutil.copytree(RESULTS / "quickstart_run", Path(folder, "quickstart-1")))
-        page = write_report(run)
+        sys.exit(f"{picture.name} needs one of {', '.join(names)}")
+    page = write_report(run).absolute()
+    with TemporaryDirectory() as profile:
         flags = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1330"]
-        options = [*flags, f"--user-data-dir={folder}/profile", f"--screenshot={picture}", page.as_uri()]
+        options = [*flags, f"--user-data-dir={profile}", f"--screenshot={picture}", page.as_uri()]
         subprocess.run([browser, *options], check=True, capture_output=True, timeout=60)
 
 
