@@ -16,7 +16,7 @@ for ((start = 0; start <= ${RESTARTS:-10}; start++)); do
   rm -f "$mark" "$mark-user"
   mpirun "$@" "$here/rank.sh" "$mark" fivefold train "$recipe" --out "$run" --resume-from auto &
   mpi=$!
-  trap 'kill -TERM "$mpi" 2>/dev/null' TERM INT
+  trap 'kill -USR1 "$mpi" 2>/dev/null' TERM INT # of TERM it would kill the ranks
   wait "$mpi"
   code=$?
   while kill -0 "$mpi" 2>/dev/null; do # a signal ended the wait, not mpirun
@@ -26,6 +26,6 @@ for ((start = 0; start <= ${RESTARTS:-10}; start++)); do
   if [ -e "$mark" ] && [ "$code" -ne 0 ]; then code=75; fi
   if [ -e "$mark-user" ]; then code=2; fi
   rm -f "$mark" "$mark-user"
-  case $code in 0 | 2 | 75) break ;; esac
+  case $code in 0 | 2 | 75 | 126 | 127) break ;; esac # 127: no such program
 done
 exit "$code"

@@ -4,6 +4,7 @@
 set -u
 mark=$1
 shift
+trap '' USR1 # Open MPI sends it to the rank, too, which would die of it
 "$@" &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM INT USR1

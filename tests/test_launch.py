@@ -15,7 +15,7 @@ from test_train import TINY
 
 from fivefold.cli.train import train
 from fivefold.errors import UserError
-from fivefold.launch import launchers, local, network, ranks
+from fivefold.launch import launchers, local, network, ranks, verdict
 from fivefold.recipe import Recipe, load, resolve, to_toml
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import to_text
@@ -235,6 +235,17 @@ def test_the_interface_towards_another_host(clean):
     clean.setenv("NCCL_SOCKET_IFNAME", "")
     network.name_interface("nccl", "192.0.2.1")
     assert os.environ["NCCL_SOCKET_IFNAME"] == f"={name}"
+
+
+def test_a_backend_s_error_is_one_short_line():
+    """Without its source file, its advice and its emoji."""
+    text = (
+        "[/__w/pytorch/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:64146. This is typically "
+        "caused by a remote worker crashing. Check the logs of the remote worker before reporting an error. GLHF!\nx"
+    )
+    assert verdict.backend_words(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:64146"
+    assert verdict.lost(RuntimeError(text))
+    assert verdict.backend_words(RuntimeError("")) == "RuntimeError('')"
 
 
 def test_ranks_that_cannot_be_reached_are_one_message(clean, tmp_path):

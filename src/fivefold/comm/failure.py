@@ -7,6 +7,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from fivefold.launch.verdict import backend_words
+
 ROOM = str(Path(__file__).parent)
 PACKAGE = Path(__file__).parents[1]
 BACKENDS = ("gloo", "nccl", "timed out", "timeout", "connection", "peer", "socket")
@@ -53,4 +55,4 @@ def verdict(
         said = f"timed out after {timeout_s:g} s: not all of these ranks took part"
     else:
         said = "failed: one of these ranks has ended, or cannot be reached"
-    return f"{what}, at {place}, {said}. The backend said: {text[:300]}"
+    return f"{what}, at {place}, {said}. The backend said: {backend_words(error)}"

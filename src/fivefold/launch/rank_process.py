@@ -95,8 +95,8 @@ def _run(
 
 def _fail(error: Exception) -> int:
     if verdict.lost(error):
-        said = str(error).strip().splitlines() or [""]
-        return verdict.leave("lost", f"rank {os.environ['RANK']} lost another rank: {said[0][:500]}")
+        said = verdict.backend_words(error)
+        return verdict.leave("lost", f"rank {os.environ['RANK']} lost another rank: {said}")
     verdict.leave("failed", "".join(traceback.format_exception(error)))
     return FAILED
 

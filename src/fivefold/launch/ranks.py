@@ -109,7 +109,7 @@ def join(
                     backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
                 )
         except RuntimeError as error:
-            said = f"rank {rank} cannot reach the other ranks: {str(error).splitlines()[0][:300]}"
+            said = f"rank {rank} cannot reach the other ranks: {verdict.backend_words(error)}"
             if verdict.FOLDER in os.environ:  # ranks of our launcher: one of them has ended
                 raise CommunicationError(said) from error
             raise BusyError(f"{said}.{network.interfaces(backend)}") from error

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -93,6 +94,12 @@ def get_on() -> None:
 def moved_at() -> float:
     """When (time.monotonic) this rank last said that it gets on."""
     return _moved_at
+
+
+def backend_words(error: BaseException) -> str:
+    """The first line of a backend's error, without its source file and its advice."""
+    line = (str(error).strip().splitlines() or [repr(error)])[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". This is typically caused by")[0][:300]
 
 
 def lost(error: BaseException) -> bool:

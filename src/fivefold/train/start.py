@@ -295,7 +295,7 @@ def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
             print(f"stopped by {Signals(interrupt.signal).name}, but not saved: {error}", file=sys.stderr)
             raise SystemExit(unsaved(interrupt.signal)) from error
         if verdict.lost(error) and not isinstance(error, UserError | CommunicationError):
-            said = str(error).strip().splitlines()[0][:500]
+            said = verdict.backend_words(error)
             raise CommunicationError(f"this rank lost another one: {said}") from None
         raise
 
