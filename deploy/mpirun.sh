@@ -11,12 +11,16 @@ shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$run"
 mark=$run/.stopped-$(hostname)-$$
+case $(mpirun --version 2>&1) in # what mpirun passes on to the ranks; Open MPI kills them after SIGTERM
+  *"Open MPI"*) stop=USR1 ;;
+  *) stop=TERM ;;
+esac
 
 for ((start = 0; start <= ${RESTARTS:-10}; start++)); do
   rm -f "$mark" "$mark-user"
   mpirun "$@" "$here/rank.sh" "$mark" fivefold train "$recipe" --out "$run" --resume-from auto &
   mpi=$!
-  trap 'kill -USR1 "$mpi" 2>/dev/null' TERM INT # of TERM it would kill the ranks
+  trap 'kill -"$stop" "$mpi" 2>/dev/null' TERM INT
   wait "$mpi"
   code=$?
   while kill -0 "$mpi" 2>/dev/null; do # a signal ended the wait, not mpirun
