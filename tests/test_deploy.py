@@ -30,7 +30,10 @@ def bin_(tmp_path: Path) -> Path:
     options, and end with 1 if it failed, as torchrun does."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    launcher = '#!/bin/bash\n[[ $1 == --version ]] && exit\nwhile [[ $1 != */rank.sh ]]; do shift; done\n"$@" || exit 1\n'
+    launcher = (
+        "#!/bin/bash\n[[ $1 == --version ]] && exit\n"
+        'while [[ $1 != */rank.sh ]]; do shift; done\n"$@" || exit 1\n'
+    )
     programs = {
         "fivefold": f'#!/bin/bash\necho "$@" >> {tmp_path}/said\nexit $CODE\n',
         "srun": launcher,
