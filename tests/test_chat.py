@@ -12,6 +12,7 @@ import pytest
 from data_recipes import recipe_of, write
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import assert_close_tensors, lines, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint import write as write_checkpoint
@@ -20,6 +21,7 @@ from fivefold.cli.main import main
 from fivefold.data import NOT_COUNTED, Batches, prepare
 from fivefold.data.chat import ChatTemplate, open_template
 from fivefold.data.conversations import TEMPLATES, NotAConversation, messages_of
+from fivefold.data.cut import cut_of
 from fivefold.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
@@ -451,3 +453,46 @@ def test_an_export_holds_the_template_and_what_ends_an_answer(runs: dict[str, Pa
     chat = open_chat(import_folder(folder, tmp_path / "file"))
     assert chat.template is not None
     assert chat.template.source == TEMPLATES["plain"].source
+
+
+def test_a_conversation_is_trained_as_it_is_asked(tmp_path: Path):
+    """The ids and positions in front of an answer are those of a chat's prompt, whatever stands before it."""
+    source = lines_of(tmp_path / "a.jsonl")
+    recipe = recipe_of(source, tmp_path / "cache", seq_len=129, val_fraction=0.0, chat_template="chatml")
+    data = prepare(recipe)
+    assert data.tokenizer is not None
+    chat = ChatTemplate(data.tokenizer.chat_template, data.tokenizer)
+    x, y, first = cut_of(recipe, data, data.train).read(np.array([0]))
+    assert first is not None
+    prompt = chat.prompt(TALK[3:4])
+    begin = int(first[0, -1])
+    assert x[0, begin : begin + len(prompt)].tolist() == prompt
+    assert (y[0, begin : begin + len(prompt) - 1] == NOT_COUNTED).all()
+    assert y[0, begin + len(prompt) - 1] == chat.encode(TALK[3:]).ids[len(prompt)]
+
+
+def test_a_step_weighs_all_answer_tokens_alike(tmp_path: Path):
+    """Microbatches hold unequal numbers of them: loss and weights are those of one microbatch."""
+    rows = [
+        [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "a" * (30 - n)}]
+        for n in range(1, 29)
+    ]
+    source = write(tmp_path / "a.jsonl", "".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    losses, weights = [], []
+    for micro in (1, 4):
+        recipe = recipe_of(
+            source, tmp_path / "cache", seq_len=48, batch=4, steps=2, val_fraction=0.0, chat_template="plain"
+        )
+        recipe = recipe.model_copy(
+            update={
+                "model": ModelSection(layers=1, dim=16, heads=2, seq_len=48),
+                "train": recipe.train.model_copy(update={"microbatch_size": micro}),
+                "precision": recipe.precision.model_copy(update={"mode": "fp32"}),
+            }
+        )
+        run = tmp_path / f"run-{micro}"
+        train_rank(0, 1, recipe, run)
+        losses.append(lines(run, "loss"))
+        weights.append(store.load(store.latest(run), kinds=("model",)).model)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert_close_tensors(*weights)

@@ -216,7 +216,7 @@ def test_documents_begin_at_the_end_token_before_them(tmp_path):
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_flags_say_what_counts_and_where_documents_end(tmp_path, packing):
-    """Conversations hold end tokens inside. Only answers count."""
+    """Conversations hold end tokens inside, and begin with their own first token. Only answers count."""
     ids = [5, END, 7, 8, END, 4, END, 2, END]
     (tmp_path / "flags").mkdir()
     flags = tokens_of(tmp_path / "flags", [0, COUNTED, 0, 1, COUNTED | ENDS, 0, 0, 1, ENDS])
@@ -227,11 +227,11 @@ def test_flags_say_what_counts_and_where_documents_end(tmp_path, packing):
     assert found.first is not None
     if packing == "concat":
         assert found.targets.tolist() == [[END, -100, 8, END, -100, -100, 2, -100]]
-        assert found.first.tolist() == [[0, 0, 0, 0, 4, 4, 4, 4]]
+        assert found.first.tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
     else:
-        assert found.inputs[:, :5].tolist() == [[END, 5, END, 7, 8], [END, 4, END, 2, END]]
-        assert found.targets[:, :5].tolist() == [[-100, END, -100, 8, END], [-100, -100, 2, -100, -100]]
-        assert found.first[:, :6].tolist() == [[0, 0, 0, 0, 0, 5], [0, 0, 0, 0, 4, 5]]
+        assert found.inputs.tolist() == [[5, END, 7, 8, 4, END, 2, END]]
+        assert found.targets.tolist() == [[END, -100, 8, END, -100, 2, -100, -100]]
+        assert found.first.tolist() == [[0, 0, 0, 0, 4, 4, 4, 7]]
 
 
 def naive(lengths: list[int], capacity: int) -> list[int]:

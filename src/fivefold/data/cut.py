@@ -5,7 +5,8 @@ document is predicted from nothing else, as in evaluation. Masked tokens are pre
 end token belongs to the document that it ends.
 
 Where a source has conversations, flags of its tokens say where documents end and which targets count. Elsewhere it is
-the end token, and all count.
+the end token, and all count. A conversation begins with its own first token, as the prompt of a chat does. That token
+is no target.
 
 Best-fit packing (arXiv 2404.10830) cuts documents only where they are longer than a sequence. All pieces, longest
 first, go into the fullest sequence that has room for them. Each token of the source is a target exactly once.
@@ -79,10 +80,11 @@ class Concatenated:
         first = None
         if self.end is not None:
             ends = block == self.end if flags is None else flags & ENDS > 0
-            first = _first(ends[:, :-1] if causal else np.roll(ends, 1, axis=1))
+            inside = causal and flags is None  # the end token before a document belongs to it
+            first = _first(ends[:, :-1] if inside else np.roll(ends, 1, axis=1)[:, : self.seq_len])
         if not causal:
             return Batch(block, block, first)
-        targets_RT = np.ascontiguousarray(block[:, 1:])
+        targets_RT = block[:, 1:].copy()  # of a single row it would be a view, and inputs must not change
         if flags is not None:
             targets_RT[flags[:, 1:] & COUNTED == 0] = NOT_COUNTED
         return Batch(np.ascontiguousarray(block[:, :-1]), targets_RT, first)
@@ -184,7 +186,7 @@ def pieces(tokens: Tokens, seq_len: int, end: int) -> tuple[np.ndarray, np.ndarr
 
     ends = [found(a) for a in range(0, n, SCANNED)]
     stops = np.unique(np.append(np.concatenate([np.empty(0, np.int64), *ends]) + 1, n))
-    starts = np.append(0, stops[:-1])
+    starts = np.append(0, stops[:-1]) + (flags is not None)  # a conversation's first token is no target
     parts = -(-(stops - starts) // seq_len)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document
     first = np.repeat(starts, parts) + number * seq_len
