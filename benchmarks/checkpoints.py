@@ -25,6 +25,7 @@ from fivefold.checkpoint import store
 from fivefold.host import cores
 from fivefold.host.machine import describe
 from fivefold.launch.ranks import Ranks
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import count_parameters, load, resolve
 from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
@@ -54,7 +55,7 @@ def main() -> None:
         began = time.perf_counter()
         if saver is not None:
             saver.poll()
-        done = take_step(state, recipe, [(tokens, tokens)], inspect=lambda: inspect(saver))
+        done = take_step(state, recipe, [Microbatch(tokens, tokens)], inspect=lambda: inspect(saver))
         done.wait()
         if saver is not None:
             saver.answer(done.more.get(FAILED), done.more.get(BUSY))

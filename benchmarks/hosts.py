@@ -204,6 +204,7 @@ def train_worker(file: Path) -> None:
     from fivefold.comm import everyone
     from fivefold.host.machine import describe
     from fivefold.launch.ranks import join
+    from fivefold.parallel.microbatch import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 
@@ -214,7 +215,7 @@ def train_worker(file: Path) -> None:
             recipe = recipe_of(layout)
             state = build_state(recipe, ranks)
             tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
-            batch = [(tokens, tokens)] * microbatches_per_step(recipe)
+            batch = [Microbatch(tokens, tokens)] * microbatches_per_step(recipe)
             marks = []
             for _ in range(STEPS + 2):  # the first step does not count
                 everyone(ranks).barrier()

@@ -244,6 +244,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from fivefold.host.cpu import resident_bytes
     from fivefold.host.memory import keep_freed_memory, return_large_memory
     from fivefold.launch.ranks import Ranks
+    from fivefold.parallel.microbatch import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 
@@ -257,7 +258,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         torch.manual_seed(step)
         tokens = torch.randint(0, args.vocab, (args.batch, args.seq + 1))
         share = [
-            (tokens[i : i + args.microbatch, :-1], tokens[i : i + args.microbatch, 1:])
+            Microbatch(tokens[i : i + args.microbatch, :-1], tokens[i : i + args.microbatch, 1:])
             for i in range(0, args.batch, args.microbatch)
         ]
         meter = disk.meter.figures() if disk else {}

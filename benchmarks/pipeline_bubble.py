@@ -32,6 +32,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.parallel.deferred import Deferred
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.schedules.pipeline import SCHEDULES, Costs, Timeline, build, simulate, to_svg
 from fivefold.spread.layout import Layout
@@ -108,7 +109,9 @@ def measure(cases: list[Case], folder: Path, ranks: Ranks) -> None:
         tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
         timelines = []
         for _ in range(case.steps + 1):
-            pipeline.forward_backward([(tokens, tokens)] * case.microbatches, 1.0, lambda i, stage: None)
+            pipeline.forward_backward(
+                [Microbatch(tokens, tokens)] * case.microbatches, 1.0, lambda i, stage: None
+            )
             assert pipeline.recorded is not None
             timelines.append(pipeline.recorded[1])
         timelines = sorted(timelines[1:], key=lambda t: t.bubble)

@@ -181,6 +181,7 @@ def fivefold(data: dict, ours: dict) -> dict:
     """The trainer's own step, on a recipe that a user could write."""
     from fivefold.host.memory import keep_freed_memory
     from fivefold.launch.ranks import Ranks
+    from fivefold.parallel.microbatch import Microbatch
     from fivefold.recipe import load, resolve
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
@@ -198,7 +199,7 @@ def fivefold(data: dict, ours: dict) -> dict:
     generator = torch.Generator().manual_seed(ours["seed"])
 
     def step(index: int) -> None:
-        take_step(state, recipe, [draw(data, ours["batch"], generator)])
+        take_step(state, recipe, [Microbatch(*draw(data, ours["batch"], generator))])
 
     return race(step, state.module, data, ours["steps"], ours["steps"] // 2)
 

@@ -94,6 +94,7 @@ def work(mode: str, zero: int) -> dict[str, Any]:
     import torch
 
     from fivefold.launch import ranks as ranks_
+    from fivefold.parallel.microbatch import Microbatch
     from fivefold.recipe import count_parameters, load, resolve
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
@@ -111,7 +112,7 @@ def work(mode: str, zero: int) -> dict[str, Any]:
         recipe = resolve(load("quickstart", [*sizes, *batch, f"precision.mode={mode}"], layout), vocab_size=V)
         state = build_state(recipe, ranks)
         tokens = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0))
-        microbatches = [(tokens, tokens)] * ROWS
+        microbatches = [Microbatch(tokens, tokens)] * ROWS
 
         take_step(state, recipe, microbatches)
         (replica,) = state.parallel.replicas

@@ -124,6 +124,7 @@ def steps(recipe: Any, ranks: Any) -> dict[str, Any]:
     import torch
 
     from fivefold.comm import everyone
+    from fivefold.parallel.microbatch import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
     from fivefold.trace.traffic import Collectives
@@ -131,7 +132,7 @@ def steps(recipe: Any, ranks: Any) -> dict[str, Any]:
     state = build_state(recipe, ranks)
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens = torch.randint(0, 4096, (1, recipe.model.seq_len + 1), generator=generator)
-    batch, marks = [(tokens[:, :-1], tokens[:, 1:])], []
+    batch, marks = [Microbatch(tokens[:, :-1], tokens[:, 1:])], []
     with Collectives(state.mesh) as sent:
         take_step(state, recipe, batch).wait()
     for _ in range(STEPS + 1):

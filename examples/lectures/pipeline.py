@@ -38,7 +38,7 @@ class Net(LanguageModel):
 def by_hand(stage: Net, microbatches: list[Microbatch]) -> None:
     """All forwards, then all backwards in reverse order (GPipe, arXiv 1811.06965)."""
     kept = []
-    for x, targets in microbatches:
+    for x, targets, *_ in microbatches:
         if stage.last:
             dist.recv(x := torch.empty(B, T, D), src=0)
             x.requires_grad_()
@@ -57,9 +57,9 @@ def by_hand(stage: Net, microbatches: list[Microbatch]) -> None:
 
 def main() -> None:
     data = torch.randint(0, V, (M, 2, B, T), generator=torch.Generator().manual_seed(1))
-    microbatches = [(tokens, targets) for tokens, targets in data]
+    microbatches = [Microbatch(tokens, targets) for tokens, targets in data]
     whole = Net()  # on one device
-    for tokens, targets in microbatches:
+    for tokens, targets, *_ in microbatches:
         (whole(tokens, targets) / M).backward()
     with join() as ranks:
         hand, ours = Net(ranks.rank), Net(ranks.rank)

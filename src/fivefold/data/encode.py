@@ -279,8 +279,8 @@ def task_to(task: Task) -> list[bytes]:
 def task_from(line: bytes, read: Callable[[int], bytes]) -> Task:
     kind, items = json.loads(line)
     if kind == "blocks":
-        return [Block(*item[:-1], read(item[-1])) for item in items]
-    return [ITEMS[kind](*item) for item in items]
+        return [Block._make((*item[:-1], read(item[-1]))) for item in items]
+    return [Row._make(item) for item in items] if kind == "rows" else [FileSpan(*item) for item in items]
 
 
 def setup_from(value: dict[str, Any]) -> Setup:

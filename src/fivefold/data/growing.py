@@ -154,7 +154,7 @@ class Growing:
                     continue
                 total.add(result)
                 self._require_good(total, result)
-                self._note(Commit(*self.position, tuple(places.popleft())), total)
+                self._note(Commit(self.position[0], self.position[1], tuple(places.popleft())), total)
                 self._look()
                 if time.monotonic() - self._published >= PUBLISH_S:
                     self._publish()

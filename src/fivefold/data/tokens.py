@@ -176,7 +176,11 @@ class DataSet:
     @property
     def validation_sets(self) -> dict[str, Tokens]:
         """All validation sets by name."""
-        return self.held_out | {part.name: part.train for part in self.validation}
+        found = self.held_out
+        for part in self.validation:
+            assert isinstance(part.train, Tokens), "only training data are streamed"
+            found[part.name] = part.train
+        return found
 
 
 COUNTED = 1

@@ -62,7 +62,7 @@ def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Doc
     B, T = q.shape[:2]
     ends = documents.cumulative
     out = varlen_attn(
-        *(x.flatten(0, 1) for x in (q, k, v)), ends, ends, T, T,  # (B T, heads, d)
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, ends, T, T,  # (B T, heads, d)
         window_size=(-1, 0 if causal else -1), enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     assert isinstance(out, Tensor)

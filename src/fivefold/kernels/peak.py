@@ -117,6 +117,7 @@ def _measure(device: str, dtype: str, threads: int) -> dict[str, Any]:
         ways: list[Callable[[], object]] = [lambda x=x, weight=weight: linear(x, weight)]
         if on_cpu and dtype == MASTER:
             ways.append(lambda x=x, weight=weight: x @ weight.T)
+        seconds = 0.0
         for way in ways:
             with torch.no_grad():
                 seconds, share = _time(way, wait, threads)

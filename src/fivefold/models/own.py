@@ -61,8 +61,12 @@ class OwnModel:
         assert found is not None, "whoever has the table has the module"
         return found
 
-    @cached_property
+    @property
     def parameters(self) -> Mapping[str, Shape]:
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, Shape]:
         return {name: tuple(p.shape) for name, p in self.module.named_parameters()}
 
     @cached_property
@@ -70,15 +74,23 @@ class OwnModel:
         """The shapes of parameters and buffers."""
         return {**self.parameters, **{name: tuple(b.shape) for name, b in self.module.named_buffers()}}
 
-    @cached_property
+    @property
     def frozen(self) -> frozenset[str]:
+        return self._frozen
+
+    @cached_property
+    def _frozen(self) -> frozenset[str]:
         still = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         return matching(self.patterns, self.parameters) | still
 
-    @cached_property
+    @property
     def stack(self) -> str:
         """The name of the modules that repeat: the list or dict of modules with most parameters whose children are
         called 0, 1, ... and share no parameter with anything else; "" if there is none."""
+        return self._stack
+
+    @cached_property
+    def _stack(self) -> str:
         found = {
             name: sum(p.numel() for p in some.parameters())
             for name, some in self.module.named_modules()
@@ -110,8 +122,12 @@ class OwnModel:
     def blocks(self) -> int:
         return len(list(self.module.get_submodule(self.stack).children())) if self.stack else 0
 
-    @cached_property
+    @property
     def cuts(self) -> Mapping[str, Cut]:
+        return self._cuts
+
+    @cached_property
+    def _cuts(self) -> Mapping[str, Cut]:
         prefix = len(f"{self.stack}.") if self.stack else 0
         found = {}
         for name, shape in self.parameters.items():
@@ -121,9 +137,13 @@ class OwnModel:
                 found[name] = cut
         return found
 
-    @cached_property
+    @property
     def costs(self) -> tuple[list[float], float, float]:
         """FLOPs per token of the matrices: 6 per element. A beginning reads rows."""
+        return self._costs
+
+    @cached_property
+    def _costs(self) -> tuple[list[float], float, float]:
         blocks, end = [0.0] * self.blocks, 0.0
         for name, shape in self.parameters.items():
             size = 6.0 * math.prod(shape) if len(shape) > 1 else 0.0

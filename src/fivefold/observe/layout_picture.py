@@ -237,8 +237,8 @@ def _model(found: Holding, recipe: Recipe, layout: Layout, left: float, top: flo
             draw(y, tall, 0, 1, found.shard)
         else:
             draw(y, tall / 2, 0, 1, found.shard)
-            experts = (found.experts.start, found.experts.stop)
-            draw(y + tall / 2, tall / 2, *(n / recipe.model.experts for n in experts), found.expert_shard)
+            count, (start, stop) = recipe.model.experts or 1, (found.experts.start, found.experts.stop)
+            draw(y + tall / 2, tall / 2, start / count, stop / count, found.expert_shard)
     return "".join(parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fivefold.parallel.mesh import Mesh
@@ -17,12 +17,12 @@ class Share(list[Microbatch]):
     `weight` is relative to their average.
     """
 
-    def __init__(self, microbatches: Sequence[Microbatch | tuple[Any, ...]], counted: int, total: int):
+    def __init__(self, microbatches: Iterable[tuple[Any, ...]], counted: int, total: int):
         super().__init__(Microbatch(*microbatch) for microbatch in microbatches)
         self.counted, self.total = counted, total
 
     @classmethod
-    def of(cls, microbatches: Sequence[Microbatch | tuple[Any, ...]], mesh: Mesh) -> Share:
+    def of(cls, microbatches: Sequence[tuple[Any, ...]], mesh: Mesh) -> Share:
         """The share itself. A plain list stands for one of equal shares."""
         if isinstance(microbatches, Share):
             return microbatches

@@ -230,7 +230,7 @@ def rows(tensor: DTensor) -> Tensor:
         return tensor.to_local().detach()
 
 
-def _unit(module: nn.Module) -> FSDPModule:
+def _unit(module: object) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
 
