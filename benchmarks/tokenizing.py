@@ -1,11 +1,11 @@
 """Speed and memory of `fivefold tokenize` beside the library's own `encode_batch_fast`, on the same text and tokenizer.
 
-    python benchmarks/tokenizing.py [--mb 30] [--repeat 3] [--out benchmarks/results/tokenizing.json]
+    python benchmarks/tokenizing.py [--mb 160] [--repeat 1] [--out benchmarks/results/tokenizing.json]
 
 Both are whole processes. The library's reads the documents of a .jsonl into a list, encodes them at once with a thread
 per core and counts the ids. Fivefold also hashes the source, writes shards with their hashes and flushes them. The
-text is Python's standard library, repeated with other names of its documents. Memory is the peak of the resident sets
-of a process and its children together, read 20 times a second.
+text is the source code of Python's standard library and of the packages that are installed. Memory is the peak of the
+resident sets of a process and its children together, read 20 times a second.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import platform
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -46,8 +47,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mb", type=int, default=30)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--mb", type=int, default=160)
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -83,22 +84,17 @@ def main() -> None:
 
 
 def corpus(folder: Path, size: int) -> tuple[Path, Path]:
-    """A .jsonl of about so many bytes, and a tokenizer with 32,000 tokens that was learned from it."""
-    documents = []
-    for file in find("stdlib").files:
-        text = file.path.read_text("utf-8", errors="replace")
-        documents += [text[start : start + 20_000] for start in range(0, len(text), 20_000)]
-    train_bpe(documents, 32_000).save(folder / "tokenizer.json")
-    written, copy = 0, 0
+    """A .jsonl of at most so many bytes, and a tokenizer with 32,000 tokens that was learned from its beginning."""
+    documents, written = [], 0
     with open(folder / "text.jsonl", "w", encoding="utf-8") as out:
-        while written < size:
-            for number, text in enumerate(documents):
-                written += out.write(
-                    json.dumps({"text": f"copy {copy} of {number}\n{text}"}, ensure_ascii=False) + "\n"
-                )
-                if written >= size:
-                    break
-            copy += 1
+        for file in [*find("stdlib").files, *find(f"{sysconfig.get_path('purelib')}/**/*.py").files]:
+            text = file.path.read_text("utf-8", errors="replace")
+            for start in range(0, len(text), 20_000):
+                documents.append(text[start : start + 20_000])
+                written += out.write(json.dumps({"text": documents[-1]}, ensure_ascii=False) + "\n")
+            if written >= size:
+                break
+    train_bpe(documents[:500], 32_000).save(folder / "tokenizer.json")
     return folder / "text.jsonl", folder / "tokenizer.json"
 
 

@@ -258,8 +258,9 @@ class Post:
     ROOM = 2048
 
     def __init__(self, path: Path):
-        self.path = path
-        self._file = held(path)
+        self.path, before = path, path.with_name(f".{path.name}")
+        self._file = held(before)
+        rename(before, path)  # who looks for posts finds it locked
 
     def write(self, content: Any) -> None:
         text = json.dumps(content).encode().ljust(self.ROOM)

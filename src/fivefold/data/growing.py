@@ -124,9 +124,7 @@ class Growing:
             tokenizer = learn(self.data, self.mask, texts, self.workers, lambda *_: None)
             tokenizer.save(self.folder / "tokenizer.json")
         self.setup = with_tokenizer(self.setup, self.folder)
-        self.now = read_progress(self.folder) or Progress(
-            self.setup.dtype, self.shard, full=not self.most_val
-        )
+        self.now = self._found() or Progress(self.setup.dtype, self.shard, full=not self.most_val)
         self.noted = set(commits(self.folder))
         with Lines(self.folder / COMMITS) as self.lines:
             while True:
@@ -135,6 +133,19 @@ class Growing:
                     return
                 except _StartAgain as wanted:
                     self._start_again(wanted.low)
+
+    def _found(self) -> Progress | None:
+        """What the folder holds, without shards that an interruption has left; None: nothing, or not all it says."""
+        now = read_progress(self.folder)
+        if now is None:
+            return None
+        wanted = {f"train-{i:05d}" for i in range(now.first // self.shard, -(-now.count // self.shard))}
+        wanted |= {"val-00000"} if now.val else set()
+        there = {path.stem for path in self.folder.glob("*-*.bin")}
+        for name in there - wanted:
+            for path in self.folder.glob(f"{name}.*"):
+                remove(path)
+        return now if wanted <= there else None
 
     def _grow(self) -> None:
         """Tokenizes from where the folder ends to the end of the source, and stays while somebody reads."""

@@ -32,7 +32,7 @@ ENDLESS = 1 << 62
 """Length of a stream whose end is not known yet."""
 COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.growing import main; main()"]
 POLL_S = 0.02
-TOLD_S = 1.0  # a wait that is longer is said
+TOLD_S, AGAIN_S = 1.0, 60.0  # a wait that is longer is said, but not more often
 LOOK_S = 1.0  # between looks whether the tokenizing process lives
 OPEN_SHARDS = 8
 TAIL = 1 << 20  # bytes at the end of the list of commits that are read
@@ -114,6 +114,7 @@ class Stream:
         self.flags = None  # of conversations: see `Tokens`
         self.hint: Commit | None = None
         self.waiting: Callable[[str], object] | None = None
+        self._told = -AGAIN_S
         self._owner = 0  # process that has posts and open files
         self._files: dict[int, int] = {}
         self._span = max(1, window)  # tokens that a reader keeps: a window of whole items
@@ -258,15 +259,15 @@ class Stream:
 
     def _await(self, low: int, need: int) -> Progress:
         """Waits until tokens low .. need are there, as far as there are so many."""
-        began, looked, told = time.monotonic(), 0.0, False
+        began, looked = time.monotonic(), 0.0
         self._post(low, need, active=True)
         while not (now := self._progress()).has(low, need):
             waited = time.monotonic() - began
             if waited - looked >= LOOK_S:
                 looked = waited
                 self._look()
-            if waited >= TOLD_S and not told and self.waiting is not None:
-                told = True
+            if waited >= TOLD_S and began + waited >= self._told + AGAIN_S and self.waiting is not None:
+                self._told = began + waited
                 self.waiting(
                     f"waiting for tokenized text: tokens up to {need:,} are needed, {now.count:,} are there"
                 )

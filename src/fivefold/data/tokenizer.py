@@ -226,7 +226,7 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
         spec = parse_json(content)
         config = read_json(config_path) if config_path.exists() else {}
         foreign.require_harmless(path, content, spec, _is_ours(spec))
-        vocab = tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
+        vocab = _vocabulary(spec)
         end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
         named_mask = config.get("mask_token")
         mask_token = _find_token(path, vocab, named_mask, KNOWN_MASKS, "mask") if mask or named_mask else None
@@ -251,6 +251,14 @@ def with_special(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
     mask = None if tokenizer.mask_id is None else names[tokenizer.mask_id]
     return Tokenizer(inner, names[tokenizer.end_id], mask, tokenizer.begin)
+
+
+def _vocabulary(spec: dict[str, Any]) -> dict[str, int]:
+    """The tokens of a tokenizer.json and their ids."""
+    known = spec["model"].get("vocab")
+    if not isinstance(known, dict):  # the library knows
+        return tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
+    return known | {token["content"]: token["id"] for token in spec.get("added_tokens") or ()}
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
