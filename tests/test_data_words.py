@@ -50,7 +50,7 @@ def trained(pattern: str | None) -> Tokenizer:
 def test_ids_are_those_of_the_library(pattern: str | None, slots: int, monkeypatch: pytest.MonkeyPatch):
     """Of random texts, again and again, so that words are looked up; with a table that is full, too."""
     monkeypatch.setattr(words, "SLOTS", slots)
-    monkeypatch.setattr(words, "MOST_WORDS", slots // 2)
+    monkeypatch.setattr(words, "MOST_WORDS", slots)
     inner, randomness = trained(pattern), random.Random(slots)
     table = Words(inner)
     for _ in range(150):

@@ -21,7 +21,7 @@ LLAMA3 = (
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 SLOTS = 1 << 18
-MOST_WORDS = SLOTS // 2
+MOST_WORDS = SLOTS
 MOST_IDS = 8  # of a word in the table, on average
 KEY = 16  # bytes of a chunk, zeros, and its length in the last one
 LONGEST = 128  # bytes of a chunk that is kept
@@ -71,6 +71,12 @@ class Words:
         self._ids = np.empty(1 << 16, np.int32)
         self._used = self._known = 0
         self._others: dict[bytes, Any] = {}
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        self._lengths = np.zeros(
+            max(vocabulary.values()) + 1, np.int64
+        )  # bytes of each token: a letter stands for one
+        for token, number in vocabulary.items():
+            self._lengths[number] = len(token)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, (N,) int32."""
@@ -128,17 +134,15 @@ class Words:
         places = [self._others.get(chunk) for chunk in numbers]
         new = [number for number, place in enumerate(places) if place is None]
         each = list(numbers)
-        found = self._inner.encode_batch_fast([each[i].decode() for i in new], add_special_tokens=False)
-        ids, kept = [encoding.ids for encoding in found], self._used
-        flat = np.array([i for one in ids for i in one], np.int32)
-        end = self._used + len(flat)
+        flat, sizes = self._at_once([each[i] for i in new]) if new else (np.empty(0, np.int32), [])
+        end, kept = self._used + len(flat), self._used
         if end > len(self._ids):
             self._ids = np.concatenate([self._ids[: self._used], np.empty(2 * end, np.int32)])
         self._ids[self._used : end] = flat
         at = self._used
-        for number, one in zip(new, ids, strict=True):
-            places[number] = at, len(one)
-            at += len(one)
+        for number, size in zip(new, sizes, strict=True):
+            places[number] = at, size
+            at += size
         offsets, counts = np.array(places).T
         if new and self._known + len(self._others) < MOST_WORDS and self._used < MOST_IDS * MOST_WORDS:
             _, firsts = np.unique(which, return_index=True)
@@ -153,6 +157,17 @@ class Words:
             self._others |= {each[i]: places[i] for i in left}
             kept = end
         return offsets[which], counts[which], kept
+
+    def _at_once(self, chunks: list[bytes]) -> tuple[np.ndarray, list[int]]:
+        """Ids of chunks one behind the other, and the number of each one's. They are encoded as one text: an inner one
+        begins with ASCII that is no letter and ends with a letter, so the text is cut between them."""
+        (encoding,) = self._inner.encode_batch_fast([b"".join(chunks).decode()], add_special_tokens=False)
+        flat = np.array(encoding.ids, np.int32)
+        ends = np.cumsum(self._lengths[flat])
+        borders = np.cumsum([len(chunk) for chunk in chunks])
+        stops = np.searchsorted(ends, borders) + 1
+        assert np.array_equal(ends[stops - 1], borders), "a token goes across the border of two chunks"
+        return flat, np.diff(stops, prepend=0).tolist()
 
     def _insert(
         self, keys: np.ndarray, offsets: np.ndarray, counts: np.ndarray, short: np.ndarray
