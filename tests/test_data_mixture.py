@@ -15,7 +15,7 @@ from ranks import run_ranks
 from runs import assert_same_tensors, lines, train_rank
 
 from fivefold.checkpoint import store
-from fivefold.data import Batches, check, prepare
+from fivefold.data import Batches, Tokens, check, prepare
 from fivefold.data.mixture import amounts, order_of, seen
 from fivefold.data.order import Order, Stage, permute, whole_weights
 from fivefold.errors import UserError
@@ -160,6 +160,7 @@ def test_one_tokenizer_for_all_sources_and_sets(texts: Path, tokenizer: str) -> 
     data = prepare(recipe)
     assert data.tokenizer is not None
     for part in (*data.parts, *data.validation):
+        assert isinstance(part.train, Tokens)
         text = data.tokenizer.decode(part.train[:40])
         assert text.startswith("a1 z" if part.name == "own" else part.name)
     assert list(data.validation_sets) == ["a", "b", "c", "own"]
@@ -177,7 +178,9 @@ def test_validation_sets_do_not_change_what_is_trained_on(texts: Path) -> None:
     assert one.info["fingerprint"] == other.info["fingerprint"]
     assert list(other.validation_sets) == ["held_out", "own"]
     assert other.tokenizer is not None
-    text = other.tokenizer.decode(other.validation[0].train[:200])
+    own = other.validation[0].train
+    assert isinstance(own, Tokens)
+    text = other.tokenizer.decode(own[:200])
     assert (texts / "b.txt").read_text().startswith(text)
 
 
@@ -221,7 +224,8 @@ def test_resuming_checks_sources_and_begun_stages(texts: Path) -> None:
     def resume(recipe: Recipe, then: Any) -> None:
         data = prepare(recipe)
         job = Job(resolve(recipe, vocab_size=data.vocab_size), texts, data)
-        assert_identity(job, SimpleNamespace(folder=texts, meta=json.loads(json.dumps(then))))
+        checkpoint: Any = SimpleNamespace(folder=texts, meta=json.loads(json.dumps(then)))
+        assert_identity(job, checkpoint)
 
     early, late = meta(recipe, 3), meta(recipe, 4)
     other = change(recipe, ["data.stages=[{share = 0.5}, {share = 0.5, weights = {b = 1}}]"])
