@@ -85,6 +85,10 @@ class OwnModel:
 
     @property
     def stack(self) -> str:
+        return self._stack
+
+    @cached_property
+    def _stack(self) -> str:
         """The name of the modules that repeat: the list or dict of modules with most parameters whose children are
         called 0, 1, ... and share no parameter with anything else; "" if there is none."""
         return self._stack
@@ -139,6 +143,10 @@ class OwnModel:
 
     @property
     def costs(self) -> tuple[list[float], float, float]:
+        return self._costs
+
+    @cached_property
+    def _costs(self) -> tuple[list[float], float, float]:
         """FLOPs per token of the matrices: 6 per element. A beginning reads rows."""
         return self._costs
 

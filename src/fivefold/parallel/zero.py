@@ -244,13 +244,9 @@ def _units(unit: FSDPModule) -> list[FSDPModule]:
 def _prefetch(stage: nn.Module) -> None:
     """Gathers the weights of the next block while a block computes."""
     root = _unit(stage)
-    below = [
-        (name, module) for name, module in stage.named_modules() if name and isinstance(module, FSDPModule)
-    ]
-    inner = [name for name, _ in below]
-    blocks = [
-        _unit(module) for name, module in below if not any(name.startswith(f"{outer}.") for outer in inner)
-    ]
+    inner = [n for n, module in stage.named_modules() if n and isinstance(module, FSDPModule)]
+    outer = [n for n in inner if not any(n.startswith(f"{other}.") for other in inner)]
+    blocks = [_unit(stage.get_submodule(name)) for name in outer]
     for before, after in pairwise([root, *blocks]):
         before.set_modules_to_forward_prefetch(_units(after))
     for before, after in pairwise([*blocks, root]):
