@@ -303,9 +303,8 @@ def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
     assert load(str(write(tmp_path, "[model]\ndim = 384.0\n[train]\nsteps = 2e1"))).train.steps == 20
     message = "train.tokens = 1.5: must be a whole number >= 1"
     assert message in errors("quickstart", ["train.tokens=1.5"])
-    assert "observe.tensorboard = 1.0: must be true or false" in errors(
-        "quickstart", ["observe.tensorboard=1.0"]
-    )
+    message = "data.document_masks = 1.0: must be true or false"
+    assert message in errors("quickstart", ["data.document_masks=1.0"])
 
 
 def test_the_last_override_counts() -> None:

@@ -78,7 +78,7 @@ class DataSection(Section):
     shuffled anew."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in .bin files of `tokens:PATH` without a header (nanoGPT's)."""
-    end_token: int | None = Field(default=None, ge=0, lt=1 << 31)
+    end_token: int | None = Field(default=None, ge=0, le=(1 << 31) - 1)
     """Id of the token between documents in the files of `tokens:PATH`. Unset: not known, and a sequence counts as one
     document. Other sources have the tokenizer's."""
     document_masks: bool = True
