@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ MOMENTS = ("start", "load", "step", "save", "end")
 TARGETS = (*["rank"] * 6, "launcher", "all")
 STEPS, EVERY = 200, 10
 BEGINS_S = 2.5  # a kill while ranks start or load falls into so many seconds
-PATIENCE_S = 90.0  # for a recovery
+PATIENCE_S = 90.0  # for a recovery, and without a step
 
 
 class Lost(AssertionError):
@@ -96,20 +97,30 @@ def _come(run: process.Run, moment: str, since: float, at: random.Random) -> boo
     if moment in ("start", "load"):
         time.sleep(at.uniform(0, BEGINS_S))
         return not run.ended
-    if not run.wait(lambda: run.stepped(since) is not None, PATIENCE_S):
+    if not _until(run, lambda: run.stepped(since) is not None):
         return _not_stuck(run)
     if moment == "step":
         time.sleep(at.uniform(0, 0.2))
     elif moment == "save":
         checkpoints = run.out / "checkpoints"
-        if not run.wait(lambda: any(checkpoints.glob(".step-*")), PATIENCE_S, poll_s=0.001):
+        if not _until(run, lambda: any(checkpoints.glob(".step-*")), poll_s=0.001):
             return _not_stuck(run)
         time.sleep(at.uniform(0, 0.02))
     else:
-        if not run.wait(lambda: run.step == STEPS, PATIENCE_S):
+        if not _until(run, lambda: run.step == STEPS):
             return _not_stuck(run)
         time.sleep(at.uniform(0, 1.0))
     return not run.ended
+
+
+def _until(run: process.Run, found: Callable[[], bool], poll_s: float = 0.01) -> bool:
+    """Waits until something is found. False: the run has ended, or no step came in all of PATIENCE_S."""
+    step = -1
+    while not run.ended and run.step != step:
+        step = run.step
+        if run.wait(found, PATIENCE_S, poll_s):
+            return True
+    return found()
 
 
 def _not_stuck(run: process.Run) -> bool:
