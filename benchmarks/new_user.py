@@ -64,7 +64,8 @@ def build_wheel(folder: Path) -> Path:
 def row_of(python: str, wheel: Path, environments: Path, folder: Path, steps: int) -> dict[str, object]:
     version = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
     environment, began = environments / version, time.perf_counter()
-    if not environment.exists():
+    fresh = not environment.exists()
+    if fresh:
         subprocess.run([python, "-m", "venv", environment], check=True)
     pip = [environment / "bin" / "pip", "install", "-q"]
     subprocess.run([*pip, "-c", REPO / "constraints.txt", wheel], check=True)
@@ -83,7 +84,7 @@ def row_of(python: str, wheel: Path, environments: Path, folder: Path, steps: in
     return {
         "python": version,
         "steps": steps,
-        "install_s": round(installed, 1),
+        "install_s": round(installed, 1) if fresh else None,
         "seconds": seconds,
         "total_s": round(sum(seconds.values()), 1),
         "val_bits_per_byte": [m["val_bits_per_byte"] for m in metrics if "val_bits_per_byte" in m][-1],
