@@ -66,6 +66,11 @@ def test_messages_follow_their_points() -> None:
         (1 << 30, 1e-4 + (1 << 30) / 1e9),
     ):
         assert machine.message("all_gather", size, 2, 2) == pytest.approx(seconds)
+    # parts of parameter servers' messages also have a price per byte if they are as small as the smallest
+    for size in (1024.0, 4096.0, 1e6):
+        latency, per_byte = communication.send_line(size, False, of_table(machine))
+        assert latency == machine.message("send", 1, 2, 2)
+        assert per_byte == pytest.approx(1e-9)
     # two pairs of ranks on two cores get half of them each; on four cores they do not meet
     assert machine.message("all_gather", 1 << 20, 2, 4) == 2 * machine.message("all_gather", 1 << 20, 2, 2)
     four = table(4)

@@ -159,3 +159,13 @@ def test_a_machine_without_a_table_is_predicted_from_the_first_steps(
     assert "was fitted to steps 3 to 10" in prediction.prediction.section(found)
     train_rank(0, 1, recipe_of(tmp_path, "dp=1", *TINY[-1:], "observe.memory_step=0"), tmp_path / "short")
     assert "of tensors per rank; no time per step, because" in capsys.readouterr().out
+
+
+def test_a_run_that_the_assumed_table_does_not_price_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prediction, "load", lambda: None)
+    sets = ["precision.mode=fp16", "train.steps=11", "train.val_every=11", "train.sample_every=0"]
+    train_rank(0, 1, recipe_of(tmp_path, "dp=1", *sets, "model.layers=1"), tmp_path / "run")
+    assert "no prediction: precision.mode = fp16: " in capsys.readouterr().out
+    assert len(lines(tmp_path / "run", "loss")) == 11

@@ -91,10 +91,6 @@ class OwnModel:
     def _stack(self) -> str:
         """The name of the modules that repeat: the list or dict of modules with most parameters whose children are
         called 0, 1, ... and share no parameter with anything else; "" if there is none."""
-        return self._stack
-
-    @cached_property
-    def _stack(self) -> str:
         found = {
             name: sum(p.numel() for p in some.parameters())
             for name, some in self.module.named_modules()
@@ -148,10 +144,6 @@ class OwnModel:
     @cached_property
     def _costs(self) -> tuple[list[float], float, float]:
         """FLOPs per token of the matrices: 6 per element. A beginning reads rows."""
-        return self._costs
-
-    @cached_property
-    def _costs(self) -> tuple[list[float], float, float]:
         blocks, end = [0.0] * self.blocks, 0.0
         for name, shape in self.parameters.items():
             size = 6.0 * math.prod(shape) if len(shape) > 1 else 0.0

@@ -152,6 +152,16 @@ def send(size: float, crosses: bool, cluster: Cluster) -> float:
     return LAUNCH + cluster.intra.latency + size / _pair(cluster)
 
 
+def send_line(size: float, crosses: bool, cluster: Cluster) -> Line:
+    """What messages to another rank take, as a line: exact for `size` bytes behind those up to which all messages take
+    equally long (the smallest that was measured)."""
+    machine, level = cluster.machine, 0.0
+    if machine is not None and not crosses:
+        level = machine.smallest("send", 2)
+    latency = send(0.0, crosses, cluster)
+    return Line(latency, (send(level + size, crosses, cluster) - latency) / size)
+
+
 def exposed(seconds: float, held: float, beside: float) -> float:
     """Exposed seconds of a message that overlaps with `beside` seconds of computation, and holds its device for some of
     its time."""

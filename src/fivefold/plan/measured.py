@@ -174,7 +174,7 @@ class Measured:
 
     def message(self, what: str, size: float, ranks: int, of: int) -> float:
         """Seconds of a collective of `size` bytes between `ranks` of `of` ranks, all of which communicate at once."""
-        near = min(self.links, key=lambda n: abs(math.log(n / ranks)))
+        near = self._near(ranks)
         oversubscribed = max(1.0, of / max(ranks, self.cores))
         return (
             self.factors["messages"]
@@ -183,6 +183,13 @@ class Measured:
             / near
             * line_through(self.links[near][what], size)
         )
+
+    def smallest(self, what: str, ranks: int) -> float:
+        """Bytes up to which `message` is constant."""
+        return self.links[self._near(ranks)][what][0][0]
+
+    def _near(self, ranks: int) -> int:
+        return min(self.links, key=lambda n: abs(math.log(n / ranks)))
 
 
 @lru_cache(maxsize=64)

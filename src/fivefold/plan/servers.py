@@ -97,9 +97,9 @@ def line(s: Service) -> Line:
     a part by its own time only; where it waits for the norm, by that of all its rows."""
     cluster = s.worker.cluster
     elements = s.servers.partition / DTYPES[MASTER].bytes
-    latency = communication.send(0.0, s.crosses, cluster)
     size = elements * s.pushed
-    per_byte = (communication.send(size, s.crosses, cluster) - latency) / size * s.incast
+    latency, per_byte = communication.send_line(size, s.crosses, cluster)
+    per_byte *= s.incast
     states = s.worker.states
     moved = update_traffic(states.gradient, DTYPES[MASTER].bytes, states.moments, s.pulled)
     moved += s.workers * s.pushed if s.servers.synchronous else s.pushed

@@ -85,12 +85,11 @@ class Prediction:
     def learn(self, step: int, seconds: float) -> str:
         """Takes a step's seconds. Once the run has FITTED steps on a machine without a table, it writes a prediction
         that is scaled to them, and returns a line that summarises it."""
-        if self.assumed is None or self.fitted or step <= self._first:
+        if self.assumed is None or self.plan is None or self.fitted or step <= self._first:
             return ""
         self.seconds.append(seconds)
         if len(self.seconds) < FITTED:
             return ""
-        assert self.plan is not None
         usual, self.fitted = median(self.seconds[WARM:]), step
         scale = usual / self.plan.step.seconds
         self.assumed = replace(self.assumed, factors=dict.fromkeys(FACTORS, scale))
