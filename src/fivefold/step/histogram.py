@@ -58,7 +58,8 @@ class Counter:
             for name, part in replica.parts.items():
                 if part.owned:
                     self._count("weights", replica.masters[name])
-                    self._count("weight gradients", replica.gradients[name])
+                    if not part.frozen:
+                        self._count("weight gradients", replica.gradients[name])
 
     def take(self) -> Histogram:
         """Ends counting. Returns the counts of all ranks together."""
