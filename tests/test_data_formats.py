@@ -328,8 +328,9 @@ def test_damaged_indexes_of_megatron(tmp_path: Path, made: bytes, message: str):
 def test_out_to_megatron_and_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str):
     monkeypatch.setattr(megatron, "CHUNK", 1000)
     write(tmp_path / "in" / "a.jsonl", lines()[:200_000].rpartition(b"\n")[0])
-    data = prepare(recipe_of(tmp_path / "in", tmp_path / "cache", val_fraction=0.2, tokenizer=tokenizer))
-    train, val = write_megatron(data, tmp_path / "out" / "set")
+    recipe = recipe_of(tmp_path / "in", tmp_path / "cache", val_fraction=0.2, tokenizer=tokenizer)
+    data = prepare(recipe)
+    train, val = write_megatron(data, recipe, tmp_path / "out" / "set")
     back = prepare(recipe_of(f"tokens:{tmp_path / 'out'}", tmp_path / "cache"))
     np.testing.assert_array_equal(back.train[:], data.train[:])
     np.testing.assert_array_equal(back.val[:], data.val[:])  # type: ignore[index]

@@ -245,6 +245,7 @@ def test_resuming_checks_sources_and_begun_stages(texts: Path) -> None:
     ("sets", "part"),
     [
         (["data.sources.a.weight=0", "data.sources.b.weight=0", "data.sources.c.weight=0"], "every weight is 0"),
+        (["data.sources.a.weight=1e308"], r"number 1: weight = 1e\+308: must be a number >= 0 and <= 1000000000"),
         (["data.sources.a.weigth=1"], "number 1: weigth = 1: unknown key; did you mean 'weight'"),
         (["data.sources.b.weight=none"], "data.sources: b has no weight, and others have one"),
         (["data.stages=[{share = 0.5}, {share = 0.3}]"], r"shares 0\.5 \+ 0\.3 sum to 0\.8; they must sum to 1"),

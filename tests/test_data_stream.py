@@ -22,6 +22,7 @@ from fivefold.data.finish import finished
 from fivefold.data.stream import BUILDER, Stream, _started, commits, read_progress
 from fivefold.errors import UserError
 from fivefold.files import Post
+from fivefold.observe.sources import section
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
@@ -167,8 +168,9 @@ def _read_on_rank(rank: int, world: int, recipe: Recipe, out: Path, steps: int, 
     train = recipe.train.model_copy(update={"steps": steps})
     job = Job(recipe.model_copy(update={"train": train}), out, data, resume=resume, resume_command="resume")
     run_rank(job, ranks_of(rank, world))
-    if isinstance(data.train, Stream):
-        data.train.stop()
+    for tokens in data.sources.values():
+        if isinstance(tokens, Stream):
+            tokens.stop()
 
 
 TINY = [
@@ -179,13 +181,21 @@ TINY = [
 ]  # fmt: skip
 
 
-def test_two_ranks_train_from_a_stream_as_from_the_whole(source: Path, tmp_path: Path):
-    """And resume from a checkpoint with an empty cache and other ranks, with the same losses."""
+def test_two_ranks_train_from_streams_as_from_the_whole(source: Path, tmp_path: Path):
+    """From a mixture of two; and resume from a checkpoint with an empty cache and other ranks, with the same losses."""
+    other = write(tmp_path / "other.jsonl", "\n".join(reversed(ROWS[:2000])))
+    sources = ", ".join(
+        f'{{name = "{path.stem}", source = "{path}", weight = {weight}}}'
+        for path, weight in ((source, 3), (other, 1))
+    )
 
     def recipe(cache: str, layout: str) -> Recipe:
-        return load("quickstart", [*TINY, f"data.source={source}", f"data.cache={tmp_path / cache}"], layout)
+        return load(
+            "quickstart", [*TINY, f"data.sources=[{sources}]", f"data.cache={tmp_path / cache}"], layout
+        )
 
-    finished(prepare(recipe("whole", "dp=1")), recipe("whole", "dp=1"), lambda *_: None)
+    whole = finished(prepare(recipe("whole", "dp=1")), recipe("whole", "dp=1"), lambda *_: None)
+    assert [part.info["tokens"]["train"] for part in whole.parts] == [len(p.train) for p in whole.parts]
     run_ranks(2, _read_on_rank, recipe("whole", "dp=2"), tmp_path / "whole-run", 8, False)
     run_ranks(2, _read_on_rank, recipe("growing", "dp=2"), tmp_path / "run", 4, False)
     meta = json.loads(next((tmp_path / "run" / "checkpoints").glob("*4/*.json")).read_text())
@@ -194,6 +204,15 @@ def test_two_ranks_train_from_a_stream_as_from_the_whole(source: Path, tmp_path:
     wanted, got = lines(tmp_path / "whole-run", "loss"), lines(tmp_path / "run", "loss")
     assert len(got) == 8
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    assert lines(tmp_path / "run", "source_tokens")[-1] == {"a": 48 * T, "other": 16 * T}
+
+
+def test_nobody_waits_for_tokens_that_are_not_wanted(source: Path, tmp_path: Path, streaming: None):
+    stream = stream_of(prepare(streamed(source, tmp_path)))
+    stream.stop()
+    stream.given_up = True
+    with pytest.raises(UserError, match="the run ends while it waits"):
+        stream._await(0, 1 << 40)
 
 
 KILLED = """
@@ -255,3 +274,10 @@ def test_posts_of_dead_processes_are_removed(tmp_path: Path):
     assert not (tmp_path / "reading-b").exists()
     mine.close()
     assert posts(tmp_path, "reading-*") == []
+
+
+def test_the_report_of_a_stream_whose_end_is_not_known(tmp_path: Path):
+    (tmp_path / "data.json").write_text(
+        json.dumps({"sources": [{"name": "", "source": "x", "tokens": None}]})
+    )
+    assert "not known" in section(tmp_path, [{"tokens": 9}])

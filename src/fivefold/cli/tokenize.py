@@ -44,7 +44,7 @@ def tokenize(
         data = finished(prepare(loaded, progress), loaded, progress)
         info = dict(data.info)
         if megatron is not None:
-            info["megatron"] = [str(path) for path in write_megatron(data, megatron)]
+            info["megatron"] = [str(path) for path in write_megatron(data, loaded, megatron)]
     if json:
         print_json(info)
         return

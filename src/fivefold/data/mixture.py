@@ -23,6 +23,7 @@ from fivefold.data.cut import cut_of
 from fivefold.data.order import Order, Stage, whole_weights
 from fivefold.data.prepare import cache_key, check_tokenizer, prepare_source
 from fivefold.data.sources import find
+from fivefold.data.stream import ENDLESS
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.tokens import DataSet, Part
 from fivefold.errors import UserError
@@ -423,6 +424,7 @@ def facts(recipe: Recipe, data: DataSet) -> dict[str, Any]:
             "source": specs[name],
             "fingerprint": infos[name].get("fingerprint"),
             **amount._asdict(),
+            **({"tokens": None, "items": None} if amount.tokens == ENDLESS else {}),  # a stream's end
         }
         for name, amount in found.items()
     ]

@@ -114,6 +114,7 @@ class Stream:
         self.flags = None  # of conversations: see `Tokens`
         self.hint: Commit | None = None
         self.waiting: Callable[[str], object] | None = None
+        self.given_up = False  # nobody wants what a reader still waits for
         self._told = -AGAIN_S
         self._owner = 0  # process that has posts and open files
         self._files: dict[int, int] = {}
@@ -262,6 +263,8 @@ class Stream:
         began, looked = time.monotonic(), 0.0
         self._post(low, need, active=True)
         while not (now := self._progress()).has(low, need):
+            if self.given_up:
+                raise UserError("data.stream: the run ends while it waits for tokenized text")
             waited = time.monotonic() - began
             if waited - looked >= LOOK_S:
                 looked = waited

@@ -44,13 +44,13 @@ def section(run: Path, lines: Lines) -> str:
     whole = max(1.0, math.fsum(n for n in seen.values() if math.isfinite(n)))
     rows = ""
     for source in sources:
-        tokens, size = seen.get(source["name"], 0.0), float(source["tokens"])
+        tokens, size = seen.get(source["name"], 0.0), source["tokens"]  # None: a stream's end is not known
         cells = (
             printable(str(source["source"])),
-            short_number(size),
+            "not known" if size is None else short_number(float(size)),
             short_number(tokens),
             f"{100 * tokens / whole:.3g}%",
-            f"{tokens / max(1.0, size):.2f}",
+            "-" if size is None else f"{tokens / max(1.0, float(size)):.2f}",
         )
         name = escape(printable(str(source["name"]) or "the source"))
         rows += f'<tr><th scope="row">{name}</th>{"".join(f"<td>{escape(c)}</td>" for c in cells)}</tr>\n'

@@ -10,7 +10,7 @@ from fivefold.models.section import LARGEST, Section
 
 HELD_OUT = "held_out"
 """Name of the validation set that `data.val_fraction` holds out of a single source."""
-Weight = Annotated[float, Field(ge=0)]
+Weight = Annotated[float, Field(ge=0, le=1e9)]
 
 
 class SourceEntry(Section):

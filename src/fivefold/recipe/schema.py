@@ -62,8 +62,8 @@ class DataSection(Section):
     stream_window: int = Field(default=1 << 22, ge=1, le=LARGEST)
     """Tokens of a window of `stream`. Training begins when the first window is tokenized. 1: no shuffling."""
     stream_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB of tokens that `stream` keeps on each machine's disk. Those that were trained on make room, and are tokenized
-    anew if they are needed again. 0: no limit."""
+    """GiB of tokens that `stream` keeps of each source on a machine's disk. Those that were trained on make room, and
+    are tokenized anew if they are needed again. 0: no limit."""
     chat_template: str = ""
     """How a conversation becomes text: `chatml`, `plain` (needs no special tokens), `tokenizer` (the template beside
     `data.tokenizer`), or the path of a Jinja file, as Hugging Face's `chat_template.jinja`. Rows with a list of

@@ -44,9 +44,16 @@ def reader(
     batches = training_batches(job, left_out)
     first = mesh.axis("run").index == 0
     for stream in streams(job):
-        stream.waiting = partial(print, file=sys.stderr, flush=True) if first else None
+        stream.waiting, stream.given_up = (
+            partial(print, file=sys.stderr, flush=True) if first else None,
+            False,
+        )
     with Prefetch(lambda i: batches(i, mesh), start, job.recipe.train.steps) as prefetch:
-        yield partial(_patiently, prefetch.next) if streams(job) else prefetch.next
+        try:
+            yield partial(_patiently, prefetch.next) if streams(job) else prefetch.next
+        finally:
+            for stream in streams(job):  # else the end of the thread would wait for tokens, too
+                stream.given_up = True
 
 
 def _patiently(read: Callable[[], T]) -> T:

@@ -25,12 +25,6 @@ def mixture(recipe: Sections) -> Iterator[Contradiction]:
             {"data.source", "data.sources"},
             f"data.source = {toml_value(data.source)} and data.sources are both set; set only one",
         )
-    if data.sources and data.stream:
-        yield (
-            {"data.stream", "data.sources"},
-            "data.stream is not supported with data.sources: the length of each source must be known. Nearest valid: "
-            "stream = false",
-        )
     weights = [entry.weight for entry in data.sources]
     if None in weights and any(weight is not None for weight in weights):
         lacking = ", ".join(entry.name for entry in data.sources if entry.weight is None)
