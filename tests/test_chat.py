@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 from itertools import pairwise
@@ -98,6 +99,12 @@ def test_ids_and_answers_are_those_of_transformers(tmp_path: Path, source: str):
     if source == MARKED:
         marked = theirs.apply_chat_template(plain, return_dict=True, return_assistant_tokens_mask=True)
         assert chat.encode(plain).counted.tolist() == [bool(m) for m in marked["assistant_masks"]]
+
+
+def test_tokens_of_data_do_not_depend_on_the_day():
+    chat = template("{{ strftime_now('%Y') }} " + TEMPLATES["chatml"].source)
+    assert chat.tokenizer.decode(chat.encode(TALK).ids.tolist()).startswith("2024 ")
+    assert chat.render(TALK).startswith(f"{datetime.datetime.now():%Y} ")
 
 
 @pytest.mark.parametrize(

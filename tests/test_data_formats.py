@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
+import io
 import json
 import struct
 import sys
@@ -17,7 +19,9 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import check, megatron, prepare, remote
+from fivefold.data.encode import to_line
 from fivefold.data.finish import write_megatron
+from fivefold.data.sequential import _Text
 from fivefold.data.sources import Hub, find
 from fivefold.data.tokenizer import train_bpe
 from fivefold.errors import UserError
@@ -132,6 +136,19 @@ def test_an_object_too_long_is_not_held_in_memory(tmp_path: Path, monkeypatch: p
     for name, content in (("a.json", f"[{line}]"), ("a.jsonl.gz", gzip.compress(line.encode()))):
         with pytest.raises(UserError, match="of more than 1 MiB"):
             prepare(recipe_of(write(tmp_path / name, content), tmp_path / "cache", val_fraction=0.0))
+
+
+def test_blanks_between_objects_are_not_held_in_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fivefold.data.sequential.SPAN", 1 << 10)
+    text = _Text(io.BytesIO(b" " * 100_000 + b'{"a": 1}'))
+    at = text.past_blanks(0)
+    assert text.decoded(at)[0] == {"a": 1}
+    assert len(text.text) < 3000
+
+
+def test_dates_in_messages_reach_workers_as_templates_show_them():
+    date = datetime.date(2024, 1, 2)
+    assert json.loads(to_line({"date": date})) == {"date": str(date)}
 
 
 class _Handler(SimpleHTTPRequestHandler):

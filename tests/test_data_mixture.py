@@ -236,6 +236,8 @@ def test_resuming_checks_sources_and_begun_stages(texts: Path) -> None:
             UserError, match=r"other weights of data\.sources, or other data\.stages, up to step 4"
         ):
             resume(wrong, late)
+    with pytest.raises(UserError, match=r"trained with data\.packing = concat, and now it is best_fit"):
+        resume(change(recipe, ["data.packing=best_fit"]), early)
     write(texts / "b.txt", "something else " * 90)
     with pytest.raises(UserError, match=r"the data of data\.sources \(b\) changed since"):
         resume(recipe, early)
@@ -282,6 +284,8 @@ def test_sources_that_do_not_go_together(texts: Path) -> None:
     with pytest.raises(UserError, match=r"data\.sources, b: data\.source: .*holds no text"):
         prepare(mixed(texts, f"data.sources.b.source={texts / 'empty.txt'}"))
     np.full(600, 200, "<u2").tofile(texts / "t.bin")
+    with pytest.raises(UserError, match=r"data\.end_token = 7: documents of text end with 256"):
+        prepare(mixed(texts, tokens, "data.end_token=7"))
     assert prepare(mixed(texts, tokens)).vocab_size == 257
 
 

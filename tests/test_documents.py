@@ -228,6 +228,10 @@ def test_flags_say_what_counts_and_where_documents_end(tmp_path, packing):
     if packing == "concat":
         assert found.targets.tolist() == [[END, -100, 8, END, -100, -100, 2, -100]]
         assert found.first.tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
+        texts = Tokens(tokens.shards, flags=tokens_of(tmp_path / "flags", [1, COUNTED | ENDS] + [1] * 7))
+        read = Concatenated(texts, 3, end=END).read(np.array([0]))
+        assert read.targets.tolist() == [[END, -100, 8]], "nothing of the document before a text predicts it"
+        assert Concatenated(texts, 3).read(np.array([0])).targets.tolist() == [[END, 7, 8]]
     else:
         assert found.inputs.tolist() == [[5, END, 7, 8, 4, END, 2, END]]
         assert found.targets.tolist() == [[END, -100, 8, END, -100, 2, -100, -100]]

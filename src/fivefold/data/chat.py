@@ -82,6 +82,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return found
 
 
+def _date_of_data(form: str) -> str:
+    """`strftime_now` in data, whose tokens must not depend on the day: the date that Llama 3.2's template falls back
+    to."""
+    return datetime(2024, 7, 26).strftime(form)
+
+
 class ChatTemplate:
     """A chat template with the tokenizer that it is for.
 
@@ -127,7 +133,7 @@ class ChatTemplate:
             NotAConversation: the template refuses it, or hides where answers are.
         """
         cut = [self._cut(message) for message in messages]
-        text = self._render(cut)
+        text = self._render(cut, strftime_now=_date_of_data)
         if OPEN in text:
             return self._encode(*_marked(text))
         return self._encode(text, self._answers(cut, text))
@@ -152,7 +158,7 @@ class ChatTemplate:
         """The text that ends an answer where no special token does; else ""."""
         return "" if self._special.search(self.ends) else self.ends.strip() or self.ends
 
-    def _render(self, messages: Sequence[Message], answer_next: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], answer_next: bool = False, **names: Any) -> str:
         try:
             pieces, size = [], 0
             for piece in self._template.generate(
@@ -161,6 +167,7 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 **self._names,
+                **names,
             ):
                 pieces.append(piece)
                 size += len(piece)
@@ -193,8 +200,9 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             if message["role"] != ANSWER:
                 continue
-            prompt = self._render(messages[:i], answer_next=True)
-            through = text if i == len(messages) - 1 else self._render(messages[: i + 1])
+            prompt = self._render(messages[:i], answer_next=True, strftime_now=_date_of_data)
+            last = i == len(messages) - 1
+            through = text if last else self._render(messages[: i + 1], strftime_now=_date_of_data)
             stop = len(through)
             if not text.startswith(through):  # templates that drop the reasoning of earlier answers
                 content = message["content"].strip() + self.ends

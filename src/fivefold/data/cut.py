@@ -24,7 +24,7 @@ import numpy as np
 
 from fivefold.data.stream import Stream
 from fivefold.data.tokens import COUNTED, ENDS, DataSet, Tokens
-from fivefold.files import cache_folder, locked, make_folder, write_atomically
+from fivefold.files import cache_folder, locked, writable, write_atomically
 from fivefold.models.card import card_of
 from fivefold.models.objective import Objective
 from fivefold.recipe import Recipe
@@ -87,6 +87,8 @@ class Concatenated:
         targets_RT = block[:, 1:].copy()  # of a single row it would be a view, and inputs must not change
         if flags is not None:
             targets_RT[flags[:, 1:] & COUNTED == 0] = NOT_COUNTED
+            if self.end is not None:  # the first token of the next document
+                targets_RT[flags[:, :-1] & ENDS > 0] = NOT_COUNTED
         return Batch(np.ascontiguousarray(block[:, :-1]), targets_RT, first)
 
 
@@ -157,14 +159,14 @@ def end_of(recipe: Recipe, data: DataSet) -> int | None:
 
 def _index(tokens: Tokens, seq_len: int, end: int, folder: Path | None) -> np.ndarray:
     """Sequence, first target and length of each piece, sorted by sequence: int64 (3, pieces)."""
-    if folder is None:
+    if folder is None or not len(tokens):
         return _packed(tokens, seq_len, end)
     asked = hashlib.sha256(repr((tokens.identity(), seq_len, end)).encode()).hexdigest()[:32]
     path = folder / f"{asked}.bin"
-    make_folder(folder)
-    with locked(path.with_suffix(".lock")):
-        if not path.exists():
-            write_atomically(path, _packed(tokens, seq_len, end).astype("<i8").tobytes())
+    if not path.exists():
+        with writable(folder), locked(path.with_suffix(".lock")):
+            if not path.exists():
+                write_atomically(path, _packed(tokens, seq_len, end).astype("<i8").tobytes())
     return np.memmap(path, "<i8", "r").reshape(3, -1)
 
 

@@ -262,7 +262,9 @@ def open_encoder(setup: Setup) -> Encoder | None:
 
 
 def to_line(value: Any) -> bytes:
-    return json.dumps(value).encode("ascii") + b"\n"
+    return (
+        json.dumps(value, default=str).encode("ascii") + b"\n"
+    )  # rows of tables hold dates, as a template shows them
 
 
 ITEMS: dict[str, type[FileSpan] | type[Block] | type[Row]] = {"spans": FileSpan, "blocks": Block, "rows": Row}

@@ -202,6 +202,12 @@ def _common_vocabulary(recipe: Recipe, found: Mapping[str, DataSet]) -> int:
                 f"{said}: {one.info['source']} holds tokens, and data.tokenizer = {spec!r} is learned from the text of "
                 "the others. Set data.tokenizer to the tokenizer.json that made these tokens"
             )
+        end, own = recipe.data.end_token, next(o.tokenizer for o in found.values() if o.tokenizer is not None)
+        if end not in (None, own.end_id):
+            raise UserError(
+                f"data.end_token = {end}: documents of text end with {own.end_id}, and a mixture has one such token. "
+                "Leave it unset"
+            )
         if one.vocab_size > max(texts):
             raise UserError(
                 f"{said}: {one.info['source']} has the id {one.vocab_size - 1:,}, and data.tokenizer = {spec!r} has "

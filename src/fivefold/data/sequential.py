@@ -298,7 +298,7 @@ class _Text:
 
     def past_blanks(self, at: int) -> int:
         while (here := self.at(at)) and here in " \t\r\n":
-            at += 1
+            at = self.forget(at + 1)  # there may be gigabytes of them
         return at
 
     def forget(self, at: int) -> int:

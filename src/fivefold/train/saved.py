@@ -177,6 +177,13 @@ def identity(job: Job) -> dict[str, Any]:
     }
     if job.data is not None:
         found[FINGERPRINT] = job.data.info.get("fingerprint")
+        found["data.packing"] = recipe.data.packing
+        if any(
+            spec.startswith("tokens:") for spec in recipe.data.specs.values()
+        ):  # the fingerprint is the files'
+            found["data.val_fraction"] = recipe.data.val_fraction
+            if recipe.data.packing == "best_fit":
+                found["data.end_token"] = recipe.data.end_token
         if job.data.parts:
             stages = order_of(recipe, amounts(recipe, job.data)).stages
             found[STAGES] = [[stage.begin, *stage.weights] for stage in stages]
