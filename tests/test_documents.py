@@ -3,6 +3,7 @@
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import hypothesis.strategies as st
 import numpy as np
@@ -16,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fivefold import kernels
 from fivefold.data import NOT_COUNTED, Batches, prepare
 from fivefold.data.cut import Concatenated, Packed, best_fit, cut_of, pieces
-from fivefold.data.tokens import COUNTED, ENDS, Tokens
+from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.documents import Documents
@@ -25,7 +26,7 @@ from fivefold.models.build import build
 from fivefold.recipe import Recipe, change, load, resolve, to_toml
 from fivefold.spread.layout import Layout
 
-ROWS, T, V = 8, 32, 96
+ROWS, T, V, END = 8, 32, 96, 0
 MODELS = {
     "llama": ["model.heads=4", "model.kv_heads=2"],
     "gpt2": ["model.arch=gpt2"],
@@ -49,6 +50,12 @@ def recipe_of(model: str, *overrides: str) -> Recipe:
     return resolve(change(load("quickstart", TINY), [*MODELS[model], *overrides]), vocab_size=V)
 
 
+def tokens_of(tmp_path: Path, ids: list[int]) -> Tokens:
+    path = tmp_path / "ids.bin"
+    np.array(ids, "<u2").tofile(path)
+    return Tokens([Shard(path, "<u2", 0, len(ids))])
+
+
 class Source:
     """Random documents of 1 to 40 tokens, one behind the other, cut by sequences. Targets count unevenly often, and in
     one sequence of eight never."""
@@ -66,6 +73,25 @@ class Source:
 
     def counted(self, i: int, size: int) -> int:
         return int((self.batch(i, range(size))[1] >= 0).sum())
+
+
+class BestFit(Source):
+    """Random documents of up to two sequences, packed with `best_fit`. batches: as `Packed` reads them."""
+
+    def __init__(self) -> None:
+        draw = np.random.default_rng(0)
+        documents = [[*draw.integers(1, V, draw.integers(1, 2 * T)), END] for _ in range(4 * ROWS)]
+        with TemporaryDirectory() as folder:
+            packed = Packed(tokens_of(Path(folder), [int(i) for one in documents for i in one]), T, END)
+            self.batches = [packed.read(np.arange(i * ROWS, (i + 1) * ROWS)) for i in range(4)]
+
+    def batch(self, i: int, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        inputs, targets, first = self.batches[i]
+        assert first is not None
+        return inputs[rows], targets[rows], first[rows]
+
+
+SOURCES = {"concat": Source, "best_fit": BestFit}
 
 
 # ------------------------------------------------------------------------------------------ attention
@@ -165,40 +191,34 @@ def test_a_document_is_as_it_is_alone(model):
 # -------------------------------------------------------------------------------------------- layouts
 
 LAYOUTS = [
+    (model, layout, "concat")
+    for model, layout in (
     ("llama", "dp_replicate=2"), ("llama", "dp_shard=2,zero=3"), ("llama", "tp=2,sp=true"), ("llama", "cp=2"),
     ("llama", "cp=4"), ("llama", "cp=2,cp_method=ulysses"), ("llama", "pp=2"), ("llama", "recompute=full"),
     ("llama", "pp=2,schedule=zb_h1,recompute=ops:attention"), ("gpt2", "cp=2,tp=2,sp=true"), ("bert", "cp=2"),
     ("bert", "tp=2,sp=true"), ("gpt2", "pp=2,cp=2,cp_method=ulysses"), ("deepseek", "tp=2,sp=true"),
     ("deepseek", "cp=2"), ("llama", "dp_replicate=2,cp=2"),
-]  # fmt: skip
+    )
+] + [("llama", layout, "best_fit") for layout in ("dp_shard=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2")]  # fmt: skip
 
 
 @cache
-def one_process(model: str) -> dict:
-    return steps(0, 1, recipe_of(model, f"train.microbatch_size={ROWS}"), Source())
+def one_process(model: str, packing: str) -> dict:
+    return steps(0, 1, recipe_of(model, f"train.microbatch_size={ROWS}"), SOURCES[packing]())
 
 
-@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
-def test_layouts_equal_one_process(model, layout):
+@pytest.mark.parametrize(("model", "layout", "packing"), LAYOUTS)
+def test_layouts_equal_one_process(model, layout, packing):
     """One process computes the whole batch at once. So the loss is the mean over all targets that count, however they
     are spread over microbatches and ranks."""
     recipe = recipe_of(model, *(f"layout.{part}" for part in layout.split(",")))
     world = Layout.from_recipe(recipe.layout).ranks
-    found = run_ranks(world, steps, recipe, Source()) if world > 1 else [steps(0, 1, recipe, Source())]
-    assert_equal(found, one_process(model))
+    source = SOURCES[packing]()
+    found = run_ranks(world, steps, recipe, source) if world > 1 else [steps(0, 1, recipe, source)]
+    assert_equal(found, one_process(model, packing))
 
 
 # ----------------------------------------------------------------------------------------------- data
-
-END = 0
-
-
-def tokens_of(tmp_path: Path, ids: list[int]) -> Tokens:
-    from fivefold.data.tokens import Shard
-
-    path = tmp_path / "ids.bin"
-    np.array(ids, "<u2").tofile(path)
-    return Tokens([Shard(path, "<u2", 0, len(ids))])
 
 
 def test_documents_begin_at_the_end_token_before_them(tmp_path):

@@ -122,16 +122,19 @@ def assert_alike(answers: list[list[dict]], recipes: list[Recipe], wanted: dict[
         assert states == {f"{s}.{n}" for n in trained for s in ("exp_avg", "exp_avg_sq")}, where
 
 
-def test_a_plain_module_on_data_axes_with_recomputation():
-    """Nothing but the module: a frozen parameter, a tied weight, a buffer."""
-    layouts = ["dp=2,zero=1", "dp=2,zero=2,recompute=full", "dp=2,zero=3", "dp=2,recompute=full*1/none*3"]
-    recipes = [recipe_of(layout) for layout in layouts]
-    assert_alike(run_ranks(2, steps, Plain, None, recipes), recipes, alone(Plain, recipes[0]))
-
-
 ZBV = "pp=2,schedule=zbv,virtual_stages=2"
+DATA = ["dp=2,zero=1", "dp=2,zero=2,recompute=full", "dp=2,zero=3", "dp=2,recompute=full*1/none*3"]
 TWO = ["tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses,recompute=full", "pp=2", ZBV]
 FOUR = ["dp=2,tp=2,zero=3", "pp=2,tp=2,sp=true,recompute=selective", "pp=2,cp=2", "dp=2,pp=2,zero=1"]
+FROZEN = ["dp=2", "dp=2,zero=1", "dp=2,zero=3,recompute=full", "tp=2,sp=true", ZBV]
+
+
+# docs/make_support_matrix.py reads the parameters of these tests
+@pytest.mark.parametrize("layouts", [DATA])
+def test_a_plain_module_on_data_axes_with_recomputation(layouts):
+    """Nothing but the module: a frozen parameter, a tied weight, a buffer."""
+    recipes = [recipe_of(layout) for layout in layouts]
+    assert_alike(run_ranks(2, steps, Plain, None, recipes), recipes, alone(Plain, recipes[0]))
 
 
 @pytest.mark.parametrize(
@@ -142,9 +145,9 @@ def test_a_decoder_with_a_card_on_every_axis(world, layouts):
     assert_alike(run_ranks(world, steps, Decoder, CARD, recipes), recipes, alone(Decoder, recipes[0]))
 
 
-def test_frozen_parameters_and_groups():
+@pytest.mark.parametrize("layouts", [FROZEN])
+def test_frozen_parameters_and_groups(layouts):
     """The whole beginning and the first blocks are frozen: no gradient goes there."""
-    layouts = ["dp=2", "dp=2,zero=1", "dp=2,zero=3,recompute=full", "tp=2,sp=true", ZBV]
     more = ["model.freeze=embed*, blocks.[01].*", f"optim.groups={GROUPS}"]
     recipes = [recipe_of(layout, *more) for layout in layouts]
     wanted = _alone_frozen(recipes[0])
@@ -207,8 +210,8 @@ def adapted_steps(rank: int, world: int, recipes: list[Recipe]) -> list[dict]:
     return found
 
 
-def test_adapters_on_every_axis():
-    layouts = ["dp=2,zero=3", "tp=2,sp=true", "pp=2"]
+@pytest.mark.parametrize("layouts", [["dp=2,zero=3", "tp=2,sp=true", "pp=2"]])
+def test_adapters_on_every_axis(layouts):
     (one,) = run_ranks(1, adapted_steps, [recipe_of("dp=1")])
     wanted = one[0] | {key: joined(one, key) for key in ("gradients", "weights")}
     recipes = [recipe_of(layout) for layout in layouts]

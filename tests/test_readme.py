@@ -68,6 +68,8 @@ def tiny(given: str) -> list[str]:
 
 
 def scaled_down(line: str) -> str:
+    if re.match("fivefold (chat|generate) ", line) and "--max-tokens" not in line:
+        return f"{line} --max-tokens 4"
     if not re.search("fivefold (train|verify|draw|sweep)", line) or re.fullmatch(
         r"fivefold draw run(s/\w+)?", line
     ):
