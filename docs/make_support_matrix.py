@@ -20,6 +20,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from fivefold.errors import UserError
+from fivefold.models.own import ModuleCard
 from fivefold.models.registry import ARCHITECTURES
 from fivefold.optim import OPTIMIZERS
 from fivefold.precision import PRECISIONS
@@ -28,6 +32,7 @@ from fivefold.recipe.rules import contradictions
 from fivefold.schedules.pipeline import splits_backward
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import parse
+from fivefold.step.own import own_model
 
 DOCS = Path(__file__).parent
 PAGE, VERIFIED, TESTS = DOCS / "support.md", DOCS / "layouts_verified.md", DOCS.parent / "tests"
@@ -45,12 +50,14 @@ PROVEN, ACCEPTED = "**yes**", "yes"
 
 @dataclass(frozen=True)
 class Option:
-    """Something that a recipe may use. sets: its fields. layout: its axes. has: a recipe uses it."""
+    """Something that a recipe may use. sets: its fields. layout: its axes. has: a recipe uses it. own: a module of the
+    user's that is trained instead of the recipe's, with its card."""
 
     name: str
     sets: Sequence[str]
     layout: Mapping[str, Any]
     has: Callable[[Recipe, Layout], bool]
+    own: Callable[[], tuple[nn.Module, ModuleCard | None]] | None = None
 
 
 def _value(recipe: Recipe, key: str) -> Any:
@@ -74,6 +81,18 @@ def _layout(name: str, value: str, **needs: Any) -> Option:
     return Option(
         f"{name}={value}", [], {name: value, **needs}, lambda r, one: str(getattr(one, name)) == value
     )
+
+
+def _own(name: str, made: Callable[[], tuple[nn.Module, ModuleCard | None]]) -> Option:
+    """An option that no recipe has: Python brings the module."""
+    return Option(name, ["model.layers=4"], {}, lambda r, one: False, cache(made))
+
+
+def _tests(name: str) -> Any:
+    """A module of the tests."""
+    if str(TESTS) not in sys.path:
+        sys.path.insert(0, str(TESTS))
+    return importlib.import_module(name)
 
 
 def _zero(stage: int) -> Option:
@@ -118,6 +137,15 @@ APART = tuple(
 )  # fmt: skip
 UPDATES = tuple(_field("optim.name", name, name) for name in OPTIMIZERS)
 DATA = (_field("data.document_masks", "True", "data.document_masks"), _field("data.packing", "best_fit"))
+OWN = (
+    _own("own module", lambda: (_tests("own_models").Plain(), None)),
+    _own("own module, card", lambda: (_tests("own_models").Decoder(), _tests("test_own").CARD)),
+    _own("adapters (LoRA)", lambda: _tests("test_own").lora()),
+)
+GROUPS = (
+    Option("model.freeze", ["model.freeze=blocks.0.*"], {}, lambda r, one: bool(r.model.freeze)),
+    Option("optim.groups", ["optim.groups=*norm*: lr=2"], {}, lambda r, one: bool(r.optim.groups)),
+)
 RUNS = (
     Option(
         "unequal shares", ["train.global_batch_size=9"], {"dp": 2},
@@ -140,6 +168,8 @@ ROWS = {
     "Ranks that compute apart": APART,
     "Optimizers": UPDATES,
     "Data": DATA,
+    "Your own modules": OWN,
+    "Parameters apart": GROUPS,
     "Runs": RUNS,
 }
 OPTIONS = tuple(option for options in ROWS.values() for option in options)
@@ -182,7 +212,7 @@ def together(*options: Option) -> Recipe | None:
         for key, value in changes(option.name).items() if option not in MODELS else ():
             if merged.setdefault(key, value) != value:
                 return None
-    if sum(option in MODELS for option in options) > 1:
+    if sum(option in MODELS or option in OWN for option in options) > 1:
         return None
     sections = {name: dict[str, Any]() for name, _ in merged}
     for (name, key), value in merged.items():
@@ -198,7 +228,21 @@ def refusal(*options: Option) -> str | None:
     recipe = together(*options)
     if recipe is None:
         return None
+    for option in options:
+        if option.own is not None and (why := _refused(recipe, *option.own())):
+            return why
     return next((_why(text) for _, text in contradictions(recipe)), "")
+
+
+def _refused(recipe: Recipe, module: nn.Module, card: ModuleCard | None) -> str:
+    """Why the module does not train with this recipe."""
+    try:
+        own_model(recipe, module, card)
+    except UserError as error:
+        name = type(module).__name__
+        text = str(error).replace(f"{name} is a module of your own", "the module is your own")
+        return _why(re.sub(r"\. (Give|Use|Rename) .*| \(docs/.*?\)", "", text.replace(name, "the module")))
+    return ""
 
 
 def _why(text: str) -> str:
@@ -206,7 +250,7 @@ def _why(text: str) -> str:
     text = re.sub(r" \(layout\..*\)$", "", text.partition(". Nearest valid")[0])
     text = re.sub(r"^layout(\.ep = 2)?: ", "", text)
     text = re.sub(r"^\w+ has no experts", "the model has no experts", text)
-    text = re.sub(r'(sync\.method|model\.arch|layout\.offload) = "[\w:]+"', r"\1", text)
+    text = re.sub(r'(sync\.method|model\.arch|layout\.offload|optim\.name) = "[\w:]+"', r"\1", text)
     text = re.sub(r"(every|layout\.\w+) = 2", r"\1", text)
     text = re.sub(r'the optimizer "\w+"', "this optimizer", text)
     return re.sub(r"\b(zero|pp|ep|compress|offload)=(?!0)[\w.]+(:[\w.]+)*", r"\1", text)
@@ -217,11 +261,13 @@ def _why(text: str) -> str:
 
 @dataclass(frozen=True)
 class Proof:
-    """A test whose parameters are recipes. recipe: (fields, layout) of a combination of parameters."""
+    """A test whose parameters are recipes. recipe: (fields, layout) of a combination of parameters. A parameter
+    `layouts` has several. own: the option whose module is trained."""
 
     module: str
     test: str
     recipe: Callable[[dict[str, Any]], tuple[Sequence[str], str]]
+    own: str = ""
 
 
 def _but(sets: Sequence[str], section: str) -> list[str]:
@@ -286,18 +332,29 @@ PROOFS = (
         "test_elastic", "test_unequal_shares_compute_what_one_process_computes",
         lambda p: (p["overrides"], p["layout"]),
     ),
+    Proof(
+        "test_documents", "test_layouts_equal_one_process",
+        lambda p: (
+            ["data.document_masks=true", f"data.packing={p['packing']}", f"model.arch={p['model']}"], p["layout"]
+        ),
+    ),
+    Proof("test_own", "test_a_plain_module_on_data_axes_with_recomputation", lambda p: ((), p["layout"]), OWN[0].name),
+    Proof("test_own", "test_a_decoder_with_a_card_on_every_axis", lambda p: ((), p["layout"]), OWN[1].name),
+    Proof(
+        "test_own", "test_frozen_parameters_and_groups",
+        lambda p: ([field for one in GROUPS for field in one.sets], p["layout"]), OWN[1].name,
+    ),
+    Proof("test_own", "test_adapters_on_every_axis", lambda p: ((), p["layout"]), OWN[2].name),
+    Proof(
+        "test_own", "test_frozen_layouts_pass_the_comparison_with_plain_autograd",
+        lambda p: (["precision.mode=bf16", *GROUPS[0].sets], p["layout"]),
+    ),
 )  # fmt: skip
 
 
 def parameters(module: str, test: str) -> Iterator[dict[str, Any]]:
     """The combinations of a test's parameters."""
-    if str(TESTS) not in sys.path:
-        sys.path.insert(0, str(TESTS))
-    marks = [
-        mark
-        for mark in getattr(importlib.import_module(module), test).pytestmark
-        if mark.name == "parametrize"
-    ]
+    marks = [mark for mark in getattr(_tests(module), test).pytestmark if mark.name == "parametrize"]
     rows = []
     for mark in marks:
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
@@ -313,9 +370,14 @@ def proofs() -> Iterator[set[str]]:
     """The options of each recipe that was compared: those of tests, and the rows of layouts_verified.md."""
     for proof in PROOFS:
         for values in parameters(proof.module, proof.test):
-            yield used(*proof.recipe(values))
+            for layout in values.pop("layouts", [values.get("layout")]):
+                found = used(*proof.recipe(values | {"layout": layout}))
+                yield (found - {one.name for one in MODELS}) | {proof.own} if proof.own else found
     for layout in re.findall(r"^\| `(.*?)` .*\| ok \|$", VERIFIED.read_text(encoding="utf-8"), re.MULTILINE):
         yield used((), layout)
+
+
+_LOADED: dict[tuple[str, ...], Recipe] = {}
 
 
 def used(sets: Sequence[str], layout: str) -> set[str]:
@@ -323,8 +385,9 @@ def used(sets: Sequence[str], layout: str) -> set[str]:
     chosen = next((one.partition("=")[2] for one in sets if one.startswith("model.arch=")), None)
     arch = chosen or ("moe" if "ep=" in layout else "llama")
     recipe = start(arch)
-    if sets:
+    if sets and (recipe := _LOADED.get((arch, *sets))) is None:  # the layout is looked at apart, below
         recipe = load("quickstart", [*BASE, f"model.arch={arch}", *SIZES.get(arch, ()), *sets], layout)
+        _LOADED[arch, *sets] = recipe
     values: dict[str, Any] = parse(layout)
     return {option.name for option in OPTIONS if option.has(recipe, Layout(**values))}
 
@@ -376,7 +439,7 @@ BY_NAME = {option.name: option for option in OPTIONS}
 TABLES = (
     ("Layouts", AXES, tuple(ROWS)),
     ("Precision", MODES, tuple(name for name in ROWS if name not in ("Axes", "Precision"))),
-    ("Models", MODELS, tuple(name for name in ROWS if name not in ("Axes", "Precision", "Models"))),
+    ("Models", (*MODELS, *OWN), tuple(name for name in ROWS if ROWS[name] not in (AXES, MODES, MODELS, OWN))),
 )
 INTRODUCTION = f"""# What combines with what
 

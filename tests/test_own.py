@@ -4,6 +4,7 @@ PyTorch in one process."""
 from __future__ import annotations
 
 import math
+from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -185,15 +186,25 @@ def _lora() -> ModuleType:
     return SourceFileLoader("lora", str(Path(__file__).parents[1] / "examples" / "lora.py")).load_module()
 
 
+@cache
+def one_rank() -> Recipe:
+    return recipe_of("dp=1")
+
+
 def lora_cut(name: str, shape: tuple[int, ...]) -> Cut | None:
     """The base's cut; of a column-parallel layer's adapter B is cut, of a row-parallel one's A."""
     layer, part, _ = name.rsplit(".", 2) if name.count(".") > 1 else (name, "", "")
-    model = recipe_of("dp=1").model
+    model = one_rank().model
     if part not in ("base", "lora_a", "lora_b"):
         return cut_of(name, shape, model)
     found = cut_of(f"{layer}.weight", shape, model)
     kinds = {"base": ("column", "row"), "lora_a": ("row",), "lora_b": ("column",)}[part]
     return found if found is not None and found.kind in kinds else None
+
+
+def lora() -> tuple[nn.Module, ModuleCard]:
+    """Adapters beside a frozen model, with the card of its cuts."""
+    return _lora().adapted(one_rank()), ModuleCard(cut=lora_cut, tied=True)
 
 
 def adapted_steps(rank: int, world: int, recipes: list[Recipe]) -> list[dict]:
