@@ -350,11 +350,13 @@ def test_chat_reads_lines_from_a_pipe(
     runs: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     how = ("--max-tokens", 6, "--seed", 2)
-    asked = "Hello\n\n/reset\nHello\n/what\n/quit\nnever\n"
+    long = "long " * 500
+    asked = f"Hello\n\n/reset\nHello\n{long}\n/what\n/quit\nnever\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(asked))
     out, err = command(capsys, "chat", runs["chatml"], *how, "--json")
     found = [json.loads(line) for line in out.splitlines()]
-    assert [row["message"] for row in found] == ["Hello", "Hello"]
+    assert [row["message"] for row in found] == ["Hello", "Hello", long.strip()]
+    assert "the model sees at most" in found[2]["error"]["message"]
     assert found[0]["answer"] == found[1]["answer"]  # forgotten
     assert "unknown command /what" in err
     assert "base model" not in err

@@ -145,7 +145,7 @@ def test_bad_input_exits_with_2(
         ),
         (["collectives", "--ranks=0"], {"key": "--ranks", "value": "0"}),
         (["export"], {"key": "RUN"}),
-        (["generate", "nowhere"], {"key": None}),
+        (["generate", "nowhere"], {"key": "RUN", "value": "nowhere"}),
     ],
 )
 def test_errors_in_json(
@@ -161,6 +161,9 @@ def test_errors_in_json(
 
 
 def test_several_errors_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "quickstart", "--layout", "tp=3", "--json") == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["key"], error["value"]) == ("layout.tp", 3), "named first: tp must divide model.heads"
     assert run("check", "quickstart", "--set", "optim.lr=nan", "--set", "model.dim=big", "--json") == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert "2 problems" in error["message"]

@@ -83,6 +83,15 @@ def test_other_hosts_and_paths_are_refused(server: live.Server) -> None:
     assert int(headers["Content-Length"]) > 1000
 
 
+def test_a_browser_that_leaves_is_no_error(server: live.Server, capfd: pytest.CaptureFixture[str]) -> None:
+    for error in (ConnectionResetError, BrokenPipeError, TimeoutError, ZeroDivisionError):
+        try:
+            raise error
+        except error:
+            server.handle_error(None, ("127.0.0.1", 1))
+        assert ("Traceback" in capfd.readouterr().err) == (error is ZeroDivisionError), error
+
+
 def test_a_port_that_is_taken_is_an_error(server: live.Server) -> None:
     port = server.server_address[1]
     with pytest.raises(UserError, match=rf"--port {port}: cannot listen on 127.0.0.1: .* 0 takes a free one"):

@@ -21,6 +21,7 @@ from fivefold.cli.options import (
     print_json,
     require_run,
 )
+from fivefold.cli.problems import print_problems
 from fivefold.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def chat(
 ) -> None:
     """Talk to a trained model.
 
-    Each line is a message; with --json each answer is a JSON object. What was said is kept, as far as it fits into the
-    model's context. /reset forgets it, /quit ends.
+    Each line is a message; with --json each answer is a JSON object, and so is an error. What was said is kept, as far
+    as it fits into the model's context. /reset forgets it, /quit ends.
     """
     require_run(run, look=False)
     from fivefold.checkpoint import store
@@ -109,6 +110,9 @@ def _answer(found: Chat, line: str, json: bool) -> None:
         if not sys.stdin.isatty():
             raise
     except UserError as error:  # such as a message that is too long: the conversation goes on
-        print(f"error: {error}", file=sys.stderr)
+        if json:
+            print_problems(str(error), error.problems, message=line)
+        else:
+            print(f"error: {error}", file=sys.stderr)
         return
     print_json({"message": line, "answer": "".join(pieces)}) if json else print()

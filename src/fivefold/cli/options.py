@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, problem
 from fivefold.files import guard
 
 
@@ -86,7 +86,8 @@ def require_run(folder: Path, look: bool = True) -> Path:
     what = "has no recipe.toml" if folder.is_dir() else "there is no such folder"
     runs = run_folders()
     near = f"; runs here: {', '.join(runs[-5:])}" if runs else ""
-    raise UserError(f"'{folder}' is not a run: {what}{near}")
+    message = f"'{folder}' is not a run: {what}{near}"
+    raise UserError(message, [problem(message, "RUN", str(folder))])
 
 
 def require_writable(option: str, path: Path | None) -> None:

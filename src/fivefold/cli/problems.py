@@ -17,11 +17,13 @@ def wants_json(words: Sequence[str]) -> bool:
     return "--json" in options
 
 
-def print_problems(message: str, found: Sequence[Problem]) -> None:
+def print_problems(message: str, found: Sequence[Problem], /, **beside: Any) -> None:
     """{"error": {"key", "value", "message", "allowed", "nearest"}}: the parts of the first problem, and the whole
-    message. Several problems are listed in "problems", too."""
+    message. Several problems are listed in "problems", too. beside: what else the object has."""
     error = _plain(found[0]) | {"message": message}
-    print_json({"error": error | ({"problems": [_plain(one) for one in found]} if len(found) > 1 else {})})
+    if len(found) > 1:
+        error["problems"] = [_plain(one) for one in found]
+    print_json({**beside, "error": error})
 
 
 def _plain(one: Problem) -> dict[str, Any]:

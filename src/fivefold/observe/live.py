@@ -7,12 +7,14 @@ and no files.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, in_use
@@ -132,6 +134,11 @@ class Server(ThreadingHTTPServer):
             raise UserError(
                 f"--port {port}: cannot listen on {ADDRESS}: {error.strerror}. Use another port; 0 takes a free one"
             ) from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves before it has the page is no error."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:

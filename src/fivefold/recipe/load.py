@@ -221,7 +221,7 @@ class _Draft:
         draft = Recipe.model_construct(**sections)
         for keys, message in contradictions(draft):
             if not keys & self.wrong:
-                first = next((key for key in KEYS if key in keys and key in message), min(keys))
+                first = min((key for key in keys if key in message), key=message.index, default=min(keys))
                 section, _, field = first.partition(".")
                 self.problems.append(problem(message, first, getattr(sections.get(section), field, None)))
         if not (draft.train.steps or draft.train.tokens or {"train.steps", "train.tokens"} & self.wrong):
