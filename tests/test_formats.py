@@ -136,6 +136,7 @@ def test_a_run_writes_and_shows_its_numbers(tmp_path: Path, capsys: pytest.Captu
         "data.tokenizer=bytes",
         "train.steps=2",
         "observe.histogram_step=2",
+        "model.freeze=embed*",
     ]
     sets += [
         "train.global_batch_size=4",
