@@ -289,6 +289,18 @@ def test_sources_that_do_not_go_together(texts: Path) -> None:
     assert prepare(mixed(texts, tokens)).vocab_size == 257
 
 
+def test_check_names_the_set_that_training_would_refuse(texts: Path) -> None:
+    np.zeros(3, "<u2").tofile(texts / "t.bin")
+    for source, message in (
+        (f"tokens:{texts / 't.bin'}", r"^data\.validation, v: 3 tokens, fewer than one sequence"),
+        ("nowhere.txt", r"^data\.validation, v: data\.source: no such file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check(mixed(texts, validation=f"[{{name = 'v', source = '{source}'}}]"))
+    with pytest.raises(UserError, match=r"^data\.sources, b: data\.source: no such file"):
+        check(mixed(texts, "data.sources.b.source=nowhere.txt"))
+
+
 def test_a_mixture_as_a_file(texts: Path) -> None:
     recipe = mixed(texts, stages=STAGES, validation="[{name = 'v', source = 'stdlib'}]")
     text = to_toml(recipe)

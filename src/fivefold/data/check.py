@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -44,10 +45,18 @@ def check(recipe: Recipe) -> list[str]:
     the first 16 MiB), a missing library, a set that is certainly too small.
     """
     tokenizer = mixture.shared_tokenizer(recipe, HASHED_AT_ONCE)
-    found = {name: _found(one, tokenizer) for name, one in mixture.each(recipe).items()}
+    found: dict[str, Found] = {}
+    for name, one in mixture.each(recipe).items():
+        with mixture.said_of("data.sources", name) if name else nullcontext():
+            found[name] = _found(one, tokenizer)
     facts = [line for name, one in found.items() for line in _lines(name, one)]
     for name, one in mixture.each_validation(recipe).items():
-        facts.append(f"validation {_lines(name, _found(one, tokenizer))[0]}")
+        with mixture.said_of("data.validation", name):
+            own = _found(one, tokenizer)
+        if own.amount is not None and (own.exact or own.most is not None):
+            most = own.amount if own.exact else _amount(recipe, own.most or 0, None)
+            mixture.require_sequence(recipe, name, most.tokens, most.items)
+        facts.append(f"validation {_lines(name, own)[0]}")
     amounts = {name: one.amount for name, one in found.items() if one.amount is not None}
     if len(amounts) < len(found):
         return facts

@@ -62,12 +62,17 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
         data = prepare_source(recipe, progress, workers)
     require_enough(recipe, amounts(recipe, data))
     for part in data.validation:
-        if not cut_of(recipe, data, part.train).count:
-            raise UserError(
-                f"data.validation, {part.name}: {len(part.train):,} tokens, fewer than one sequence of model.seq_len = "
-                f"{recipe.model.seq_len}"
-            )
+        require_sequence(recipe, part.name, len(part.train), cut_of(recipe, data, part.train).count)
     return data
+
+
+def require_sequence(recipe: Recipe, name: str, tokens: int, items: int) -> None:
+    """Raises UserError if a validation set has no sequence."""
+    if not items:
+        raise UserError(
+            f"data.validation, {name}: {tokens:,} tokens, fewer than one sequence of model.seq_len = "
+            f"{recipe.model.seq_len}"
+        )
 
 
 def _prepare_all(recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
@@ -141,7 +146,7 @@ def _entry(
     workers: int | None,
 ) -> DataSet:
     """A source by itself. Of a validation set nothing is held out."""
-    with _said(key, entry.name):
+    with said_of(key, entry.name):
         return _without_vocabulary(of_entry(recipe, entry), progress, workers)
 
 
@@ -177,7 +182,7 @@ def _without_vocabulary(recipe: Recipe, progress: Progress | None, workers: int 
 
 
 @contextmanager
-def _said(key: str, name: str) -> Iterator[None]:
+def said_of(key: str, name: str) -> Iterator[None]:
     """Names the source in its errors."""
     try:
         yield
