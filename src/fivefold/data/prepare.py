@@ -137,6 +137,8 @@ def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell
     if source.left_out:
         tell(f"note: {source.left_out}", 0, None)
     cached = (now := stream.read_progress(folder)) is not None
+    if now is not None:
+        _require_room(data, now, seq_len, most_val)
     while (
         now is None or not (now.full or now.val >= wanted) or not now.has(now.first, now.first + seq_len + 1)
     ):
@@ -187,7 +189,8 @@ def _stream_folder(root: Path, key: str) -> Path:
 
 def _require_room(data: DataSection, now: stream.Progress, seq_len: int, most_val: int) -> None:
     window = max(data.stream_window, seq_len) + 1
-    least = (window + 3 * now.shard + most_val) * now.item / 2**30
+    # Two windows: while one rank waits for the next, others still read this one.
+    least = (2 * window + 2 * now.shard + most_val) * now.item / 2**30
     if 0 < data.stream_gib < least:
         raise UserError(
             f"data.stream_gib = {data.stream_gib} is too small for data.stream_window = {data.stream_window}. Nearest "
