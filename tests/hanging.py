@@ -78,7 +78,7 @@ def _rank(
     for stream in (1, 2):
         os.dup2(error, stream)
     with Interrupt() as interrupt:
-        code = _run(lambda ranks: function(ranks, *arguments), interrupt, threading.Event())
+        code = _run(lambda ranks: function(ranks, *arguments), interrupt, threading.Event(), 60.0)
     raise SystemExit(code)
 
 

@@ -327,6 +327,7 @@ def test_ranks_that_wait_for_a_stuck_one_can_be_stopped(text: Path, tmp_path: Pa
     recipe = tiny(text, "layout.dp_replicate=2", "observe.hang_s=6", "train.steps=50")
     ranks = start(2, tmp_path, train, recipe, tmp_path / "run", 1, 4, "busy")
     while not (tmp_path / "run/metrics.jsonl").exists() or len(lines(tmp_path / "run", "loss")) < 4:
+        assert all(process.is_alive() for process in ranks), (tmp_path / "error-0.txt").read_text()
         time.sleep(0.05)
     for process in ranks:
         os.kill(process.pid, signal.SIGTERM)
