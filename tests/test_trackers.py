@@ -104,11 +104,14 @@ def test_a_tracker_that_cannot_begin_is_said(tmp_path: Path, monkeypatch: pytest
         raise RuntimeError("no login")
 
     monkeypatch.setitem(trackers.KINDS, "mlflow", (refuses, True))
-    writer = MetricsWriter(tmp_path, "mlflow")
+    monkeypatch.setitem(trackers.KINDS, "wandb", (refuses, False))
+    writer = MetricsWriter(tmp_path, "mlflow,wandb")
     sink = writer._trackers._open["mlflow"]
     assert isinstance(sink, trackers.Behind)
     sink._thread.join()
-    assert "tracker mlflow ends at step 1: RuntimeError: no login" in writer.write({"step": 1, "loss": 1.0})
+    said = writer.write({"step": 1, "loss": 1.0})
+    assert "tracker wandb ends at step 0: RuntimeError: no login" in said
+    assert "tracker mlflow ends at step 1: RuntimeError: no login" in said
     writer.close()
 
 

@@ -412,8 +412,8 @@ class ObserveSection(Section):
     0: none."""
     hang_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Seconds that a message between ranks may take, or three usual steps if they are longer. After that the run says
-    which rank is missing, writes the stacks of all ranks into RUN/traces, and ends. A rank that starts, compiles, saves
-    or samples has ten times as long. 0: only the backend's limit, `launch.timeout`."""
+    which rank is missing, writes the stacks of all ranks into RUN/traces, and ends. A rank that starts, compiles,
+    saves, samples or calls back has ten times as long. 0: only the backend's limit, `launch.timeout`."""
     histogram_step: int = Field(default=0, ge=0, le=LARGEST)
     """The step whose weights, activations and gradients are counted by exponent, into RUN/traces. `fivefold formats
     --run RUN` compares them with the range of each format. That step is slower. 0: none."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.optim import OptimizerCard
 from fivefold.optim.own import Make, card_from, is_torch
@@ -316,7 +317,7 @@ class Callbacks:
         return bool(self._all)
 
     def tell(self, moment: str, step: int, **more: Any) -> dict[str, float]:
-        """Calls one of `MOMENTS`. Returns the figures that they gave.
+        """Calls one of `MOMENTS`. Returns the figures that they gave. Other ranks wait longer meanwhile.
 
         Raises:
             UserError: a callback has failed, or its figures are none.
@@ -328,7 +329,8 @@ class Callbacks:
             if call is None:
                 continue
             try:
-                figures = call(event)
+                with progress.phase("a callback"):
+                    figures = call(event)
             except Exception as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 raise UserError(
