@@ -136,10 +136,11 @@ def test_a_killed_tokenizing_process_is_replaced(source: Path, tmp_path: Path, s
 
 
 @pytest.mark.slow
-def test_an_empty_cache_begins_where_the_checkpoint_says(source: Path, tmp_path: Path, streaming: None):
+def test_an_empty_cache_begins_where_the_checkpoint_says(tmp_path: Path, streaming: None):
+    source = write(tmp_path / "a.jsonl", "\n".join(ROWS * 3))
     bound = (12 * WINDOW + (1 << 16)) * 2 / 2**30
     data = prepare(streamed(source, tmp_path / "a", stream_gib=bound))
-    batches, step = batches_of(data), 5_000
+    batches, step = batches_of(data), 10_000
     wanted = [batches.batch(step + i)[0] for i in range(3)]
     state = stream_of(data).state(8 * step, T)
     assert state.train > 0
@@ -242,7 +243,7 @@ def test_tokenizing_that_was_killed_continues(tmp_path: Path, kind: str):
     import gzip
 
     text = "some words of a text\n" * 250_000  # 5 MB
-    content = gzip.compress("\n".join(ROWS * 2).encode(), 1) if kind.endswith("gz") else text
+    content = gzip.compress("\n".join(ROWS * 4).encode(), 1) if kind.endswith("gz") else text
     path = write(tmp_path / kind, content)
     given = [f"data.source={path}", "data.tokenizer=bytes"]
     command = [sys.executable, "-c", KILLED, *given, f"data.cache={tmp_path / 'cache'}"]
