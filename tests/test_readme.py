@@ -42,6 +42,10 @@ INSTEAD = {
     ". .venv/bin/activate": "test -f Makefile || type fivefold",  # the programs are in PATH already
     ".venv/bin/pre-commit install": f"pre-commit validate-config {REPO}/.pre-commit-config.yaml",
 }
+SMALLER = {  # fewer layouts; test_plan_page.py and test_plan_search.py look at many
+    "h100:8 --layout dp=8 --html": "h100:1 --layout dp=1 --html",
+    "h100:64 --search --deadline 30d": "h100:4 --search --deadline 900d",
+}
 STARTS_RANKS = re.compile(r"fivefold (train|verify) .*(--nproc|--layout)")
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 already_run: set[str] = set()  # lines with several ranks that two documents share
@@ -70,6 +74,8 @@ def tiny(given: str) -> list[str]:
 def scaled_down(line: str) -> str:
     if re.match("fivefold (chat|generate) ", line) and "--max-tokens" not in line:
         return f"{line} --max-tokens 4"
+    for long, short in SMALLER.items():
+        line = line.replace(long, short)
     if not re.search("fivefold (train|verify|draw|sweep)", line) or re.fullmatch(
         r"fivefold draw run(s/\w+)?", line
     ):
