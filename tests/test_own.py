@@ -4,10 +4,10 @@ PyTorch in one process."""
 from __future__ import annotations
 
 import math
+import runpy
 from functools import cache
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,8 +182,8 @@ def test_what_a_module_lacks_is_said_before_any_process_starts(kind, card, layou
     assert not (tmp_path / "run").exists()
 
 
-def _lora() -> ModuleType:
-    return SourceFileLoader("lora", str(Path(__file__).parents[1] / "examples" / "lora.py")).load_module()
+def _lora() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "examples" / "lora.py")))
 
 
 @cache
