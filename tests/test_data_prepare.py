@@ -284,7 +284,7 @@ def test_two_processes_prepare_at_once(tmp_path: Path):
 
 
 def test_a_killed_run_leaves_nothing_in_the_way(tmp_path: Path):
-    """Killed while workers write: the next run clears what lies there, and its workers end with it."""
+    """Killed while workers write: its workers end with it, the next run continues and leaves nothing else."""
     source = mixed_source(tmp_path / "in")
     code = (
         "import os, signal, sys\nfrom data_recipes import recipe_of\n"
@@ -297,10 +297,11 @@ def test_a_killed_run_leaves_nothing_in_the_way(tmp_path: Path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "cache")]
     assert subprocess.run(command, env=environment).returncode == -9
-    assert list((tmp_path / "cache" / "data").glob("*.tmp-*"))
+    assert list((tmp_path / "cache" / "data").glob("*.part"))
     data = prepare(recipe_of(source, tmp_path / "cache"))
     assert not data.info["cached"]
-    assert not list((tmp_path / "cache" / "data").glob("*.tmp-*"))
+    left = list((tmp_path / "cache" / "data").iterdir())
+    assert not [path for path in left if path.suffix == ".part" or ".tmp-" in path.name]
 
 
 def test_memory_is_bounded_on_large_files(tmp_path: Path):

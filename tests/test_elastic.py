@@ -219,7 +219,7 @@ def seen_by_rank(
     def recorded(batches: Any, i: int, rows: range, mesh: Any) -> Any:
         found = plain(batches, i, rows, mesh)
         if batches.shuffle:
-            hashes = (hashlib.sha256(np.asarray(row).tobytes()).hexdigest() for row in found[0])
+            hashes = (hashlib.sha256(np.asarray(row).tobytes()).hexdigest() for row in found[0].inputs)
             seen.setdefault(i, []).extend(zip(rows, hashes, strict=True))
         return found
 

@@ -28,6 +28,7 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.parts import held, size_of
 from fivefold.trace.depth import exact
 from fivefold.train import prediction
+from fivefold.train.own import WITHOUT
 
 BF16, FP32 = own_states("bf16"), own_states("fp32")
 # arXiv 1910.02054, table 1: GB of model states by data-parallel size; ZeRO stages 1, 2, 3 of 7.5B, 128B, 1T.
@@ -334,7 +335,7 @@ def test_search_plan_and_run_say_the_same(
     for plan in found.plans:
         chosen = apply(recipe, plan)
         assert predict(chosen, machine).memory == plan.memory
-        monkeypatch.setattr(prediction, "_cluster", lambda ranks: machine)
+        monkeypatch.setattr(prediction.Prediction, "_cluster", lambda self: machine)
         written = prediction.Prediction(_Job(chosen), None, 0)._predicted()  # pyright: ignore[reportArgumentType]
         assert written["memory"]["per_stage"] == [m.as_json() for m in plan.memory]
 
@@ -343,6 +344,7 @@ class _Job:
     """Of a run, what its prediction looks at."""
 
     module = None
+    own = WITHOUT
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe

@@ -130,6 +130,11 @@ class Card(ABC):
         """Yields every broken rule that is specific to this architecture. The model may be unresolved."""
         yield from ()
 
+    @property
+    def per_token(self) -> int:
+        """The experts that compute a token; 0 if there are none."""
+        return 0
+
     def expert_features(self) -> tuple[str, int]:
         """The field that sets the number of features of each expert, and their number; 0 without experts or unset."""
         return "", 0

@@ -82,7 +82,7 @@ class Asked:
             "a": model.heads, "s": model.seq_len, "b": s.sizes.B, "m": s.microbatches, "p": layout.pp, "c": layout.cp,
             "v": layout.stages_per_rank, "t": layout.tp, "n": sharing(layout), "D": self.tokens,
             "D_1": self.plan.tokens, "Psi": psi, "Psi_e": psi * routed / card.count, "e": layout.ep,
-            "N": self.how.psi or active_parameters(model), "k": model.experts_per_token or 0,
+            "N": self.how.psi or active_parameters(model), "k": card.per_token,
         }  # fmt: skip
 
     def term(self, name: str, formula: str, unit: str, note: str = "") -> Term:
