@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gzip
+import importlib
 import io
 import json
 import struct
@@ -193,6 +194,13 @@ def test_files_of_a_web_server(
     found = find(server)
     assert [(f.name, f.kind, f.packed) for f in found.files] == [("a.jsonl.gz", "jsonl", ".gz")]
     assert found.unknown == {".html": 1}
+    page = "".join(
+        f'<a href="{to}">x</a>' for to in ("?C=N;O=D", "a.jsonl.gz", "notes.html")
+    )  # as Apache has it
+    write(tmp_path / "served" / "set" / "index.html", page)
+    monkeypatch.setattr(_Handler, "breaks", 0)
+    importlib.import_module("fsspec").filesystem("http").invalidate_cache()
+    assert find(server) == found
     assert prepare(recipe_of(f"{server}a.jsonl.gz", tmp_path / "cache", val_fraction=0.0)).info["cached"]
     with pytest.raises(UserError, match="no such file"):
         find(f"{server}nothing.jsonl")

@@ -59,7 +59,12 @@ def entries(spec: str) -> list[Entry]:
             return {info["name"]: info}
         return system.find(spec, detail=True)
 
-    found = {name: info for name, info in attempted(spec, listed).items() if info.get("type") == "file"}
+    found = {
+        name: info
+        for name, info in attempted(spec, listed).items()
+        if info.get("type") == "file"
+        and not (spec.startswith("http") and "?" in name)  # a page in other orders
+    }
     if not found:
         raise UserError(f"data.source: no file at {shown(spec)}")
     if len(found) > MOST_FILES:
