@@ -109,7 +109,10 @@ class Broken(fivefold.Callback):
 def test_what_a_callback_does_wrong_is_an_error(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "train.steps=2")
     for every, message in (
-        (1, r"Broken.on_validation failed in step 1: ValueError: no such thing \(.*test_python.py:\d"),
+        (
+            1,
+            r"Broken.on_validation in step 1 failed: ValueError: no such thing \(.*test_python.py:\d",
+        ),
         (2, r"Broken.on_step: a figure's name must be a new word; 'loss' is not"),
     ):
         often = fivefold.change(recipe, [f"train.val_every={every}"])
@@ -208,21 +211,29 @@ def test_a_torch_optimizer_leaves_everything_as_it_is_where_a_step_is_skipped(ma
 
 def test_a_wrong_loss_or_schedule_is_an_error(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "train.steps=1")
-    for name, given, message in (
+    wrong = (
         (
             "loss",
             partial(F.cross_entropy, reduction="none"),
             r"loss\(.*\) = a tensor .32,.: must be",
         ),
+        (
+            "loss",
+            lambda logits, targets: 1 / 0,
+            r"loss\(.*\) failed: ZeroDivisionError: .* \(.*test_python.py:",
+        ),
+        ("metrics", {"none": lambda logits, targets: 1 / 0}, r"metric none failed: ZeroDivisionError"),
+        ("schedule", lambda step, steps: 1 / 0, r"schedule failed: ZeroDivisionError"),
         ("schedule", lambda step, steps: math.nan, r"schedule\(0, 1\) = nan: a learning rate must be"),
         (
             "metrics",
             {"none": lambda logits, targets: logits},
             r"metric none\(.*\) = .*: must be one number",
         ),
-    ):
+    )
+    for number, (name, given, message) in enumerate(wrong):
         with pytest.raises(UserError, match=message):
-            fivefold.train(recipe, tmp_path / name, nproc=1, quiet=True, **{name: given})
+            fivefold.train(recipe, tmp_path / str(number), nproc=1, quiet=True, **{name: given})
 
 
 def test_the_run_as_an_object(

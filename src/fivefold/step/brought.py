@@ -7,6 +7,7 @@ Legend: N tokens of a microbatch, n those that count, V vocabulary.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,10 +43,10 @@ class Brought:
         """The learning rate of a step, by the user's schedule.
 
         Raises:
-            UserError: it is no learning rate.
+            UserError: it fails, or gives no learning rate.
         """
         assert self.schedule is not None
-        found = self.schedule(step, steps)
+        found = called("schedule", self.schedule, step, steps)
         if not isinstance(found, int | float) or not 0 <= found < math.inf:
             raise UserError(
                 f"schedule({step}, {steps}) = {found!r:.60}: a learning rate must be a number >= 0 and finite"
@@ -54,6 +55,23 @@ class Brought:
 
 
 NOTHING = Brought()
+
+
+def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of the user's returns.
+
+    Raises:
+        UserError: it fails. It would fail again, so nobody starts the ranks again for it.
+    """
+    try:
+        return function(*arguments)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{what} failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        ) from error
 
 
 def use_loss(stages: Iterable[nn.Module], loss: Loss) -> None:
@@ -77,7 +95,8 @@ def _own_loss(
     logits = plain(x, weight, None, bias)
     if not bool((targets >= 0).any()):
         return logits.sum() * 0.0  # other ranks expect a gradient
-    value = loss(logits.reshape(-1, logits.shape[-1]), targets.long().flatten())  # (N, V), (N)
+    logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
+    value = called("loss(logits, targets)", loss, logits_NV, targets_N)
     if not isinstance(value, Tensor) or value.dim() > 0 or not value.requires_grad:
         shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
         raise UserError(
@@ -128,7 +147,8 @@ def _measured(
             counted = own >= 0
             if n := int(counted.sum()):
                 for place, (name, metric) in enumerate(metrics.items()):
-                    sums[place, 0] += _scalar(name, metric(logits[counted], own[counted].long())) * n
+                    value = called(f"metric {name}", metric, logits[counted], own[counted].long())
+                    sums[place, 0] += _scalar(name, value) * n
                     sums[place, 1] += n
     return plain(x, weight, targets, bias)
 

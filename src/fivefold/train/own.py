@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +26,7 @@ from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import NOT_OFFLOADED
-from fivefold.step.brought import NOTHING, Brought, Loss, Metric, Schedule
+from fivefold.step.brought import NOTHING, Brought, Loss, Metric, Schedule, called
 
 Optimizer = OptimizerCard | Make
 MOMENTS = ("on_step", "on_validation", "on_save", "on_end")
@@ -328,15 +327,8 @@ class Callbacks:
             call = getattr(one, moment, None)
             if call is None:
                 continue
-            try:
-                with progress.phase("a callback"):
-                    figures = call(event)
-            except Exception as error:
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                raise UserError(
-                    f"callback {name}.{moment} failed in step {step}: {type(error).__name__}: {error} "
-                    f"({last.filename}:{last.lineno})"
-                ) from error
+            with progress.phase("a callback"):
+                figures = called(f"callback {name}.{moment} in step {step}", call, event)
             if figures is not None:
                 found |= _figures(f"{name}.{moment}", figures, {*event.figures, *found})
         return found
