@@ -59,7 +59,14 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+LONG = {"lora.py"}  # tests/test_own.py trains adapters on several ranks
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.slow if p.name in LONG else ()) for p in EXAMPLES],
+    ids=lambda path: path.name,
+)
 def test_example(path: Path, tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) < (60 if path.name == "lora.py" else 40)

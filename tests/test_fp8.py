@@ -186,7 +186,11 @@ def test_layouts_round_as_one_process_does(room: Path, layout: str, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2,tp=2,pp=2", pytest.param("dp=4,ep=2,zero=3", marks=pytest.mark.slow)]
+    "layout",
+    [
+        "tp=2,sp=true",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("dp=2,tp=2,pp=2", "dp=4,ep=2,zero=3")),
+    ],
 )
 def test_verify_takes_fp8(room: Path, layout: str) -> None:
     model = "moe" if "ep=" in layout else "dense"

@@ -62,7 +62,7 @@ def _links(rank: int, world: int) -> tuple[dict[str, Any], float, dict[str, floa
     )
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_links_of_all_collectives(world: int) -> None:
     for found, free, extra in run_ranks(world, _links, timeout_s=60):
         assert {"all_reduce fp32", "reduce_scatter bf16", "all_gather", "all_to_all", "send"} < found.keys()

@@ -115,6 +115,7 @@ def stopped(hosts: Hosts, folder: Path, layout: str, ranks: int) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_train_stops_on_all_hosts_at_one_step(hosts, tmp_path):
     """After a signal on one of them. What is saved is whole."""
     run = stopped(hosts, tmp_path, "dp=2,zero=2", 1)

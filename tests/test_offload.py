@@ -84,12 +84,12 @@ QUICK = [
     ("states:disk", "bf16", "dp=2,zero=1", ["optim.name=nesterov"]),
     ("all:disk", "bf16", "dp=2,ep=2", []),
     ("states:host", "bf16", "tp=2", []),
-    ("states:host", "bf16", "pp=2", []),
     ("activations", "bf16", "dp=1", []),
-    ("activations", "bf16", "pp=2", []),
     ("activations", "bf16", "tp=2,recompute=full", []),
 ]
 SLOW = [
+    ("states:host", "bf16", "pp=2", []),
+    ("activations", "bf16", "pp=2", []),
     ("activations", "fp32", "dp=1,recompute=full", []),
     ("activations", "bf16", "dp=1,recompute=ops:attention+gate+norm", []),
     ("activations", "bf16", "tp=2,sp=true", []),

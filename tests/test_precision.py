@@ -270,7 +270,7 @@ RESUMED = ["optim.schedule=constant", "observe.tensorboard=false", "model.layers
     [
         ("dp=2,zero=1", ["precision.mode=bf16_pure", "precision.rounding=kahan"]),
         pytest.param("tp=2", ["precision.mode=bf16_pure"], marks=pytest.mark.slow),
-        ("dp=2", ["precision.mode=fp16", "precision.loss_scale=16777216", "precision.loss_scale_every=2"]),
+        ("dp=1", ["precision.mode=fp16", "precision.loss_scale=16777216", "precision.loss_scale_every=2"]),
     ],
 )
 def test_resumes_with_the_same_bits(tmp_path, layout, sets):

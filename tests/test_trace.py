@@ -45,7 +45,7 @@ LAYOUTS = [
     "dp=2,tp=2,zero=2",
 ]  # fmt: skip
 FP32 = ["dp=2,zero=3"]  # the others in fp32: `make test-all`
-LONGER = {"tp=2", "tp=2,sp=true,recompute=selective", "dp=2,tp=2,zero=2", "dp=2,zero=1"}
+LONGER = {"tp=2", "tp=2,sp=true", "tp=2,sp=true,recompute=selective", "dp=2,tp=2,zero=2", "dp=2,zero=1"}
 """Layouts whose parts others have, too: `make test-all`."""
 EIGHT = [
     "dp=2,tp=2,pp=2,zero=1,schedule=1f1b",
