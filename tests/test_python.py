@@ -211,7 +211,7 @@ def test_a_torch_optimizer_leaves_everything_as_it_is_where_a_step_is_skipped(ma
 
 def test_a_wrong_loss_or_schedule_is_an_error(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "train.steps=1")
-    wrong = (
+    wrong: tuple[tuple[str, Any, str], ...] = (
         (
             "loss",
             partial(F.cross_entropy, reduction="none"),
