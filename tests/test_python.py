@@ -232,8 +232,9 @@ def test_a_wrong_loss_or_schedule_is_an_error(tmp_path: Path) -> None:
         ),
     )
     for number, (name, given, message) in enumerate(wrong):
+        brought_: dict[str, Any] = {name: given}
         with pytest.raises(UserError, match=message):
-            fivefold.train(recipe, tmp_path / str(number), nproc=1, quiet=True, **{name: given})
+            fivefold.train(recipe, tmp_path / str(number), nproc=1, quiet=True, **brought_)
 
 
 def test_the_run_as_an_object(
