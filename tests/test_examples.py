@@ -59,7 +59,8 @@ CHECKS = {
 }
 
 
-LONG = {"lora.py"}  # tests/test_own.py trains adapters on several ranks
+LONG = {"lora.py", "torchrun_script.py"}
+"""Run by `make test-all`. test_own.py trains adapters on several ranks, and the README has a torchrun command."""
 
 
 @pytest.mark.parametrize(

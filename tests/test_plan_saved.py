@@ -58,6 +58,7 @@ def test_it_trains_as_it_was_planned(saved: Path, tmp_path: Path) -> None:
     assert load(out / "recipe.toml").layout == recipe.layout
 
 
+@pytest.mark.slow
 def test_verify_accepts_it(saved: Path) -> None:
     report = verify(load(saved), steps=1)
     assert report is not None

@@ -40,12 +40,12 @@ SEVEN = [
 MOE = ["model.arch=moe", "model.experts=4", "model.dense_layers=1", "model.ffn_dim=512"]
 CASES = {
     "llama": ([], "h100:8"),
-    "moe": ([*MOE, "model.layers=2"], "a100:4"),
     "two dtypes, tied": (["precision.mode=auto", "model.tie_embeddings=true"], "h100:2x2"),
     "long sequences": (["model.seq_len=32768", "train.global_batch_size=4"], "a100:2x2"),
     "the machine at hand": (["train.global_batch_size=4"], "local:2"),
 }
 SLOW = {
+    "moe": ([*MOE, "model.layers=2"], "a100:4"),
     "experts over nodes": ([*MOE, "model.layers=3"], "h100:2x2"),
     "fp8": (["precision.mode=fp8"], "h100:4"),
     "larger batch": (["train.global_batch_size=12"], "h100:8"),

@@ -181,7 +181,7 @@ def test_options_resume_too(base: Recipe, tmp_path: Path) -> None:
     ("name", "first", "second"),
     [
         ("muon", "dp=2,tp=2,zero=3", "dp=2,zero=1"),
-        ("soap", "tp=2", "dp=2,zero=3"),
+        pytest.param("soap", "tp=2", "dp=2,zero=3", marks=pytest.mark.slow),
         pytest.param("adafactor", "pp=2,dp=2,zero=1", "tp=2", marks=pytest.mark.slow),
         pytest.param("adamw8bit", "dp=2,zero=2", "tp=2", marks=pytest.mark.slow),
         pytest.param("soap", "dp=2,tp=2,zero=1", "pp=2", marks=pytest.mark.slow),

@@ -122,7 +122,7 @@ def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:
         ("dp=2", [*MOE, "model.capacity_factor=1.0", "model.shared_experts=1"]),
         ("dp=2", ["model.arch=bert", "model.kv_heads=4"]),
         pytest.param("tp=2", ["model.arch=qwen3", "model.head_dim=12"], marks=pytest.mark.slow),
-        ("tp=2,sp=true,recompute=selective", ["model.arch=olmo2"]),
+        pytest.param("tp=2,sp=true,recompute=selective", ["model.arch=olmo2"], marks=pytest.mark.slow),
         ("tp=2,sp=true", [*DEEPSEEK, "model.nope_dim=7", "model.value_dim=5"]),
     ],
     ids=["gpt2", "untied", "moe", "bert", "qwen3", "olmo2", "deepseek"],
