@@ -164,7 +164,7 @@ def test_a_stopped_sweep_resumes(base: list[str], tmp_path: Path, monkeypatch: p
         assert run(*base, "--over", "train.steps=2,40000,3", "--jobs", "2") == 75
     made = table.read(sweep)
     assert [row.status for row in made.rows] == [FINISHED, STOPPED, WAITING]
-    reached = lines(long, "step")[-1] if (long / "metrics.jsonl").exists() else 0
+    reached = max(lines(long, "step"), default=0) if (long / "metrics.jsonl").exists() else 0
     made.rows[1].settings = {"train.steps": f"{reached + 2}"}  # it would take minutes
     table.write(sweep, made)
     assert run("sweep", str(sweep)) == 0

@@ -97,7 +97,8 @@ def _fail(error: Exception) -> int:
     if verdict.lost(error):
         said = verdict.backend_words(error)
         return verdict.leave("lost", f"rank {os.environ['RANK']} lost another rank: {said}")
-    verdict.leave("failed", "".join(traceback.format_exception(error)))
+    said = traceback.format_exception_only(error)[0].partition("\n")[0]
+    verdict.leave("failed", f"{said}\n{''.join(traceback.format_exception(error))}")
     return FAILED
 
 

@@ -10,7 +10,7 @@ printed by a rank that only lost another one.
 | `error` | met an error of the user's, which trying again does not mend |
 | `busy` | met a full disk, a folder in use or the like, which may pass |
 | `hung` | found that a message does not end; the file says which, and what rank is missing |
-| `failed` | raised an exception: the traceback |
+| `failed` | raised an exception: a line that names it, then the traceback |
 | `lost` | could not reach another rank, which may be the one that failed |
 """
 
@@ -162,10 +162,8 @@ def judge(
     if kind in ("busy", "hung"):
         return Failure(rank, kind, said[kind][rank])
     if kind == "failed":
-        trace = said["failed"][rank].rstrip()
-        return Failure(
-            rank, kind, f"rank {rank} failed: {trace.splitlines()[-1][:500] if trace else ''}", trace
-        )
+        named, _, trace = said["failed"][rank].partition("\n")
+        return Failure(rank, kind, f"rank {rank} failed: {named[:500]}", trace.rstrip())
     code = ended[rank][1]
     if code == -SIGKILL and memory:
         return Failure(

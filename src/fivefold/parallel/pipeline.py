@@ -337,7 +337,8 @@ def _gather(events: Sequence[Event], began: float, schedule: Schedule, mesh: Mes
     """The events of all ranks of the pipeline, in seconds since `began` on each."""
     longest = max(map(len, schedule.rows))
     times = torch.zeros(longest, 2, dtype=torch.float64)
-    times[: len(events)] = torch.tensor([(start - began, end - began) for _, start, end in events])
+    spans = [(start - began, end - began) for _, start, end in events]
+    times[: len(events)] = torch.tensor(spans, dtype=times.dtype)
     every = mesh.axis("pp").all_gather(times.to(mesh.device)[None])  # (ranks, longest, 2)
     rows = zip(schedule.rows, every.tolist(), strict=True)
     return Timeline(tuple(tuple(Event(a, *t) for a, t in zip(row, part, strict=False)) for row, part in rows))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -72,7 +72,7 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
     progress.step = state.step
     if behind is None:
         behind = int(state.mesh.device.type != "cpu")
-    with _Late(hooks, behind, recipe.faults) as late:
+    with _Late(hooks, behind, recipe.faults) as late, _told(state):
         while state.step < train.steps:
             late.start()
             traced = state.step + 1 == recipe.observe.trace_step
@@ -108,6 +108,16 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
             if sampling:
                 hooks.sample(state.step)
     return True
+
+
+@contextmanager
+def _told(state: State) -> Iterator[None]:
+    """An error's traceback ends with the step after which it came. A launcher compares it with the one before."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"after step {state.step}")
+        raise
 
 
 class _Late:

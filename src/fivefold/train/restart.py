@@ -2,8 +2,8 @@
 
 A budget bounds the restarts: each one costs 1, or 3 where the death repeats the one before (at the same step, with
 nothing saved between), or where memory ran out. A newer checkpoint makes it whole again. So a run that gets on is
-restarted for as long as it takes, and one that cannot get on ends after a few. The same traceback at the same step ends
-it at once: it would come every time.
+restarted for as long as it takes, and one that cannot get on ends after a few. The same traceback after the same step
+ends it at once: it would come every time.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class Restarts:
         if saved > self.saved:
             self.spent = self.deaths = 0
             self.died_after = None
-        same = died_after == self.died_after
-        repeated = same or failure.kind == "memory"
-        certain = same and bool(failure.more) and failure.more == self.shown and not self.elastic
+        # A traceback says its step. What the others have recorded by then is chance.
+        same = self.deaths > 0 and bool(failure.more) and failure.more == self.shown
+        repeated = same or died_after == self.died_after or failure.kind == "memory"
+        certain = same and not self.elastic
         self.saved, self.died_after = saved, died_after
         self.deaths += 1
         self.spent += self.budget + 1 if certain else REPEATED if repeated else 1
