@@ -9,20 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import (
-    JsonOption,
-    RunArgument,
-    SeedOption,
-    StepOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    print_json,
-    require_run,
-)
+from fivefold.cli import sampling
+from fivefold.cli.options import JsonOption, RunArgument, StepOption, print_json, require_run
 from fivefold.cli.problems import print_problems
-from fivefold.errors import UserError, printable
+from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.train.chat import Chat
@@ -45,11 +35,11 @@ def chat(
         str, typer.Option(metavar="TEXT", help="How to answer, as the first message.", show_default=False)
     ] = "",
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens per answer.")] = 512,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    stop: StopOption = None,
-    seed: SeedOption = 0,
+    temperature: sampling.TemperatureOption = 0.8,
+    top_k: sampling.TopKOption = 0,
+    top_p: sampling.TopPOption = 1.0,
+    stop: sampling.StopOption = None,
+    seed: sampling.SeedOption = 0,
     step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -63,8 +53,8 @@ def chat(
     from fivefold.train.chat import open_chat
     from fivefold.train.generate import Sampling
 
-    sampling = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    found = open_chat(run, store.chosen(run, step), sampling, system)
+    settings = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    found = open_chat(run, store.chosen(run, step), settings, system)
     if found.template is None:
         print(BASE, file=sys.stderr)
     if sys.stdin.isatty():
@@ -99,7 +89,7 @@ def _lines() -> Iterator[str]:
 
 
 def _answer(found: Chat, line: str, json: bool) -> None:
-    show = printable if sys.stdout.isatty() else str  # a terminal would obey escape codes that a model writes
+    show = sampling.shown()
     pieces: list[str] = []
     try:
         for piece in found.ask(line):

@@ -28,85 +28,97 @@ EXAMPLES = [
     "fivefold eval runs/first --task hellaswag_val.jsonl --limit 1000",
     "fivefold eval runs/first --task ARC-Easy-Test.jsonl --shots 5 --shots-from ARC-Easy-Train.jsonl --json",
 ]
+TextsArgument = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[FILE]...",
+        help="Text files: perplexity and bits per byte. A .jsonl holds one document per line.",
+        show_default=False,
+    ),
+]
+TaskOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="Task file: JSON lines in our own form (docs/evaluation.md) or as HellaSwag, ARC and LAMBADA are "
+        "published. Repeatable.",
+        show_default=False,
+    ),
+]
+ShotsOption = Annotated[
+    int, typer.Option(metavar="K", help="Solved examples in front of each item of a task.")
+]
+ShotsFromOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Task file that examples are drawn from. [default: the task's own]",
+        show_default=False,
+    ),
+]
+SeedOption = Annotated[int, typer.Option(metavar="N", help="Random seed of the examples.")]
+LimitOption = Annotated[int, typer.Option(metavar="N", help="First N items of each task; 0: all.")]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens that the model sees at most. [default: model.seq_len]",
+        show_default=False,
+    ),
+]
+StrideOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens that a window of a long text scores. [default: --context]",
+        show_default=False,
+    ),
+]
+BatchTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Tokens per batch: bounds the memory. [default: 8192]", show_default=False
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fp32|bf16|fp16",
+        help="Dtype to compute in. [default: as the run's validation]",
+        show_default=False,
+    ),
+]
+TextKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="Field of a .jsonl that holds the text. [default: data.text_key]",
+        show_default=False,
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Write the figures here as JSON, with each item's.", show_default=False
+    ),
+]
 
 
 def eval_(
     run: RunArgument,
-    texts: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[FILE]...",
-            help="Text files: perplexity and bits per byte. A .jsonl holds one document per line.",
-            show_default=False,
-        ),
-    ] = None,
-    task: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Task file: JSON lines in our own form (docs/evaluation.md) or as HellaSwag, ARC and LAMBADA are "
-            "published. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    shots: Annotated[
-        int, typer.Option(metavar="K", help="Solved examples in front of each item of a task.")
-    ] = 0,
-    shots_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Task file that examples are drawn from. [default: the task's own]",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the examples.")] = 1234,
-    limit: Annotated[int, typer.Option(metavar="N", help="First N items of each task; 0: all.")] = 0,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens that the model sees at most. [default: model.seq_len]",
-            show_default=False,
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens that a window of a long text scores. [default: --context]",
-            show_default=False,
-        ),
-    ] = None,
-    batch_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Tokens per batch: bounds the memory. [default: 8192]", show_default=False
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="fp32|bf16|fp16",
-            help="Dtype to compute in. [default: as the run's validation]",
-            show_default=False,
-        ),
-    ] = None,
-    text_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            help="Field of a .jsonl that holds the text. [default: data.text_key]",
-            show_default=False,
-        ),
-    ] = None,
+    texts: TextsArgument = None,
+    task: TaskOption = None,
+    shots: ShotsOption = 0,
+    shots_from: ShotsFromOption = None,
+    seed: SeedOption = 1234,
+    limit: LimitOption = 0,
+    context: ContextOption = None,
+    stride: StrideOption = None,
+    batch_tokens: BatchTokensOption = None,
+    dtype: DtypeOption = None,
+    text_key: TextKeyOption = None,
     step: StepOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the figures here as JSON, with each item's.", show_default=False
-        ),
-    ] = None,
+    out: OutOption = None,
     json: JsonOption = False,
 ) -> None:
     """Evaluate a trained model: perplexity, bits per byte, accuracy.

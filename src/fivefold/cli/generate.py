@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import (
-    JsonOption,
-    RunArgument,
-    SeedOption,
-    StepOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    print_json,
-    require_run,
-)
-from fivefold.errors import UserError, printable, shortened
+from fivefold.cli import sampling
+from fivefold.cli.options import JsonOption, RunArgument, StepOption, print_json, require_run
+from fivefold.errors import UserError, shortened
 
 if TYPE_CHECKING:
     from fivefold.data.chat import ChatTemplate
@@ -47,11 +36,11 @@ def generate(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Number of texts per prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of new tokens.")] = 200,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    stop: StopOption = None,
-    seed: SeedOption = 0,
+    temperature: sampling.TemperatureOption = 0.8,
+    top_k: sampling.TopKOption = 0,
+    top_p: sampling.TopPOption = 1.0,
+    stop: sampling.StopOption = None,
+    seed: sampling.SeedOption = 0,
     step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -65,20 +54,20 @@ def generate(
     from fivefold.train.chat import template_of
     from fivefold.train.generate import Sampling, generate_text, open_run, require_tokenizer, samples_of
 
-    sampling = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    settings = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     module, recipe, tokenizer = open_run(run, checkpoint=store.chosen(run, step), device=device_for(0))
     tokenizer = require_tokenizer(run, tokenizer)
-    show = printable if sys.stdout.isatty() else str  # a terminal would obey escape codes that a model writes
+    show = sampling.shown()
     if not prompts and not json and samples == 1:
         print(show(prompt), end="", flush=True)
-        for piece in generate_text(module, recipe.model, tokenizer, prompt, sampling):
+        for piece in generate_text(module, recipe.model, tokenizer, prompt, settings):
             print(show(piece), end="", flush=True)
         print()
         return
     template = template_of(run, tokenizer) if any("messages" in row for row in rows) else None
     for number, row in enumerate(rows, 1):
         ids, ends = _encoded(row, template, f"{prompts}, prompt {number}")
-        texts = samples_of(module, recipe.model, tokenizer, ids, sampling, samples, ends)
+        texts = samples_of(module, recipe.model, tokenizer, ids, settings, samples, ends)
         if prompts or json:
             print_json({**row, **({"text": texts[0]} if samples == 1 else {"texts": texts})})
             continue

@@ -60,19 +60,6 @@ StepOption = Annotated[
     ),
 ]
 
-TemperatureOption = Annotated[float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy.")]
-TopKOption = Annotated[
-    int, typer.Option(metavar="K", help="Sample from the K likeliest tokens; 0: from all.")
-]
-TopPOption = Annotated[
-    float, typer.Option(metavar="P", help="Sample from the likeliest tokens with total probability P.")
-]
-SeedOption = Annotated[int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")]
-StopOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", show_default=False, help="Stop before this text. Repeatable."),
-]
-
 
 def require_run(folder: Path, look: bool = True) -> Path:
     """Returns `folder` if it holds a run. look: see `guard`; False where what follows looks.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,9 @@ from fivefold.launch.interrupt import Leaving
 from fivefold.launch.restarted import in_pod
 from fivefold.launch.slots import between
 
+if TYPE_CHECKING:
+    from fivefold.recipe import Recipe
+
 EXAMPLES = [
     "fivefold train quickstart",
     "fivefold train shakespeare --set data.source=my.txt --set train.steps=500",
@@ -28,6 +31,47 @@ EXAMPLES = [
     "fivefold train runs/first --resume-from runs/first/checkpoints/step-00000040",
     "fivefold train quickstart --quiet",
 ]
+NprocOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|MIN:MAX",
+        show_default=False,
+        help="Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
+        "RUN/slots says how many may run now. [default: as the layout and the machine need]",
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", show_default=False, help="Run folder. [default: a new one under runs/]"),
+]
+SiteOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        show_default=False,
+        help="Train this site of the recipe's only. Each is started by itself, and may leave and return.",
+    ),
+]
+MeetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", show_default=False, help="With --site: where site 0 serves the others."
+    ),
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")]
+ResumeFromOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|PATH",
+        show_default=False,
+        help="auto: resume if the run has a checkpoint, else start it. PATH: resume from this checkpoint; later "
+        "ones of the run are set aside.",
+    ),
+]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", help="Print alarms and errors only, and the run folder at the end.")
+]
 
 
 @Leaving()
@@ -35,47 +79,13 @@ def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    nproc: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|MIN:MAX",
-            show_default=False,
-            help="Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
-            "RUN/slots says how many may run now. [default: as the layout and the machine need]",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="Run folder. [default: a new one under runs/]"),
-    ] = None,
-    site: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            show_default=False,
-            help="Train this site of the recipe's only. Each is started by itself, and may leave and return.",
-        ),
-    ] = None,
-    meet: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", show_default=False, help="With --site: where site 0 serves the others."
-        ),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
-    resume_from: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|PATH",
-            show_default=False,
-            help="auto: resume if the run has a checkpoint, else start it. PATH: resume from this checkpoint; later "
-            "ones of the run are set aside.",
-        ),
-    ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print alarms and errors only, and the run folder at the end.")
-    ] = False,
+    nproc: NprocOption = None,
+    out: OutOption = None,
+    site: SiteOption = None,
+    meet: MeetOption = None,
+    resume: ResumeOption = False,
+    resume_from: ResumeFromOption = None,
+    quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
     """Train a recipe.
@@ -83,8 +93,6 @@ def train(
     Starts its own ranks on this machine, or uses those of torchrun, Slurm or mpirun. To resume an
     interrupted run, pass its folder as RECIPE with --resume.
     """
-    from fivefold.recipe import load
-
     ranks_wanted = between(nproc) if nproc else None
     path = Path(recipe)
     if in_pod() and out is not None and not resume and resume_from is None:
@@ -94,13 +102,7 @@ def train(
         guard(path)
         out, path = out or path, path / "recipe.toml"
         recipe = str(path)
-    try:
-        loaded = load(recipe, set_ or [], layout)
-    except UserError:
-        if not again or layout is None:
-            raise
-        # The saved microbatch size fitted a rank's share in the old layout; let it be chosen again.
-        loaded = load(recipe, ["train.microbatch_size=none", *(set_ or [])], layout)
+    loaded = _load(recipe, set_ or [], layout, again)
     # Imported once the recipe is known to be good: torch takes more than a second
     from fivefold.launch import ranks
     from fivefold.train.start import run_command, seat_of
@@ -115,22 +117,30 @@ def train(
     launched = ranks.found()
     if launched is not None and launched[0] != 0:  # every rank of a foreign launcher gets here
         return
-    if not json:
-        print(folder)
-    else:
-        from fivefold.observe import restarts
-        from fivefold.observe.metrics import read_metrics
-        from fivefold.observe.summary import summarize
+    print_json(_results(folder)) if json else print(folder)
 
-        report = folder / "report.html"
-        print_json(
-            {
-                "run": str(folder),
-                "report": str(report),
-                **summarize(read_metrics(folder)),
-                **restarts.figures(folder),
-            }
-        )
+
+def _load(recipe: str, sets: list[str], layout: str | None, again: bool) -> Recipe:
+    """The recipe to train; again: of a run that may have had another layout."""
+    from fivefold.recipe import load
+
+    try:
+        return load(recipe, sets, layout)
+    except UserError:
+        if not again or layout is None:
+            raise
+        # The saved microbatch size fitted a rank's share in the old layout; let it be chosen again.
+        return load(recipe, ["train.microbatch_size=none", *sets], layout)
+
+
+def _results(folder: Path) -> dict[str, Any]:
+    """The figures of a run that ended."""
+    from fivefold.observe import restarts
+    from fivefold.observe.metrics import read_metrics
+    from fivefold.observe.summary import summarize
+
+    figures = {**summarize(read_metrics(folder)), **restarts.figures(folder)}
+    return {"run": str(folder), "report": str(folder / "report.html"), **figures}
 
 
 @contextlib.contextmanager

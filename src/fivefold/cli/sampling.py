@@ -1,0 +1,29 @@
+"""Options of `fivefold generate` and `fivefold chat`: how text is sampled, and how it is shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from fivefold.errors import printable
+
+TemperatureOption = Annotated[float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy.")]
+TopKOption = Annotated[
+    int, typer.Option(metavar="K", help="Sample from the K likeliest tokens; 0: from all.")
+]
+TopPOption = Annotated[
+    float, typer.Option(metavar="P", help="Sample from the likeliest tokens with total probability P.")
+]
+SeedOption = Annotated[int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", show_default=False, help="Stop before this text. Repeatable."),
+]
+
+
+def shown() -> Callable[[str], str]:
+    """How a model's text is printed: a terminal would obey escape codes in it."""
+    return printable if sys.stdout.isatty() else str
