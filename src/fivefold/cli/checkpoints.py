@@ -33,13 +33,11 @@ def checkpoints(
     ] = False,
     copy: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="Copy a checkpoint into this folder, checked."),
+        typer.Option(metavar="DIR", help="Copy a checkpoint into this folder, checked."),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="N", show_default=False, help="With --copy: its step. [default: the newest]"
-        ),
+        typer.Option(min=0, metavar="N", help="With --copy: its step. [default: the newest]"),
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -18,11 +18,7 @@ EXAMPLES = [
 def clusters(
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME",
-            show_default=False,
-            help="A cluster as after --cluster: h100, 64xv100, lab.toml, local.",
-        ),
+        typer.Argument(metavar="NAME", help="A cluster as after --cluster: h100, 64xv100, lab.toml, local."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

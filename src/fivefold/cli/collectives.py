@@ -39,14 +39,12 @@ def collectives(
     ] = "all_reduce",
     draw: Annotated[
         str | None,
-        typer.Option(metavar="NAME", show_default=False, help="Draw the rounds of this algorithm."),
+        typer.Option(metavar="NAME", help="Draw the rounds of this algorithm."),
     ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the rounds as a picture.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rounds as a picture.")] = None,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False, help="Write a page that steps through them."),
+        typer.Option(metavar="FILE", help="Write a page that steps through them."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -35,19 +35,16 @@ ClusterOption = Annotated[
         "--cluster",
         metavar="NAME:DEVICES",
         help="Cluster, as for `fivefold plan`. [default: h100, or local with --measure]",
-        show_default=False,
     ),
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of ranks. [default: the cluster's, else a node]", show_default=False),
+    typer.Option(min=1, help="Number of ranks. [default: the cluster's, else a node]"),
 ]
 LayoutsOption = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="'L L ...'",
-        help="Layouts instead of one per technique, separated by spaces. Repeatable.",
-        show_default=False,
+        metavar="'L L ...'", help="Layouts instead of one per technique, separated by spaces. Repeatable."
     ),
 ]
 OverlapOption = Annotated[
@@ -55,16 +52,12 @@ OverlapOption = Annotated[
 ]
 PictureOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE.svg", help="Draw the criteria; with --overlap, its curves.", show_default=False
-    ),
+    typer.Option(metavar="FILE.svg", help="Draw the criteria; with --overlap, its curves."),
 ]
 PageOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.html",
-        help='Write "5-D in a nutshell": what each dimension divides, sends and costs.',
-        show_default=False,
+        metavar="FILE.html", help='Write "5-D in a nutshell": what each dimension divides, sends and costs.'
     ),
 ]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run each layout here for a few steps.")]

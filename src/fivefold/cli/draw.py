@@ -36,16 +36,13 @@ def draw(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            show_default=False,
-            help="Also write layout.svg, schedule.svg, timeline.svg and memory.svg to DIR.",
+            metavar="DIR", help="Also write layout.svg, schedule.svg, timeline.svg and memory.svg to DIR."
         ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="NAME[:N]",
-            show_default=False,
             help="Also draw the planned timeline of computing and messages on these devices. See `fivefold plan`.",
         ),
     ] = None,

@@ -33,7 +33,6 @@ TextsArgument = Annotated[
     typer.Argument(
         metavar="[FILE]...",
         help="Text files: perplexity and bits per byte. A .jsonl holds one document per line.",
-        show_default=False,
     ),
 ]
 TaskOption = Annotated[
@@ -42,7 +41,6 @@ TaskOption = Annotated[
         metavar="FILE",
         help="Task file: JSON lines in our own form (docs/evaluation.md) or as HellaSwag, ARC and LAMBADA are "
         "published. Repeatable.",
-        show_default=False,
     ),
 ]
 ShotsOption = Annotated[
@@ -50,57 +48,33 @@ ShotsOption = Annotated[
 ]
 ShotsFromOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Task file that examples are drawn from. [default: the task's own]",
-        show_default=False,
-    ),
+    typer.Option(metavar="FILE", help="Task file that examples are drawn from. [default: the task's own]"),
 ]
 SeedOption = Annotated[int, typer.Option(metavar="N", help="Random seed of the examples.")]
 LimitOption = Annotated[int, typer.Option(metavar="N", help="First N items of each task; 0: all.")]
 ContextOption = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Tokens that the model sees at most. [default: model.seq_len]",
-        show_default=False,
-    ),
+    typer.Option(metavar="N", help="Tokens that the model sees at most. [default: model.seq_len]"),
 ]
 StrideOption = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Tokens that a window of a long text scores. [default: --context]",
-        show_default=False,
-    ),
+    typer.Option(metavar="N", help="Tokens that a window of a long text scores. [default: --context]"),
 ]
 BatchTokensOption = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", help="Tokens per batch: bounds the memory. [default: 8192]", show_default=False
-    ),
+    typer.Option(metavar="N", help="Tokens per batch: bounds the memory. [default: 8192]"),
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="fp32|bf16|fp16",
-        help="Dtype to compute in. [default: as the run's validation]",
-        show_default=False,
-    ),
+    typer.Option(metavar="fp32|bf16|fp16", help="Dtype to compute in. [default: as the run's validation]"),
 ]
 TextKeyOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="KEY",
-        help="Field of a .jsonl that holds the text. [default: data.text_key]",
-        show_default=False,
-    ),
+    typer.Option(metavar="KEY", help="Field of a .jsonl that holds the text. [default: data.text_key]"),
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="Write the figures here as JSON, with each item's.", show_default=False
-    ),
+    typer.Option(metavar="FILE", help="Write the figures here as JSON, with each item's."),
 ]
 
 

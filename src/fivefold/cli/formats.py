@@ -20,14 +20,12 @@ def formats(
     run: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN",
-            show_default=False,
-            help="Compare with the numbers of a run trained with observe.histogram_step.",
+            metavar="RUN", help="Compare with the numbers of a run trained with observe.histogram_step."
         ),
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False, help="Also draw them to FILE. With --run."),
+        typer.Option(metavar="FILE", help="Also draw them to FILE. With --run."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -30,7 +30,6 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            show_default=False,
             help="A prompt per line, or .jsonl with 'prompt' or 'messages'. Prints a JSON object per prompt.",
         ),
     ] = None,

@@ -26,21 +26,15 @@ MATRIX = 4096  # rows and columns of the matrix by which states are compared
 def optimizers(
     draw: Annotated[
         str | None,
-        typer.Option(
-            metavar="SURFACE",
-            show_default=False,
-            help="Draw paths over a surface: contours, ravine, saddle or local.",
-        ),
+        typer.Option(metavar="SURFACE", help="Draw paths over a surface: contours, ravine, saddle or local."),
     ] = None,
     only: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", show_default=False, help="Only these optimizers, by commas."),
+        typer.Option(metavar="NAMES", help="Only these optimizers, by commas."),
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", show_default=False, help="Write the paths over all surfaces as a picture."
-        ),
+        typer.Option(metavar="FILE", help="Write the paths over all surfaces as a picture."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

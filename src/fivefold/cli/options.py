@@ -39,25 +39,19 @@ SetOption = Annotated[
         "--set",
         metavar="SECTION.KEY=VALUE",
         help="Override a field of the recipe, such as optim.lr=3e-4. Repeatable.",
-        show_default=False,
     ),
 ]
 LayoutOption = Annotated[
     str | None,
     typer.Option(
-        "--layout",
-        metavar="LAYOUT",
-        help="Replace the recipe's [layout], such as dp=2 or dp=4,tp=2,zero=1.",
-        show_default=False,
+        "--layout", metavar="LAYOUT", help="Replace the recipe's [layout], such as dp=2 or dp=4,tp=2,zero=1."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=run_folders)]
 StepOption = Annotated[
     int | None,
-    typer.Option(
-        min=0, metavar="N", show_default=False, help="Step of the checkpoint. [default: the newest]"
-    ),
+    typer.Option(min=0, metavar="N", help="Step of the checkpoint. [default: the newest]"),
 ]
 
 

@@ -14,7 +14,7 @@ EXAMPLES = ["fivefold recipes", "fivefold recipes quickstart > my.toml"]
 def recipes(
     name: Annotated[
         str | None,
-        typer.Argument(show_default=False, help="Print this recipe's TOML as a start for your own."),
+        typer.Argument(help="Print this recipe's TOML as a start for your own."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

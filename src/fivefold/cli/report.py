@@ -29,9 +29,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", show_default=False, help=f"Page of several runs. [default: {COMPARISON}]"
-        ),
+        typer.Option(metavar="FILE", help=f"Page of several runs. [default: {COMPARISON}]"),
     ] = None,
     hold_out: HoldOutOption = None,
     live: Annotated[
@@ -40,13 +38,7 @@ def report(
     ] = False,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            metavar="N",
-            show_default=False,
-            help="With --live; 0: a free one. [default: 6007]",
-        ),
+        typer.Option(min=0, max=65535, metavar="N", help="With --live; 0: a free one. [default: 6007]"),
     ] = None,
     json: JsonOption = False,
 ) -> None:

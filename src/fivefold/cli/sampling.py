@@ -20,7 +20,7 @@ TopPOption = Annotated[
 SeedOption = Annotated[int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")]
 StopOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", show_default=False, help="Stop before this text. Repeatable."),
+    typer.Option(metavar="TEXT", help="Stop before this text. Repeatable."),
 ]
 
 

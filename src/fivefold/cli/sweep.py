@@ -24,7 +24,6 @@ HoldOutOption = Annotated[
     typer.Option(
         "--hold-out",
         metavar="largest|size|NAME",
-        show_default=False,
         help="Leave runs out of the fit and predict them: the one with most FLOPs, all of the largest size, or the run "
         "of this name.",
     ),
@@ -43,7 +42,6 @@ def sweep(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE,VALUE...",
-            show_default=False,
             help="Values of a field. Repeatable: all combinations are run. Fields in one --over, with a space between, "
             "move together. flops=...: 6 N D of a run, which sets its train.tokens.",
         ),
@@ -53,9 +51,7 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Runs at a time.")] = 1,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", show_default=False, help="Sweep folder. [default: a new one under runs/]"
-        ),
+        typer.Option(metavar="DIR", help="Sweep folder. [default: a new one under runs/]"),
     ] = None,
     hold_out: HoldOutOption = None,
     json: JsonOption = False,

@@ -35,36 +35,31 @@ NprocOption = Annotated[
     str | None,
     typer.Option(
         metavar="N|MIN:MAX",
-        show_default=False,
         help="Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
         "RUN/slots says how many may run now. [default: as the layout and the machine need]",
     ),
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", show_default=False, help="Run folder. [default: a new one under runs/]"),
+    typer.Option(metavar="DIR", help="Run folder. [default: a new one under runs/]"),
 ]
 SiteOption = Annotated[
     int | None,
     typer.Option(
         min=0,
         metavar="N",
-        show_default=False,
         help="Train this site of the recipe's only. Each is started by itself, and may leave and return.",
     ),
 ]
 MeetOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="HOST:PORT", show_default=False, help="With --site: where site 0 serves the others."
-    ),
+    typer.Option(metavar="HOST:PORT", help="With --site: where site 0 serves the others."),
 ]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")]
 ResumeFromOption = Annotated[
     str | None,
     typer.Option(
         metavar="auto|PATH",
-        show_default=False,
         help="auto: resume if the run has a checkpoint, else start it. PATH: resume from this checkpoint; later "
         "ones of the run are set aside.",
     ),
