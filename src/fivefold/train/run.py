@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,9 +34,9 @@ from fivefold.train.initial import load_initial, named_by
 from fivefold.train.initial import write as write_initial
 from fivefold.train.job import Job
 from fivefold.train.join import join
-from fivefold.train.out_of_memory import foreseen, told
+from fivefold.train.out_of_memory import Told, foreseen, told
 from fivefold.train.prediction import Prediction
-from fivefold.train.resume import resume
+from fivefold.train.resume import Resumed, resume
 from fivefold.train.rollback import train
 from fivefold.train.self_test import settle
 
@@ -48,75 +49,94 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
         stack.enter_context(watching(ranks, recipe.observe.hang_s, job.out / "traces"))
-        starting = stack.enter_context(ExitStack())
-        starting.enter_context(progress.phase("starting"))
-        site = job.seat.site if job.seat else None
-        state = build_state(recipe, ranks, job.module, site, job.card, job.own.brought())
-        stack.callback(state.parallel.close)
-        resumed = resume(state, job) if job.resume else None
-        if recipe.checkpoint.frozen:
-            state.elsewhere = None
-        if job.initial is not None and not resumed:
-            load_initial(state, job.initial, named_by(job.card), recipe.checkpoint.frozen)
-        membership = join(state, job) if job.seat else None
-        predicted = Prediction(job, ranks, state.step)
-        stack.enter_context(predicted.watching)
-        console = stack.enter_context(
-            Console(
-                recipe.train.steps or 0,
-                rank=ranks.rank,
-                start_step=state.step,
-                log_every=recipe.observe.log_every,
-            )
-        )
-        metrics = None
-        if ranks.first:
-            write_run_files(job)
-            metrics = stack.enter_context(open_metrics(job, state.step))
-            if metrics.damaged:
-                console.note(f"metrics.jsonl: {metrics.damaged} damaged line(s) are left out")
-        introduce(console, state, job, ranks)
-        if ranks.first:
-            console.note(predicted.write())
-            if predicted.plan is not None:
-                for line in foreseen(job, predicted.plan.peak_bytes, ranks.local_world, rank.base):
-                    console.note(line)
-        if job.resume:
-            console.note(
-                f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
-            )
-        for note in resumed.notes if resumed else ():
-            console.note(note)
-        if job.initial is not None:
-            console.note(job.initial.line())
-        if state.forgotten:
-            console.note(state.forgotten)
-        for note in settle(state, job, resumed is not None):
-            console.note(note)
-        leaving = _stop_asked(state, interrupt)  # before the first step: there is nothing new to save
-        hooks = RunHooks(state, job, ranks, console, metrics, interrupt.wanted, predicted)
-        rank.hooks = hooks
-        stack.callback(hooks.saver.close)
-        for text in resumed.alarms if resumed else ():
-            hooks.alarm(state.step, text)
-        stack.enter_context(hooks.memory.tracking)
-        if membership is not None and state.step == recipe.train.steps:  # it joined in the last outer step
-            hooks.save(state.step, ends=True)
-        starting.close()
+        with progress.phase("starting"):
+            state, resumed = _first_state(job, ranks, stack)
+            membership = join(state, job) if job.seat else None
+            predicted = Prediction(job, ranks, state.step)
+            stack.enter_context(predicted.watching)
+            console, metrics = _opened(job, ranks, state.step, stack)
+            introduce(console, state, job, ranks)
+            for note in (*_foretold(predicted, rank), *_beginning(state, job, resumed)):
+                console.note(note)
+            for note in settle(state, job, resumed is not None):
+                console.note(note)
+            leaving = _stop_asked(state, interrupt)  # before the first step: there is nothing new to save
+            hooks = RunHooks(state, job, ranks, console, metrics, interrupt.wanted, predicted)
+            rank.hooks = hooks
+            stack.callback(hooks.saver.close)
+            for text in resumed.alarms if resumed else ():
+                hooks.alarm(state.step, text)
+            stack.enter_context(hooks.memory.tracking)
+            if (
+                membership is not None and state.step == recipe.train.steps
+            ):  # it joined in the last outer step
+                hooks.save(state.step, ends=True)
         complete = state.step == recipe.train.steps if leaving else train(state, job, hooks)
-        with progress.phase("writing the report"):
-            predicted.conclude(state.mesh, hooks.memory.peak)
-            if ranks.first:
-                conclude(console, job, complete)
-            enough = hooks.end(complete)
-            if metrics is not None:
-                metrics.close()  # trackers send what is left
-        state.mesh.axis(
-            "run"
-        ).barrier()  # the ranks leave together: a launcher stops the others when one is gone
+        enough = _end(hooks, complete)
+        # The ranks leave together: a launcher stops the others when one is gone
+        state.mesh.axis("run").barrier()
         if membership is not None:
             membership.leave(complete)
         return None if complete or enough else interrupt.signal or 15
+
+
+def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Resumed | None]:
+    """The state to train from: of a checkpoint, if the run resumes, else with initial weights."""
+    site, frozen = job.seat.site if job.seat else None, job.recipe.checkpoint.frozen
+    state = build_state(job.recipe, ranks, job.module, site, job.card, job.own.brought())
+    stack.callback(state.parallel.close)
+    resumed = resume(state, job) if job.resume else None
+    if frozen:
+        state.elsewhere = None
+    if job.initial is not None and not resumed:
+        load_initial(state, job.initial, named_by(job.card), frozen)
+    return state, resumed
+
+
+def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Console, MetricsWriter | None]:
+    """The console, and the metrics in a run folder with its first files; these on rank 0 only."""
+    steps, every = job.recipe.train.steps or 0, job.recipe.observe.log_every
+    console = stack.enter_context(Console(steps, rank=ranks.rank, start_step=step, log_every=every))
+    if not ranks.first:
+        return console, None
+    write_run_files(job)
+    metrics = stack.enter_context(open_metrics(job, step))
+    if metrics.damaged:
+        console.note(f"metrics.jsonl: {metrics.damaged} damaged line(s) are left out")
+    return console, metrics
+
+
+def _foretold(predicted: Prediction, rank: Told) -> Iterator[str]:
+    """What is predicted of the run, written and said on rank 0."""
+    if rank.rank == 0:
+        yield predicted.write()
+        if predicted.plan is not None:
+            yield from foreseen(rank.job, predicted.plan.peak_bytes, rank.local_ranks, rank.base)
+
+
+def _beginning(state: State, job: Job, resumed: Resumed | None) -> Iterator[str]:
+    """From which step and with which weights the run begins."""
+    if resumed is not None:
+        yield f"resuming after step {state.step}"
+        yield from resumed.notes
+    elif job.resume:
+        yield "no checkpoint yet: starting from step 0"
+    if job.initial is not None:
+        yield job.initial.line()
+    if state.forgotten:
+        yield state.forgotten
+
+
+def _end(hooks: RunHooks, complete: bool) -> bool:
+    """Writes figures and the report. Returns True if a callback wanted the run to end here."""
+    with progress.phase("writing the report"):
+        hooks.predicted.conclude(hooks.state.mesh, hooks.memory.peak)
+        if hooks.ranks.first:
+            conclude(hooks.console, hooks.job, complete)
+        enough = hooks.end(complete)
+        if hooks.metrics is not None:
+            hooks.metrics.close()  # trackers send what is left
+    return enough
 
 
 def _stop_asked(state: State, interrupt: Interrupt) -> bool:

@@ -99,41 +99,45 @@ def run_command(
         SystemExit: a signal stopped the run: with STOPPED after saving, else with 128 + its number (`launch/exits.py`).
     """
     caller = Caller.of_this_process()
-    if caller.restarted and not resume and resume_from is None:
-        resume_from = AUTO
-    either = resume_from is not None
+    resuming = Resuming.asked(resume, resume_from, caller)
     span = nproc if isinstance(nproc, tuple) and caller.world is None else None
     trackers.require(trackers.chosen(recipe.observe.tracker))
-    recipe, asked = _for_ranks(_located(recipe), nproc, caller, either, seat)
+    recipe, asked = _for_ranks(_located(recipe), nproc, caller, resuming, seat)
     started = caller.world is None and (bool(span) or Layout.from_recipe(recipe.layout).ranks > 1)
     brings.check(recipe, module, travels=started)
     quiet = not caller.first or bool(os.environ.get(QUIET))
     data, vocab_size = _data(recipe, module, batches, quiet)
     recipe = resolve(recipe, vocab_size=vocab_size)
-    own = None if module is None else own_model(recipe, module, card)
-    names = card_of(recipe.model).parameters if own is None else own.parameters
-    if wrong := wrong_patterns(recipe, names):
-        raise UserError(wrong)
+    own = _own_model(recipe, module, card)
     recipe = _within_budget(recipe, caller)
-    found = _initial(recipe, data, own, out if resume or either else None)
-    out = _run_folder(out, name, resume, either, caller)
-    chosen = None if resume_from is None or resume_from == AUTO else Path(resume_from)
-    for folder in (out, chosen):
+    found = _initial(recipe, data, own, out if resuming else None)
+    out = _run_folder(out, name, resuming, caller)
+    for folder in (out, resuming.chosen):
         if folder is not None:
             guard(folder, look=caller.first)
     job = Job(
-        recipe, out, data, module, batches, val_batches, resume or either,
+        recipe, out, data, module, batches, val_batches, bool(resuming),
         _resume_command(out, seat, own=module is not None or batches is not None or bool(brings.everything)),
-        seat, chosen, asked and resolve(asked, vocab_size=vocab_size), found, card, brings,
+        seat, resuming.chosen, asked and resolve(asked, vocab_size=vocab_size), found, card, brings,
     )  # fmt: skip
     _set_up_process(job, caller)
+    _run(job, caller, span, fork)
+    return out
+
+
+def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> None:
+    """Runs this process's rank, or starts local ones: as many as the layout has, or `span` of them.
+
+    Raises:
+        SystemExit: a signal stopped the run.
+    """
     world = _ranks_of(job)
-    with owned(out) if caller.first else nullcontext(), Interrupt() as interrupt, streaming(job):
+    with owned(job.out) if caller.first else nullcontext(), Interrupt() as interrupt, streaming(job):
         if caller.first:
             _note_start(job, caller, world)
         if caller.rank >= world:
-            ranks_.wait_as_spare(recipe.launch.meet)
-            return out  # it knows nothing of what is saved: only the others say so
+            ranks_.wait_as_spare(job.recipe.launch.meet)
+            return  # it knows nothing of what is saved: only the others say so
         if caller.world is not None or (world == 1 and not span):
             stopped = _run_here(job, interrupt, world)
         else:
@@ -143,7 +147,6 @@ def run_command(
         run_complete()
         if caller.first:
             add_exact(job)
-    return out
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,37 @@ class Caller:
         return self.rank == 0
 
 
+@dataclass(frozen=True)
+class Resuming:
+    """Whether a run resumes. must: `--resume`; the folder has to hold a run. may: `--resume-from`; it may be new, too.
+    chosen: the checkpoint; None: the newest."""
+
+    must: bool
+    may: bool
+    chosen: Path | None
+
+    @classmethod
+    def asked(cls, resume: bool, resume_from: Path | str | None, caller: Caller) -> Resuming:
+        if caller.restarted and not resume and resume_from is None:
+            resume_from = AUTO
+        chosen = None if resume_from is None or resume_from == AUTO else Path(resume_from)
+        return cls(resume, resume_from is not None, chosen)
+
+    def __bool__(self) -> bool:
+        return self.must or self.may
+
+
 def _for_ranks(
-    recipe: Recipe, nproc: int | tuple[int, int] | None, caller: Caller, either: bool, seat: Seat | None
+    recipe: Recipe, nproc: int | tuple[int, int] | None, caller: Caller, resuming: Resuming, seat: Seat | None
 ) -> tuple[Recipe, Recipe | None]:
     """The recipe with a layout for the ranks that there are, and the one that was asked for if a later start may return
-    to it. either: it resumes if there is a checkpoint, so an elastic launcher may have started it."""
+    to it."""
     given = nproc if isinstance(nproc, int) else None
     most = given or (nproc[1] if isinstance(nproc, tuple) else None)
     ensure_open_files(caller.world or most or Layout.from_recipe(recipe.layout).ranks)
     if isinstance(nproc, tuple) and caller.world is None:
         nearest_layout(recipe, nproc[0])  # refuses what cannot be elastic
-    elif caller.world is not None and either and recipe.sites.count == 1 and not recipe.servers.count:
+    elif caller.world is not None and resuming.may and recipe.sites.count == 1 and not recipe.servers.count:
         fit = nearest_layout(recipe, caller.world)
         if fit.line:
             if caller.first:
@@ -202,6 +225,18 @@ def _data(
             "your own data needs model.vocab_size, the number of token ids: --set model.vocab_size=N"
         )
     return None, recipe.model.vocab_size or 2
+
+
+def _own_model(recipe: Recipe, module: nn.Module | None, card: ModuleCard | None) -> OwnModel | None:
+    """The user's own module, if there is one.
+
+    Raises:
+        UserError: a pattern of the recipe names no parameter of it, or of the recipe's model.
+    """
+    own = None if module is None else own_model(recipe, module, card)
+    if wrong := wrong_patterns(recipe, (own or card_of(recipe.model)).parameters):
+        raise UserError(wrong)
+    return own
 
 
 def _located(recipe: Recipe) -> Recipe:
@@ -397,12 +432,11 @@ def prepare_data(recipe: Recipe, quiet: bool) -> DataSet:
         return prepare(recipe, progress)
 
 
-def _run_folder(out: Path | None, name: str, resume: bool, either: bool, caller: Caller) -> Path:
-    """The run folder. A given one must be new, or hold the run to resume (either: it may be both). Rank 0 of a launcher
-    checks that."""
+def _run_folder(out: Path | None, name: str, resuming: Resuming, caller: Caller) -> Path:
+    """The run folder. A given one must be new, or hold the run to resume. Rank 0 of a launcher checks that."""
     if out is None:
-        if resume or either:
-            option = "--resume" if resume else "--resume-from"
+        if resuming:
+            option = "--resume" if resuming.must else "--resume-from"
             raise UserError(f"{option} needs the run's folder: fivefold train RUN {option}, or --out RUN")
         if caller.world is not None:
             raise UserError("ranks of torchrun, Slurm or mpirun need a common run folder; add --out DIR")
@@ -417,12 +451,10 @@ def _run_folder(out: Path | None, name: str, resume: bool, either: bool, caller:
         return out
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: this is a file, not a folder")
-    if resume and not (out / "recipe.toml").is_file():
+    if resuming.must and not (out / "recipe.toml").is_file():
         raise UserError(f"--resume: {out} is not a run folder (it has no recipe.toml)")
-    if (
-        not resume
-        and not either
-        and any((out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints"))
+    if not resuming and any(
+        (out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")
     ):
         raise UserError(f"{out} already holds a run; add --resume to resume it, or choose another --out")
     return out
