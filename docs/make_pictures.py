@@ -32,8 +32,8 @@ from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
 from fivefold.plan.software import PAPER
+from fivefold.plan.stage_costs import stage_costs
 from fivefold.plan.sweep_results import results as results_of
-from fivefold.plan.time import stage_costs
 from fivefold.plan.timeline import timeline
 from fivefold.precision.histogram import from_json as histogram_of
 from fivefold.recipe import load, resolve

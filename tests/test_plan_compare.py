@@ -16,7 +16,17 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app, main
 from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
-from fivefold.plan import cost, criteria, memory, overlap_rules, time, volume
+from fivefold.plan import (
+    cost,
+    criteria,
+    memory,
+    model_states,
+    overlap_rules,
+    stage_costs,
+    sync_costs,
+    time,
+    volume,
+)
 from fivefold.plan.clusters import parse
 from fivefold.plan.compare import TECHNIQUES, Row, compare, named
 from fivefold.plan.cost import Setting
@@ -115,14 +125,14 @@ def test_ranks_do_together_what_one_process_does(llama: dict[str, Row]) -> None:
 
 def test_replicas_repeat_the_update() -> None:
     s = of("dp=4")
-    (own,) = memory.rank_elements(s.model, s.layout)
+    (own,) = model_states.rank_elements(s.model, s.layout)
     assert criteria.redundant(s).update == pytest.approx(3 / 4 * time.update(s, own))
     assert criteria.redundant(of("dp=4,zero=1")).update == 0
 
 
 def test_full_recomputation_repeats_forward() -> None:
     none, full = (replace(of(f"dp=1,recompute={mode}"), software=QUIET) for mode in ("none", "full"))
-    _, costs = time.parts(full, _work(full)).operations[False]
+    _, costs = stage_costs.parts(full, _work(full)).operations[False]
     forward = full.microbatches * full.model.layers * sum(c.forward for c in costs)
     found = criteria.redundant(full)
     assert found.recompute == pytest.approx(forward)
@@ -152,10 +162,10 @@ def test_what_sequence_parallelism_saves() -> None:
 
 def test_context_ranks_add_up_whole_gradients() -> None:
     s = of("cp=4")
-    blocks, _, end, _ = memory.elements(s.model, s.layout)
+    blocks, _, end, _ = model_states.elements(s.model, s.layout)
     size = sum(block.computes for block in blocks) + end.computes
     assert criteria.redundant(s).sums == pytest.approx(
-        3 / 4 * s.microbatches * time.accumulate(size, s).weight
+        3 / 4 * s.microbatches * sync_costs.accumulate(size, s).weight
     )
 
 
@@ -167,7 +177,7 @@ def test_passes_of_the_model(m: int, passes: tuple[float, ...]) -> None:
     for zero in range(4):  # bytes of the planner, by the width of each message
         s = of(f"dp=8,zero={zero}", m)
         gathers = {0: 0, 1: 1, 2: 1, 3: 2 * m}[zero]
-        psi = memory.elements(s.model, Layout())
+        psi = model_states.elements(s.model, Layout())
         whole = sum(block.computes for block in psi[0]) + psi[1].computes + psi[2].computes
         sent = 7 / 8 * whole * (gathers * 2 + (passes[zero] - gathers) * 4)
         assert volume.sent(s)["dp"] == pytest.approx(sent, rel=1e-3)
@@ -319,8 +329,8 @@ def test_replicas_hide_from_the_threshold_on() -> None:
     """In the planner's simulation of the step: below it more than the last bucket sticks out."""
     for share, more in ((0.85, True), (1.15, False)):
         s, _ = tokens("dp=8", share)
-        (own,) = memory.rank_elements(s.model, s.layout)
-        last = sum(seconds for _, seconds, _ in time.synced(own, s)) / time.summed_pieces(s, own)
+        (own,) = model_states.rank_elements(s.model, s.layout)
+        last = sum(seconds for _, seconds, _ in sync_costs.synced(own, s)) / sync_costs.summed_pieces(s, own)
         waited = timeline(s).waited  # pyright: ignore[reportOptionalMemberAccess]
         assert (waited > 1.05 * last) is more, share
 

@@ -15,7 +15,7 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import memory, operations, volume
+from fivefold.plan import memory, model_states, operations, volume
 from fivefold.plan.assumed import table
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import of_table
@@ -49,7 +49,7 @@ def test_zero_table(row: dict[str, str]) -> None:
     shards = int(row.pop("dp"))
     for key, printed in row.items():
         name, zero = key.split()
-        found = sum(memory.state_bytes(PAPER, int(zero), SIZES[name], SIZES[name] / shards)) / 1e9
+        found = sum(model_states.state_bytes(PAPER, int(zero), SIZES[name], SIZES[name] / shards)) / 1e9
         digits = len(printed.partition(".")[2])
         if digits:
             assert abs(found - float(printed)) <= 0.5 * 10**-digits + 1e-9
@@ -132,7 +132,7 @@ def test_live_microbatches_of_the_first_stage() -> None:
 def test_elements_are_those_of_the_sharding_table(layout: Layout, arch: str) -> None:
     section = ModelSection(arch=arch, layers=7, dim=64, heads=4, seq_len=32, ffn_dim=96)  # pyright: ignore[reportArgumentType]
     model = resolve_model(section, vocab_size=256)
-    for position, own in enumerate(memory.rank_elements(model, layout)):
+    for position, own in enumerate(model_states.rank_elements(model, layout)):
         rank = layout.rank({"pp": position})
         parts = held(card_of(model), layout, rank).values()
         assert own.computes == sum(size_of(part.computes) for part in parts)
@@ -143,7 +143,7 @@ def test_parts_of_a_prediction_add_up() -> None:
     model = resolve_model(ModelSection(layers=8, dim=512, heads=8, seq_len=1024), vocab_size=32000)
     layout = Layout(pp=2, dp_shard=4, zero=1)
     first, last = memory.predict(model, layout, Sizes(model, 2), FIVEFOLD, "bf16", microbatches=8)
-    for found, own in zip((first, last), memory.rank_elements(model, layout), strict=True):
+    for found, own in zip((first, last), model_states.rank_elements(model, layout), strict=True):
         assert found.params == 2 * own.computes
         assert found.gradients == 4 * own.computes  # whole while microbatches add up
         assert found.optimizer == 12 * own.keeps
@@ -169,16 +169,16 @@ def test_states_of_the_trainer() -> None:
     """bf16: 18 bytes a parameter (weights 2, masters 4, gradients 4, moments 8). Under ZeRO as FSDP2 has them: masters,
     moments and gradients of the own rows, weights whole while they are gathered."""
     psi, n = 1000.0, 4
-    assert sum(memory.state_bytes(BF16, 0, psi, psi)) == 18 * psi
-    assert sum(memory.state_bytes(BF16, 1, psi, psi / n)) == (2 + 4) * psi + 12 * psi / n
-    assert sum(memory.state_bytes(BF16, 1, psi, psi / n, microbatches=1)) == 2 * psi + 16 * psi / n
-    assert sum(memory.state_bytes(BF16, 2, psi, psi / n)) == 2 * psi + 16 * psi / n
-    assert sum(memory.state_bytes(BF16, 3, psi, psi / n)) == 16 * psi / n
+    assert sum(model_states.state_bytes(BF16, 0, psi, psi)) == 18 * psi
+    assert sum(model_states.state_bytes(BF16, 1, psi, psi / n)) == (2 + 4) * psi + 12 * psi / n
+    assert sum(model_states.state_bytes(BF16, 1, psi, psi / n, microbatches=1)) == 2 * psi + 16 * psi / n
+    assert sum(model_states.state_bytes(BF16, 2, psi, psi / n)) == 2 * psi + 16 * psi / n
+    assert sum(model_states.state_bytes(BF16, 3, psi, psi / n)) == 16 * psi / n
     for zero, weights in ((1, 2), (2, 2), (3, 0)):  # in a pipeline gradients add up whole under every stage
-        whole = sum(memory.state_bytes(BF16, zero, psi, psi / n, pp=2))
+        whole = sum(model_states.state_bytes(BF16, zero, psi, psi / n, pp=2))
         assert whole == (weights + 4) * psi + 12 * psi / n
-    assert sum(memory.state_bytes(FP32, 0, psi, psi)) == 16 * psi
-    assert sum(memory.state_bytes(FP32, 3, psi, psi / n)) == 16 * psi / n
+    assert sum(model_states.state_bytes(FP32, 0, psi, psi)) == 16 * psi
+    assert sum(model_states.state_bytes(FP32, 3, psi, psi / n)) == 16 * psi / n
 
 
 TRACKED = Path(__file__).parents[1] / "benchmarks" / "results" / "planner_own_memory.json"
@@ -273,7 +273,7 @@ def test_other_optimizers_are_priced(name: str, layout: str) -> None:
     assert abs(errors(recipe, [exact(recipe).step.memory.total])[0]) <= 0.05
     s = planned(recipe)
     ours, plain = (predict(r, parse("h100")) for r in (recipe, adamw))
-    card, kept = OPTIMIZERS[name], memory.rank_elements(s.model, s.layout)[0].keeps
+    card, kept = OPTIMIZERS[name], model_states.rank_elements(s.model, s.layout)[0].keeps
     saved = OPTIMIZERS["adamw"].bytes - card.bytes
     assert plain.memory[0].optimizer - ours.memory[0].optimizer == pytest.approx(saved * kept)
     assert ours.stalls

@@ -18,7 +18,7 @@ from fivefold.plan.pages import text as plan_text
 from fivefold.plan.pictures import Pictures, pictures
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search import search
-from fivefold.plan.time import stage_costs
+from fivefold.plan.stage_costs import stage_costs
 from fivefold.recipe import load
 from fivefold.spread.layout_text import to_text as layout_text
 

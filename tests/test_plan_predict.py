@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.plan import memory, volume
+from fivefold.plan import model_states, volume
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import change, load
@@ -114,7 +114,7 @@ def test_experts_are_summed_over_fewer_ranks() -> None:
     """Of 8 ranks with ep=4 two have the same experts; gradients of the rest are summed over all 8."""
     options = ("model.arch=moe", "model.experts=8", "train.global_batch_size=64")
     found = plan("dp=8,ep=4", "h100:8", *options)
-    own = memory.rank_elements(found.setting.model, found.layout)[0]
+    own = model_states.rank_elements(found.setting.model, found.layout)[0]
     assert own.experts == 32 * 2 * 3 * 4096 * 11008
     assert found.sent["dp"] == int(2 * 4 * (7 / 8 * (own.computes - own.experts) + 1 / 2 * own.experts))
 

@@ -9,7 +9,7 @@ import pytest
 from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul
 from fivefold.models.section import ModelSection
-from fivefold.plan import communication, rates, time, volume
+from fivefold.plan import communication, pipeline, rates, stage_costs, time, volume
 from fivefold.plan.clusters import parse
 from fivefold.plan.communication import group
 from fivefold.plan.cost import message, operation
@@ -73,10 +73,10 @@ def test_many_microbatches_as_if_all_were_simulated() -> None:
         few, many = llama(layout, 12).seconds, llama(layout, 24).seconds
         section = ModelSection(layers=32, dim=4096, heads=32, ffn_dim=11008, seq_len=4096)
         s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100"), 1, 24)
-        costs = time.stage_costs(s)
+        costs = stage_costs.stage_costs(s)
         parts = tuple((c.forward, c.input, c.weight) for c in costs)
-        exact, _ = time._simulated(name, 4, 24, v, parts, tuple(time.transfers(s).items()))
-        assert time.pipeline(s, costs)[0] == pytest.approx(exact, rel=2e-3)
+        exact, _ = pipeline._simulated(name, 4, 24, v, parts, tuple(pipeline.transfers(s).items()))
+        assert pipeline.pipeline(s, costs)[0] == pytest.approx(exact, rel=2e-3)
         assert few < many
 
 
@@ -153,8 +153,8 @@ def test_pairs_hide_rows() -> None:
         plain, pairs = (time.step(s(name, ep)).seconds for name in ("dualpipev", "dualpipev_paired"))
         assert (pairs < plain) == faster
     many = s("dualpipev_paired", 16, 40)
-    costs = time.stage_costs(many)
-    exact, _ = time._simulated(
-        "dualpipev_paired", 4, 40, 1, tuple(c.timed for c in costs), tuple(time.transfers(many).items())
+    costs = stage_costs.stage_costs(many)
+    exact, _ = pipeline._simulated(
+        "dualpipev_paired", 4, 40, 1, tuple(c.timed for c in costs), tuple(pipeline.transfers(many).items())
     )
-    assert time.pipeline(many, costs)[0] == pytest.approx(exact, rel=2e-3)
+    assert pipeline.pipeline(many, costs)[0] == pytest.approx(exact, rel=2e-3)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fivefold.host.devices import GIB
-from fivefold.plan import memory
+from fivefold.plan import model_states
 from fivefold.plan.bound import Bounds
 from fivefold.plan.predict import Plan, held, limit
 from fivefold.plan.space import Space
@@ -49,7 +49,7 @@ def nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
 def _enough_devices(space: Space, bounds: Bounds) -> str:
     name, most = space.cluster.name, limit(space.cluster)
     states = min(
-        sum(memory.state_bytes(bounds.software.states[mode], 3, 1.0, 1.0)) for mode in space.precisions
+        sum(model_states.state_bytes(bounds.software.states[mode], 3, 1.0, 1.0)) for mode in space.precisions
     )
     least = math.ceil(states * count_parameters(space.recipe.model) / most)
     for devices in _numbers(max(least, space.cluster.devices + 1), space.cluster.per_node):

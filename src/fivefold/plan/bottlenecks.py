@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fivefold.host.devices import GIB
-from fivefold.plan import time
+from fivefold.plan import stage_costs
 from fivefold.plan.cost import Setting
 from fivefold.plan.devices import Cluster, Device, Link
 from fivefold.plan.predict import Plan, price
@@ -53,7 +53,7 @@ def _parts(plan: Plan) -> dict[str, float]:
 
 def _computing(s: Setting) -> tuple[float, float]:
     """Seconds per step that the busiest pipeline rank computes, and the average over all."""
-    costs = time.stage_costs(s)
+    costs = stage_costs.stage_costs(s)
     sums = [
         s.microbatches
         * sum(costs[stage].seconds - costs[stage].sent for stage in stages_of(s.layout, position))

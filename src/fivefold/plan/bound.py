@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fivefold.models.section import ModelSection
-from fivefold.plan import time
+from fivefold.plan import model_states, sync_costs, time
 from fivefold.plan.bound_bytes import ROUNDING, LeastBytes
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
@@ -118,10 +118,10 @@ class Bounds:
         if c.layout.zero < 2:
             return micro.plain, micro.mixed
         s, found = self.setting(c), [Cost(), Cost()]
-        counted = time.memory.elements(self.model, c.layout)[0]
+        counted = model_states.elements(self.model, c.layout)[0]
         for kind in set(self.shared.mixed):
             own, cost = counted[self.shared.mixed.index(kind)], micro.alone[kind]
-            found[kind] = (cost + time.within_step(own, cost, s)).slowed(micro.slower)
+            found[kind] = (cost + sync_costs.per_microbatch(own, cost, s)).slowed(micro.slower)
         return found[0], found[1]
 
     def _ends(
@@ -181,7 +181,7 @@ class Bounds:
         if key not in self._sums:
             own = self.shared.elements(x, *at)
             s = replace(self.setting(c), software=self.bare)
-            self._sums[key] = (*time.data_parallel(s, own, 0.0, 0.0), time.optimizer(s, own))
+            self._sums[key] = (*sync_costs.per_step(s, own, 0.0, 0.0), time.optimizer(s, own))
         return self._sums[key]
 
     def _fixed(self, c: Choice) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fivefold.plan import memory
-from fivefold.plan.memory import Buffers
+from fivefold.plan import buffers, memory, model_states
+from fivefold.plan.buffers import Buffers
 from fivefold.plan.shared_costs import Position, SharedCosts, within_block
 from fivefold.plan.space import Choice, Space
 from fivefold.schedules.pipeline import most_live
@@ -71,8 +71,8 @@ class LeastBytes:
         if key not in self._states:
             shared, b = self.shared, self.shared.software.states[c.mode]
             own = shared.elements(x, at.plain, at.mixed, at.first, at.last)
-            held = sum(memory.rank_states(b, x, own, c.count))
-            besides = memory.buffers(shared.model, x, at.first, at.last, b, shared.software)
+            held = sum(model_states.rank_states(b, x, own, c.count))
+            besides = buffers.buffers(shared.model, x, at.first, at.last, b, shared.software)
             self._states[key] = held, besides
         return self._states[key]
 
@@ -84,7 +84,7 @@ class LeastBytes:
         if key not in self._states:
             lean, b = space.leanest(x), self.shared.software.states[c.mode]
             own = self.shared.elements(lean, plain, mixed, True, False)
-            held = sum(memory.rank_states(b, lean, own, c.count))
+            held = sum(model_states.rank_states(b, lean, own, c.count))
             self._states[key] = held, NONE
         kept = [k for k, some in ((one.plain, plain), (one.mixed, mixed)) if some]
         live = blocks * min(kept, default=0.0) + one.again + one.inside

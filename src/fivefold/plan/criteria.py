@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Sizes
 from fivefold.models.recomputation import of_blocks, region
-from fivefold.plan import memory, operations, time, volume
+from fivefold.plan import model_states, operations, partition, pipeline, stage_costs, sync_costs, time, volume
 from fivefold.plan.cost import Cost, Setting, operation
-from fivefold.plan.memory import Elements
+from fivefold.plan.model_states import Elements
 from fivefold.plan.time import Step
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout
@@ -67,7 +67,7 @@ def redundant(s: Setting) -> Redundant:
     found: dict[str, float] = defaultdict(float)
     even = replace(s, sizes=replace(s.sizes, load=1.0))
     mine, one = (card.work(sizes, s.software) for sizes in (even.sizes, _undivided(even)))
-    shared = time.parts(even, mine)
+    shared = stage_costs.parts(even, mine)
     kinds = Counter(zip(card.mixed, modes, strict=True))
     for (mixed, mode), count in kinds.items():
         priced = list(zip(*shared.operations[mixed], strict=True))
@@ -104,7 +104,7 @@ def _operations(
     """Adds the seconds of `count` times these operations on one rank. one: those of one process."""
     again = region(mode, s.software)
     needed, done = _work_by_name(one), _work_by_name([op for op, _ in priced])
-    ranks, late = s.layout.tp * s.layout.cp, time.saves_late(s.layout)
+    ranks, late = s.layout.tp * s.layout.cp, stage_costs.saves_late(s.layout)
     for op, cost in priced:
         forward = cost.forward - cost.sent_forward
         seconds = count * (forward + cost.input - cost.sent_backward + cost.weight)
@@ -125,7 +125,7 @@ def _work_by_name(ops: Sequence[Operation]) -> dict[str, float]:
 def _sums(found: dict[str, float], s: Setting) -> None:
     """Adds the seconds in which a rank adds a microbatch's gradients to their sums."""
     mine, one = (_summed(s, layout) for layout in (s.layout, Layout()))
-    seconds = sum(time.accumulate(elements, s).weight for elements in mine)
+    seconds = sum(sync_costs.accumulate(elements, s).weight for elements in mine)
     ranks = s.layout.tp * s.layout.cp
     useful = min(1.0, sum(one) / (ranks * sum(mine)))
     found["useful"] += useful * seconds
@@ -134,13 +134,13 @@ def _sums(found: dict[str, float], s: Setting) -> None:
 
 def _summed(s: Setting, layout: Layout) -> list[float]:
     """Elements of gradients that a rank adds up, by block and of the model's end."""
-    blocks, _, behind, tied = memory.elements(s.model, layout)
+    blocks, _, behind, tied = model_states.elements(s.model, layout)
     return [*(block.computes for block in blocks), behind.computes + tied.computes]
 
 
 def _updates(s: Setting) -> tuple[float, float]:
     """(how often a parameter is updated in a step, on average; seconds of the updates per rank, on average)."""
-    ranks = memory.rank_elements(s.model, s.layout, s.software.partition)
+    ranks = model_states.rank_elements(s.model, s.layout, s.software.partition)
     kept = [own.keeps if s.layout.zero else own.computes for own in ranks]
     copies = max(1.0, sum(kept) * s.layout.ranks / s.layout.pp / card_of(s.model).count)
     seconds = sum(time.update(s, own) for own in ranks) / s.layout.pp
@@ -153,7 +153,7 @@ def idle(s: Setting, step: Step) -> float:
     compute less than the busiest one wait longer."""
     if s.layout.pp == 1:
         return 0.0
-    _, _, busy = time.pipeline(s, time.stage_costs(s))
+    _, _, busy = pipeline.pipeline(s, stage_costs.stage_costs(s))
     return (step.bubble + max(busy) - sum(busy) / len(busy)) / step.seconds
 
 
@@ -191,7 +191,7 @@ def _in_blocks(s: Setting) -> Iterator[Moment]:
 
 
 def _own_blocks(s: Setting) -> list[int]:
-    by_stage = memory.stages(s.model, s.layout, s.software.partition)
+    by_stage = partition.stages(s.model, s.layout, s.software.partition)
     return [number for stage in stages_of(s.layout, 0) for number in by_stage[stage]]
 
 
@@ -200,7 +200,7 @@ def _at_ends(s: Setting) -> Iterator[Moment]:
     yield from _both_ways(
         s, card.begin_operations(s.sizes, s.software), "none", "the embedding", s.microbatches
     )
-    if len(memory.stages(s.model, s.layout, s.software.partition)) - 1 in stages_of(s.layout, 0):
+    if len(partition.stages(s.model, s.layout, s.software.partition)) - 1 in stages_of(s.layout, 0):
         ops = card.end_operations(s.sizes, s.software)
         yield from _both_ways(s, ops, "none", "the output layer and loss", s.microbatches)
 
@@ -227,7 +227,7 @@ def _between_stages(s: Setting) -> Iterator[Moment]:
     """Activations to the next stage and their gradients to the one before, if another rank has it."""
     if s.layout.pp == 1:
         return
-    rank_of = memory.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
+    rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
     size, mine = s.sizes.n * s.model.dim * s.sizes.e, stages_of(s.layout, 0)
     for when, step in (("behind the forward of a stage", 1), ("behind the backward of a stage", -1)):
         others = [
@@ -239,10 +239,10 @@ def _between_stages(s: Setting) -> Iterator[Moment]:
 
 def _of_data(s: Setting) -> Iterator[Moment]:
     """Messages of data parallelism: of a block in every microbatch, or of all parameters once per step."""
-    blocks = memory.elements(s.model, s.layout)[0]
+    blocks = model_states.elements(s.model, s.layout)[0]
     mine = _own_blocks(s)
-    stages = len(memory.stages(s.model, s.layout, s.software.partition))
-    rest = memory.outside_blocks(s.model, s.layout, stages_of(s.layout, 0), stages)
+    stages = len(partition.stages(s.model, s.layout, s.software.partition))
+    rest = model_states.outside_blocks(s.model, s.layout, stages_of(s.layout, 0), stages)
     total = sum((blocks[number] for number in mine), rest)
     for own, name, count in ((blocks[mine[0]], "a block", len(mine)), (rest, "the rest of the model", 1)):
         for what, group, each, size in _synced(s, own):
@@ -251,7 +251,7 @@ def _of_data(s: Setting) -> Iterator[Moment]:
                 yield Moment(f"{way} of {name}", what, group, 1, size, count * s.microbatches)
     for what, group, each, size in _synced(s, total):
         if not each:
-            units = time.summed_pieces(s, total) if what == "all_reduce" else len(mine) + 1
+            units = sync_costs.summed_pieces(s, total) if what == "all_reduce" else len(mine) + 1
             when = "first forward, ahead of each block" if what == "all_gather" else "last backward"
             yield Moment(when, what, group, units, size, 1)
 

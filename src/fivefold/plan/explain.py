@@ -8,7 +8,7 @@ from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Saved
 from fivefold.models.recomputation import of_blocks
-from fivefold.plan import memory, operations, volume
+from fivefold.plan import model_states, operations, volume
 from fivefold.plan.cost import operation
 from fivefold.plan.offload import EXPOSED
 from fivefold.plan.predict import Plan
@@ -90,9 +90,9 @@ def _memory(plan: Plan) -> Iterator[str]:
         )
 
 
-def _elements(plan: Plan) -> list[memory.Elements]:
+def _elements(plan: Plan) -> list[model_states.Elements]:
     s = plan.setting
-    return memory.rank_elements(s.model, s.layout, s.software.partition)
+    return model_states.rank_elements(s.model, s.layout, s.software.partition)
 
 
 def _block(plan: Plan) -> list[Operation]:

@@ -14,23 +14,14 @@ from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
-from fivefold.plan.memory import Elements, Memory, elements, microbatch, outside_blocks, rank_elements, sums
+from fivefold.plan.memory import Memory, microbatch, sums
+from fivefold.plan.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold.plan.software import States
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.offload import Unit
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stages_of
-from fivefold.spread.tiers import (
-    AHEAD,
-    CHUNK,
-    NOT_OFFLOADED,
-    READ_AHEAD,
-    SLOTS,
-    Flow,
-    Tiers,
-    flows,
-    tiers,
-)
+from fivefold.spread.tiers import AHEAD, CHUNK, NOT_OFFLOADED, READ_AHEAD, SLOTS, Flow, Tiers, flows, tiers
 
 EXPOSED = "offload"
 """The key of exposed I/O in `time.Step.exposed`."""

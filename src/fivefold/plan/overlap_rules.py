@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
 from fivefold.models.recomputation import of_blocks
-from fivefold.plan import cost, memory, rates, time
+from fivefold.plan import cost, model_states, partition, pipeline, rates, stage_costs, sync_costs, time
 from fivefold.plan.cost import Cost, Setting
 from fivefold.spread.units import scattered_once
 
@@ -165,13 +165,13 @@ def _seconds(messages: Iterable[Message], s: Setting, backward: bool) -> float:
 # 2 A N / F while weights of e P bytes are gathered. P cancels where every parameter multiplies every token.
 
 
-def _of_block(s: Setting) -> tuple[memory.Elements, Cost]:
+def _of_block(s: Setting) -> tuple[model_states.Elements, Cost]:
     """(elements of the last block, its cost for a microbatch without messages of data parallelism)."""
     number = s.model.layers - 1
     mode = of_blocks(s.layout.recompute, s.model.layers)[number]
-    shared = time.parts(s, card_of(s.model).work(s.sizes, s.software))
-    own = memory.elements(s.model, s.layout)[0][number]
-    return own, time.computed(s, card_of(s.model).is_mixed(number), shared, mode)
+    shared = stage_costs.parts(s, card_of(s.model).work(s.sizes, s.software))
+    own = model_states.elements(s.model, s.layout)[0][number]
+    return own, stage_costs.computed(s, card_of(s.model).is_mixed(number), shared, mode)
 
 
 def _alone(c: Cost) -> tuple[float, float]:
@@ -184,12 +184,16 @@ def _each(s: Setting) -> bool:
     return s.layout.shards > 1 and not scattered_once(s.layout.zero, s.layout.pp)
 
 
-def _data_messages(s: Setting) -> tuple[memory.Elements, dict[str, float]]:
+def _data_messages(s: Setting) -> tuple[model_states.Elements, dict[str, float]]:
     """(elements whose messages are compared, seconds of their gathers in one forward, and of the messages of one
     backward). They are those of a block, if it sends in every microbatch, or of the whole first stage."""
-    own = _of_block(s)[0] if _each(s) else memory.rank_elements(s.model, s.layout, s.software.partition)[0]
+    own = (
+        _of_block(s)[0]
+        if _each(s)
+        else model_states.rank_elements(s.model, s.layout, s.software.partition)[0]
+    )
     found = {"gather": 0.0, "gradients": 0.0, "again": 0.0}
-    for sync, seconds, _ in time.synced(own, s):
+    for sync, seconds, _ in sync_costs.synced(own, s):
         found["gather" if sync.what == "gather" else "gradients"] += seconds
         if sync.what == "gather" and sync.each > 1:
             found["again"] += seconds
@@ -204,7 +208,7 @@ def _data_formula(s: Setting) -> Ratio:
     if _each(s):
         A = _weights(_block(s)[0], s)
     else:
-        blocks = memory.stages(s.model, s.layout, s.software.partition)[0]
+        blocks = partition.stages(s.model, s.layout, s.software.partition)[0]
         each = (card.block_operations(s.sizes, s.software, card.is_mixed(number)) for number in blocks)
         A = sum(_weights(ops, s) for ops in each)
         if s.layout.pp == 1:
@@ -225,7 +229,7 @@ def _data_planned(s: Setting) -> float:
     if _each(s):
         forward, backward = _alone(_of_block(s)[1])
     else:
-        costs = [_alone(c) for c in time.stage_costs(s)[:: s.layout.pp]]
+        costs = [_alone(c) for c in stage_costs.stage_costs(s)[:: s.layout.pp]]
         forward, backward = (sum(way) for way in zip(*costs, strict=True))
     return max(seconds["gather"] / forward, (seconds["gradients"] + seconds["again"]) / backward)
 
@@ -361,7 +365,7 @@ def _per_stage(s: Setting) -> float:
 
 
 def _transfer(s: Setting) -> float:
-    return max(seconds for (a, b), seconds in time.transfers(s).items() if b == a + 1)
+    return max(seconds for (a, b), seconds in pipeline.transfers(s).items() if b == a + 1)
 
 
 def _transfer_formula(s: Setting) -> Ratio:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul, Operation
 from fivefold.models.recomputation import of_blocks, region
-from fivefold.plan import memory, rates, time
+from fivefold.plan import model_states, partition, pipeline, rates, stage_costs, sync_costs
 from fivefold.plan.cost import Cost, Setting, operation
 from fivefold.plan.predict import Plan
 from fivefold.schedules.pipeline import Timeline, simulate
@@ -69,7 +69,7 @@ class Pictures:
 
 def pictures(plan: Plan) -> Pictures:
     """Everything that is drawn of a plan."""
-    costs = time.stage_costs(plan.setting)
+    costs = stage_costs.stage_costs(plan.setting)
     found = roofline(plan, costs)
     return Pictures(plan, costs, found, shares(plan, found), timeline(plan, costs))
 
@@ -112,9 +112,9 @@ def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
     s = plan.setting
     if s.layout.pp == 1:
         return None
-    price = time.pipeline_costs([cost.timed for cost in costs], time.transfers(s))
+    price = pipeline.pipeline_costs([cost.timed for cost in costs], pipeline.transfers(s))
     layout = s.layout
-    return simulate(memory.schedule(layout.schedule, layout.pp, drawn(s), layout.virtual_stages), price)
+    return simulate(partition.schedule(layout.schedule, layout.pp, drawn(s), layout.virtual_stages), price)
 
 
 def drawn(s: Setting) -> int:
@@ -135,7 +135,7 @@ def busiest(plan: Plan, costs: Sequence[Cost]) -> int:
 def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], str, int]]:
     """(operations, recomputation, repeats per microbatch) for a rank with these stages."""
     s = plan.setting
-    by_stage = memory.stages(s.model, s.layout, s.software.partition)
+    by_stage = partition.stages(s.model, s.layout, s.software.partition)
     card = card_of(s.model)
     modes = of_blocks(s.layout.recompute, s.model.layers)
     blocks = [(card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage]]
@@ -149,7 +149,7 @@ def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     """The point of an operation that occurs `count` times."""
     cost, forward = (
         operation(op, s),
-        1 + region(recompute, s.software).repeated(op, time.saves_late(s.layout)),
+        1 + region(recompute, s.software).repeated(op, stage_costs.saves_late(s.layout)),
     )
     flops, moved = _work(op, s)
     seconds = _alone(cost, forward)
@@ -161,12 +161,12 @@ def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
 def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
     """The points of accumulating each microbatch's gradients."""
     s = plan.setting
-    by_stage = memory.stages(s.model, s.layout, s.software.partition)
-    blocks, _, end, tied = memory.elements(s.model, s.layout)
+    by_stage = partition.stages(s.model, s.layout, s.software.partition)
+    blocks, _, end, tied = model_states.elements(s.model, s.layout)
     own = sum(blocks[number].computes for stage in mine for number in by_stage[stage])
     if len(by_stage) - 1 in mine:
         own += end.computes + tied.computes
-    if seconds := s.microbatches * time.accumulate(own, s).weight:
+    if seconds := s.microbatches * sync_costs.accumulate(own, s).weight:
         yield Point(
             "gradient sums", 0.0, seconds / rates.stream(1.0, s.cluster.device, "copy", s.dtype), seconds
         )

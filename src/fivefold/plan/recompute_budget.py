@@ -17,7 +17,7 @@ from itertools import combinations
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import BUDGET, MODES, OPERATIONS, PREFIX, UNITS, budget_of, runs_of
-from fivefold.plan import time
+from fivefold.plan import stage_costs
 from fivefold.plan.cost import Setting
 from fivefold.plan.memory import Memory, Predictor
 from fivefold.spread.parts import stages_of
@@ -110,7 +110,7 @@ def _first(held: Callable[[Sequence[int]], list[Memory]], last: Sequence[int], r
 
 def _way(s: Setting, predictor: Predictor, position: int) -> list[tuple[int, str]]:
     """The steps of a pipeline position from keeping everything to keeping least: (block, its next mode)."""
-    shared = time.parts(s, card_of(s.model).work(s.sizes, s.software))
+    shared = stage_costs.parts(s, card_of(s.model).work(s.sizes, s.software))
     blocks = [number for stage in stages_of(s.layout, position) for number in predictor.by_stage[stage]]
     curves: dict[bool, list[tuple[float, str]]] = {}
     for number in blocks:
@@ -124,11 +124,13 @@ def _way(s: Setting, predictor: Predictor, position: int) -> list[tuple[int, str
     return [(number, mode) for _, _, number, mode in sorted(steps, key=lambda step: step[:3])]
 
 
-def _curve(s: Setting, predictor: Predictor, shared: time.Parts, number: int) -> Iterator[tuple[float, str]]:
+def _curve(
+    s: Setting, predictor: Predictor, shared: stage_costs.Parts, number: int
+) -> Iterator[tuple[float, str]]:
     """The corners of a block's curve behind "none": (seconds per freed byte, mode), cheapest first."""
     kind = predictor.mixed(number)
     points = {
-        mode: (predictor.kept(mode, number), time.computed(s, kind, shared, mode).seconds)
+        mode: (predictor.kept(mode, number), stage_costs.computed(s, kind, shared, mode).seconds)
         for mode in candidates()
     }
     kept, seconds = points["none"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.optim import update_traffic
-from fivefold.plan import communication, memory, rates, time
+from fivefold.plan import communication, memory, rates, stage_costs, time
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.memory import Memory
 from fivefold.precision import DTYPES, MASTER
@@ -117,10 +117,10 @@ def layers(s: Service) -> list[Layer]:
     """Seconds and bytes of each unit. Pulls end before the first microbatch's forward, pushes begin in the last one's
     backward; the microbatches between them count as the last layer's."""
     w, card = s.worker, card_of(s.worker.model)
-    shared = time.parts(w, card.work(w.sizes, w.software))
+    shared = stage_costs.parts(w, card.work(w.sizes, w.software))
     slower = rates.slowest(s.ranks, w.cluster.device.spread)
     found: list[Layer] = []
-    costs = _by_unit(s, shared.begin, time.block_cost(w, 0, shared), shared.end)
+    costs = _by_unit(s, shared.begin, stage_costs.block_cost(w, 0, shared), shared.end)
     whole = sum((cost.seconds for cost in costs), 0.0) * slower
     for number, (cost, size) in enumerate(zip(costs, s.elements, strict=True)):
         slow = cost.slowed(slower)

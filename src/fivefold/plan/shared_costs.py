@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.plan import memory, rates, time
+from fivefold.plan import memory, model_states, partition, pipeline, rates, stage_costs, sync_costs
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
-from fivefold.plan.memory import Elements, MicrobatchBytes
+from fivefold.plan.memory import MicrobatchBytes
+from fivefold.plan.model_states import Elements
 from fivefold.plan.operations import Sums
 from fivefold.plan.predict import setting
 from fivefold.plan.software import Software
 from fivefold.plan.space import Choice
-from fivefold.plan.time import Parts
+from fivefold.plan.stage_costs import Parts
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stages_of
 
@@ -82,13 +83,13 @@ class SharedCosts:
         if key not in self._parts:
             s = self.setting(c)
             work = card_of(s.model).work(s.sizes, self.software)
-            self._parts[key] = time.parts(s, work), memory.sums(s.sizes, work)
+            self._parts[key] = stage_costs.parts(s, work), memory.sums(s.sizes, work)
         return self._parts[key]
 
     def microbatch(self, c: Choice) -> MicrobatchCost:
-        """Costs as in `time.stage_costs`, without the communication of ZeRO."""
+        """Costs as in `stage_costs.stage_costs`, without the communication of ZeRO."""
         x = c.layout
-        late = time.saves_late(x)
+        late = stage_costs.saves_late(x)
         key = (*within_block(x), x.recompute, late, c.B, c.mode, c.count == 1)
         if key not in self._microbatches:
             self._microbatches[key] = self._microbatch(c)
@@ -98,10 +99,13 @@ class SharedCosts:
         x, (parts, sums) = c.layout, self.parts(c)
         flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
         s = self.setting(replace(c, layout=flat) if x.zero else c)
-        slower, counted = rates.slowest(x.ranks, s.cluster.device.spread), memory.elements(self.model, flat)
+        slower, counted = (
+            rates.slowest(x.ranks, s.cluster.device.spread),
+            model_states.elements(self.model, flat),
+        )
         costs = {False: Cost(), True: Cost()}
         for kind in sums.block:
-            costs[kind] = time.computed(s, kind, parts, x.recompute)
+            costs[kind] = stage_costs.computed(s, kind, parts, x.recompute)
             costs[kind] += self._summed(s, counted[0][self.mixed.index(kind)].computes)
         last = parts.end + self._summed(s, counted[2].computes + counted[3].computes)
         return MicrobatchCost(
@@ -112,7 +116,7 @@ class SharedCosts:
 
     def _summed(self, s: Setting, elements: float) -> Cost:
         """The cost of adding up gradients; none on this machine, where it depends on who shares them."""
-        return Cost() if s.cluster.machine else time.accumulate(elements, s)
+        return Cost() if s.cluster.machine else sync_costs.accumulate(elements, s)
 
     def elements(self, layout: Layout, plain: float, mixed: float, first: float, last: float) -> Elements:
         """Elements of so many blocks, and of what comes before and behind them."""
@@ -122,7 +126,7 @@ class SharedCosts:
         return self._elements[key]
 
     def _count(self, layout: Layout, plain: float, mixed: float, first: float, last: float) -> Elements:
-        blocks, before, behind, tied = memory.elements(self.model, layout)
+        blocks, before, behind, tied = model_states.elements(self.model, layout)
         outside = [(first, before)] * (first > 0) + [(last, behind)] * (last > 0)
         outside += [(last, tied)] * (last > 0 and not first)
         parts = outside + [
@@ -161,7 +165,10 @@ class SharedCosts:
         return self._positions[key]
 
     def _position(self, layout: Layout, index: int) -> Position:
-        by_stage, mine = memory.stages(self.model, layout, self.software.partition), stages_of(layout, index)
+        by_stage, mine = (
+            partition.stages(self.model, layout, self.software.partition),
+            stages_of(layout, index),
+        )
         stages = tuple(self._kinds(by_stage[stage]) for stage in mine)
         ahead = [self._kinds(by_stage[stage]) for stage in range(mine[0])]
         return Position(
@@ -188,7 +195,7 @@ class SharedCosts:
         x = c.layout
         key = (x.pp, x.tp, x.cp, x.sp, c.B, c.mode)
         if key not in self._hops:
-            taken = time.transfers(self.setting(c)) if x.pp > 1 else {}
+            taken = pipeline.transfers(self.setting(c)) if x.pp > 1 else {}
             there = accumulate((taken[a, a + 1] for a in range(x.pp - 1)), initial=0.0)
             back = accumulate((taken[a + 1, a] for a in range(x.pp - 1)), initial=0.0)
             self._hops[key] = list(there), list(back)

@@ -16,7 +16,7 @@ from fivefold.models.operations import Operation, Sizes
 from fivefold.models.parameters import part_of
 from fivefold.models.recomputation import region
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import budget, conventions, memory, time, volume
+from fivefold.plan import budget, conventions, memory, model_states, partition, stage_costs, volume
 from fivefold.plan.conventions import (
     ACTIVATIONS,
     ADAM,
@@ -147,7 +147,9 @@ def states(asked: Asked) -> Iterator[Term]:
     if layout.tp * layout.pp > 1:
         held, share = f"{held} / (t p)", "Psi / (t p)"
     for zero in range(4):
-        each = partial(memory.state_bytes, b, zero, microbatches=asked.setting.microbatches, pp=layout.pp)
+        each = partial(
+            model_states.state_bytes, b, zero, microbatches=asked.setting.microbatches, pp=layout.pp
+        )
         whole, shared = sum(each(computes=1, keeps=0)), sum(each(computes=0, keeps=1))
         terms = [f"{whole:g} {held}"] * bool(whole) + [f"{shared:g} {share} / n"] * bool(shared)
         where = f"a rank, n = {sharing(layout)}"
@@ -372,7 +374,7 @@ def pipeline_messages(asked: Asked) -> Iterator[Term]:
     s = asked.setting
     if s.layout.pp == 1:
         return
-    rank_of = memory.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
+    rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
     crossed = sum(one != other for one, other in pairwise(rank_of))
     size = 2 * crossed * s.microbatches * s.sizes.n * s.model.dim
     formula = matching(["2 s b h m (p v - 1)", "2 s b h m (p v - 1) / t"], size, asked.symbols)
@@ -387,11 +389,11 @@ def bubble(asked: Asked) -> Iterator[Term]:
     if layout.pp == 1:
         yield Term("bubble", 0.0, "share", note="no pipeline")
         return
-    microbatch = sum(cost.seconds for cost in time.stage_costs(s)) / layout.pp
+    microbatch = sum(cost.seconds for cost in stage_costs.stage_costs(s)) / layout.pp
     yield Term("microbatch", microbatch, "seconds", note="t_f + t_b of a rank with average stages, predicted")
     idle = (layout.pp - 1) * microbatch / layout.stages_per_rank
     yield Term("idle", idle, "seconds", note="(p - 1) (t_f + t_b) / v")
-    some = memory.schedule(layout.schedule, layout.pp, few(m, layout.pp), layout.virtual_stages)
+    some = partition.schedule(layout.schedule, layout.pp, few(m, layout.pp), layout.virtual_stages)
     timeline = simulate(some)  # F and B of equal stages take 1 and 2
     busy = timeline.busy(0)
     simulated = timeline.makespan - busy, busy / some.microbatches * m

@@ -13,11 +13,12 @@ from typing import Any
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
 from fivefold.models.recomputation import of_blocks
-from fivefold.plan import communication, cost, memory, outer, rates, time
+from fivefold.plan import communication, cost, model_states, outer, rates, stage_costs, sync_costs, time
 from fivefold.plan.cost import Cost, Setting
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.overlap import Message, StepTimeline, Work, simulate
 from fivefold.schedules.ring_attention import messages
+from fivefold.spread.units import Sync
 
 ONCE = "once"
 """The queue of gathers and sums that run once per step: their order is that of `time.step`, whatever their axis."""
@@ -54,19 +55,21 @@ class _Step:
 
     def __init__(self, s: Setting, most: int | None):
         self.s, self.work, self.sent, self.done = s, list[Work](), list[Message](), 0.0
-        self.own = memory.rank_elements(s.model, s.layout, s.software.partition)[0]
+        self.own = model_states.rank_elements(s.model, s.layout, s.software.partition)[0]
         self.shown = min(s.microbatches, most or s.microbatches)
         work = card_of(s.model).work(s.sizes, s.software)
-        self.shared = time.parts(s, work)
+        self.shared = stage_costs.parts(s, work)
         self.slower = 1.0  # than an average device
-        self.outside = _Part("", [], Cost(), **self._each(memory.outside_blocks(s.model, s.layout, (0,), 1)))
+        self.outside = _Part(
+            "", [], Cost(), **self._each(model_states.outside_blocks(s.model, s.layout, (0,), 1))
+        )
         begin = _Part("embedding", _priced(work.begin, s), self.shared.begin)
         end = _Part("head", _priced(work.end, s), self.shared.end)
         blocks = [self._block(number) for number in range(s.model.layers)]
         self.parts = [begin, *blocks, end]
 
     def timeline(self) -> StepTimeline:
-        once = [one for one in time.synced(self.own, self.s) if not one[0].each]
+        once = [one for one in sync_costs.synced(self.own, self.s) if not one[0].each]
         gathers = [one for one in once if one[0].what == "gather"]
         self.compute("other", "copies", sum(copied for _, _, copied in gathers))
         unplaced = self._unplaced()
@@ -114,21 +117,21 @@ class _Step:
     def _block(self, number: int) -> _Part:
         s, mixed = self.s, card_of(self.s.model).is_mixed(number)
         mode = of_blocks(s.layout.recompute, s.model.layers)[number]
-        whole = time.computed(s, mixed, self.shared, mode)
-        own = memory.elements(s.model, s.layout)[0][number]
+        whole = stage_costs.computed(s, mixed, self.shared, mode)
+        own = model_states.elements(s.model, s.layout)[0][number]
         operations = list(zip(*self.shared.operations[mixed], strict=True))
         again = self.shared.block(mixed, s, mode).sent_backward - sum(c.sent_backward for _, c in operations)
         return _Part(
             f"blocks.{number}",
             operations,
-            whole + time.accumulate(own.computes, s),
+            whole + sync_costs.accumulate(own.computes, s),
             again,
             **self._each(own),
         )
 
-    def _each(self, own: memory.Elements) -> dict[str, Any]:
+    def _each(self, own: model_states.Elements) -> dict[str, Any]:
         """ZeRO's messages of every microbatch for these elements, as a part has them."""
-        each = [one for one in time.synced(own, self.s) if one[0].each]
+        each = [one for one in sync_costs.synced(own, self.s) if one[0].each]
         gathers = [one for one in each if one[0].what == "gather"]
         scatters = [one for one in each if one[0].what != "gather"]
         return {
@@ -143,7 +146,7 @@ class _Step:
         s, found = self.s, Cost()
         for part in self.parts:
             found += part.cost
-        whole = time.stage_costs(s, self.shared)[0]
+        whole = stage_costs.stage_costs(s, self.shared)[0]
         slow = rates.slowest(s.layout.ranks, s.cluster.device.spread)
         parts = [*self.parts, self.outside]
         into, out = sum(part.into for part in parts), sum(part.out for part in parts)
@@ -257,26 +260,26 @@ class _Step:
                 until, queue = (ready, "") if alone else (needed, ONCE)
                 self._add(axis, text, seconds / pieces, ready, until, queue)
 
-    def _sums(self, once: list[tuple[time.Sync, float, float]], first: float) -> None:
+    def _sums(self, once: list[tuple[Sync, float, float]], first: float) -> None:
         """Adds the sums of gradients that the last backward, since `first`, makes ready."""
         s = self.s
         if s.layout.compress != NONE:
-            summed, later, encoding = time.compressed_sums(s, self.own)
+            summed, later, encoding = sync_costs.compressed_sums(s, self.own)
             self._spread(
-                [("bucket {} of {}", "batch", summed)], first, False, time.summed_pieces(s, self.own)
+                [("bucket {} of {}", "batch", summed)], first, False, sync_costs.summed_pieces(s, self.own)
             )
             self._add("batch", "later messages", later, self.done, self.done, ONCE)
             self.compute("other", "encoding", encoding)
             return
         names = {"sum": "bucket {} of {}" if not s.layout.zero else "all_reduce, {} of {}"}
         sent = [(names.get(sync.what, SCATTER), sync.group, t) for sync, t, _ in once]
-        self._spread(sent, first, False, time.summed_pieces(s, self.own))
+        self._spread(sent, first, False, sync_costs.summed_pieces(s, self.own))
         self.compute("other", "copies", sum(copied for _, _, copied in once))
 
     def _rest(self) -> None:
         """Adds what follows the gradients."""
         s = self.s
-        tensor, tied = time.shared_sums(s, 0)
+        tensor, tied = sync_costs.shared_sums(s, 0)
         self.send("tp", "sums of shared gradients", tensor)
         self.send("pp", "sum of the tied embedding", tied)
         self.compute("update", "update", time.optimizer(s, self.own) + time.whole_matrices(s, 0))

@@ -23,7 +23,7 @@ from fivefold.models.recomputation import of_blocks, region
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.placing import planned_ways
-from fivefold.plan import memory
+from fivefold.plan import partition
 from fivefold.plan.communication import best_all_reduces, group, summed_by
 from fivefold.plan.conventions import WIDTH
 from fivefold.plan.cost import Setting
@@ -36,15 +36,7 @@ from fivefold.schedules.compression import Compressor, compressor
 from fivefold.spread import sites
 from fivefold.spread.layout import Layout, first_names, groups, index_in, summing_groups
 from fivefold.spread.matrices import sizes_sent
-from fivefold.spread.parts import (
-    TIED,
-    Shape,
-    held,
-    local_shape,
-    sharing_group,
-    stage_parameters,
-    stages_of,
-)
+from fivefold.spread.parts import TIED, Shape, held, local_shape, sharing_group, stage_parameters, stages_of
 from fivefold.spread.tiers import partitions
 from fivefold.spread.units import (
     Sync,
@@ -108,7 +100,7 @@ def counted(s: Setting, rank: int = 0) -> Counted:
 def outer_elements(s: Setting, rank: int, fragment: int) -> list[int]:
     """Elements of the outer gradients in each message by which sites synchronise a fragment, from a rank of a site."""
     card, position = card_of(s.model), index_in(s.layout, "pp", rank)
-    by_stage = stage_parameters(card, memory.stages(s.model, s.layout, s.software.partition))
+    by_stage = stage_parameters(card, partition.stages(s.model, s.layout, s.software.partition))
     mine = dict.fromkeys(name for stage in stages_of(s.layout, position) for name in by_stage[stage])
     found = sites.messages(mine, s.sites.fragments)[fragment]
     return [kept_elements(card, s.layout, rank, names) for names in found]
@@ -170,7 +162,7 @@ def leaving(found: Counted, layout: Layout, count: int = 1) -> dict[str, int]:
 
 def _traffic(s: Setting, rank: int) -> Traffic:
     traffic, position = Traffic(), index_in(s.layout, "pp", rank)
-    by_stage = memory.stages(s.model, s.layout, s.software.partition)
+    by_stage = partition.stages(s.model, s.layout, s.software.partition)
     mine = stages_of(s.layout, position)
     card = card_of(s.model)
     modes = of_blocks(s.layout.recompute, s.model.layers)
@@ -234,7 +226,7 @@ def _transfers(traffic: Traffic, s: Setting, position: int, stages: int) -> None
     """Adds activations and their gradients, sent between neighbouring stages on different ranks."""
     if s.layout.pp == 1:
         return
-    rank_of = memory.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
+    rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
     activation = s.sizes.n * s.model.dim * s.sizes.e
     for stage in range(stages - 1):
         ends = rank_of[stage], rank_of[stage + 1]
@@ -245,7 +237,7 @@ def _transfers(traffic: Traffic, s: Setting, position: int, stages: int) -> None
 
 def _gradients(traffic: Traffic, s: Setting, rank: int, mine: list[int]) -> None:
     """Adds weight gathers and gradient sums over the data axes. Compression is without ZeRO: only sums."""
-    card, blocks = card_of(s.model), memory.stages(s.model, s.layout, s.software.partition)
+    card, blocks = card_of(s.model), partition.stages(s.model, s.layout, s.software.partition)
     names = COLLECTIVES | {"scatter": s.software.scatter}
     compress = compressor(s.layout.compress)
     if compress is not None:
@@ -375,7 +367,7 @@ def _shared(
 ) -> tuple[tuple[int, ...], int]:
     """Elements of the gradients that a rank sums over "tp", by message, and of those that it sums with the other end of
     the pipeline."""
-    card, blocks, mine = card_of(model), memory.stages(model, layout, how), stages_of(layout, position)
+    card, blocks, mine = card_of(model), partition.stages(model, layout, how), stages_of(layout, position)
     names = stage_parameters(card, blocks)
     partial = summed_over_tp(card, layout, [name for stage in mine for name in names[stage]])
     one_end = card.tied and (0 in mine) != (len(blocks) - 1 in mine)

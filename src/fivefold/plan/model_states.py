@@ -1,0 +1,165 @@
+"""What a rank keeps from step to step: elements of its parameters, bytes of weights, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from fivefold.models.card import card_of
+from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS, placing
+from fivefold.plan.partition import stages
+from fivefold.plan.software import Partition, States
+from fivefold.spread.layout import Layout
+from fivefold.spread.parts import TIED, held, sharing_group, size_of, stages_of
+from fivefold.spread.units import local_parameters, scattered_once
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of some parameters on a rank.
+
+    computes: elements the rank computes with, after tensor and expert parallelism. keeps: elements it stores under
+    ZeRO. largest: elements of the largest parameter. experts, experts_keep: the part of both in routed experts, which
+    have groups of their own if ep > 1. frozen: the part of these four that is not trained.
+    """
+
+    computes: float = 0
+    keeps: float = 0
+    largest: float = 0
+    experts: float = 0
+    experts_keep: float = 0
+    frozen: tuple[float, float, float, float] = (0, 0, 0, 0)
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(
+            self.computes + other.computes,
+            self.keeps + other.keeps,
+            max(self.largest, other.largest),
+            self.experts + other.experts,
+            self.experts_keep + other.experts_keep,
+            self.frozen
+            if not any(other.frozen)
+            else tuple(a + b for a, b in zip(self.frozen, other.frozen, strict=True)),  # pyright: ignore
+        )
+
+    def groups(self) -> tuple[tuple[float, float, bool], tuple[float, float, bool]]:
+        """(elements computed with, elements stored, False) of dense parameters, and (.., .., True) of experts."""
+        return (
+            (self.computes - self.experts, self.keeps - self.experts_keep, False),
+            (self.experts, self.experts_keep, True),
+        )
+
+    def frozen_groups(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(elements computed with, elements stored) of frozen dense parameters, and of frozen experts."""
+        computes, keeps, experts, experts_keep = self.frozen
+        return (computes - experts, keeps - experts_keep), (experts, experts_keep)
+
+
+def state_bytes(
+    bytes_per_parameter: States,
+    zero: int,
+    computes: float,
+    keeps: float,
+    microbatches: int = 2,
+    pp: int = 1,
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer states. Each is whole (`computes` elements) below the ZeRO stage that
+    shards it, and `keeps` elements from that stage on (arXiv 1910.02054, figure 1). FSDP2 (`States.cast`) differs in
+    two ways: the gathered weights of stage 3 are buffers, and gradients that are scattered once per step are whole
+    until then."""
+    b = bytes_per_parameter
+    if b.cast and zero:
+        whole = scattered_once(zero, pp) and microbatches > 1
+        gathered = computes if zero < 3 else 0.0
+        own = 0.0 if b.master else b.working * keeps
+        return b.working * gathered + own, b.gradient * (computes if whole else keeps), b.optimizer * keeps
+    return (
+        b.working * (keeps if zero >= 3 else computes),
+        b.gradient * (keeps if zero >= 2 else computes),
+        b.optimizer * (keeps if zero >= 1 else computes),
+    )
+
+
+@lru_cache(maxsize=4096)
+def more_states(optimizer: str, model: ModelSection, layout: Layout, position: int, moments: float) -> float:
+    """Bytes of the optimizer's states at a pipeline position beyond `moments` per parameter: those of its first rank.
+    Of matrices that are updated whole, it keeps the largest."""
+    card, spec, rank = OPTIMIZERS[optimizer], card_of(model), layout.rank({"pp": position})
+    if card.uniform:
+        return 0.0
+    kept = sum(size_of(part.keeps) for part in held(spec, layout, rank).values() if not part.frozen)
+    return placing.state_bytes(card, spec, layout, rank) - moments * kept
+
+
+def rank_states(
+    bytes_per_parameter: States, layout: Layout, own: Elements, microbatches: int
+) -> tuple[float, float, float]:
+    """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
+    if there is one data rank, and experts if expert parallelism takes all ranks that share."""
+    found, b = [0.0, 0.0, 0.0], bytes_per_parameter
+    for (computes, keeps, expert), (still, still_keep) in zip(own.groups(), own.frozen_groups(), strict=True):
+        zero = layout.zero if sharing_group(layout, expert)[1] > 1 else 0
+        some = state_bytes(b, zero, computes - still, keeps - still_keep, microbatches, layout.pp)
+        found = [one + more for one, more in zip(found, some, strict=True)]
+        if still:  # FSDP2 keeps masters of its rows, whatever is trained
+            only = replace(b, gradient=0.0, moments=0.0, master=b.master if zero else 0.0)
+            some = state_bytes(only, zero, still, still_keep, microbatches, layout.pp)
+            found = [one + more for one, more in zip(found, some, strict=True)]
+    return found[0], found[1], found[2]
+
+
+Counted = tuple[list[Elements], Elements, Elements, Elements]
+
+
+def elements(model: ModelSection, layout: Layout) -> Counted:
+    """Elements on the first rank, which has most: of each block, of the parameters before the blocks, of those behind
+    them, and of the last stage's copy of a tied embedding."""
+    hashed: Any = model
+    return _elements(hashed, layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0)
+
+
+@lru_cache(maxsize=4096)
+def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shared: bool) -> Counted:
+    layout = Layout(tp=tp, ep=ep, sp=sp, dp_shard=shards, zero=int(shared))
+    kinds: dict[str, Elements] = {}
+    blocks = [Elements() for _ in range(model.layers)]
+    before = behind = Elements()
+    frozen = card_of(model).frozen
+    for name, local in local_parameters(card_of(model), layout).items():
+        expert = ep > 1 and local.axis == "ep"
+        size, part = local.size, local.share(sharing_group(layout, expert)[1])
+        some = size, part, size if expert else 0, part if expert else 0
+        own = Elements(size, part, size, *some[2:], frozen=some if name in frozen else (0, 0, 0, 0))
+        kinds[name] = own
+        if name.startswith("blocks."):
+            number = int(name.split(".")[1])
+            blocks[number] += own
+        elif name.startswith("embed"):
+            before += own
+        else:
+            behind += own
+    return blocks, before, behind, kinds[TIED] if model.tie_embeddings else Elements()
+
+
+def outside_blocks(model: ModelSection, layout: Layout, mine: Sequence[int], stages: int) -> Elements:
+    """Elements outside of blocks on a rank with the stages `mine` of so many."""
+    _, before, behind, tied = elements(model, layout)
+    first, last = 0 in mine, stages - 1 in mine
+    return sum([before] * first + [behind] * last + [tied] * (last and not first), Elements())
+
+
+def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balanced") -> list[Elements]:
+    """Elements per rank at each pipeline position."""
+    blocks = elements(model, layout)[0]
+    by_stage = stages(model, layout, how)
+    found = []
+    for position in range(layout.pp):
+        total, mine = Elements(), stages_of(layout, position)
+        for stage in mine:
+            for number in by_stage[stage]:
+                total += blocks[number]
+        found.append(total + outside_blocks(model, layout, mine, len(by_stage)))
+    return found
