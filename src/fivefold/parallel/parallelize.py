@@ -20,26 +20,22 @@ from torch import Tensor, nn
 from fivefold.files import cache_folder
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import Card, card_of
-from fivefold.models.init import init_part
 from fivefold.models.own import OwnModel
 from fivefold.models.recomputation import of_blocks
 from fivefold.parallel import context, expert, products, recompute, tensor
-from fivefold.parallel.data import DataParallel
-from fivefold.parallel.flat import allocate
-from fivefold.parallel.frozen import Frozen, stop_gradients
+from fivefold.parallel.frozen import stop_gradients
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.activations import Activations
 from fivefold.parallel.offload.disk import Disk
-from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Replica
+from fivefold.parallel.replica_builder import ReplicaBuilder
 from fivefold.parallel.stages import keep, split, sum_tied
 from fivefold.recipe import Recipe
-from fivefold.schedules.compression import compressor
 from fivefold.spread.parts import TIED, Part, held
-from fivefold.spread.tiers import OFFLOADS, Tiers, partitions, tiers
-from fivefold.spread.units import Keeping, keepings, syncs, tensor_sums
+from fivefold.spread.tiers import OFFLOADS, Tiers, partitions
+from fivefold.spread.units import Keeping, keepings, tensor_sums
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages
@@ -128,6 +124,38 @@ def parallelize(
         )
     for stage in stages if own is None else ():
         products.apply(stage, recipe)
+    _divide(found, recipe, mesh, card, table)
+    if mesh.size("pp") > 1:
+        again = set(modes) != {"none"} and model.dropout > 0
+        found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
+    for stage in stages:
+        recompute.apply(stage, modes, mesh.device.type == "cuda", found.saving_inputs, card.stack)
+    stop_gradients(stages, card.frozen)
+    if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
+        _compile_blocks(stages, card.stack)
+    for parameter in (p for stage in stages for p in stage.parameters()):
+        parameter.data = parameter.data.to(masters)
+    kept = keepings(card, layout, list(numbered))
+    units = _shard(numbered, kept, mesh, compute_dtype, reduce)
+    build = ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, found.disk, filled=own is not None)
+    with memory or nullcontext():
+        of_stage = build.replicas(numbered, kept, units)
+    found.replicas += build.made  # the list that `reductions` know
+    found.offloads = build.offloads
+    if found.disk is not None and OFFLOADS[layout.offload].activations != "device":
+        found.activations = _offloaded_activations(stages, mesh, found.disk)
+    if found.pipeline is not None:
+        found.pipeline.replicas = of_stage
+        if card.tied and TIED not in card.frozen:
+            found.reductions += sum_tied(found.replicas, mesh, found.pipeline.rank_of)
+    return found
+
+
+def _divide(
+    found: Parallel, recipe: Recipe, mesh: Mesh, card: Card | OwnModel, table: dict[str, Part]
+) -> None:
+    """Divides experts, tensors and sequences: parameters become this rank's parts, with messages between them."""
+    stages, layout, model = found.stages, mesh.layout, recipe.model
     if card.has_experts:
         found.balance = expert.Balance(stages, mesh, model)
         for stage in stages:
@@ -140,42 +168,6 @@ def parallelize(
         found.positions = context.positions(model.seq_len, mesh)
         for stage in stages:
             context.apply(stage, mesh)
-    if mesh.size("pp") > 1:
-        again = set(modes) != {"none"} and model.dropout > 0
-        found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
-    for stage in stages:
-        recompute.apply(stage, modes, mesh.device.type == "cuda", found.saving_inputs, card.stack)
-    stop_gradients(stages, card.frozen)
-    if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
-        _compile_blocks(stages, card.stack)
-    for parameter in (p for stage in stages for p in stage.parameters()):
-        parameter.data = parameter.data.to(masters)
-    kept = keepings(card, layout, list(numbered))
-    of_units: dict[int, list[UnitMessages]] = {}
-    if any(keeping.units for keeping in kept):
-        from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
-
-        for keeping in kept:  # before they have memory, so no rank ever holds all the weights in fp32
-            for number in keeping.stages:
-                units = [unit for unit in keeping.units if unit.stage == number]
-                of_units[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
-    with memory or nullcontext():
-        for stage in stages if own is None else ():
-            _make_buffers(stage, mesh.device)
-        filled = own is not None
-        of_stage = _add_replicas(
-            found, numbered, kept, of_units, mesh, table, recipe, compute_dtype, reduce, filled
-        )
-    if found.disk is not None and OFFLOADS[layout.offload].activations != "device":
-        weights = [p for stage in stages for p in stage.parameters()]
-        alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
-        axis = mesh.axis("tp") if alike else None
-        found.activations = Activations(found.disk, mesh.device, weights, axis)
-    if found.pipeline is not None:
-        found.pipeline.replicas = of_stage
-        if card.tied and TIED not in card.frozen:
-            found.reductions += sum_tied(found.replicas, mesh, found.pipeline.rank_of)
-    return found
 
 
 def _compile_blocks(stages: Sequence[nn.Module], stack: str) -> None:
@@ -193,123 +185,29 @@ def _compile_blocks(stages: Sequence[nn.Module], stack: str) -> None:
                 block.compile()
 
 
-def _add_replicas(
-    found: Parallel,
+def _shard(
     numbered: dict[int, Any],
     kept: Sequence[Keeping],
-    messages: dict[int, list[UnitMessages]],
     mesh: Mesh,
-    table: dict[str, Part],
-    recipe: Recipe,
     compute_dtype: torch.dtype,
     reduce: torch.dtype,
-    filled: bool,
-) -> dict[int, list[Replica]]:
-    """Gives memory and initial weights to the parameters of stages on "meta", and makes the replicas that keep them.
-    filled: they have both. Returns the replicas of each stage, by its number."""
-    layout, of_stage = mesh.layout, dict[int, list[Replica]]()
+) -> dict[int, list[UnitMessages]]:
+    """Shards the units of FSDP2 and returns their messages, by stage. The units have no memory yet, so no rank ever
+    holds all the weights in fp32."""
+    if not any(keeping.units for keeping in kept):
+        return {}
+    from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
 
-    def initial(name: str) -> Tensor:
-        return init_part(recipe.train.seed, name, recipe.model, table[name], mesh.device)
-
+    found: dict[int, list[UnitMessages]] = {}
     for keeping in kept:
-        stages = [numbered[number] for number in keeping.stages]
-        replicas: list[Replica] = []
-        if keeping.units:
-            from fivefold.parallel import zero
-
-            if not filled:
-                zero.materialize(stages, mesh.device, initial)
-            of_units = [unit for number in keeping.stages for unit in messages[number]]
-            sent = syncs(layout)
-            sharded = zero.Sharded(stages, table, compute_dtype, of_units, sent, layout.pp > 1)
-            replicas.append(sharded)
-            if found.disk is not None and OFFLOADS[layout.offload].streams:
-                kept_here = {name: tuple(master.shape) for name, master in sharded.masters.items()}
-                tier = tiers(layout.offload, sharded=True)
-                found.offloads[id(sharded)] = Offload(found.disk, tier, kept_here, mesh.device)
-        for buffer in keeping.buffers:
-            offload = None
-            if found.disk is not None and OFFLOADS[layout.offload].streams:
-                tier = tiers(layout.offload, own_masters=compute_dtype != torch.float32)
-                meta = {name: tuple(p.shape) for stage in stages for name, p in stage.named_parameters()}
-                shapes = {name: meta[name] for name in buffer.names}
-                offload = Offload(found.disk, tier, shapes, mesh.device)
-            if filled:
-                params, flat, masters = _given(stages, buffer.names), None, None
-            else:
-                params, flat, masters = _materialize(stages, buffer.names, mesh.device, initial, offload)
-            sums = mesh.sums(buffer.group)
-            if offload is not None and offload.tiers.gradients != "device":
-                assert masters is not None
-                reduced = layout.tp > 1 or layout.pp > 1
-                replica = Paged(params, table, compute_dtype, sums, reduce, masters, offload, reduced)
-            else:
-                compress = compressor(layout.compress)
-                size = buffer.bucket_bytes
-                replica = DataParallel(
-                    params, table, compute_dtype, sums, reduce, flat, compress, size, masters
-                )
-            replicas.append(replica)
-            if offload is not None:
-                found.offloads[id(replica)] = offload
-                offload.attach(list(stages))
-            if isinstance(replica, Paged):
-                replica.attach(list(stages))
-        if keeping.frozen:
-            if filled:
-                still = _given(stages, keeping.frozen)
-            else:
-                still, _, _ = _materialize(stages, keeping.frozen, mesh.device, initial, None)
-            replicas.append(Frozen(still, table, compute_dtype))
-        found.replicas += replicas
-        of_stage |= dict.fromkeys(keeping.stages, replicas)
-    return of_stage
+        for number in keeping.stages:
+            units = [unit for unit in keeping.units if unit.stage == number]
+            found[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
+    return found
 
 
-def _make_buffers(stage: nn.Module, device: torch.device) -> None:
-    """Turns buffers on "meta" into zeros on the device."""
-    for module in stage.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros_like(buffer, device=device))
-
-
-def _given(stages: Sequence[nn.Module], names: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Parameters that have memory and values. Stages that share one compute with one tensor."""
-    found: dict[str, nn.Parameter] = {}
-    for stage in stages:
-        for name, parameter in list(stage.named_parameters()):
-            if found.setdefault(name, parameter) is not parameter:
-                owner, _, leaf = name.rpartition(".")
-                setattr(stage.get_submodule(owner), leaf, found[name])
-    return {name: found[name] for name in names}
-
-
-def _materialize(
-    stages: list[LanguageModel],
-    names: Sequence[str],
-    device: torch.device,
-    initial: Callable[[str], Tensor],
-    offload: Offload | None,
-) -> tuple[dict[str, nn.Parameter], Tensor | None, dict[str, Tensor] | None]:
-    """Replaces parameters on "meta" by ones with memory and initial weights. Stages that share a parameter compute with
-    one tensor.
-
-    Returns the parameters, and the flat buffer that they are views of (parallel/flat.py); or masters that lie
-    elsewhere.
-    """
-    meta = {name: p for stage in stages for name, p in stage.named_parameters()}
-    params = {name: meta[name] for name in names}
-    masters = offload.masters() if offload is not None else None
-    flat, views = allocate(params, device) if masters is None else (None, masters)
-    for name, view in views.items():
-        view.copy_(initial(name))
-        if masters is not None and offload is not None:
-            offload.disk.touched(view.nbytes)
-    placed = {name: nn.Parameter(views[name]) for name in params}
-    for stage in stages:
-        for name, _ in list(stage.named_parameters()):
-            if name in placed:
-                owner, _, leaf = name.rpartition(".")
-                setattr(stage.get_submodule(owner), leaf, placed[name])
-    return placed, flat, masters
+def _offloaded_activations(stages: Sequence[nn.Module], mesh: Mesh, disk: Disk) -> Activations:
+    layout = mesh.layout
+    weights = [p for stage in stages for p in stage.parameters()]
+    alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
+    return Activations(disk, mesh.device, weights, mesh.axis("tp") if alike else None)
