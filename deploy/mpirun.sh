@@ -16,11 +16,14 @@ case $(mpirun --version 2>&1) in # what mpirun passes on to the ranks; Open MPI 
   *) stop=TERM ;;
 esac
 
+mpi=
+stopped=
+trap 'stopped=1; [ -z "$mpi" ] || kill -"$stop" "$mpi" 2>/dev/null' TERM INT
 for ((start = 0; start <= ${RESTARTS:-10}; start++)); do
   rm -f "$mark" "$mark-user"
   mpirun "$@" "$here/rank.sh" "$mark" fivefold train "$recipe" --out "$run" --resume-from auto &
   mpi=$!
-  trap 'kill -"$stop" "$mpi" 2>/dev/null' TERM INT
+  [ -z "$stopped" ] || kill -"$stop" "$mpi" 2>/dev/null # it came before mpirun was there
   wait "$mpi"
   code=$?
   while kill -0 "$mpi" 2>/dev/null; do # a signal ended the wait, not mpirun
@@ -31,5 +34,6 @@ for ((start = 0; start <= ${RESTARTS:-10}; start++)); do
   if [ -e "$mark-user" ]; then code=2; fi
   rm -f "$mark" "$mark-user"
   case $code in 0 | 2 | 75 | 126 | 127) break ;; esac # 127: no such program
+  [ -z "$stopped" ] || break # it was to stop, and could not save
 done
 exit "$code"

@@ -19,7 +19,7 @@ from fivefold.launch import verdict
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.rank_process import _run
 from fivefold.launch.ranks import STORE_FILE, Ranks
-from fivefold.recipe import Recipe
+from fivefold.recipe import Recipe, resolve
 
 
 def hang(how: str) -> None:
@@ -96,3 +96,29 @@ def train(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
 
     loop.take_step = hangs
     train_rank(ranks.rank, ranks.world, recipe, out)
+
+
+def serve(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str) -> None:
+    """A run with parameter servers, in which a worker hangs in its share of a step, or a server while it updates."""
+    from fivefold.comm.progress import progress
+    from fivefold.data import prepare
+    from fivefold.parallel.server import Shard
+    from fivefold.train import served
+    from fivefold.train.job import Job
+
+    def hooked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*arguments: Any) -> Any:
+            if ranks.rank == who and progress.step >= step:
+                progress.mark()
+                (out.parent / "began").write_text(str(time.time()))
+                time.sleep(1)
+                hang(how)
+            return function(*arguments)
+
+        return inner
+
+    served.forward_backward = hooked(served.forward_backward)
+    Shard.update = hooked(Shard.update)
+    data = prepare(recipe)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    served.run_served(Job(recipe, out, data, resume_command="resume"), ranks)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hanging import codes, start, train
+from hanging import codes, serve, start, train
 from namespaces import Hosts, Unavailable
 from ranks import run_ranks
 from runs import lines, train_rank
@@ -24,6 +24,7 @@ from fivefold.comm.axis import Axis
 from fivefold.comm.hang import Judge, Post, Seen, Wait
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import Watchdog
+from fivefold.data import prepare
 from fivefold.launch import verdict
 from fivefold.launch.exits import HUNG
 from fivefold.launch.ranks import Ranks
@@ -336,6 +337,83 @@ def test_ranks_that_wait_for_a_stuck_one_can_be_stopped(text: Path, tmp_path: Pa
     assert [process.exitcode for process in ranks] == [128 + signal.SIGTERM] * 2
     (said,) = [file.read_text() for file in tmp_path.glob("hung-*")]
     assert said.startswith("rank 1 is missing: it has done nothing for ")
+
+
+def served(text: Path, *sets: str) -> Any:  # noqa: F811
+    more = ("sync.method=server", "sync.servers=2", "layout.dp_replicate=2", "observe.hang_s=2", *sets)
+    recipe = tiny(text, *more, "train.steps=100000", "train.sample_every=0", "checkpoint.every=0")
+    prepare(recipe)  # ranks that prepare their data one after the other would seem missing
+    return recipe
+
+
+def hung(folder: Path, ranks: list[Any], who: int) -> str:
+    """The one verdict of ranks with servers; `who` never ends."""
+    found = codes(ranks)
+    assert found[who] in (None, HUNG)
+    assert set(found) <= {None, HUNG, 1}
+    said = [file.read_text() for file in folder.glob("hung-*")]
+    assert len(said) == 1, said
+    (stacks,) = folder.glob("run/traces/hang-step-*.txt")
+    assert stacks.read_text().startswith(said[0].split(". Stacks")[0])
+    return said[0]
+
+
+WAITS = r"waits? in [\w ]+ over axis \w+ \(ranks? [0-3, ]+\).*, at fivefold/\w+/\w+\.py:\d+"
+
+
+def test_a_worker_that_is_stopped_is_named(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The other one goes on without it: nobody waits, and the first server watches."""
+    ranks = start(4, tmp_path, serve, served(text, "sync.staleness=-1"), tmp_path / "run", 3, 2, "stopped")
+    said = hung(tmp_path, ranks, 3)
+    assert re.match(
+        r"rank 3 \(worker 1\) is missing: it is stopped \(SIGSTOP\)\. It was last seen after step", said
+    )
+    assert re.search(rf"Rank 0 {WAITS}", said), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stopped", "busy", "asleep"])
+@pytest.mark.parametrize("staleness", [0, 2, -1])
+@pytest.mark.parametrize(
+    ("who", "role"), [(0, "first server"), (1, "server 1"), (2, "worker 0"), (3, "worker 1")]
+)
+def test_servers_and_workers_that_hang_are_named(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    who: int,
+    role: str,
+    staleness: int,
+    how: str,
+) -> None:
+    recipe = served(text, f"sync.staleness={staleness}")
+    said = hung(tmp_path, start(4, tmp_path, serve, recipe, tmp_path / "run", who, 3, how), who)
+    assert said.startswith(f"rank {who} ({role}) is missing: "), said
+    assert re.search(rf"[Rr]anks? [0-3, ]+ {WAITS}", said), said
+    if how != "stopped":
+        assert re.search(r"hanging.py:\d+ in hang", said), said
+
+
+def test_who_waits_for_a_slow_worker_is_not_named() -> None:
+    """Rank 0 leads, rank 1 waits for an order as long as rank 2 takes, which is slow but gets on. Rank 3, which nobody
+    waits for, is named once it does nothing for three of its own usual steps; also if it is silent."""
+    order = waits("servers", 0, (0,), "an order", peers=(0,))
+    answers = waits("workers", 0, (2,), "answers", peers=(2,))
+    first, idle = post(0, answers, 0), post(1, order, 500)
+    slow, other = post(2, None, 1, usual_s=100.0), post(3, None, 299, usual_s=100.0, role="worker 1")
+
+    def overseen(*posts: Post, silent: float = 0.0) -> Any:
+        seen = {rank: Seen(one, silent * (rank == 3)) for rank, one in enumerate(posts)}
+        return Judge(0, "here 1", 30, 10, 30).overseen((1, 2, 3), seen)
+
+    assert overseen(first, idle, slow, other) is None
+    missing, said = overseen(first, idle, slow, replace(other, still_s=301))
+    assert missing == (3,)
+    assert said.startswith("rank 3 (worker 1) is missing: it has done nothing for 301 s, after step 12, at ")
+    assert said.endswith("Rank 0 waits in answers over axis workers (rank 2), at fivefold/step/step.py:7")
+    assert overseen(first, idle, slow, replace(other, still_s=0), silent=299.0) is None
+    assert overseen(first, idle, slow, replace(other, still_s=0), silent=301.0)[0] == (3,)
+    assert overseen(first, idle, slow, replace(other, still_s=500, phase="sampling", patience=10)) is None
+    assert judged(post(0, answers), idle, replace(slow, still_s=99)) is None
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hosts_rank import STEPS
 from layouts import TINY, tiny
-from namespaces import Hosts, Unavailable, bytes_per_second
+from namespaces import PORT, Hosts, Unavailable, bytes_per_second
 from runs import lines
 
 from fivefold.checkpoint import store
@@ -137,6 +137,55 @@ def test_resume_across_hosts_and_on_one(hosts, tmp_path):
     subprocess.run(alone, check=True, capture_output=True, timeout=120)
     across, one = (lines(folder, "loss") for folder in (run, tmp_path / "alone"))
     assert len(across) == len(one) == steps
+    assert across == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_host_joins(hosts, tmp_path):
+    """torchrun with one to two hosts (docs/reliability.md): one rank trains alone, a second host comes, and both go on
+    after the last checkpoint, with the losses of one process."""
+    run, steps = tmp_path / "run", 2000
+    sets = [
+        f"--set=train.steps={steps}",
+        "--set=checkpoint.every=50",
+        "--set=optim.lr=1e-5",
+        "--set=optim.eps=1e-4",
+    ]
+    command = train(tmp_path, "quickstart", *sets, "--layout=dp=2", f"--out={run}")
+    agent = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.address(0)}:{PORT + 1}", "--rdzv-id=joins",
+        "--rdzv-conf=last_call_timeout=2", "--no-python", *command, "--resume-from=auto",
+    ]  # fmt: skip
+    env = {**os.environ, **GLOO, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agents, said = [], [tmp_path / "host0", tmp_path / "host1"]
+
+    def texts() -> str:
+        return "\n".join(file.read_text(errors="replace") for file in said if file.exists())
+
+    try:
+        for host, log in enumerate(said):
+            with log.open("wb") as file:
+                agents.append(hosts.start(host, agent, env=env, stdout=file, stderr=file))
+            deadline = time.monotonic() + 90
+            while not host and not store.checkpoints(run):
+                assert agents[0].poll() is None, texts()
+                assert time.monotonic() < deadline, texts()
+                time.sleep(0.05)
+        assert [agent.wait(150) for agent in agents] == [0, 0], texts()
+    finally:
+        for process in agents:
+            if process.poll() is None:
+                hosts.signal(process, signal.SIGKILL)
+                process.wait()
+    first = said[0].read_text()
+    assert "1 rank instead of 2: layout dp=1 for dp=2" in first
+    alone, joined = first.index("; 1 rank(s) on CPU"), first.index("; 2 rank(s) on CPU")
+    assert alone < first.index("resuming after step", joined)
+    subprocess.run(train(tmp_path, "quickstart", *sets, "--layout=dp=1", f"--out={tmp_path / 'one'}"), check=True,
+                   capture_output=True, timeout=120)  # fmt: skip
+    across, one = lines(run, "loss"), lines(tmp_path / "one", "loss")
+    assert len(across) == steps
     assert across == pytest.approx(one, rel=1e-5)
 
 

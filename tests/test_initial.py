@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, ranks_of
+from runs import assert_same_tensors, lines, mend, ranks_of
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.hf import export_run, import_folder
@@ -120,6 +123,19 @@ def test_what_does_not_fit_is_said_before_any_process_starts(
     assert not (tmp_path / "run").exists()
 
 
+WRONG_SOURCES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda found: found.update(checkpoint="/gone"), "/gone is gone: the frozen weights"),
+    (lambda found: found.update(checkpoint="", where="/dev"), "/dev has neither"),
+    (lambda found: found.update(checkpoint="/dev"), "/dev: cannot be read"),
+    (lambda found: found.update(where="a\0b", checkpoint=""), "is gone"),
+    (lambda found: found.update(fingerprint="0"), "has other weights"),
+    (lambda found: found["names"].update({"embed.weight": "none"}), "has no weight 'none'"),
+    (lambda found: found.update(names=["embed.weight"]), "must say where weights are"),
+    (lambda found: found.pop("where"), "must say where weights are"),
+]
+"""Changes of what a checkpoint says about its frozen weights, and the messages."""
+
+
 def test_checkpoints_without_frozen_weights_are_small_and_resume(base, text, tmp_path):
     """Bit for bit, in bf16, where frozen weights are kept as they compute. The whole model comes back for export."""
     sets = ["model.freeze=embed*, blocks.0.*", "checkpoint.frozen=false", "precision.mode=bf16"]
@@ -137,3 +153,9 @@ def test_checkpoints_without_frozen_weights_are_small_and_resume(base, text, tmp
     moments = store.Reader(store.latest(one)).names("optimizer")
     assert moments
     assert not any("blocks.0." in name for name in moments)
+    for wrong, says in WRONG_SOURCES:
+        shutil.copytree(store.latest(one), tmp_path / "wrong")
+        mend(tmp_path / "wrong", lambda found, wrong=wrong: wrong(found["meta"]["weights_elsewhere"]))
+        with pytest.raises(UserError, match=says):
+            weights_of(tmp_path / "wrong")
+        shutil.rmtree(tmp_path / "wrong")

@@ -40,10 +40,11 @@ def overrides(folder: Path, layout: str, steps: int, every: int) -> list[str]:
 
 
 class Run:
-    """Processes that train into a folder. lines: (time.monotonic, text) of what they print."""
+    """Processes that train into a folder. options: more of the command's. lines: (time.monotonic, text) of what they
+    print."""
 
-    def __init__(self, out: Path, layout: str, sets: Sequence[str]):
-        self.out, self.layout, self.sets = out, layout, list(sets)
+    def __init__(self, out: Path, layout: str, sets: Sequence[str], options: Sequence[str] = ()):
+        self.out, self.layout, self.sets, self.options = out, layout, list(sets), list(options)
         self.word = uuid.uuid4().hex
         self.lines: list[tuple[float, str]] = []
         self.news = threading.Condition()
@@ -58,7 +59,7 @@ class Run:
             sets = [part for one in self.sets for part in ("--set", one)]
             command = ["train", "quickstart", "--out", str(self.out), "--layout", self.layout, *sets]
         self.popen = subprocess.Popen(
-            [*MAIN, *command],
+            [*MAIN, *command, *self.options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -105,6 +106,10 @@ class Run:
             if begun and STEP.search(line):
                 return at
         return None
+
+    def begun(self) -> float:
+        """Just before the last start of the ranks."""
+        return max((at for at, line in list(self.lines) if BEGIN.search(line)), default=0.001) - 0.001
 
     def waited(self, since: float) -> float:
         """Seconds that the launcher has waited after a time before it started the ranks again."""

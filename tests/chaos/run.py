@@ -1,6 +1,7 @@
-"""The long form of the chaos tests. Kills and layouts go in pieces: each call goes on where the last one ended.
+"""The long form of the chaos tests. Kills, elastic runs and layouts go in pieces: each call continues the last one.
 
     python tests/chaos/run.py kills --number 300 --seed 1 --seconds 200
+    python tests/chaos/run.py elastic --number 10
     python tests/chaos/run.py damage --number 1000
     python tests/chaos/run.py soak --number 5000
     python tests/chaos/run.py layouts
@@ -18,13 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 RESULTS = HERE.parent.parent / "benchmarks" / "results"
-NUMBERS = {"kills": 100, "damage": 1000, "soak": 5000, "layouts": 0}
+NUMBERS = {"kills": 100, "elastic": 10, "damage": 1000, "soak": 5000, "layouts": 0}
 
 
 def main() -> int:
@@ -32,7 +34,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=NUMBERS)
-    parser.add_argument("--number", type=int, help="kills, damages, or steps")
+    parser.add_argument("--number", type=int, help="kills, damages, steps, or runs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="no new trial begins after so many")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -45,6 +47,13 @@ def main() -> int:
     folder.mkdir(exist_ok=True)
     if options.what == "kills":
         return kills(path, command, number, seed, options.seconds, folder)
+    if options.what == "elastic":
+        import elastic
+
+        trial = partial(elastic.trial, seed, folder=folder)
+        return pieces(
+            path, command, options.seconds, lambda runs: len(runs) >= number, trial, elastic.figures
+        )
     if options.what == "layouts":
         return layouts(path, command, options.seconds)
     found = damages(number, seed) if options.what == "damage" else soak(number, folder)

@@ -3,7 +3,6 @@ to such a source (`checkpoint.frozen = false`)."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from fivefold.checkpoint import store
 from fivefold.checkpoint.hf_weights import HfWeights, hf_fingerprint
 from fivefold.checkpoint.manifest import MANIFEST, Box, Damaged
 from fivefold.errors import UserError
+from fivefold.files import guard
 from fivefold.models.section import ModelSection
 from fivefold.recipe.initial import hf_model
 from fivefold.spread.parts import Shape
@@ -44,15 +44,17 @@ class Source:
         return self.reader.read("model", name, box) if self.reader else self._hf.read(name, box)
 
     def fingerprint(self) -> str:
-        """A hash of all weights. A manifest has the hash of each file of its checkpoint."""
-        if self.checkpoint is None:
-            return hf_fingerprint(self.folder)
-        return hashlib.sha256((self.checkpoint / MANIFEST).read_bytes()).hexdigest()
+        return fingerprint(self.folder, self.checkpoint)
 
     @property
     def _hf(self) -> HfWeights:
         assert self.hf is not None
         return self.hf
+
+
+def fingerprint(folder: Path, checkpoint: Path | None) -> str:
+    """A hash of all weights. A manifest has the hash of each file of its checkpoint."""
+    return hf_fingerprint(folder) if checkpoint is None else store.sha256(checkpoint / MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -83,20 +85,32 @@ class Elsewhere:
         pairs = names.items() if isinstance(names, dict) else [(None, None)]
         if not texts or not all(isinstance(t, str) for t in (*texts, *(t for pair in pairs for t in pair))):
             raise Damaged(f"{checkpoint / MANIFEST} is damaged: {ELSEWHERE} must say where weights are")
-        return cls(**found)
+        return cls(*texts, names)
 
     def open(self) -> Source:
-        """Raises UserError: the source is gone, or has other weights."""
-        here = Path(self.checkpoint or self.where)
+        """Whoever wrote the checkpoint has chosen the folder, so nothing there is used before its hash is right.
+
+        Raises:
+            UserError: the source is gone, or has other weights.
+        """
+        folder, checkpoint = Path(self.where), Path(self.checkpoint) if self.checkpoint else None
+        here = checkpoint or folder
         if not here.is_dir():
             raise UserError(
                 f"{here} is gone: the frozen weights of this run are there (checkpoint.frozen = false). Put it back"
             )
-        source = Source(Path(self.where), Path(self.checkpoint) if self.checkpoint else None)
-        if source.fingerprint() != self.fingerprint:
+        guard(folder, look=False)
+        try:
+            found = fingerprint(folder, checkpoint)
+        except OSError as error:
+            raise UserError(f"{here}: cannot be read: {error.strerror}") from None
+        if found != self.fingerprint:
             raise UserError(
                 f"{here} has other weights than those that this run's frozen weights were. Put it back"
             )
+        source = Source(folder, checkpoint)
+        if unknown := sorted(set(self.names.values()) - set(source.names())):
+            raise UserError(f"{here} has no weight {unknown[0]!r:.120}, which the checkpoint names")
         return source
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 DEVICE = "the device"
+STEPS = 3  # usual steps that a message may take
 STATES = {
     "T": "it is stopped (SIGSTOP)",
     "t": "a debugger holds it",
@@ -57,7 +58,7 @@ class Post:
     """What a rank says of itself. host: its name, and what tells it from others of that name. beat: grows with each
     post. step: the last one that is done. still_s: seconds since anything got done. patience: see `Progress.phase`.
     begun: collectives by group. at: where it is, innermost first. stack: a file into which it writes the stacks of all
-    threads when it gets `signal`."""
+    threads when it gets `signal`. usual_s: seconds of its usual step. role: such as "worker 1"; empty: as others."""
 
     rank: int
     host: str
@@ -72,6 +73,8 @@ class Post:
     at: tuple[str, ...] = ()
     stack: str = ""
     signal: int = 0
+    usual_s: float = 0.0
+    role: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -125,6 +128,28 @@ class Judge:
             ends = self._first(ends or still, seen) if self.ahead else still
         if not ends:
             return self._nobody(waiting, seen)
+        return self._named(ends, waiting, seen)
+
+    def overseen(self, ranks: Iterable[int], seen: Mapping[int, Seen]) -> Verdict | None:
+        """Of ranks that need not wait for each other, names those that get nothing done. Who waits, or works apart, is
+        only missing if it is silent."""
+        ends = []
+        for rank in ranks:
+            post, idle_s = seen.get(rank, Seen(None))
+            if post is None or rank == self.rank:
+                continue
+            if post.wait is None and not post.phase:
+                idle_s += post.still_s
+            if idle_s >= self._patience_s(post) and self._excuse(rank, seen) is not None:
+                ends.append(rank)
+        own = seen[self.rank].post
+        waiting = {self.rank: own.wait} if own and own.wait else {}
+        return self._named(ends, waiting, seen) if ends else None
+
+    def _named(
+        self, ends: list[int], waiting: Mapping[int, Wait], seen: Mapping[int, Seen]
+    ) -> Verdict | None:
+        """None: one of them still does something."""
         missing, far = tuple(sorted(ends)), dict[str, list[int]]()
         why = {rank: self._excuse(rank, seen) for rank in missing}
         if any(reason is None for reason in why.values()):
@@ -133,9 +158,8 @@ class Judge:
             post, silent_s = seen.get(rank, Seen(None))
             if post is not None and self._is_lost(post, silent_s, seen):
                 far.setdefault(post.host, []).append(rank)
-        said = [
-            f"rank {rank} {why[rank]}" for rank in missing if not any(rank in some for some in far.values())
-        ]
+        lost = {rank for some in far.values() for rank in some}
+        said = [f"rank {rank}{_role(rank, seen)} {why[rank]}" for rank in missing if rank not in lost]
         said += [self.lost(host, {rank: seen[rank] for rank in ranks}) for host, ranks in far.items()]
         others = self._others({rank: wait for rank, wait in waiting.items() if rank not in missing})
         return Verdict(missing, f"{'; '.join(said)}. {others}".strip(". "))
@@ -221,7 +245,8 @@ class Judge:
 
     def _patience_s(self, post: Post) -> float:
         """Seconds for which a rank may do nothing."""
-        return self.apart_s * post.patience if post.phase else self.limit_s
+        limit_s = max(self.limit_s, STEPS * post.usual_s)  # ranks with servers need not be equally fast
+        return max(self.apart_s, limit_s) * post.patience if post.phase else limit_s
 
     def _nobody(self, waiting: Mapping[int, Wait], seen: Mapping[int, Seen]) -> Verdict | None:
         """All ranks of the chain wait, and have done so for long. In a phase, messages may be large, too."""
@@ -296,6 +321,11 @@ def state_of(pid: int) -> str:
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "X"
+
+
+def _role(rank: int, seen: Mapping[int, Seen]) -> str:
+    post = seen.get(rank, Seen(None)).post
+    return f" ({post.role})" if post and post.role else ""
 
 
 def _name(host: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -39,11 +39,11 @@ class Ranks(Protocol):
     purpose: str
 
 
-class Joining:
-    """An axis that does not exist yet."""
+class Named:
+    """Ranks that are waited for without a process group: it is being made, or other threads receive the messages."""
 
-    def __init__(self, ranks: Sequence[int]):
-        self.name, self.ranks, self.purpose = "new", tuple(ranks), ""
+    def __init__(self, name: str, ranks: Iterable[int]):
+        self.name, self.ranks, self.purpose = name, tuple(ranks), ""
 
 
 class Ops:
@@ -69,7 +69,8 @@ class Window:
 
 class Progress:
     """Notes of one process. moved: grows with everything that gets done. main: the thread that trains. usual_s: seconds
-    of a usual step."""
+    of a usual step. role: what this rank is called beside its number. serving: other threads whose work ranks wait for.
+    overseen: ranks that this one watches though it need not wait for them."""
 
     def __init__(self) -> None:
         self.moved, self.main, self.step, self.usual_s = 0, get_ident(), 0, 0.0
@@ -77,6 +78,7 @@ class Progress:
         self.groups: dict[str, Ops] = {}
         self.phases: list[tuple[str, float]] = []
         self.steps: deque[float] = deque(maxlen=USUAL)
+        self.role, self.serving, self.overseen = "", set[int](), frozenset[int]()
         self.window = Window(perf_counter())
         # share of the time that the network held up messages, and to whom (sockets.py)
         self.sending: tuple[float, int] = 0.0, 0
@@ -87,6 +89,8 @@ class Progress:
         self.steps.clear()
         self.waits.clear()
         self.phases.clear()
+        self.role, self.overseen = "", frozenset()
+        self.serving.clear()
         self.window = Window(perf_counter())
 
     def ops(self, group: dist.ProcessGroup, beside: bool = False) -> Ops:
@@ -113,11 +117,42 @@ class Progress:
         name = f"new {sorted(ranks)}"
         ops = self.groups.setdefault(name, Ops(name))
         ops.begun += 1
-        began = self.enter((Joining(ranks), "new_group", ops, ops.begun, (), None))
+        began = self.enter((Named("new", ranks), "new_group", ops, ops.begun, (), None))
         try:
             yield
         finally:
             self.leave(began)
+
+    def expect(self, what: str, axis: Named) -> float:
+        """This thread waits for one of these ranks from now on, until `leave`. Called again meanwhile, it counts as
+        nothing that gets done."""
+        thread = get_ident()
+        self.moved += thread not in self.waits
+        self.waits[thread] = axis, what, None, 0, tuple(range(len(axis.ranks))), None
+        return perf_counter()
+
+    @contextmanager
+    def serves(self) -> Iterator[None]:
+        """This thread does work that ranks wait for."""
+        thread = get_ident()
+        self.serving.add(thread)
+        try:
+            yield
+        finally:
+            self.serving.discard(thread)
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """This thread, which serves, has nothing to do."""
+        began = self.enter((None, "rest", None, 0, (), None))
+        try:
+            yield
+        finally:
+            self.leave(began)
+
+    def at_work(self) -> int | None:
+        """A thread that serves and does something now; None: all of them wait."""
+        return next((thread for thread in self.serving.copy() if thread not in self.waits), None)
 
     def mark(self) -> None:
         """Something got done that is no message."""
@@ -187,6 +222,6 @@ def in_group(waiting: Waiting) -> dict[str, Any]:
         return {"operation": operation}
     return {
         "operation": operation, "axis": axis.name, "purpose": axis.purpose, "ranks": list(axis.ranks),
-        "group": ops.group if ops else "", "number": number, "peers": [axis.ranks[i] for i in peers],
+        "group": ops.group if ops else axis.name, "number": number, "peers": [axis.ranks[i] for i in peers],
         "began": str(Place(began[0], began[1])) if began and began[0] else "",
     }  # fmt: skip

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fivefold.comm.board import Board, Files, Store
-from fivefold.comm.hang import Judge, Post, Seen, Verdict, Wait
+from fivefold.comm.hang import STEPS, Judge, Post, Seen, Verdict, Wait
 from fivefold.comm.private import default_store
 from fivefold.comm.progress import in_group, progress
 from fivefold.comm.sockets import Sending
@@ -43,7 +43,6 @@ from fivefold.launch import verdict
 from fivefold.launch.exits import unsaved
 from fivefold.launch.ranks import STORE_FILE, Ranks
 
-STEPS = 3  # usual steps that a message may take
 TICKS, TICK_S = 10, 1.0  # looks in the time that a message may take; most seconds between two
 STOPPING = 3  # after a signal, a message may take so many times less
 UNASKED = 2  # a rank that waits for nobody judges that many times later: others know more
@@ -160,13 +159,17 @@ class Watchdog:
         judges, limit_s = own.wait is not None or idle, self.limit_s
         if self.board is not None:
             self.board.post(json.dumps(own.to_json()))
-            asked = judges and self._still_s >= limit_s / 2
+            overseen = progress.overseen
+            asked = bool(overseen) or (judges and self._still_s >= limit_s / 2)
             self._asked_s = self._asked_s + seconds if asked else 0.0
-            judges = self._asked_s >= ANSWERED * self.board.every_s  # a signal may have come in between
+            known = self._asked_s >= ANSWERED * self.board.every_s  # a signal may have come in between
+            judges = judges and known
             if asked or 0 not in self._seen:  # rank 0's host is where the store may be lost
                 self._read(seconds if asked else 0.0, asked)
             else:
                 self._unanswered_s = 0.0
+            if overseen and known and (found := self._judge(own, overseen)) is not None:
+                self._leave(found)
         if idle and self.signal is None:
             limit_s *= UNASKED
         if judges and self._still_s >= limit_s and (found := self._judge(own)) is not None:
@@ -174,15 +177,19 @@ class Watchdog:
 
     def _post(self) -> Post:
         phase, patience = [("", 1.0), *progress.phases][-1]
+        working = progress.at_work()  # beside the thread that trains
         waiting, at, wait = progress.waits.get(progress.main), progress.places(), None
+        if waiting is not None and working is not None:
+            waiting, at = None, progress.places(working)
         if waiting is not None:
             own = [number for number, place in enumerate(at) if place.startswith("fivefold/comm/")]
             callers = at[own[-1] + 1 :] if own else at
+            callers = [place for place in callers if place.startswith("fivefold/")] or callers
             wait = Wait(**{**in_group(waiting), "at": callers[0].split(" in ")[0] if callers else ""})
         begun = {name: ops.begun for name, ops in progress.groups.copy().items()}
         return Post(
             self.ranks.rank, self.host, os.getpid(), self._beat, progress.step, phase, patience, self._still_s, wait,
-            begun, tuple(at), self._stack_path, int(_SIGNAL),
+            begun, tuple(at), self._stack_path, int(_SIGNAL), progress.usual_s, progress.role,
         )  # fmt: skip
 
     def _read(self, seconds: float, everybody: bool) -> None:
@@ -198,14 +205,14 @@ class Watchdog:
             same = before is not None and before.beat == post.beat
             self._seen[rank] = Seen(post, silent_s + seconds if same else 0.0)
 
-    def _judge(self, own: Post) -> Verdict | None:
+    def _judge(self, own: Post, overseen: frozenset[int] = frozenset()) -> Verdict | None:
         silence_s = max(self.limit_s / 3, 3 * self.board.every_s) if self.board else 0.0
         apart_s = max(self.hang_s, self.limit_s)
         ahead = self.ranks.device.type == "cuda"
         judge = Judge(self.ranks.rank, self.host, self.limit_s, silence_s, apart_s, ahead)
         if self.board and own.wait is not None and self._unanswered_s >= silence_s:
             return judge.store_lost(self._seen, self._unanswered_s)
-        return judge.verdict(self._seen)
+        return judge.overseen(overseen, self._seen) if overseen else judge.verdict(self._seen)
 
     def _leave(self, found: Verdict) -> None:
         """Says the verdict, unless another rank does so, and ends this process."""

@@ -58,10 +58,11 @@ class Note(NamedTuple):
 
 
 class Link:
-    """One end of the line between a worker and a server. peer: the other's index on the axes."""
+    """One end of the line between a worker and a server. peer: the other's index on the axes. rank: in the run."""
 
     def __init__(self, notes: Axis, up: Axis, down: Axis, peer: int):
         self.notes, self.up, self.down, self.peer = notes, up, down, peer
+        self.rank = notes.ranks[peer]
         self._lock, self._sent = threading.Lock(), deque[Started]()
 
     def tell(

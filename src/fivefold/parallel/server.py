@@ -14,7 +14,8 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -22,12 +23,15 @@ import torch
 from torch import Tensor
 
 from fivefold.comm import Axis, Started
+from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
 from fivefold.optim.clip import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, tag_of
 from fivefold.spread.parts import Part, local_shape
 from fivefold.spread.servers import Message, Row, Servers
+
+CLOSING_S = 0.5  # between looks at who has still to say goodbye
 
 
 class Shard:
@@ -206,14 +210,32 @@ class Server:
             assert found.updated == self._all, f"step {step} took longer than {timeout_s:g} s"
             return float(found.square), float(found.skipped)
 
+    def await_workers(self, what: str, workers: Iterable[int]) -> float:
+        """The main thread waits for one of these workers: see `progress.expect`."""
+        return progress.expect(what, Named("workers", (self.links[worker].rank for worker in workers)))
+
     def close(self) -> None:
         """Waits for the goodbye of each worker that is not lost."""
-        for thread in self._threads:
-            thread.join()
+        began = self.await_workers("goodbye", [])
+        while serving := [number for number, thread in enumerate(self._threads) if thread.is_alive()]:
+            self.await_workers("goodbye", sorted({number // 2 for number in serving}))
+            self._threads[serving[0]].join(CLOSING_S)
+        progress.leave(began)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Holds the lock. A thread that waits for it is not the one that keeps others waiting."""
+        with progress.rest():
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _guarded(self, worker: int, target: Callable[[int], None]) -> None:
         try:
-            target(worker)
+            with progress.serves():
+                target(worker)
         except CommunicationError as lost:
             self._lose(worker, lost)
         except BaseException as error:  # a mistake of ours
@@ -234,7 +256,7 @@ class Server:
 
     def _lose(self, worker: int, error: CommunicationError) -> None:
         """The worker is gone. Others go on, unless they train together."""
-        with self._lock:
+        with self._held():
             if self._workers[worker].lost:
                 return
             self._workers[worker].lost = True
@@ -272,7 +294,7 @@ class Server:
     def _note(self, worker: int, note: Note) -> None:
         lag = 0
         if note.kind == Kind.COMPUTED:
-            with self._lock:
+            with self._held():
                 own = self._workers[worker]
                 own.computed = note
                 if not self.servers.synchronous:
@@ -287,7 +309,7 @@ class Server:
         if before := sending.pop(key, None):
             before()
         if not self.servers.synchronous:
-            with self._lock:
+            with self._held():
                 out.copy_(shard.flat[here])
                 self._workers[worker].seen.setdefault(pull, self._whole_steps)
         tag = tag_of(*key, self.most, down=True)
@@ -295,11 +317,15 @@ class Server:
 
     def _receive(self, worker: int) -> None:
         """Waits for the data that notes have announced, in their order."""
-        while (found := self._payloads[worker].get()) is not None:
+        while True:
+            with progress.rest():
+                found = self._payloads[worker].get()
+            if found is None:
+                return
             started, note = found
             started()
             self.links[worker].tell(Kind.ACKNOWLEDGED, note.first, note.second)
-            with self._lock:
+            with self._held():
                 self._arrived(worker, self._by_number[note.first], note.second, note.step)
 
     def _arrived(self, worker: int, shard: Shard, part: int, step: int) -> None:

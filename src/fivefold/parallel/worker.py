@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from queue import SimpleQueue
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fivefold.comm import Started
+from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
 from fivefold.models.base import LanguageModel
 from fivefold.optim.updater import Updater
@@ -223,7 +225,8 @@ class Exchange:
 
     def order(self) -> Note:
         """Waits for the first server's next order."""
-        note = self.orders.get()
+        with self._waiting("an order", range(len(self.links))):
+            note = self.orders.get()
         if note is None:
             assert self._error
             raise self._error
@@ -244,11 +247,23 @@ class Exchange:
             self._pulls.add(key, self._all[key])
         self._held, self._looked = set(), not training
 
+    @contextmanager
+    def _waiting(self, what: str, servers: Iterable[int]) -> Iterator[None]:
+        """The main thread waits for these servers: see `progress.expect`."""
+        began = progress.expect(what, Named("servers", (self.links[server].rank for server in servers)))
+        try:
+            yield
+        finally:
+            progress.leave(began)
+
     def need(self, units: Sequence[int]) -> None:
         """Waits until these units have their new weights."""
         began = time.perf_counter()
         with self._lock:
-            self._lock.wait_for(lambda: self._error or not any(self._stale[unit] for unit in units))
+            stale = [unit for unit in units if self._stale[unit]]
+            missing = sorted({message.server for unit in stale for message in self._of_unit[unit]})
+            with self._waiting("weights", missing) if stale else nullcontext():
+                self._lock.wait_for(lambda: self._error or not any(self._stale[unit] for unit in units))
             if self._error:
                 raise self._error
         self.waited += time.perf_counter() - began
@@ -300,22 +315,25 @@ class Exchange:
     def close(self) -> None:
         """Says goodbye to all servers, once nothing is under way."""
         with self._lock:
-            self._lock.wait_for(lambda: self._error or self._idle())
+            with self._waiting("the end of what is under way", range(len(self.links))):
+                self._lock.wait_for(lambda: self._error or self._idle())
             if self._error:
                 raise self._error
             self._closing = True
             self._lock.notify_all()
         for link in self.links:
             link.tell(Kind.BYE)
-        for thread in self._threads:
-            thread.join()
+        with self._waiting("goodbye", range(len(self.links))):
+            for thread in self._threads:
+                thread.join()
 
     def _idle(self) -> bool:
         return not self._sending and not len(self._pushes) and sum(self._stale.values()) == len(self._held)
 
     def _guarded(self, target: Callable[[], None]) -> None:
         try:
-            target()
+            with progress.serves():
+                target()
         except BaseException as error:  # whoever waits raises it
             with self._lock:
                 if self._error is None and not (self._closing and isinstance(error, CommunicationError)):
@@ -336,7 +354,8 @@ class Exchange:
         """Starts the next part of a gradient, or of weights, while there are credits."""
         while True:
             with self._lock:
-                self._lock.wait_for(self._next_way)
+                with progress.rest():
+                    self._lock.wait_for(self._next_way)
                 way = self._next_way()
                 if way == "end":
                     self._receiving.put(None)
@@ -375,7 +394,11 @@ class Exchange:
 
     def _receive(self) -> None:
         """Waits for weights, in the order in which they were asked for."""
-        while (found := self._receiving.get()) is not None:
+        while True:
+            with progress.rest():
+                found = self._receiving.get()
+            if found is None:
+                return
             started, message, part, began = found
             started()
             self.note("pull", message.unit, began)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from queue import Empty
 from statistics import fmean
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 from fivefold.comm import Axis, all_or_none, everyone, told
+from fivefold.comm.progress import progress
+from fivefold.comm.watchdog import watching
 from fivefold.errors import CommunicationError, UserError
 from fivefold.files import Lines, guard
 from fivefold.host.machine import peak_memory_bytes
@@ -62,12 +65,25 @@ def run_served(job: Job, ranks: Ranks) -> int | None:
             f"{job.out / FILE}: this run has left out data after a fault, which parameter servers cannot. Nearest "
             'valid: sync.method = "all"'
         )
-    _assert_same_recipe(job, ranks)
     message = "stopping: finishing the shares under way, then saving" if ranks.first else ""
-    with told_of_memory(job, ranks.rank, ranks.local_world), Interrupt(message) as interrupt:
+    with (
+        told_of_memory(job, ranks.rank, ranks.local_world),
+        Interrupt(message) as interrupt,
+        watching(ranks, job.recipe.observe.hang_s, job.out / "traces"),
+        ExitStack() as starting,
+    ):
+        progress.role = _role(ranks.rank, job.recipe.servers.count)
+        starting.enter_context(progress.phase("starting"))
+        _assert_same_recipe(job, ranks)
         part = _serve if ranks.rank < job.recipe.servers.count else _work
-        complete = part(job, ranks, interrupt)
+        complete = part(job, ranks, interrupt, starting.close)
         return None if complete else interrupt.signal or 15
+
+
+def _role(rank: int, servers: int) -> str:
+    if rank >= servers:
+        return f"worker {rank - servers}"
+    return "first server" if rank == 0 else f"server {rank}"
 
 
 def _assert_same_recipe(job: Job, ranks: Ranks) -> None:
@@ -90,8 +106,8 @@ def _assert_same_recipe(job: Job, ranks: Ranks) -> None:
                 )
 
 
-def _serve(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
-    """A server's part: serves, and follows the first server, or leads."""
+def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], None]) -> bool:
+    """A server's part: serves, and follows the first server, or leads. begun: called when it has started."""
     recipe, optim = job.recipe, job.recipe.optim
     steps, servers = recipe.train.steps or 0, recipe.servers
     state, shards = server_state(recipe, ranks)
@@ -106,7 +122,9 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
         lambda at: rate(optim, at, steps),
     )
     server.start(state.step)
+    progress.step = state.step
     if not ranks.first:
+        begun()
         return _follow(job, state, server, Saver(state, job, lambda step, text: None, beside=False))
     with ExitStack() as stack:
         console = stack.enter_context(
@@ -126,9 +144,11 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
         leader = Leader(job, ranks, state, server, console, metrics, interrupt)
         for text in resumed.alarms if resumed else ():
             leader.alarm(state.step, text)
+        begun()
         complete = leader.run()
-        predicted.conclude(state.mesh)
-        conclude(console, job, complete)
+        with progress.phase("writing the report"):
+            predicted.conclude(state.mesh)
+            conclude(console, job, complete)
         server.close()
         return complete
 
@@ -155,6 +175,7 @@ def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
             if server.servers.synchronous:
                 _figures(axis, server, state.step)
             state.step += 1
+            progress.step = state.step
         elif command == SAVE:
             _save(job, state, saver, *map(int, numbers[:3]))
         else:
@@ -163,9 +184,10 @@ def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
 
 
 def _save(job: Job, state: State, saver: Saver, updates: int, skipped: int, ends: int) -> None:
-    state.set_counts(updates, skipped)
-    tokens = state.step * job.recipe.train.global_batch_size * job.recipe.model.seq_len
-    saver.save(identity(job) | {"tokens": tokens}, bool(ends))
+    with progress.phase("saving"):
+        state.set_counts(updates, skipped)
+        tokens = state.step * job.recipe.train.global_batch_size * job.recipe.model.seq_len
+        saver.save(identity(job) | {"tokens": tokens}, bool(ends))
 
 
 @dataclass
@@ -201,6 +223,7 @@ class Leader:
     def run(self) -> bool:
         """Trains to the last step. Returns False if it was stopped before."""
         self._set_limit()
+        self._oversee()
         path = self.job.out / WORKERS
         if path.exists():  # as in metrics.jsonl: these steps run again
             drop_after(path, self.state.step)
@@ -213,6 +236,7 @@ class Leader:
                 while len(self.applied) >= self.count:
                     self._end_step()
         complete = self.state.step == self.steps
+        progress.overseen = frozenset()  # they end now, one after the other
         _tell(self.state.mesh.axis("run"), END, complete)
         for worker in self.shares.alive:
             self.server.order(worker, Kind.END, int(complete))
@@ -225,6 +249,10 @@ class Leader:
             and self.idle >= self.shares.alive
             and not self.chores
         )
+
+    def _oversee(self) -> None:
+        """Watches all workers: asynchronous ones may go on for long without one that hangs."""
+        progress.overseen = frozenset(self.server.links[worker].rank for worker in self.shares.alive)
 
     def _set_limit(self) -> None:
         """No share beyond the next checkpoint is handed out before it is saved."""
@@ -251,10 +279,15 @@ class Leader:
 
     def _wait(self) -> None:
         """Takes the next event, if there is one soon."""
+        busy = [worker for worker in self.shares.alive if self._owes(worker)]
+        began = self.server.await_workers("answers", sorted(busy))
         try:
             event = self.server.events.get(timeout=0.1)
         except Empty:
-            return
+            if self.interrupt.wanted() and not self.stopping:
+                progress.leave(began)
+            return  # and waits on
+        progress.leave(began)
         if event.worker < 0:
             assert event.lost
             raise event.lost
@@ -265,8 +298,13 @@ class Leader:
         elif event.note is not None:
             self._take(event, event.note)
 
+    def _owes(self, worker: int) -> bool:
+        """True if a worker computes something, or servers have not yet applied all that it computed."""
+        return worker not in self.idle or bool(self.shares.under_way[worker])
+
     def _lose(self, event: Event) -> None:
         self.shares.lose(event.worker)
+        self._oversee()
         self.idle.discard(event.worker)
         if chore := self.doing.pop(event.worker, None):
             self.chores.insert(0, chore)
@@ -361,6 +399,7 @@ class Leader:
             "peak_memory_bytes": int(max(found[7] for found in figures)),
         }
         self.began = now
+        progress.end_step(line["step"], line["step_s"], line["data_wait_s"])
         line |= self.speed.figures(line["step"], line["step_s"])
         self.metrics.write(line)
         self.console.step(line)
@@ -388,23 +427,31 @@ class Leader:
         self.metrics.write({"step": step, "alarm": text})
 
 
-def _work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
-    """A worker's part: does what the first server orders. Returns True if the run is complete."""
+def _work(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], None]) -> bool:
+    """A worker's part: does what the first server orders. begun: called when it has started. Returns True if the run is
+    complete."""
     worker_links = links(ranks, job.recipe.servers.count)
     state, served = worker_state(job.recipe, ranks, worker_links)
-    exchange = served.exchange
+    exchange, trained, validated = served.exchange, False, False
+    begun()
     while (note := exchange.order()).kind != Kind.END:
         if note.kind == Kind.TRAIN:
-            _train(job, ranks, state, served, note, interrupt)
+            with nullcontext() if trained else progress.phase("a slower step"):  # it may compile
+                _train(job, ranks, state, served, note, interrupt)
+            trained = True
         elif note.kind == Kind.VALIDATE:
-            found = validate(state, validation_sets(job, state.mesh))
+            with nullcontext() if validated else progress.phase("the first validation"):
+                found = validate(state, validation_sets(job, state.mesh))
+            validated = True
             exchange.report(note.first, json.dumps(found))
         else:
             exchange.need_all()
             assert job.data
             assert job.data.tokenizer
             try:
-                exchange.report(note.first, sampled(state, job, note.first, job.data.tokenizer))
+                with progress.phase("sampling"):
+                    text = sampled(state, job, note.first, job.data.tokenizer)
+                exchange.report(note.first, text)
             except UserError as error:  # a diverged model cannot write; the run continues
                 exchange.report(note.first, str(error), (1.0,))
     exchange.close()
@@ -440,3 +487,4 @@ def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, in
     end = begin + time.perf_counter() - clock
     figures = loss, square, float(interrupt.wanted()), begin, end, waited, read, memory
     served.exchange.computed(step, share, figures)
+    progress.end_step(step + 1, time.perf_counter() - clock, read)
