@@ -40,6 +40,7 @@ test-chaos: $(TO_TEST)  ## kills, damage, power loss, full disks, lost networks 
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/fuzz_recipes.py --out benchmarks/results/fuzz_recipes.json
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py damage --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py kills --number $(KILLS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py elastic --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py layouts
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py soak
 

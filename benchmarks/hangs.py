@@ -1,10 +1,12 @@
 """How long it takes until a rank that hangs is named, and whether it is the right one.
 
     python benchmarks/hangs.py [--cases 20] [--hang-s 30] [--at-once 4] [--out benchmarks/results/hangs.json]
+    python benchmarks/hangs.py --servers --out benchmarks/results/hangs_servers.json
 
 Each case trains a tiny model with real processes in one of several layouts. One rank hangs in a random step: it is
 stopped (SIGSTOP), or loops or sleeps in Python, at the start of the step, in a forward, or while it reads data. Seconds
-count from the hang to the verdict.
+count from the hang to the verdict. --servers: two parameter servers and two workers, synchronous, with bounded
+staleness, or without a bound; a server hangs while it updates weights, a worker in its share.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from fivefold.data import prepare
 from fivefold.host.machine import describe
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from hanging import codes, hang, start  # pyright: ignore[reportMissingImports]
+from hanging import codes, hang, serve, start  # pyright: ignore[reportMissingImports]
 from runs import train_rank  # pyright: ignore[reportMissingImports]
 
 LAYOUTS = {
@@ -33,6 +36,7 @@ LAYOUTS = {
     "dp=4,all_reduce=ring": 4,
 }  # fmt: skip
 HOW = ("stopped", "busy", "asleep")
+STALENESS = (0, 2, -1)
 WHERE = ("step", "forward", "data", "validation")
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.seq_len=16",
@@ -50,13 +54,16 @@ def main() -> int:
     parser.add_argument("--hang-s", type=float, default=30)
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--servers", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     draw, cases = random.Random(args.seed), []
     for number in range(args.cases):
         layout, ranks = [*LAYOUTS.items()][number % len(LAYOUTS)]
         how, where = HOW[number % 3], draw.choice(WHERE)
-        who = draw.randrange(ranks)
+        if args.servers:
+            layout, ranks, where = f"staleness={STALENESS[number // 3 % 3]}", 4, "server or share"
+        who = number // 9 % 4 if args.servers else draw.randrange(ranks)
         cases.append((layout, ranks, who, how, where, draw.randrange(5, 40)))
     with tempfile.TemporaryDirectory(prefix="fivefold-hangs-") as folder:
         source = Path(folder, "text.txt")
@@ -68,6 +75,7 @@ def main() -> int:
     print(f"{right} of {len(rows)} within {args.hang_s + LIMIT_S:g} s and right; slowest {worst:.1f} s")
     if args.out:
         options = f"--cases {args.cases} --hang-s {args.hang_s:g} --at-once {args.at_once} --seed {args.seed}"
+        options += " --servers" * args.servers
         found = {
             "command": f"python benchmarks/hangs.py {options}",
             "machine": describe(),
@@ -91,8 +99,14 @@ def case(
         f"data.cache={folder / 'cache'}",
         f"observe.hang_s={hang_s}",
     ]
-    recipe = load("quickstart", [*TINY, *data], layout)
-    ranks = start(world, run, hangs, recipe, run, who, how, where, step)
+    if layout.startswith("staleness"):
+        data += ["sync.method=server", "sync.servers=2", f"sync.{layout}", "checkpoint.every=0"]
+        recipe = load("quickstart", [*TINY, *data], "dp=2")
+        prepare(recipe)
+        ranks = start(world, run, serve, recipe, run / "run", who, step, how)
+    else:
+        recipe = load("quickstart", [*TINY, *data], layout)
+        ranks = start(world, run, hangs, recipe, run, who, how, where, step)
     codes(ranks, hang_s + 120)
     said = sorted(run.glob("hung-*"))
     text = said[0].read_text() if said else ""
@@ -107,7 +121,7 @@ def case(
         "seconds": round(seconds, 2),
     }
     row |= {
-        "right": text.startswith(f"rank {who} is missing") and len(said) == 1,
+        "right": bool(re.match(rf"rank {who} (\(.*?\) )?is missing", text)) and len(said) == 1,
         "verdict": re.sub(r"(?<!\w)/\S*/", "", text)[:600],
     }
     print(json.dumps(row), flush=True)

@@ -111,7 +111,7 @@ def serve(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
             if ranks.rank == who and progress.step >= step:
                 progress.mark()
                 (out.parent / "began").write_text(str(time.time()))
-                time.sleep(1)
+                time.sleep(0.5)  # as in `train`
                 hang(how)
             return function(*arguments)
 

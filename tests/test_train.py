@@ -368,12 +368,18 @@ def test_forked_ranks_and_their_errors(text, tmp_path):
 
 
 def test_resume_on_another_number_of_ranks(text, tmp_path):
-    """One recipe, fp32: the losses go on as they would have, to rounding."""
+    """One recipe, fp32: the losses go on as they would have, to rounding; also where the power failed, which left zeros
+    in metrics.jsonl and half of tokenizer.json."""
     recipe = tiny(text, "precision.mode=fp32", "train.microbatch_size=1")
     train_rank(0, 1, recipe, tmp_path / "whole")
     train_rank(0, 1, change(recipe, ["train.steps=3", "optim.schedule=constant"]), tmp_path / "parts")
     two = change(recipe, ["layout.dp_replicate=2", "optim.schedule=constant"])
+    tokenizer = (tmp_path / "parts" / "tokenizer.json").read_text()
+    (tmp_path / "parts" / "tokenizer.json").write_text(tokenizer[: len(tokenizer) // 2])
+    with (tmp_path / "parts" / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(bytes(64))
     run_ranks(2, train_rank, two, tmp_path / "parts", True)
+    assert (tmp_path / "parts" / "tokenizer.json").read_text() == tokenizer
     train_rank(0, 1, change(recipe, ["optim.schedule=constant"]), tmp_path / "constant")
     assert lines(tmp_path / "parts", "loss") == pytest.approx(lines(tmp_path / "constant", "loss"), rel=1e-5)
 

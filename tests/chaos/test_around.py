@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import elastic
 import faults
 import kills
 import pytest
@@ -52,6 +53,14 @@ def test_a_run_whose_rank_is_killed(tmp_path: Path) -> None:
     found = kills.trial(0, 0, tmp_path, ["save"], ("rank",))
     assert "lost" not in found
     assert [kill["moment"] for kill in found["kills"]] == ["save"]
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_and_join(tmp_path: Path) -> None:
+    """See `python tests/chaos/run.py elastic` for more."""
+    found = elastic.trial(0, 0, tmp_path, rounds=1)
+    assert "lost" not in found
+    assert [event["ranks"] for event in found["events"]] == [3, 3, 4, 4]
 
 
 @pytest.mark.slow
