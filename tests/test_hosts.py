@@ -144,18 +144,17 @@ def test_resume_across_hosts_and_on_one(hosts, tmp_path):
 def test_a_host_joins(hosts, tmp_path):
     """torchrun with one to two hosts (docs/reliability.md): one rank trains alone, a second host comes, and both go on
     after the last checkpoint, with the losses of one process."""
-    run, steps = tmp_path / "run", 2000
-    sets = [
-        f"--set=train.steps={steps}",
-        "--set=checkpoint.every=50",
-        "--set=optim.lr=1e-5",
-        "--set=optim.eps=1e-4",
-    ]
-    command = train(tmp_path, "quickstart", *sets, "--layout=dp=2", f"--out={run}")
+    run, steps = tmp_path / "run", 400
+    sets = ("checkpoint.every=50", "optim.lr=1e-5", "optim.eps=1e-4", f"train.steps={steps}")
+
+    def command(layout: str, out: Path) -> list[str]:
+        found = train(tmp_path, "quickstart", f"--layout={layout}", f"--out={out}")
+        return [*found, *(f"--set={one}" for one in sets)]
+
     agent = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9",
         "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.address(0)}:{PORT + 1}", "--rdzv-id=joins",
-        "--rdzv-conf=last_call_timeout=2", "--no-python", *command, "--resume-from=auto",
+        "--rdzv-conf=last_call_timeout=2", "--no-python", *command("dp=2", run), "--resume-from=auto",
     ]  # fmt: skip
     env = {**os.environ, **GLOO, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agents, said = [], [tmp_path / "host0", tmp_path / "host1"]
@@ -182,8 +181,7 @@ def test_a_host_joins(hosts, tmp_path):
     assert "1 rank instead of 2: layout dp=1 for dp=2" in first
     alone, joined = first.index("; 1 rank(s) on CPU"), first.index("; 2 rank(s) on CPU")
     assert alone < first.index("resuming after step", joined)
-    subprocess.run(train(tmp_path, "quickstart", *sets, "--layout=dp=1", f"--out={tmp_path / 'one'}"), check=True,
-                   capture_output=True, timeout=120)  # fmt: skip
+    subprocess.run(command("dp=1", tmp_path / "one"), check=True, capture_output=True, timeout=120)
     across, one = lines(run, "loss"), lines(tmp_path / "one", "loss")
     assert len(across) == steps
     assert across == pytest.approx(one, rel=1e-5)

@@ -85,7 +85,8 @@ class Elsewhere:
         pairs = names.items() if isinstance(names, dict) else [(None, None)]
         if not texts or not all(isinstance(t, str) for t in (*texts, *(t for pair in pairs for t in pair))):
             raise Damaged(f"{checkpoint / MANIFEST} is damaged: {ELSEWHERE} must say where weights are")
-        return cls(*texts, names)
+        where, at, digest = texts
+        return cls(where, at, digest, names)
 
     def open(self) -> Source:
         """Whoever wrote the checkpoint has chosen the folder, so nothing there is used before its hash is right.
