@@ -284,7 +284,13 @@ def test_a_page_of_broken_facts(run: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["timeline-step-00000001-rank-0", "memory-step-00000001-rank-0", "histogram-step-00000001"]
+    "name",
+    [
+        "timeline-step-00000001-rank-0",
+        "memory-step-00000001-rank-0",
+        "histogram-step-00000001",
+        "profile-step-00000001-00000001",
+    ],
 )
 def test_broken_traces(run: Path, tmp_path: Path, name: str) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))

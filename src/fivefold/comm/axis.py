@@ -12,7 +12,8 @@ belongs here:
 - time-outs: a message that fails is a `CommunicationError` that names rank, axis, operation and the caller's line
   (with NCCL, its watchdog ends the process instead);
 - hangs: `progress.py` notes what has begun and what is waited for, and `watchdog.py` reads it;
-- timelines: `watch.py` notes when messages begin and end, in a step that is measured;
+- timelines: `watch.py` notes when messages begin and end, in a step that is measured, and `span.py` names them for
+  PyTorch's profiler;
 - algorithms: `sum_scatter` is an all-to-all with a local sum on CPUs, and the backend's reduce-scatter on GPUs.
 
 Legend: n ranks on the axis; d0 first dim of a tensor.
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from fivefold.comm.failure import Place, caller, verdict
 from fivefold.comm.progress import Ops, progress
+from fivefold.comm.span import message
 from fivefold.comm.watch import UNIT, Work, watched
 from fivefold.errors import CommunicationError
 from fivefold.launch.ranks import Ranks
@@ -267,7 +269,8 @@ class Axis:
         watch = watched.now
         began = watch.clock() if watch else 0.0
         try:
-            started.work = function(*arguments, group=self.group, async_op=True)
+            with message(operation, self):
+                started.work = function(*arguments, group=self.group, async_op=True)
         except RuntimeError as error:
             self.explain(operation, None, error)
             raise
@@ -290,7 +293,8 @@ class Axis:
             ops.begun += 1
             entered = progress.enter((self, operation, ops, ops.begun, (), None))
         try:
-            function(*arguments, group=self.group)
+            with message(operation, self):
+                function(*arguments, group=self.group)
         except RuntimeError as error:
             self.explain(operation, None, error)
             raise
@@ -377,7 +381,8 @@ class Started:
                 began = self.code, self.instruction
                 entered = progress.enter((self.axis, self.operation, ops, self.number, self.peers, began))
             try:
-                self.work.wait()
+                with message(self.operation, self.axis, wait=True):
+                    self.work.wait()
             except RuntimeError as error:
                 assert self.code is not None
                 self.axis.explain(self.operation, Place(self.code, self.instruction), error)

@@ -19,6 +19,7 @@ from fivefold.observe import (
     initial,
     memory_picture,
     prediction,
+    profile,
     restarts,
     slow,
     sources,
@@ -60,6 +61,7 @@ def page(run: Path, state: str = "") -> str:
         predicted = prediction.section(prediction.read(run))
     with understood(run / "traces"):
         messages, memory = step_timeline.section(run), memory_picture.section(run)
+        operators = profile.section(run)
     with understood(run / sources.FILE):
         seen = sources.section(run, lines)
     with understood(run / "machine.json"):
@@ -72,6 +74,7 @@ def page(run: Path, state: str = "") -> str:
         _section("Predicted and measured", predicted),
         _section("Computing and messages", messages) if messages else "",
         _section("Memory over a step", memory) if memory else "",
+        _section("Profile", operators) if operators else "",
         _section("Compressed gradients", shown) if (shown := compression(lines)) else "",
         _section("Restarts", shown) if (shown := restarts.section(run)) else "",
         _section("Slow ranks", late) if late else "",

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fivefold.comm import Started
+from fivefold.comm.span import span
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.deferred import Deferred, WeightGradient, attach
 from fivefold.parallel.expert import AllToAll
@@ -44,6 +45,8 @@ from fivefold.schedules.pipeline import (
 Seed = Callable[[int, int], None]  # (microbatch, index among this rank's stages): sets the random state
 Key = tuple[int, int]  # stage, microbatch
 Arrival = Tensor | Started  # a result of this rank, or a message from another
+COMPUTATIONS = {"F": "forward,", "B": "backward,", "I": "input gradients,", "W": "weight gradients,"}
+"""Names of the kinds of computations in a profile."""
 
 
 class Pipeline:
@@ -299,7 +302,8 @@ class _Run:
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
         start = self._clock()
-        yield
+        with span(COMPUTATIONS[action.kind], "stage", f"{action.stage}, microbatch", action.microbatch):
+            yield
         self.events.append(Event(action, start, self._clock()))
 
     def _clock(self) -> float:

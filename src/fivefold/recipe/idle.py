@@ -200,6 +200,11 @@ IDLE = (
         lambda r: r.servers.count > 0,
         "RUN/workers.jsonl has what the workers do, and when",
     ),
+    Idle(
+        "observe.profile_steps",
+        lambda r: r.servers.count > 0,
+        "workers and servers are not profiled",
+    ),
     Idle("observe.memory_step", lambda r: r.servers.count > 0, "steps of workers are not tracked"),
     Idle(
         "observe.histogram_step",

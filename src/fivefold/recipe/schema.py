@@ -17,6 +17,7 @@ from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry
+from fivefold.recipe.profiled import as_text
 from fivefold.recipe.trackers import joined
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
@@ -36,6 +37,7 @@ else:
     SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 TrackerNames = Annotated[str, BeforeValidator(joined)]
+Steps = Annotated[str, BeforeValidator(as_text)]
 MOST_SEQUENCES = 1 << 30
 """Sequences of a batch."""
 MOST_SECONDS = 10**7
@@ -410,6 +412,10 @@ class ObserveSection(Section):
     """The step whose timeline is measured: computing and messages of each rank, on CPUs; with pp > 1 also the pipeline,
     action by action. RUN/traces gets the times, and the planned ones; `fivefold draw RUN` and the report draw them.
     0: none."""
+    profile_steps: Steps = ""
+    """The steps that PyTorch's profiler records, such as `10` or `10-12`; at most 100. Each rank writes a trace into
+    RUN/traces, for ui.perfetto.dev, with forward, backward, update and messages named. These steps are slower. Empty:
+    none."""
     hang_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Seconds that a message between ranks may take, or three usual steps if they are longer. After that the run says
     which rank is missing, writes the stacks of all ranks into RUN/traces, and ends. A rank that starts, compiles,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.optim import OPTIMIZERS
+from fivefold.recipe.profiled import steps as profiled_steps
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.resolve import total_steps
 
@@ -49,5 +50,7 @@ def _intervals(recipe: Recipe) -> Iterator[str]:
     ):
         if every > steps:
             yield f"{key} = {every:,} is more than the run's {steps:,} steps: {what}"
+    if (profiled := profiled_steps(recipe.observe.profile_steps)) and profiled[-1] > steps:
+        yield f"observe.profile_steps = {recipe.observe.profile_steps}: the run has {steps:,} steps"
     if warmup and warmup > MOST_WARMUP * steps:
         yield f"optim.warmup_steps = {warmup:,} of {steps:,} steps: the learning rate is below its peak most of the run"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.comm.progress import progress
+from fivefold.comm.span import span
 from fivefold.kernels.loss import scaled
 from fivefold.optim import learning_rate
 from fivefold.optim.clip import clip_scale
@@ -117,7 +118,8 @@ def take_step(
     loss, norm, stop = mean_over_sites(state, loss, own_norm, stop)
     verdict = judge(state.usual, loss, norm, recipe.faults)
     state.usual = verdict.usual
-    lr, diverging = update(state, recipe.optim, own_norm, verdict.skip, recipe.train.steps, verdict.bad)
+    with span("update"):
+        lr, diverging = update(state, recipe.optim, own_norm, verdict.skip, recipe.train.steps, verdict.bad)
     more |= {**verdict.figures, "nonfinite": diverging}
     state.step += 1
     if scaling is not None:
@@ -186,10 +188,12 @@ def accumulate(
             for replica in parallel.replicas:
                 replica.enable_sync()
         given = microbatch.options(parallel.positions)
-        loss = state.module(microbatch.inputs, microbatch.targets, **given)
+        with span("forward, microbatch", index):
+            loss = state.module(microbatch.inputs, microbatch.targets, **given)
         gradient = torch.full_like(loss, scale * microbatch.weight)
         backward(index)
-        loss.backward(gradient if factor is None else gradient * factor)
+        with span("backward, microbatch", index):
+            loss.backward(gradient if factor is None else gradient * factor)
         total.add_(loss.detach(), alpha=microbatch.weight)
     return total
 

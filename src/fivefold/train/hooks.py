@@ -51,6 +51,7 @@ from fivefold.train.memory import MemoryWatch
 from fivefold.train.noise import NoiseScale
 from fivefold.train.own import WITHOUT, Callbacks
 from fivefold.train.prediction import Prediction
+from fivefold.train.profile import ProfileWatch
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import stream_states, training_batches, validation_sets
@@ -106,6 +107,7 @@ class RunHooks:
         self.inspected = -1
         self.right = self.state.step  # the last one in which ranks were found to be alike
         self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
+        self.profile = ProfileWatch(self.job, self.ranks)
         self.validated = False
         self.slow = SlowRanks(self.state.mesh.layout)
         own = self.job.own if self.ranks.first else WITHOUT
@@ -124,6 +126,7 @@ class RunHooks:
             self.recorder = Recorder(self.state)
         if self.state.step + 1 == self.job.recipe.observe.histogram_step:
             self.counter = Counter(self.state)
+        self.profile.begin_step(self.state.step + 1)
 
     @property
     def updating(self) -> bool:
@@ -143,6 +146,8 @@ class RunHooks:
 
     def end_step(self) -> dict[str, Any]:
         self.predicted.end_step()
+        if (said := self.profile.end_step(self.state.step)) and self.ranks.first:
+            self.console.note(said)
         if (path := self.memory.end_step(self.state.step)) and self.ranks.first:
             self.console.note(f"memory over step {self.state.step}: {path}")
         if self.recorder is not None:

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fivefold.comm.progress import progress
+from fivefold.comm.span import span
 from fivefold.errors import UserError
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import FaultsSection, Recipe, batch_size
+from fivefold.recipe.profiled import steps
 from fivefold.step.state import State
 from fivefold.step.step import Done, take_step
 from fivefold.train.faults import Fault, judged, weights_fault
@@ -80,7 +82,8 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
                 state.parallel.pipeline.recording = traced
             slower = first or is_slower(recipe, state.step)
             with progress.phase("a slower step") if slower else nullcontext():
-                microbatches, waited = hooks.next_batch()  # the first may open files
+                with span("wait for data"):
+                    microbatches, waited = hooks.next_batch()  # the first may open files
                 hooks.begin_step()
                 done = take_step(state, recipe, microbatches, hooks.stop_wanted, hooks.inspect)
             first = False
@@ -185,7 +188,8 @@ def is_slower(recipe: Recipe, step: int) -> bool:
     """True if a step (0, 1, ...) is measured, or compiles for batches of another size."""
     observe, train = recipe.observe, recipe.train
     measured = step + 1 in (observe.trace_step, observe.memory_step, observe.histogram_step)
-    return measured or batch_size(train, step) != batch_size(train, max(0, step - 1))
+    profiled = step + 1 in steps(observe.profile_steps)
+    return measured or profiled or batch_size(train, step) != batch_size(train, max(0, step - 1))
 
 
 def due(every: int, step: int) -> bool:

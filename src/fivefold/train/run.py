@@ -67,6 +67,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             for text in resumed.alarms if resumed else ():
                 hooks.alarm(state.step, text)
             stack.enter_context(hooks.memory.tracking)
+            stack.callback(hooks.profile.close)
             if (
                 membership is not None and state.step == recipe.train.steps
             ):  # it joined in the last outer step

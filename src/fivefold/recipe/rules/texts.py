@@ -9,6 +9,7 @@ from typing import Any
 from fivefold.errors import did_you_mean
 from fivefold.models.card import Contradiction, card_of, round_up
 from fivefold.models.section import MOST_IDS, Section
+from fivefold.recipe.profiled import steps
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.trackers import NONE, TRACKERS, unknown
 from fivefold.recipe.words import short, toml_value
@@ -163,6 +164,32 @@ def observed(recipe: Sections) -> Iterator[Contradiction]:
             f"observe.trace_step = {step}: the memory of step {step} is tracked, which slows it. Nearest valid: "
             f"trace_step = {max(step, recipe.observe.memory_step) + 1}",
         )
+    yield from _profiled(recipe)
+
+
+def _profiled(recipe: Sections) -> Iterator[Contradiction]:
+    observe = recipe.observe
+    what = f"observe.profile_steps = {short(observe.profile_steps)}"
+    try:
+        profiled = steps(observe.profile_steps)
+    except ValueError as error:
+        yield {"observe.profile_steps"}, f"{what} {error}"
+        return
+    measured = {
+        "memory_step": (observe.memory_step, int(observe.memory_step > 0)),
+        "trace_step": (observe.trace_step,),
+        "histogram_step": (observe.histogram_step,),
+    }
+    free = max(max(found) for found in measured.values()) + 1
+    for name, found in measured.items():
+        for step in found:
+            if step in profiled:
+                yield (
+                    {"observe.profile_steps", f"observe.{name}"},
+                    f"{what}: observe.{name} measures step {step}, too, and slows it. Nearest valid: "
+                    f'profile_steps = "{free}"',
+                )
+                return
 
 
 def expected_vocab_size(recipe: Sections) -> int | None:

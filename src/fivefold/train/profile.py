@@ -1,0 +1,127 @@
+"""Steps under PyTorch's profiler: `observe.profile_steps`. Each rank writes its trace into RUN/traces. Rank 0 also
+writes a table of the operators that took longest (`observe/profile.py`)."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch.autograd.profiler_util import FunctionEventAvg
+from torch.profiler import ProfilerActivity, profile
+
+from fivefold.comm.progress import progress
+from fivefold.comm.span import profiling, span
+from fivefold.files import NO_ROOM, make_folder, own_word, remove, rename, stream
+from fivefold.launch.ranks import Ranks
+from fivefold.observe import profile as page
+from fivefold.observe.profile import LONGEST, Operator
+from fivefold.recipe.profiled import steps
+from fivefold.train.job import Job
+
+QUIET = (
+    "KINETO_LOG_LEVEL",
+    "6",
+)  # its logger notes each profile on stderr; on GPUs it may say why kernels are missing
+PRIVATE = re.compile(rb'("(?:host_name|traceName)": )"(?:[^"\\]|\\.)*"')
+"""What a trace says of the machine. No host names and paths are written into run folders (SECURITY.md)."""
+
+
+class ProfileWatch:
+    """One rank's part: begin and end each step with it, and close it."""
+
+    def __init__(self, job: Job, ranks: Ranks):
+        self.folder, self.ranks = job.out / "traces", ranks
+        wanted, most = steps(job.recipe.observe.profile_steps), job.recipe.train.steps or 0
+        self.steps = wanted[: most - wanted.start + 1] if wanted.start <= most else range(0)
+        self.running: profile | None = None
+        self.first = 0  # of the steps that are recorded
+        self._step = ExitStack()
+
+    def begin_step(self, step: int) -> None:
+        """The step (1, 2, ...) is about to run."""
+        if step not in self.steps:
+            return self.close()  # the run has gone back to a step before them
+        if self.running is None:
+            activities, cuda = [ProfilerActivity.CPU], self.ranks.device.type == "cuda"
+            if cuda:
+                activities.append(ProfilerActivity.CUDA)
+            else:
+                os.environ.setdefault(*QUIET)
+            self.running, self.first = profile(activities=activities, record_shapes=True), step
+            self.running.start()
+            profiling.now = True
+        self._step.enter_context(span("step", step))
+
+    def end_step(self, step: int) -> str:
+        """The step is queued. Returns what the console shall say."""
+        self._step.close()
+        recorded = self.running
+        if recorded is None or step < self.steps[-1]:
+            return ""
+        with progress.phase("writing the profile"):
+            self._stop(recorded)
+            try:
+                return self._write(recorded, step)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                return f"WARNING: the profile is not written: {error.strerror}"
+
+    def close(self) -> None:
+        """Ends a recording that has not come to its last step. It is not written."""
+        self._step.close()
+        if self.running is not None:
+            self._stop(self.running)
+
+    def _stop(self, recorded: profile) -> None:
+        self.running, profiling.now = None, False
+        recorded.stop()  # waits for the GPU
+
+    def _write(self, recorded: profile, last: int) -> str:
+        make_folder(self.folder)
+        path = self.folder / page.trace_name(self.first, last, self.ranks.rank)
+        exported = self.folder / f".{path.name}.{own_word()}"
+        try:
+            recorded.export_chrome_trace(str(exported))
+            _compress(exported, path)
+        finally:
+            remove(exported)
+        if not self.ranks.first:
+            return ""
+        found = recorded.key_averages()
+        page.write(self.folder.parent, self.first, last, operators(found, self.ranks.device.type == "cuda"))
+        return f"profile of steps {self.first} to {last}: {path}, for ui.perfetto.dev; each rank has one"
+
+
+def operators(averages: Iterable[FunctionEventAvg], cuda: bool) -> list[Operator]:
+    """The operators that took longest by themselves: on a GPU its kernels, else the CPU's. Spans are not operators."""
+    found = [
+        Operator(
+            str(one.key), one.count, (one.self_device_time_total if cuda else one.self_cpu_time_total) / 1e6
+        )
+        for one in averages
+        if not one.is_user_annotation
+    ]
+    whole = sum(one.seconds for one in found)
+    longest = sorted(found, key=lambda one: -one.seconds)[:LONGEST]
+    return [one._replace(share=one.seconds / whole) for one in longest if one.seconds]
+
+
+def _compress(source: Path, target: Path) -> None:
+    """Writes `target`, line by line, without what is private."""
+    temporary = target.with_name(f".{target.name}.{own_word()}")
+    try:
+        with (
+            open(source, "rb") as lines,
+            stream(temporary) as file,
+            gzip.GzipFile("", "wb", 6, file) as zipped,
+        ):
+            zipped.writelines(PRIVATE.sub(rb'\1""', line) for line in lines)
+        rename(temporary, target)
+    except BaseException:
+        remove(temporary)
+        raise

@@ -1,0 +1,150 @@
+"""Steps under PyTorch's profiler: `observe.profile_steps`."""
+
+import gzip
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import ranks_of, train_rank
+
+from fivefold.comm.span import message, profiling, span
+from fivefold.errors import UserError
+from fivefold.observe import profile
+from fivefold.recipe import Recipe, load
+from fivefold.recipe.warnings import warnings
+from fivefold.train.job import Job
+from fivefold.train.profile import ProfileWatch
+
+TINY = [
+    "model.layers=2", "model.dim=32", "model.heads=2", "model.ffn_dim=64", "model.seq_len=16",
+    "data.tokenizer=bytes", "train.global_batch_size=4", "train.microbatch_size=2", "train.val_sequences=2",
+    "train.sample_every=0", "observe.tracker=none", "precision.mode=fp32",
+]  # fmt: skip
+
+
+def recipe_of(folder: Path, layout: str, *sets: str) -> Recipe:
+    source = folder / "text.txt"
+    source.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return load("quickstart", [*TINY, f"data.source={source}", *sets], layout)
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def names(found: list[dict[str, Any]]) -> set[str]:
+    return {event["name"] for event in found if event.get("cat") == "user_annotation"}
+
+
+def test_every_rank_writes_a_trace_with_named_parts(tmp_path: Path) -> None:
+    """The range ends beyond the run: what there is of it is written."""
+    run = tmp_path / "run"
+    sets = ["train.steps=3", "observe.profile_steps=2-9"]
+    run_ranks(2, train_rank, recipe_of(tmp_path, "pp=2", *sets), run)
+    for rank in range(2):
+        path = run / "traces" / profile.trace_name(2, 3, rank)
+        found, stage = events(path), rank
+        for i in range(2):
+            assert {
+                f"forward, stage {stage}, microbatch {i}",
+                f"backward, stage {stage}, microbatch {i}",
+            } <= names(found)
+        crossing = "receive" if rank else "send"
+        assert {"step 2", "step 3", "update", f"wait for {crossing} over pp", "all_reduce over all"} <= names(
+            found
+        )
+        assert "step 1" not in names(found)
+        (step,) = (e for e in found if e["name"] == "step 3")
+        inside = [e for e in found if "dur" in e and 0 <= e["ts"] - step["ts"] <= step["dur"] - e["dur"]]
+        assert "update" in names(inside)
+        assert any(e.get("cat") == "cpu_op" and e["name"].startswith("aten::") for e in inside)
+        text = gzip.decompress(path.read_bytes()).decode()
+        assert f'"{socket.gethostname()}"' not in text
+        assert str(tmp_path) not in text
+    page = (run / "report.html").read_text()
+    assert "recorded steps 2 to 3 on 2 ranks" in page
+    assert (
+        len(re.findall(r'<tr><th scope="row">[^<]+</th><td>\d+</td><td>[\d.]+ ms</td>', page))
+        == profile.LONGEST
+    )
+    assert sorted(path.name for path in (run / "traces").iterdir()) == [
+        "profile-step-00000002-00000003-rank-0.json.gz",
+        "profile-step-00000002-00000003-rank-1.json.gz",
+        "profile-step-00000002-00000003.json",
+    ]
+
+
+def test_messages_of_shards_are_named(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "dp=2,zero=3", "train.steps=2", "observe.profile_steps=2")
+    run_ranks(2, train_rank, recipe, tmp_path / "run")
+    found = names(events(tmp_path / "run" / "traces" / profile.trace_name(2, 2, 1)))
+    assert {"forward, microbatch 0", "backward, microbatch 0", "update"} <= found
+    assert {
+        "all_gather over shard, FSDP2 unit blocks.1",
+        "wait for all_gather over shard, FSDP2 unit blocks.1",
+    } <= found
+
+
+def test_a_recording_that_breaks_off_leaves_no_profiler(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "dp=1", "train.steps=9", "observe.profile_steps=3-4")
+    watch = ProfileWatch(Job(recipe, tmp_path, None), ranks_of(0, 1))
+    for broken in (watch.close, lambda: watch.begin_step(1)):  # an error; the run goes back
+        watch.begin_step(3)
+        assert profiling.now
+        assert not watch.end_step(3)
+        watch.begin_step(4)
+        broken()
+        assert not profiling.now
+        assert not (tmp_path / "traces").exists()
+    watch.begin_step(4)  # resumed in the middle
+    with span("own"):
+        torch.ones(2) + 1
+    assert "profile of steps 4 to 4" in watch.end_step(4)
+    assert {"own", "step 4"} <= names(events(tmp_path / "traces" / profile.trace_name(4, 4, 0)))
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path, "dp=1", "train.steps=9", "observe.profile_steps=1")
+    watch = ProfileWatch(Job(recipe, tmp_path / "run", None), ranks_of(0, 1))
+    watch.begin_step(1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fivefold.train.profile._compress", full)
+    assert "not written: No space left" in watch.end_step(1)
+    assert not list((tmp_path / "run" / "traces").iterdir())
+
+
+def test_without_a_profiler_spans_are_nothing() -> None:
+    assert span("a", 1) is span("b") is message("all_reduce", None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("0", "must be a step"),
+        ("12-10", "must be a step"),
+        ("a", "must be a step"),
+        ("1-101", 'Nearest valid: "1-100"'),
+        ("true", "observe.profile_steps"),
+    ],
+)
+def test_refused_steps(value: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load("quickstart", [f"observe.profile_steps={value}"])
+
+
+def test_steps_that_are_measured_otherwise() -> None:
+    with pytest.raises(UserError, match=r'memory_step measures step 1.*profile_steps = "6"'):
+        load("quickstart", ["observe.profile_steps=1", "observe.memory_step=5"])
+    with pytest.raises(UserError, match="trace_step measures step 3"):
+        load("quickstart", ["observe.profile_steps=2-3", "observe.trace_step=3"])
+    recipe = load("quickstart", ["observe.profile_steps=20", "train.steps=10"])
+    assert recipe.observe.profile_steps == "20"
+    assert any("profile_steps" in text for text in warnings(recipe))
