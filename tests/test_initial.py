@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, mend, ranks_of
 
@@ -159,3 +160,19 @@ def test_checkpoints_without_frozen_weights_are_small_and_resume(base, text, tmp
         with pytest.raises(UserError, match=says):
             weights_of(tmp_path / "wrong")
         shutil.rmtree(tmp_path / "wrong")
+
+
+def test_frozen_weights_are_kept_as_they_compute_in_every_layout(base, text, tmp_path):
+    """FSDP2 has their rows in fp32."""
+    recipe = continued(
+        base, text, "model.freeze=embed*", "precision.mode=bf16", "train.steps=1", layout="dp=2,zero=3"
+    )
+    run_ranks(2, started, recipe, tmp_path / "run")
+    found = store.load(store.latest(tmp_path / "run"), kinds=("model",)).model
+    assert {t.dtype for name, t in found.items() if name.startswith("embed")} == {torch.bfloat16}
+    assert {t.dtype for name, t in found.items() if not name.startswith("embed")} == {torch.float32}
+    was = weights_of(store.latest(base))
+    assert_same_tensors(
+        {n: t for n, t in found.items() if n.startswith("embed")},
+        {n: t.bfloat16() for n, t in was.items() if n.startswith("embed")},
+    )

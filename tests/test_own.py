@@ -25,9 +25,11 @@ from fivefold import ModuleCard
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.parameters import cut_of
+from fivefold.parallel.offload import activations
 from fivefold.plan.predict import held
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.spread.parts import Cut
+from fivefold.step.own import own_model
 from fivefold.step.state import build_state
 from fivefold.step.step import evaluate, rate, take_step
 from fivefold.train.start import run_command
@@ -55,6 +57,7 @@ def steps(
 def _steps(
     rank: int, world: int, kind: type[nn.Module], card: ModuleCard | None, recipe: Recipe
 ) -> dict[str, Any]:
+    activations.SMALLEST = 64  # so that small ones leave the device, too
     torch.manual_seed(rank)  # rank 0's weights count
     state = build_state(recipe, ranks_of(rank, world), kind(), card=card)
     found: dict[str, Any] = {"loss": [], "norm": []}
@@ -70,6 +73,8 @@ def _steps(
     found["weights"] = pieces(state, state.masters())
     found["states"] = sorted(state.moments())
     found["validation"] = evaluate(state, share(state, recipe, Numbers(), 3), None)["val_loss"]
+    if state.parallel.activations is not None:
+        assert state.parallel.activations.moved
     state.parallel.close()
     return found
 
@@ -124,7 +129,10 @@ def assert_alike(answers: list[list[dict]], recipes: list[Recipe], wanted: dict[
 
 
 ZBV = "pp=2,schedule=zbv,virtual_stages=2"
-DATA = ["dp=2,zero=1", "dp=2,zero=2,recompute=full", "dp=2,zero=3", "dp=2,recompute=full*1/none*3"]
+DATA = [
+    "dp=2,zero=1", "dp=2,zero=2,recompute=full", "dp=2,zero=3", "dp=2,recompute=full*1/none*3",
+    "dp=2,zero=3,offload=activations",
+]  # fmt: skip
 TWO = ["tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses,recompute=full", "pp=2", ZBV]
 FOUR = ["dp=2,tp=2,zero=3", "pp=2,tp=2,sp=true,recompute=selective", "pp=2,cp=2", "dp=2,pp=2,zero=1"]
 FROZEN = ["dp=2", "dp=2,zero=1", "dp=2,zero=3,recompute=full", "tp=2,sp=true", ZBV]
@@ -171,7 +179,8 @@ def _alone_frozen(recipe: Recipe) -> dict[str, Any]:
     (Decoder, None, "cp=2", r"layout.cp = 2: Decoder .* needs a card"),
     (Decoder, CARD, "pp=2,virtual_stages=4,schedule=interleaved", r"has 4 blocks for 8 pipeline stages"),
     (Plain, None, "dp=2,recompute=selective", r'"selective" recomputes a part of each block.*recompute=full'),
-    (Plain, None, "dp=2,offload=activations", r"custom modules do not support offload"),
+    (Plain, None, "dp=2,offload=states:host", r'custom modules keep their states on .*valid: "activations"'),
+    (Decoder, CARD, "tp=2,offload=activations,recompute=full", r'valid: offload = "none", or recompute = "none"'),
 ])  # fmt: skip
 def test_what_a_module_lacks_is_said_before_any_process_starts(kind, card, layout, message, tmp_path):
     more = ["model.layers=8"] if "virtual" in layout else []
@@ -180,6 +189,35 @@ def test_what_a_module_lacks_is_said_before_any_process_starts(kind, card, layou
             recipe_of(layout, *more), out=tmp_path / "run", module=kind(), card=card, batches=Numbers()
         )
     assert not (tmp_path / "run").exists()
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def _with(change: Any) -> type[Decoder]:
+    class Changed(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            change(self)
+
+    return Changed
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda m: setattr(m.blocks["1"].mixer, "wide", Scaled(32, 64)), r"blocks.1.mixer.wide is a Scaled with a forward"),
+    (lambda m: setattr(m.blocks["0"], "out", Scaled(32, 32)), r"needs a plain nn.Linear.*Nearest valid: zero=3"),
+    (lambda m: setattr(m.embed, "padding_idx", 0), r"embed has padding_idx = 0"),
+    (lambda m: m.blocks["0"].out.register_forward_hook(lambda *_: None), r"blocks.0.out has forward hooks"),
+    (lambda m: setattr(m.blocks["0"], "qkv", nn.Linear(32, 96)), r"qkv is cut by columns, and its bias is not"),
+])  # fmt: skip
+def test_layers_that_tensor_parallelism_would_silently_change_are_refused(change, message):
+    """It puts its own linear layers and embeddings in place of those that are cut."""
+    recipe = recipe_of("tp=2")
+    own_model(recipe, Decoder(), CARD)
+    with pytest.raises(UserError, match=message):
+        own_model(recipe, _with(change)(), CARD)
 
 
 def _lora() -> SimpleNamespace:

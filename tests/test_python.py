@@ -106,6 +106,14 @@ class Broken(fivefold.Callback):
         raise ValueError("no such thing")
 
 
+class Unbuilt(fivefold.Callback):
+    def __init__(self, times: int):
+        self.times = times
+
+    def on_validation(self, event: fivefold.Event) -> Any:
+        return {"loss": 1.0}  # a reader would take the line for a step
+
+
 def test_what_a_callback_does_wrong_is_an_error(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "train.steps=2")
     for every, message in (
@@ -118,6 +126,12 @@ def test_what_a_callback_does_wrong_is_an_error(tmp_path: Path) -> None:
         often = fivefold.change(recipe, [f"train.val_every={every}"])
         with pytest.raises(UserError, match=message):
             fivefold.train(often, tmp_path / str(every), nproc=1, callbacks=[Broken()], quiet=True)
+    for callback, message in (
+        (Unbuilt, r"callbacks: test_python:Unbuilt\(\) failed: TypeError: .* 'times'"),
+        (Unbuilt(1), r"on_validation: a figure's name must be a new word; 'loss' is not"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fivefold.train(recipe, tmp_path / "unbuilt", nproc=1, callbacks=[callback], quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +141,7 @@ def test_what_a_callback_does_wrong_is_an_error(tmp_path: Path) -> None:
         ("schedule", "brought:down", "schedule = 'brought:down' cannot be imported: AttributeError"),
         ("schedule", "up", "must have the form module:name"),
         ("optimizer", partial(torch.optim.SGD, foo=torch.ones(1)), "what its partial binds is no number"),
-        ("callbacks", [brought.Notes()], "this object cannot travel to them. Assign it at the top of a module"),
+        ("callbacks", [brought.Notes()], r"this object cannot travel to them. Pass the class Notes, or partial\(N"),
         ("callbacks", [math.sqrt], "has none of on_step, on_validation, on_save, on_end"),
         ("metrics", {"loss": brought.accuracy}, "metrics: 'loss' must be a word"),
         ("metrics", {"a": 3}, "cannot travel|must be a function"),

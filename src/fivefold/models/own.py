@@ -17,7 +17,7 @@ from torch import nn
 
 from fivefold.errors import UserError
 from fivefold.models.base import LanguageModel
-from fivefold.models.layers import AttentionCore, Sublayer
+from fivefold.models.layers import AttentionCore, Linear, Sublayer
 from fivefold.models.recomputation import of_blocks
 from fivefold.spread.layout import Layout
 from fivefold.spread.names import matching
@@ -289,3 +289,43 @@ def _cuts_divide(own: OwnModel, layout: Layout) -> None:
             raise UserError(
                 f"layout.tp = {layout.tp} must divide {wrong[0]}, a section of {name} in the card"
             )
+    for name, module in own.module.named_modules():
+        if (cut := own.cuts.get(f"{name}.weight")) is not None and (
+            why := _not_replaced(own, name, module, cut)
+        ):
+            raise UserError(
+                f"layout.tp = {layout.tp}: {type(own.module).__name__}.{name} {why}. Nearest valid: zero=3"
+            )
+
+
+def _not_replaced(own: OwnModel, name: str, module: nn.Module, cut: Cut) -> str:
+    """Why tensor parallelism cannot put its own layer in place of one whose weight is cut; "": it can. The new layer
+    would silently compute something else."""
+    kind, plain = type(module), ""
+    if isinstance(module, nn.Linear) and cut.kind in ("column", "row"):
+        if cut.dim != (0 if cut.kind == "column" else 1):
+            return (
+                f'is an nn.Linear: its "{cut.kind}" cut must have dim {int(cut.kind == "row")}, not {cut.dim}'
+            )
+        bias = own.cuts.get(f"{name}.bias")
+        if (
+            module.bias is not None
+            and cut.kind == "column"
+            and (bias is None or bias.sections != cut.sections)
+        ):
+            return "is cut by columns, and its bias is not: the card must cut both alike"
+        if bias is not None and cut.kind == "row":
+            return "is cut by rows: its bias must stay whole, and the card cuts it"
+        plain = "nn.Linear" if kind.forward not in (nn.Linear.forward, Linear.forward) else ""
+    elif isinstance(module, nn.Embedding) and cut.kind == "vocab":
+        for option in ("padding_idx", "max_norm"):
+            if (value := getattr(module, option)) is not None:
+                return f"has {option} = {value}, which a cut vocabulary does not know"
+        plain = "nn.Embedding" if kind.forward is not nn.Embedding.forward else ""
+    else:
+        return ""
+    if plain:
+        return f"is a {kind.__name__} with a forward of its own, and a cut weight needs a plain {plain}: put one inside"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks, and is replaced by a layer without them. Put them on the module around it"
+    return ""

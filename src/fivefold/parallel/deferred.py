@@ -56,7 +56,7 @@ def attach(stage: nn.Module, deferred: Deferred) -> None:
     small, or was done in F. Compiled modules are not supported: the compiler cannot trace through the queue.
     """
     for module in stage.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and type(module).forward is Linear.forward:
             module.forward = partial(_linear, module, deferred)
         elif hasattr(module, "deferred"):  # a layer that defers by itself
             module.deferred = deferred  # pyright: ignore[reportArgumentType]

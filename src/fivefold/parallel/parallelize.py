@@ -48,6 +48,7 @@ class Parallel:
     stages: the model, or this rank's pipeline stages. positions: (T), of this rank's tokens; None: all positions.
     reductions: gradient sums beyond those of the replicas, called after these finish. pipeline: runs the stages if pp >
     1. balance: of the experts' load, if the model has experts. offloads: what replicas keep elsewhere, and the disk.
+    computes: the dtype of weights that compute.
     """
 
     stages: list[nn.Module]
@@ -59,6 +60,7 @@ class Parallel:
     offloads: dict[int, Offload] = field(default_factory=dict)
     disk: Disk | None = None
     activations: Activations | None = None
+    computes: torch.dtype = torch.float32
 
     def saving(self) -> AbstractContextManager[object]:
         """The context of forward and backward, in which saved tensors may leave the device."""
@@ -117,7 +119,7 @@ def parallelize(
     )
     stages = list(numbered.values())
     table = held(card, layout, mesh.rank)
-    found = Parallel(list(stages), [])
+    found = Parallel(list(stages), [], computes=compute_dtype)
     if OFFLOADS[layout.offload] != Tiers():
         found.disk = Disk(
             Path(layout.offload_dir).expanduser() if layout.offload_dir else cache_folder() / "offload"

@@ -14,7 +14,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
-from fivefold.spread.tiers import NOT_OFFLOADED
+from fivefold.spread.tiers import OFFLOADS, partitions
 
 
 def own_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None) -> OwnModel:
@@ -34,9 +34,15 @@ def own_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None)
         )
     if products.wanted(recipe) is not None:
         raise UserError(f'custom modules do not train in {FP8}. Use precision.mode = "bf16" or "auto"')
-    if layout.offload != NOT_OFFLOADED:
+    if OFFLOADS[layout.offload].streams:
         raise UserError(
-            f'layout.offload = "{layout.offload}": custom modules do not support offload. Nearest valid: "none"'
+            f'layout.offload = "{layout.offload}": custom modules keep their states on the device. Nearest valid: '
+            '"activations"'
+        )
+    if partitions(layout.offload, layout.recompute, layout.tp, layout.sp):
+        raise UserError(
+            f'layout.offload = "{layout.offload}": of a custom module, tp does not divide the inputs of recomputed '
+            'blocks. Nearest valid: offload = "none", or recompute = "none"'
         )
     if budget_of(layout.recompute) is not None:
         raise UserError(

@@ -35,10 +35,12 @@ class MemoryWatch:
 
     def begin_step(self, state: State) -> None:
         """Tracks the step if it is one of those wanted. A user's own module is not tracked: what it keeps is not known.
-        Nor are tensors on GPUs, which would change their compiled code."""
-        if state.step + 1 not in self.steps or self.job.module is not None:
+        Nor are tensors on GPUs, which would change their compiled code: PyTorch notes their memory itself."""
+        if state.step + 1 not in self.steps:
             return
         if self.ranks.device.type == "cpu":
+            if self.job.module is not None:
+                return
             self.tracker = self.tracking.enter_context(Tracker(states_of(state)))
         else:
             private.start_memory_history()
@@ -56,7 +58,7 @@ class MemoryWatch:
                 self._peak = self.tracker.peak().total
             self.tracker = None
             return memory_picture.write(self.job.out, timeline)
-        if self.ranks.device.type != "cpu" and step in self.steps and self.job.module is None:
+        if self.ranks.device.type != "cpu" and step in self.steps:
             name = f"memory-snapshot-step-{step:08d}-rank-{self.ranks.rank}.pickle"
             folder = self.job.out / "traces"
             make_folder(folder)

@@ -20,6 +20,8 @@ from torch import nn
 
 from fivefold.comm.progress import progress
 from fivefold.errors import UserError
+from fivefold.observe.faults import KINDS, ROLLBACK, USUAL
+from fivefold.observe.trackers import TAGS, TAGS_BY_NAME
 from fivefold.optim import OptimizerCard
 from fivefold.optim.own import Make, card_from, is_torch
 from fivefold.precision import PRECISIONS
@@ -104,6 +106,12 @@ class Ref:
         why = ""
         if not name:
             why = "this object cannot travel to them. Assign it at the top of a module and pass 'module:name'"
+            if isinstance(self.value, Callback):
+                kind = type(self.value).__name__
+                why = (
+                    f"this object cannot travel to them. Pass the class {kind}, or partial({kind}, ...) of functools "
+                    "with numbers and texts"
+                )
         elif "<lambda>" in name:
             why = "a lambda has no name to import. Write a function at the top of a module"
         elif "<locals>" in name:
@@ -269,6 +277,19 @@ def _word(one: Ref) -> str:
 
 
 WITHOUT = Own()
+RUNS_OWN = {
+    *TAGS,
+    *TAGS_BY_NAME,
+    *KINDS,
+    *USUAL,
+    ROLLBACK,
+    "step",
+    "sample",
+    "alarm",
+    "slow_rank",
+    "compression_errors",
+}
+"""Figures of metrics.jsonl that readers take for the run's own, in whatever line they are."""
 MEASURED = ("loss", "bits_per_byte")
 """Metrics of every validation."""
 
@@ -310,7 +331,7 @@ class Callbacks:
         for one in own.callbacks:
             found: Any = one.get()
             build = isclass(found) or hasattr(found, "func")  # a class, or a partial of one
-            self._all.append((_word(one), found() if build else found))
+            self._all.append((_word(one), called(f"callbacks: {_word(one)}()", found) if build else found))
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -342,7 +363,7 @@ def _figures(who: str, figures: Any, taken: set[str]) -> dict[str, float]:
         raise UserError(f"callback {who} returned {figures!r:.60}: must be None or numbers by name")
     given: dict[Any, Any] = dict(figures)  # pyright: ignore[reportUnknownArgumentType]
     for key, value in given.items():
-        if not isinstance(key, str) or not key.isidentifier() or key in taken:
+        if not isinstance(key, str) or not key.isidentifier() or key in taken or key in RUNS_OWN:
             raise UserError(f"callback {who}: a figure's name must be a new word; {key!r:.60} is not")
         if not isinstance(value, int | float):
             raise UserError(f"callback {who}: {key} = {value!r:.60} must be a number")

@@ -44,13 +44,17 @@ def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
         measured["loss_scale"] = state.loss_scale.values.tolist()
     whole = {**counts, **measured, **compression(state), **meta}
     parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
-    if any(part.frozen for part in parts.values()):
+    masters = state.masters()
+    if frozen := [name for name, part in parts.items() if part.frozen]:
         whole[FROZEN] = True
+        masters |= {
+            name: masters[name].to(state.parallel.computes) for name in frozen
+        }  # rows of FSDP2 are fp32
     if state.elsewhere is not None:
         whole[ELSEWHERE] = asdict(state.elsewhere)
     if state.outer is None:
         gone = state.elsewhere.names if state.elsewhere is not None else {}
-        kept = {name: w for name, w in state.masters().items() if name not in gone}
+        kept = {name: w for name, w in masters.items() if name not in gone}
         model, optimizer = owned_pieces(state, kept), moment_pieces(state)
     else:
         model, optimizer = _pieces_of_site(state, state.outer)
