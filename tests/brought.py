@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import fivefold
@@ -11,6 +12,27 @@ from fivefold.comm.progress import progress
 from fivefold.optim import OPTIMIZERS
 
 LION = replace(OPTIMIZERS["lion"], name="mine")
+
+
+class Counting(torch.optim.SGD):
+    """As optimizers without a schedule do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+class Late(torch.optim.SGD):
+    """Has a state from its fifth step on only."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.steps += 1
+        for weight in self.param_groups[0]["params"] if self.steps == 5 else ():
+            self.state[weight]["slow"] = 3
 
 
 class Notes(fivefold.Callback):

@@ -2,8 +2,10 @@
 
 import math
 import pickle
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import brought
@@ -18,7 +20,6 @@ from fivefold.errors import UserError
 from fivefold.optim.own import card_from
 from fivefold.optim.updater import Updater
 from fivefold.recipe import Recipe
-from fivefold.train import api
 from fivefold.train.own import brings
 
 TINY = [
@@ -179,6 +180,8 @@ def test_what_a_notebook_defines_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         (["sync.method=server"], "dp=2", {"schedule": brought.up}, 'not supported with sync.method = "server"'),
         ([], "dp=1", {"optimizer": torch.optim.LBFGS}, "a step on small weights fails: "),
         ([], "dp=1", {"optimizer": torch.optim.NAdam}, 'checkpoints have no place for its state "mu_product"'),
+        ([], "dp=1", {"optimizer": brought.Counting}, r'it counts in its groups \("k"\)'),
+        ([], "dp=1", {"optimizer": brought.Late}, 'checkpoints have no place for its state "slow"'),
     ],
 )  # fmt: skip
 def test_what_does_not_combine_is_refused(
@@ -255,7 +258,10 @@ def test_the_run_as_an_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(tmp_path, "checkpoint.every=1", "checkpoint.keep_last=9")
-    monkeypatch.setattr(api, "_in_notebook", lambda: True)
+    shell = type(
+        "Shell", (type("ZMQInteractiveShell", (), {}),), {}
+    )  # a hosted notebook's derives from Jupyter's
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=shell))
     run = fivefold.train(recipe, tmp_path / "run", nproc=1)
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("validation  step 3  loss ")

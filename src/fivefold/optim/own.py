@@ -15,6 +15,8 @@ from fivefold.precision import DTYPES, torch_dtype
 Make = Callable[..., torch.optim.Optimizer]
 """make(groups, lr=...): a class of `torch.optim`, or a function that builds its optimizer like one. groups: lists of
 parameters with their weight decay."""
+STEPS = 12
+"""Tried steps of an optimizer. Some of its states may not be there after the first."""
 COUNT = "step"
 """The state in which torch's optimizers count their steps."""
 
@@ -27,7 +29,7 @@ def is_torch(given: object) -> bool:
 def card_from(given: object, name: str) -> OptimizerCard:
     """The card of what the user brings.
 
-    A step on two small parameters says which states a torch optimizer keeps.
+    Steps on two small parameters say which states a torch optimizer keeps.
 
     Raises:
         UserError: it is neither a card nor builds a torch optimizer, or checkpoints have no place for its states.
@@ -45,13 +47,20 @@ def card_from(given: object, name: str) -> OptimizerCard:
         optimizer = make(_groups(weights), lr=0.1)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"it returns {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        settings = _settings(optimizer)
         for weight in weights:
             weight.grad = torch.ones_like(weight)
-        optimizer.step()
+        for _ in range(STEPS):
+            optimizer.step()
     except Exception as error:
         raise UserError(
             f"optimizer = {name}: a step on small weights fails: {type(error).__name__}: {error}"
         ) from error
+    if changed := [key for key, value in _settings(optimizer).items() if settings.get(key) != value]:
+        raise UserError(
+            f'optimizer = {name}: it counts in its groups ("{changed[0]}"), and checkpoints have no place for that: a '
+            "resumed run would begin anew. Only states of the weights are kept"
+        )
     kept = [(key, value, weight) for weight in weights for key, value in optimizer.state[weight].items()]
     states = dict(_state(name, *one) for one in kept if one[0] != COUNT and one[1] is not None)
     return OptimizerCard(
@@ -61,6 +70,16 @@ def card_from(given: object, name: str) -> OptimizerCard:
         states=tuple(states.values()),
         counts=any(key == COUNT for key, *_ in kept),
     )
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What the groups hold beside parameters."""
+    return {
+        key: repr(value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 def _groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:

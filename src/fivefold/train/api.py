@@ -326,4 +326,6 @@ def _quietly(wanted: bool | None) -> Generator[None]:
 
 def _in_notebook() -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return type(shell).__name__ == "ZMQInteractiveShell"
+    return any(
+        kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__
+    )  # hosted ones derive from it
