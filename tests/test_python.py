@@ -127,12 +127,14 @@ def test_what_a_callback_does_wrong_is_an_error(tmp_path: Path) -> None:
         often = fivefold.change(recipe, [f"train.val_every={every}"])
         with pytest.raises(UserError, match=message):
             fivefold.train(often, tmp_path / str(every), nproc=1, callbacks=[Broken()], quiet=True)
-    for callback, message in (
-        (Unbuilt, r"callbacks: test_python:Unbuilt\(\) failed: TypeError: .* 'times'"),
-        (Unbuilt(1), r"on_validation: a figure's name must be a new word; 'loss' is not"),
+    for number, (callback, message) in enumerate(
+        (
+            (Unbuilt, r"callbacks: test_python:Unbuilt\(\) failed: TypeError: .* 'times'"),
+            (Unbuilt(1), r"on_validation: a figure's name must be a new word; 'loss' is not"),
+        )
     ):
         with pytest.raises(UserError, match=message):
-            fivefold.train(recipe, tmp_path / "unbuilt", nproc=1, callbacks=[callback], quiet=True)
+            fivefold.train(recipe, tmp_path / f"unbuilt-{number}", nproc=1, callbacks=[callback], quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -34,7 +35,7 @@ from fivefold.train.own import Callback, Optimizer, brings
 from fivefold.train.start import run_command
 
 Prompts = list[str] | tuple[str, ...]
-CallbackLike = Callback | type[Callback] | str
+CallbackLike = Callback | type[Callback] | partial[Callback] | str
 
 
 class EvaluationFields(TypedDict, total=False):
@@ -244,7 +245,7 @@ def train(
         data: your own batches, data.batch(i, rows) -> (inputs, targets), instead of the recipe's. Batch i must not
             depend on anything but i.
         val_data: the same for validation, which uses its batch 0 with `train.val_sequences` rows.
-        callbacks: `Callback` objects or classes, called on rank 0 around the steps.
+        callbacks: `Callback` objects, or classes (perhaps `partial`), called on rank 0 around the steps.
         metrics: by name: functions (logits (n, V), targets (n)) -> their mean, measured at each validation.
         loss: (logits (N, V), targets (N), -100 where they do not count) -> the mean loss to train with, a scalar.
         optimizer: an `OptimizerCard`, or for plain data parallelism a class of torch.optim or a function (groups, lr).

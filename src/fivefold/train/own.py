@@ -295,7 +295,7 @@ MEASURED = ("loss", "bits_per_byte")
 
 
 def brings(
-    callbacks: Sequence[Callback | type[Callback] | str] = (),
+    callbacks: Sequence[Callback | type[Callback] | partial[Callback] | str] = (),
     metrics: Mapping[str, Metric | str] | None = None,
     loss: Loss | str | None = None,
     optimizer: Optimizer | str | None = None,
@@ -311,7 +311,7 @@ def brings(
             raise UserError(
                 f"metrics: {name!r:.60} must be a word of letters, digits and _, and none of {', '.join(MEASURED)}"
             )
-    if isinstance(callbacks, str | Callback | type):
+    if isinstance(callbacks, str | Callback | type | partial):
         callbacks = [callbacks]
     return Own(
         tuple(ref("callbacks", one) for one in callbacks),
