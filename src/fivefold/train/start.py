@@ -456,7 +456,9 @@ def _run_folder(out: Path | None, name: str, resuming: Resuming, caller: Caller)
     if not resuming and any(
         (out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")
     ):
-        raise UserError(f"{out} already holds a run; add --resume to resume it, or choose another --out")
+        raise UserError(
+            f"{out} already holds a run; add --resume to resume it (fivefold.resume in Python), or choose another --out"
+        )
     return out
 
 
