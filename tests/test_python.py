@@ -270,6 +270,7 @@ def test_the_run_as_an_object(
     assert repr(run).startswith(f"Run('{run.path}'): llama, ")
     assert "step 3 of 3, validation loss " in repr(run)
     assert "<td style='text-align:left'>3</td>" in run._repr_html_()
+    assert "[model]\narch = &quot;llama&quot;\n" in run.recipe._repr_html_()
     first = run.at(1)
     assert "step=1" in repr(first)
     assert run.checkpoint.name == "step-00000003"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from pydantic import model_validator
 
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.schema import Sections
+from fivefold.recipe.words import to_toml
 
 
 class Recipe(Sections):
@@ -21,3 +24,7 @@ class Recipe(Sections):
         if found:
             raise ValueError("; ".join(found))
         return self
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the recipe as TOML."""
+        return f"<pre>{escape(to_toml(self))}</pre>"
