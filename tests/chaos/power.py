@@ -1,8 +1,8 @@
 """What a disk may hold after the power failed: the log of a run's writes, and every state that fits a prefix of it.
 
-`files.watch` logs each change. A file's content is safe once the file was flushed, a name once its folder was. All
-else may be there or not: content may be missing, cut or zeros; of names the oldest changes, or any of them, may have
-reached the disk. (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, found all of these.)
+`files.writing.watch` logs each change. A file's content is safe once the file was flushed, a name once its folder was.
+All else may be there or not: content may be missing, cut or zeros; of names the oldest changes, or any of them, may
+have reached the disk. (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, found all of these.)
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from fivefold import files
+from fivefold.files import writing
 
 HOW = ("flushed", "names", "cut", "zeros", "all", "first", "some")  # see `Disk.state`
 
 
 @dataclass(frozen=True)
 class Event:
-    """A change: see `files.watch`. Paths are relative to the logged folder. content: of a file, after it."""
+    """A change: see `files.writing.watch`. Paths are relative to the logged folder. content: of a file, after it."""
 
     what: str
     path: Path
@@ -220,6 +220,6 @@ def states(
 def logged(root: Path, log: Path, work: Callable[[], object]) -> list[Event]:
     """Runs `work` in this process. Returns the changes under `root`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "watch", Log(root, log))
+        patch.setattr(writing, "watch", Log(root, log))
         work()
     return Log(root, log).events()

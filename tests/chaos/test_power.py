@@ -12,9 +12,9 @@ import pytest
 from ranks import run_ranks
 from runs import assert_same_tensors, train_rank
 
-from fivefold import files
 from fivefold.checkpoint import store
 from fivefold.data import prepare
+from fivefold.files import writing
 from fivefold.recipe import Recipe, change, load
 
 STEPS = 3
@@ -34,11 +34,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 def train_logged(rank: int, world: int, recipe: Recipe, out: Path, log: Path) -> None:
-    files.watch = power.Log(out.parent, log)
+    writing.watch = power.Log(out.parent, log)
     try:
         train_rank(rank, world, recipe, out)
     finally:
-        files.watch = lambda *_: None
+        writing.watch = lambda *_: None
 
 
 def truth(recipe: Recipe, out: Path) -> dict[int, store.Checkpoint]:

@@ -10,6 +10,7 @@ import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, SetOption, print_json
 from fivefold.errors import UserError
+from fivefold.files import numbered_folder
 from fivefold.launch.exits import STOPPED
 from fivefold.launch.interrupt import Leaving, run_complete
 
@@ -78,7 +79,7 @@ def sweep(
     check_hold_out(made, hold_out)
     plan(made, base)
     if folder is None:
-        folder = _new_folder(Path(recipe).stem)
+        folder = numbered_folder(Path("runs"), f"{Path(recipe).stem}-sweep")
     table.write(folder, made)
     finished = sum(row.status == table.FINISHED for row in made.rows)
     say(f"{folder}: {len(made.rows)} runs" + (f", {finished} finished before" if finished else ""))
@@ -132,15 +133,3 @@ def _open(recipe: str, over: list[str], overrides: list[str], layout: str | None
                 f"{out}`, or choose another --out"
             )
     return out, made, recipe
-
-
-def _new_folder(name: str) -> Path:
-    from fivefold.files import make_folder
-
-    number = 1
-    while True:
-        try:
-            make_folder(folder := Path("runs") / f"{name}-sweep-{number}", new=True)
-            return folder
-        except FileExistsError:
-            number += 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.errors import UserError, shortened
-from fivefold.files import read_bytes, read_json
+from fivefold.files import read_json, read_text
 
 ANSWER = "assistant"
 """The role whose messages count in the loss."""
@@ -105,14 +105,14 @@ def read_template(spec: str, tokenizer_spec: str) -> str:
         raise UserError(
             f"data.chat_template = {spec!r}: must be {', '.join(TEMPLATES)}, {OWN}, or the path of a Jinja file"
         )
-    return _text(path)
+    return read_text(path, MOST_TEMPLATE, "data.chat_template: ")
 
 
 def beside(path: Path) -> str | None:
     """The chat template of a tokenizer's folder, or of the folder of a tokenizer.json; None if it has none."""
     folder = path if path.is_dir() else path.parent
     if (folder / TEMPLATE_FILE).is_file():
-        return _text(folder / TEMPLATE_FILE)
+        return read_text(folder / TEMPLATE_FILE, MOST_TEMPLATE, "data.chat_template: ")
     config = folder / "tokenizer_config.json"
     if not config.is_file():
         return None
@@ -121,12 +121,3 @@ def beside(path: Path) -> str | None:
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_bytes(path, MOST_TEMPLATE).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.chat_template: {path} is not UTF-8 text at byte {error.start}") from None
-    except OSError as error:
-        raise UserError(f"data.chat_template: cannot read {path}: {error.strerror}") from None

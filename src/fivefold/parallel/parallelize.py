@@ -157,7 +157,8 @@ def _divide(
     found: Parallel, recipe: Recipe, mesh: Mesh, card: Card | OwnModel, table: dict[str, Part]
 ) -> None:
     """Divides experts, tensors and sequences: parameters become this rank's parts, with messages between them."""
-    stages, layout, model = found.stages, mesh.layout, recipe.model
+    layout, model = mesh.layout, recipe.model
+    stages: list[Any] = found.stages  # plain modules, or parts of a recipe's model
     if card.has_experts:
         found.balance = expert.Balance(stages, mesh, model)
         for stage in stages:

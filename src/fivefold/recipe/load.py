@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fivefold.errors import LONGEST_WORD, Problem, UserError, did_you_mean, problem, shortened
-from fivefold.files import read_bytes
+from fivefold.files import read_text
 from fivefold.models.section import LARGEST
 from fivefold.recipe import words
 from fivefold.recipe.initial import taken_over
@@ -96,7 +96,7 @@ def source(name_or_path: str | Path) -> str:
     Raises:
         UserError: there is none, or it is not UTF-8 text.
     """
-    return _read(find(name_or_path))
+    return read_text(find(name_or_path), MOST_BYTES)
 
 
 def find(name_or_path: str | Path) -> Path:
@@ -133,7 +133,7 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
         UserError: the file is not valid TOML, or its base is no shipped recipe.
     """
-    text = _read(path)
+    text = read_text(path, MOST_BYTES)
     table, origins = migrate(_parse(text, path), _lines(text))
     if "base" not in table:
         return table, origins
@@ -158,15 +158,6 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         if isinstance(own, dict) and section != "layout":
             table[section] = fields | own
     return table, origins
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_bytes(path, MOST_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text at byte {error.start}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

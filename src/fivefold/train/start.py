@@ -20,7 +20,7 @@ from fivefold.checkpoint.keep import go_back
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import CommunicationError, UserError
-from fivefold.files import guard, make_folder, owned
+from fivefold.files import guard, numbered_folder, owned
 from fivefold.host.files import ensure_open_files
 from fivefold.host.machine import cores
 from fivefold.host.memory import keep_few_primitives, keep_freed_memory, return_large_memory
@@ -440,13 +440,7 @@ def _run_folder(out: Path | None, name: str, resuming: Resuming, caller: Caller)
             raise UserError(f"{option} needs the run's folder: fivefold train RUN {option}, or --out RUN")
         if caller.world is not None:
             raise UserError("ranks of torchrun, Slurm or mpirun need a common run folder; add --out DIR")
-        number = 1
-        while True:
-            try:
-                make_folder(folder := Path("runs") / f"{name}-{number}", new=True)
-                return folder
-            except FileExistsError:
-                number += 1
+        return numbered_folder(Path("runs"), name)
     if not caller.first:
         return out
     if out.exists() and not out.is_dir():

@@ -1,0 +1,219 @@
+"""All writes of the program, and the cache folder.
+
+What is not flushed may be lost, cut or filled with zeros when the power fails, and a new name may reach the disk before
+the data that it names. So what has to be there afterwards is written by `write_atomically`, or under a temporary name,
+flushed with `flush` and given its name by `rename`. Every change calls `watch`, so that a test can replay what a disk
+may hold at any moment (`tests/chaos/power.py`). `tests/test_homes.py` finds writes that go another way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from fivefold.errors import system_error
+from fivefold.files.guarded import inside
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
+NOT_FLUSHED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
+"""What file systems say that cannot flush a folder, or a special file."""
+
+
+def cache_folder(setting: str | None = None) -> Path:
+    """The folder for data kept between runs: `setting` (the recipe's data.cache), $FIVEFOLD_CACHE or ~/.cache/fivefold.
+
+    Without a home folder it is one of this user's under the temporary folder.
+    """
+    path = Path(setting or os.environ.get("FIVEFOLD_CACHE") or "~/.cache/fivefold")
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:  # no home folder: a user id that the system does not know, as in some containers
+        return Path(tempfile.gettempdir(), f"fivefold-{os.getuid()}")
+
+
+def own_word() -> str:
+    """A word for the name of a temporary file, which no other process has. Two hosts with a common disk may have
+    processes of the same number."""
+    return uuid.uuid4().hex[:12]
+
+
+def watch(what: str, path: Path, target: Path | None = None) -> None:
+    """Is called after each change. A test puts its own function here.
+
+    what: "folder" (made), "write" (content is new), "flush", "remove", "rename" (to `target`).
+    """
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Writes a file in place. An interruption or power cut may leave a part of it."""
+    with stream(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+    watch("write", path)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes and flushes the whole file. If interrupted, the file is as before."""
+    temporary = path.with_name(f".{path.name}.{own_word()}")
+    try:
+        write(temporary, content)
+        flush(temporary)
+        rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def stream(path: Path) -> IO[bytes]:
+    """A new or emptied file to write bytes to."""
+    file = open(inside(path), "wb")  # noqa: SIM115
+    watch("write", path)
+    return file
+
+
+def stream_on(path: Path, size: int) -> IO[bytes]:
+    """A file of at least `size` bytes, cut there, to write behind them."""
+    file = open(inside(path), "r+b")  # noqa: SIM115
+    file.truncate(size)
+    file.seek(size)
+    watch("write", path)
+    return file
+
+
+class Lines:
+    """A file to which lines of text are appended, each at once.
+
+    A full or read-only disk is no error: `error` says why, and the lines are written as soon as that is possible.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.error = path, ""
+        self._left = b""
+        self._file = open(inside(path), "ab", buffering=0)  # noqa: SIM115
+        watch("write", path)
+
+    def write(self, line: str) -> None:
+        self._left += f"{line}\n".encode()
+        self._write()
+
+    def _write(self) -> None:
+        """Writes what is left."""
+        try:
+            while self._left:
+                self._left = self._left[self._file.write(self._left) :]
+            self.error = ""
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self.error = str(error.strerror)
+        watch("write", self.path)
+
+    def flush(self) -> None:
+        """Forces the lines to the disk. Closing did so already."""
+        if self._file.closed:
+            return
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno not in NO_ROOM | NOT_FLUSHED:
+                raise
+        watch("flush", self.path)
+
+    def close(self) -> None:
+        """Writes what a full disk has kept back, if it can be written now: `error` says why not."""
+        if not self._file.closed:
+            self._write()
+            self.flush()
+        self._file.close()
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_folder(path: Path, *, new: bool = False, mode: int = 0o777) -> None:
+    """Makes a folder and those above it, and flushes their names. new: raises FileExistsError if it is there."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    inside(path).mkdir(mode, parents=True, exist_ok=not new)
+    for folder in reversed(missing):
+        watch("folder", folder)
+        flush(folder.parent)
+
+
+def numbered_folder(parent: Path, name: str) -> Path:
+    """Makes a new folder with the first number that is free behind its name: parent/NAME-1, parent/NAME-2, ..."""
+    number = 1
+    while True:
+        try:
+            make_folder(folder := parent / f"{name}-{number}", new=True)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def rename(source: Path, target: Path) -> None:
+    """Gives a file or folder another name, in place of a file of that name, and flushes the name.
+
+    The content has to be flushed before.
+    """
+    inside(target.parent)
+    os.replace(source, target)
+    watch("rename", source, target)
+    for folder in {source.parent, target.parent}:
+        flush(folder)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or folder if it is there. What cannot be removed stays."""
+    inside(path.parent)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    watch("remove", path)
+
+
+def flush(path: Path) -> None:
+    """Forces the content of a file, or the names in a folder, to the disk."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # of folders that cannot be flushed, or not be read
+        if error.errno not in {*NOT_FLUSHED, errno.EACCES} or not path.is_dir():
+            raise
+    watch("flush", path)
+
+
+def flush_all(folder: Path) -> None:
+    """Flushes a folder and everything in it."""
+    for path in folder.iterdir():
+        flush_all(path) if path.is_dir() else flush(path)
+    flush(folder)
+
+
+@contextlib.contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Makes the folder. A full disk or a missing permission inside the block becomes a UserError that names it."""
+    try:
+        make_folder(folder)
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise system_error(
+            f"cannot write the cache {error.filename or folder}: {error.strerror}; "
+            "set data.cache or $FIVEFOLD_CACHE to a folder with free space",
+            error,
+        ) from error
