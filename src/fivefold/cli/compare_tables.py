@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.plan.compare import Row
-    from fivefold.plan.overlap_rules import Rule
+    from fivefold.plan.overlap_threshold import Rule
 
 REASONS = {"operations": "norms", "recompute": "recompute", "sums": "sums", "update": "updates"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fivefold.optim.card import OptimizerCard, OptimizerState
@@ -40,13 +41,5 @@ ADAMW = OptimizerCard(
 )
 CARDS = (
     ADAMW,
-    OptimizerCard(
-        "adam",
-        source="arXiv 1412.6980",
-        build=adam,
-        fields={"betas": (0.9, 0.95), "eps": 1e-8},
-        states=MOMENTS,
-        counts=True,
-        second_moment="exp_avg_sq",
-    ),
+    replace(ADAMW, name="adam", source="arXiv 1412.6980", build=adam),
 )

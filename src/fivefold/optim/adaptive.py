@@ -6,6 +6,7 @@ tests hold them to PyTorch's. g: gradient, t: step.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fivefold.optim.adamw import MOMENTS
@@ -91,6 +92,17 @@ def _average(state: Tensor, g: Tensor, decay: float) -> Tensor:
     return state.mul_(decay).addcmul_(g, g, value=1 - decay)
 
 
+RADAM = OptimizerCard(
+    "radam",
+    source="arXiv 1908.03265",
+    rule=radam,
+    fields={"betas": (0.9, 0.999), "eps": 1e-8},
+    states=MOMENTS,
+    counts=True,
+    second_moment="exp_avg_sq",
+    coupled=True,
+    reads=3.0,
+)
 CARDS = (
     OptimizerCard(
         "adagrad",
@@ -113,28 +125,8 @@ CARDS = (
         coupled=True,
         reads=3.0,
     ),
-    OptimizerCard(
-        "radam",
-        source="arXiv 1908.03265",
-        rule=radam,
-        fields={"betas": (0.9, 0.999), "eps": 1e-8},
-        states=MOMENTS,
-        counts=True,
-        second_moment="exp_avg_sq",
-        coupled=True,
-        reads=3.0,
-    ),
-    OptimizerCard(
-        "nadam",
-        source="Dozat, ICLR workshop 2016",
-        rule=nadam,
-        fields={"betas": (0.9, 0.999), "eps": 1e-8},
-        states=MOMENTS,
-        counts=True,
-        second_moment="exp_avg_sq",
-        coupled=True,
-        reads=3.0,
-    ),
+    RADAM,
+    replace(RADAM, name="nadam", source="Dozat, ICLR workshop 2016", rule=nadam),
     OptimizerCard(
         "adamsage",
         source="arXiv 2202.02664",

@@ -12,7 +12,7 @@ from fivefold.models.card import card_of
 from fivefold.plan import criteria, memory, overlap_rules, volume
 from fivefold.plan.criteria import Moment, Redundant
 from fivefold.plan.devices import Cluster
-from fivefold.plan.overlap_rules import Rule
+from fivefold.plan.overlap_threshold import Rule
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import Software
 from fivefold.recipe import Recipe

@@ -13,7 +13,7 @@ from fivefold.plan.pages.svg import KINDS, caption, document, legend
 
 if TYPE_CHECKING:
     from fivefold.plan.compare import Row
-    from fivefold.plan.overlap_rules import Rule
+    from fivefold.plan.overlap_threshold import Rule
 
 WIDTH, LEFT, PANEL, BAR, ROW = 860, 96, 255, 160, 26  # pixels: bars of a panel, and their values beside them
 TOP = 108
