@@ -23,9 +23,6 @@ from fivefold.recipe.fit import in_layout
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import to_text
 
-FEWEST = 4
-"""Steps of a run: the first two warm up, one is tracked and slower, and one is left."""
-
 
 def measure(
     recipe: Recipe, layouts: Sequence[Layout], steps: int

@@ -61,6 +61,7 @@ PageOption = Annotated[
     ),
 ]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run each layout here for a few steps.")]
+# At least 4 steps: the first two warm up, one is tracked and slower, and one is left
 StepsOption = Annotated[int, typer.Option(min=4, max=1000, help="Steps that --measure runs.")]
 
 

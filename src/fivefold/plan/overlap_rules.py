@@ -62,6 +62,11 @@ def _block(s: Setting) -> tuple[list[Operation], list[Cost]]:
     return ops, [cost.operation(op, s) for op in ops]
 
 
+def _sent(axis: str, ops: Iterable[Operation]) -> list[Message]:
+    """The messages of forward over an axis."""
+    return [m for op in ops for m in op.sent_forward if m.axis == axis]
+
+
 def _seconds(messages: Iterable[Message], s: Setting, backward: bool) -> float:
     return sum(m.calls * cost.message(replace(m, size=m.size / m.calls), s, backward) for m in messages)
 
@@ -156,13 +161,9 @@ def _data_name(s: Setting) -> str:
 # in forward (with sequence parallelism it gathers and scatters as many bytes). N cancels: D >= n e F / (c W).
 
 
-def _tensor_messages(s: Setting, ops: Iterable[Operation]) -> list[Message]:
-    return [m for op in ops for m in op.sent_forward if m.axis == "tp"]
-
-
 def _tensor_formula(s: Setting) -> Ratio:
     ops, _ = _block(s)
-    sent = _tensor_messages(s, ops)
+    sent = _sent("tp", ops)
     F, A, seconds = flops(s), _weights(ops, s), _seconds(sent, s, False)
     c = A * s.layout.tp / s.model.dim**2
     whole = 2 * s.sizes.N * s.model.dim * s.sizes.e
@@ -172,7 +173,7 @@ def _tensor_formula(s: Setting) -> Ratio:
 
 def _tensor_planned(s: Setting) -> float:
     ops, costs = _block(s)
-    return _seconds(_tensor_messages(s, ops), s, False) / sum(_alone(c)[0] for c in costs)
+    return _seconds(_sent("tp", ops), s, False) / sum(_alone(c)[0] for c in costs)
 
 
 def _resized(s: Setting, **fields: int) -> Setting:
@@ -296,13 +297,9 @@ def _deeper(s: Setting, factor: float) -> Setting | None:
 # matrices D x E there, 6 k N D E / F seconds (SwiGLU). k, N and D cancel: E >= e F / (3 W).
 
 
-def _expert_messages(s: Setting, ops: Iterable[Operation]) -> list[Message]:
-    return [m for op in ops for m in op.sent_forward if m.axis == "ep"]
-
-
 def _expert_formula(s: Setting) -> Ratio:
     ops, _ = _block(s)
-    seconds, F = _seconds(_expert_messages(s, ops), s, False), flops(s)
+    seconds, F = _seconds(_sent("ep", ops), s, False), flops(s)
     grouped = [op for op in ops if op.matmul and op.matmul.grouped]
     rows = max(op.matmul.m * op.matmul.count for op in grouped if op.matmul)  # k N
     there_and_back = 2 * rows * s.model.dim * s.sizes.e
@@ -313,7 +310,7 @@ def _expert_formula(s: Setting) -> Ratio:
 def _expert_planned(s: Setting) -> float:
     ops, costs = _block(s)
     beside = sum(c.forward for op, c in zip(ops, costs, strict=True) if op.name.startswith("experts "))
-    return _seconds(_expert_messages(s, ops), s, False) / beside
+    return _seconds(_sent("ep", ops), s, False) / beside
 
 
 def _wider_experts(s: Setting, factor: float) -> Setting | None:
