@@ -1,5 +1,6 @@
 """The command line: help, what is not imported, JSON, exit codes."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.cli import chat, check, eval_, export, generate, import_, recipes, report, tokenize, train
+from fivefold.cli import (
+    chat,
+    check,
+    eval_,
+    export,
+    generate,
+    import_,
+    recipes,
+    report,
+    terminal,
+    tokenize,
+    train,
+)
 from fivefold.cli.main import main
 from fivefold.recipe import Recipe
 from fivefold.recipe.words import KEYS, allowed
@@ -301,6 +314,19 @@ def test_pictures_are_ascii_in_c_locales(locale: dict[str, str], shown: str) -> 
     assert done.stdout.isascii() == (shown[0] == "-")
     wrong = subprocess.run([*command, "--set", "é=1"], env=env | locale, capture_output=True, timeout=60)
     assert "é".encode() in wrong.stderr
+
+
+@pytest.mark.parametrize(("command", "shown"), [("draw", "_-"), ("generate", "▁–"), ("chat", "▁–")])
+def test_text_of_a_model_stays_as_it_is_in_c_locales(
+    command: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8"))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    terminal.prepare([command])
+    print("▁–", end="", flush=True)
+    assert written.getvalue() == shown.encode()
 
 
 def test_tokenize(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,9 +39,8 @@ def prepare(words: Sequence[str]) -> None:
         if not isinstance(stream, io.TextIOWrapper):
             continue
         unicode = stream.encoding.lower().replace("-", "") == "utf8"
-        if (
-            unicode and in_c_locale() and words[:1] != ["generate"]
-        ):  # which prints a model's text, no pictures
+        models_text = words[:1] in (["generate"], ["chat"])  # and no pictures
+        if unicode and in_c_locale() and not models_text:
             stream.reconfigure(encoding="ascii", errors=_KEEP)
         else:
             stream.reconfigure(errors=_ESCAPE)
