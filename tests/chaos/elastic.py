@@ -93,8 +93,8 @@ def _leave(run: process.Run, at: random.Random, how: str, fewer: int, events: li
 
 
 def _join(run: process.Run, events: list[dict[str, Any]]) -> None:
-    """The fourth slot is there again."""
-    if _stepping(run):
+    """The fourth slot is there again. A launcher that has just been started anew uses slots that were given up."""
+    if _stepping(run) and _ranks(run) < 4:
         since = time.monotonic()
         (run.out / "slots").write_text("4")
         _go_on(run, "joins", since, events, 4)
@@ -118,13 +118,18 @@ def _stepping(run: process.Run) -> bool:
 def _go_on(run: process.Run, what: str, since: float, events: list[dict[str, Any]], ranks: int) -> None:
     """Waits for the first new step, and notes how many ranks took it. ranks: that have to (0: any number)."""
     seconds = kills._recovered(run, since)
-    found = [(when, int(one[1])) for when, line in list(run.lines) if (one := RANKS.search(line))]
-    now = found[-1][1] if found else 0
+    now = _ranks(run)
     events.append(
         {"what": what, "ranks": now, "step": run.step, "seconds": seconds, "back_off_s": run.waited(since)}
     )
     if ranks and seconds is not None and now != ranks:
         raise Lost(f"after {what!r} there are {now} ranks, not {ranks}")
+
+
+def _ranks(run: process.Run) -> int:
+    """How many ranks the last start had."""
+    found = [int(one[1]) for _, line in list(run.lines) if (one := RANKS.search(line))]
+    return found[-1] if found else 0
 
 
 def difference(wanted: Path, out: Path) -> dict[str, float]:

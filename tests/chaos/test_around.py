@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 import elastic
 import faults
 import kills
+import process
 import pytest
 from damage import Harness, count
 from runs import assert_same_tensors, lines, train_rank
@@ -69,6 +72,36 @@ def test_ranks_that_are_suspended_or_slow(tmp_path: Path, layout: str) -> None:
     at = random.Random(layout)
     faults.disturbed(tmp_path, layout, 200, faults.suspend(3.0, at), "suspended")
     faults.disturbed(tmp_path, layout, 200, faults.slow_down(5.0, at), "slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, -1])
+def test_a_worker_of_parameter_servers_that_hangs(tmp_path: Path, staleness: int) -> None:
+    """All ranks are started again; synchronous ones end with the bits of an undisturbed run."""
+    sets = [
+        *process.overrides(tmp_path, "dp=2", 200, 20),
+        "sync.method=server",
+        f"sync.staleness={staleness}",
+    ]
+    sets += ["observe.hang_s=3"]
+    wanted = kills.undisturbed(tmp_path, "dp=2", sets, 200)
+    run = process.Run(tmp_path / "run", "dp=2", sets)
+    try:
+        run.start()
+        assert run.wait(lambda: run.step >= 40, 60), run.tail()
+        since = time.monotonic()
+        process.send(run.ranks()[2], signal.SIGSTOP)
+        assert run.wait(lambda: run.stepped(since) is not None, 60), run.tail()
+        run.wait(lambda: False, 60)
+        assert run.code == 0, run.tail()
+    finally:
+        run.close()
+    said = "\n".join(line for _, line in run.lines)
+    assert re.search(r"rank 2 \(worker 1\) is missing: it is stopped .* Starting 3 rank\(s\) again", said), (
+        said
+    )
+    assert [*run.out.glob("traces/hang-step-*.txt")]
+    assert staleness or not kills.difference(wanted, run.out)
 
 
 @pytest.mark.slow
