@@ -63,7 +63,7 @@ def test_ranks_that_leave_and_join(tmp_path: Path) -> None:
     """See `python tests/chaos/run.py elastic` for more."""
     found = elastic.trial(0, 0, tmp_path, rounds=1)
     assert "lost" not in found
-    assert [event["ranks"] for event in found["events"]] == [3, 3, 4, 4]
+    assert {event["ranks"] for event in found["events"]} == {3, 4}
 
 
 @pytest.mark.slow
