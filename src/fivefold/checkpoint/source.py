@@ -76,16 +76,13 @@ class Elsewhere:
         found = meta.get(ELSEWHERE)
         if found is None:
             return None
-        texts = (
-            [found.get(key) for key in ("where", "checkpoint", "fingerprint")]
-            if isinstance(found, dict)
-            else []
-        )
-        names = found.get("names") if isinstance(found, dict) else None
+        table = found if isinstance(found, dict) else {}
+        where, at, digest = (table.get(key) for key in ("where", "checkpoint", "fingerprint"))
+        names: Any = table.get("names")
         pairs = names.items() if isinstance(names, dict) else [(None, None)]
-        if not texts or not all(isinstance(t, str) for t in (*texts, *(t for pair in pairs for t in pair))):
+        right = all(isinstance(text, str) for pair in pairs for text in pair)
+        if not (right and isinstance(where, str) and isinstance(at, str) and isinstance(digest, str)):
             raise Damaged(f"{checkpoint / MANIFEST} is damaged: {ELSEWHERE} must say where weights are")
-        where, at, digest = texts
         return cls(where, at, digest, names)
 
     def open(self) -> Source:
