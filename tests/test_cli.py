@@ -25,6 +25,7 @@ from fivefold.cli import (
 from fivefold.cli.main import main
 from fivefold.recipe import Recipe
 from fivefold.recipe.words import KEYS, allowed
+from fivefold.schedules.pipeline import SCHEDULES
 
 COMMANDS = {
     "train": train,
@@ -159,6 +160,14 @@ def test_bad_input_exits_with_2(
         (["collectives", "--ranks=0"], {"key": "--ranks", "value": "0"}),
         (["export"], {"key": "RUN"}),
         (["generate", "nowhere"], {"key": "RUN", "value": "nowhere"}),
+        (
+            ["check", "quickstart", "--set", "layout.schedule=foo"],
+            {"key": "layout.schedule", "value": "foo", "allowed": ", ".join(SCHEDULES)},
+        ),
+        (
+            ["check", "quickstart", "--set", "data.source=ftp://x/"],
+            {"key": "data.source", "allowed": "https:// http:// s3:// memory://"},
+        ),
     ],
 )
 def test_errors_in_json(

@@ -604,3 +604,7 @@ def test_keys_of_older_versions_are_read_by_their_new_names(
     both = errors(write(tmp_path, old.replace("0.5", "0.5\nlr = 0.1")))
     assert "optim.learning_rate = 0.5: unknown key" in both
     assert load(write(tmp_path, "[observe]\nmemory = true\n[train]\nsteps = 5\n")).observe.memory_step == 2
+    assert load("quickstart", ["observe.tensorboard=true"]).observe.tracker == "tensorboard"
+    for text, key in (("tensorboard = 1.0", "observe.tracker"), ("memory = 1", "observe.memory_step")):
+        wrong = errors(write(tmp_path, f"[observe]\n{text}\n[train]\nsteps = 5\n"))
+        assert f"line 2: observe.{text}: unknown key; did you mean '{key}'?" in wrong

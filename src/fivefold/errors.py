@@ -72,7 +72,9 @@ _NAMED = re.compile(r"^(recipe|layout|cluster) '(.*?)'")
 _ALLOWED = re.compile(
     r"must be (.+?)(?=; |\. |: |\.?$)|[ ;]valid [a-z]+(?: in \S+)?: (.+?)\.?$|is not in the range (.+?)\.?$"
     r"|Input should be (.+?)(?=, unable|\.?$)"
-    r"|is not (one of .+?|a valid .+?)\.?$",
+    r"|is not (one of .+?|a valid .+?)\.?$"
+    r"|\((?:(?:valid|known|keys)(?: [a-z]+)*:|it has those of) (.+?)(?:; .*)?\)\.?$"
+    r"|[;,] (?:known(?: words)?:|there are|it has) (.+?)(?=; |\. |\.?$)",
     re.MULTILINE,
 )
 _NEAREST = re.compile(
@@ -89,7 +91,7 @@ def problem(message: str, key: str | None = None, value: Any = None, allowed: st
 
     found = _OPTION.search(message) or _NAMED.search(message) or _FIELD.search(message)
     if key is None and found is not None:
-        key, value = found[1], found[2]
+        key, value = found[1], found[2] and found[2].strip("'\"")
     return Problem(key, value, message, allowed or first(_ALLOWED), first(_NEAREST))
 
 

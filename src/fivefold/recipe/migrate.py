@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 RENAMED: dict[str, str] = {
@@ -11,11 +10,11 @@ RENAMED: dict[str, str] = {
     "optim.skip_outliers": "faults.spike_limit",
 }
 """{section.key of an older version: section.key today}."""
-VALUES: dict[str, dict[Any, Any]] = {
+VALUES: dict[str, dict[bool, Any]] = {
     "observe.memory": {True: 2, False: 0},
     "observe.tensorboard": {True: "tensorboard", False: "none"},
 }
-"""Values of renamed keys that were others, too."""
+"""Values of renamed keys that were others, too: true and false, and none else."""
 IMPLIED: dict[str, tuple[str, Any]] = {"optim.skip_outliers": ("on_spike", "skip")}
 """What a renamed key that is not 0 also meant: a field of the same section today, with its value."""
 
@@ -47,7 +46,7 @@ def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, A
         if not isinstance(values, dict) or key not in values:
             continue
         target = moved.setdefault(home, {})
-        if not isinstance(target, dict) or name in target:
+        if not isinstance(target, dict) or name in target or today(old, values[key])[0] == old:
             continue
         value = values.pop(key)
         _, target[name] = today(old, value)
@@ -64,6 +63,7 @@ def migrate(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, A
 
 
 def today(key: str, value: Any) -> tuple[str, Any]:
-    """An override's key and value, as they are called today."""
-    others = VALUES.get(key, {})
-    return RENAMED.get(key, key), others.get(value, value) if isinstance(value, Hashable) else value
+    """An override's key and value, as they are called today. A value that the key never had stays, and is reported."""
+    if key in VALUES and not isinstance(value, bool):  # 1.0 is equal to true
+        return key, value
+    return RENAMED.get(key, key), VALUES[key][value] if key in VALUES else value
