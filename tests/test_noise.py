@@ -1,6 +1,7 @@
 """The gradient noise scale: of a problem whose own is known, and on every layout that it can be measured on."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
-from fivefold.plan.budget import noise_parts
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.step.state import State, build_state
@@ -60,8 +61,10 @@ def test_the_scale_of_a_known_problem(microbatch: int) -> None:
     figures = {}
     for _ in range(1500):
         rows = torch.randint(0, V, (B, T), generator=generator)
-        forward_backward(state, [(part, part) for part in rows.split(microbatch)], 0)
-        figures = noise.figures(norm_of(state), noise.take().item())
+        batch = [Microbatch(part, part) for part in rows.split(microbatch)]
+        noise.begin(batch)
+        forward_backward(state, batch, 0)
+        figures = noise.figures(norm_of(state), *noise.take().tolist())
     assert figures["noise_scale"] / T == pytest.approx(known, rel=0.1)
 
 
@@ -73,29 +76,38 @@ def tokens() -> Tensor:
     return torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(1))
 
 
-def measured(rank: int, world: int, recipe: Recipe) -> tuple[float, float]:
-    """The two estimates of one step."""
+def measured(rank: int, world: int, recipe: Recipe, sizes: list[int]) -> tuple[float, float]:
+    """The two estimates of one step. sizes: sequences of each of a data-parallel rank's microbatches."""
     state = build_state(recipe, Ranks(rank, world, rank, world, torch.device("cpu")))
     noise = NoiseScale(state, recipe, memory=0.0)
     own = tokens().chunk(state.mesh.size("dp"))[state.mesh.index("dp")]
-    batch = [(rows[:, :-1], rows[:, 1:]) for rows in own.split(recipe.train.microbatch_size or 1)]
+    average = len(own) / len(sizes)
+    batch = [
+        Microbatch(rows[:, :-1], rows[:, 1:], weight=len(rows) / average)
+        for rows in own.split([size * len(own) // sum(sizes) for size in sizes])
+    ]
+    noise.begin(batch)
     forward_backward(state, batch, 0)
-    noise.figures(norm_of(state), noise.take().item())
+    noise.figures(norm_of(state), *noise.take().tolist())
     for replica in state.parallel.replicas:
         replica.close()
     return state.noise
 
 
-def expected(parts: int) -> tuple[float, float]:
-    """From whole gradients of the parts, each computed by itself."""
-    found = []
-    for rows in tokens().chunk(parts):
+def expected(parts: list[int]) -> tuple[float, float]:
+    """From the whole gradients of parts of so many sequences, each computed by itself."""
+    found, shares = [], torch.tensor(parts) / B
+    for rows in tokens().split(parts):
         state = alone(recipe_of("dp=1", len(rows)))
-        forward_backward(state, [(rows[:, :-1], rows[:, 1:])], 0)
+        forward_backward(state, [Microbatch(rows[:, :-1], rows[:, 1:])], 0)
         found.append(torch.cat([state.gradients()[name].flatten() for name in sorted(state.gradients())]))
-    mean = torch.stack(found).mean(0)
-    small = sum(g.double().square().sum().item() for g in found) / parts
-    return noise_parts(1 / parts, 1.0, small, mean.double().square().sum().item())
+    gradients = torch.stack(found).double()
+    whole = (shares @ gradients.float()).double().square().sum().item()
+    squares = gradients.square().sum(1)
+    # E sum w^2 |g|^2 = q |G|^2 + tr / B, and E |sum w g|^2 = |G|^2 + tr / B
+    q, small = shares.square().sum().item(), (shares.square() * squares).sum().item()
+    gradient = (whole - small) / (1 - q)
+    return gradient, whole - gradient
 
 
 @pytest.mark.parametrize(
@@ -116,10 +128,23 @@ def expected(parts: int) -> tuple[float, float]:
 )
 def test_every_layout_measures_the_same(layout: str, parts: int) -> None:
     recipe = recipe_of(layout)
-    world = Layout.from_recipe(recipe.layout).ranks
-    found = run_ranks(world, measured, recipe) if world > 1 else [measured(0, 1, recipe)]
-    assert found[0] == pytest.approx(expected(parts), rel=1e-4)
+    size = Layout.from_recipe(recipe.layout)
+    sizes = [1] * (B // (recipe.layout.dp_replicate * recipe.layout.dp_shard))
+    found = (
+        run_ranks(size.ranks, measured, recipe, sizes) if size.ranks > 1 else [measured(0, 1, recipe, sizes)]
+    )
+    assert found[0] == pytest.approx(expected([B // parts] * parts), rel=1e-4)
     assert all(pair == pytest.approx(found[0]) for pair in found)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "pp=2"])
+def test_parts_count_by_their_targets(layout: str) -> None:
+    recipe, sizes = recipe_of(layout), [1, 4, 1, 2]
+    ranks = Layout.from_recipe(recipe.layout).ranks
+    found = run_ranks(ranks, measured, recipe, sizes) if ranks > 1 else [measured(0, 1, recipe, sizes)]
+    assert found[0] == pytest.approx(expected(sizes), rel=1e-4)
+    assert found[0] != pytest.approx(expected([2, 2, 2, 2]), rel=0.05), "they are not alike"
+    assert NoiseScale.figures(SimpleNamespace(), 1.0, 1.0, 1.0) == {}, "one part says nothing"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

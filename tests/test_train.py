@@ -296,7 +296,7 @@ class Recorder:
     def stop_wanted(self):
         return False
 
-    def begin_step(self):
+    def begin_step(self, microbatches):
         self.calls.append("begin")
 
     def inspect(self):

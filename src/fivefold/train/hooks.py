@@ -57,7 +57,7 @@ from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import stream_states, training_batches, validation_sets
 
 GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else
-SQUARES = "partial_squares"  # the figure of a step that `NoiseScale.take` returns
+SQUARES, UNEVEN = "partial_squares", "partial_weights"  # the figures of a step that `NoiseScale.take` returns
 MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
 
 
@@ -117,8 +117,10 @@ class RunHooks:
         self.stop_wanted = lambda: bool(self.callbacks.stopped) or wanted()
         self.saver = Saver(self.state, self.job, self.alarm, self.flush, self.ranks.local_world)
 
-    def begin_step(self) -> None:
+    def begin_step(self, microbatches: list[Microbatch]) -> None:
         self.saver.poll()
+        if self.noise:
+            self.noise.begin(microbatches)
         self.predicted.begin_step(self.state)
         self.memory.begin_step(self.state)
         traced = self.state.step + 1 == self.job.recipe.observe.trace_step
@@ -142,7 +144,10 @@ class RunHooks:
         self.memory.begin_update()
         if self.recorder is not None:
             self.recorder.mark("update", "update")
-        return self.saver.figures() | ({SQUARES: self.noise.take()} if self.noise else {})
+        return self.saver.figures() | self._noise()
+
+    def _noise(self) -> dict[str, Tensor]:
+        return dict(zip((SQUARES, UNEVEN), self.noise.take(), strict=True)) if self.noise else {}
 
     def end_step(self) -> dict[str, Any]:
         self.predicted.end_step()
@@ -183,7 +188,7 @@ class RunHooks:
                 line.pop(name, None)
         line |= self.speed.figures(line["step"], line["step_s"], self.state.left_out)
         if self.noise:
-            line |= self.noise.figures(line["grad_norm"], line.pop(SQUARES))
+            line |= self.noise.figures(line["grad_norm"], line.pop(SQUARES), line.pop(UNEVEN))
         if slow := self.slow.add(line.pop("rank_seconds", [])):
             line["slow_rank"] = slow.figures
         line |= self.callbacks.tell("on_step", line["step"], figures=line, model=self._model)

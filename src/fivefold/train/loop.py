@@ -32,8 +32,8 @@ class Hooks(Protocol):
     next_batch: Callable[[], tuple[list[Microbatch], float]]  # this rank's microbatches, seconds waited
     stop_wanted: Callable[[], bool]  # was this rank asked to stop?
 
-    def begin_step(self) -> None:
-        """The microbatches are there; the step is about to run."""
+    def begin_step(self, microbatches: list[Microbatch]) -> None:
+        """This rank's microbatches are there; the step is about to run."""
         ...
 
     def inspect(self) -> Mapping[str, Tensor]:
@@ -84,7 +84,7 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
             with progress.phase("a slower step") if slower else nullcontext():
                 with span("wait for data"):
                     microbatches, waited = hooks.next_batch()  # the first may open files
-                hooks.begin_step()
+                hooks.begin_step(microbatches)
                 done = take_step(state, recipe, microbatches, hooks.stop_wanted, hooks.inspect)
             first = False
             last, saving = state.step == train.steps, due(recipe.checkpoint.every, state.step)
