@@ -20,11 +20,14 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import check, megatron, prepare, remote
+from fivefold.data.cut import Packed, cut_of, pieces
 from fivefold.data.encode import to_line
 from fivefold.data.finish import write_megatron
-from fivefold.data.sequential import _Text
+from fivefold.data.sequential import _Text, row_tasks
+from fivefold.data.sequential import rows as rows_in
 from fivefold.data.sources import Hub, find
 from fivefold.data.tokenizer import train_bpe
+from fivefold.data.tokens import Tokens
 from fivefold.errors import UserError
 
 DOCUMENTS = [f"row {i} ☂ " + "words and more\n" * (i % 90) for i in range(1800)]  # 1.2 MB: several blocks
@@ -111,6 +114,13 @@ def test_a_folder_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ("name", "content", "message"),
     [
         ("a.txt.gz", packed("gz", b"x" * 100_000)[:-20], "a.txt.gz: byte .*: cannot be decompressed: "),
+        (
+            "a.txt.zst",
+            packed("zst", b"x" * 9999)[:-1],
+            "cannot be decompressed: the file ends within a frame",
+        ),
+        ("a.jsonl.zst", b"no zstd at all", "a.jsonl.zst: byte 0: cannot be decompressed: "),
+        ("a.json", b'[{"text": "a"}, {"text": "\xff"}]', "a.json: row 1: not JSON: 'utf-8' codec"),
         ("a.jsonl.gz", b"no gzip at all", "a.jsonl.gz: byte 0: cannot be decompressed: Not a gzipped file"),
         (
             "a.jsonl.gz",
@@ -129,6 +139,27 @@ def test_faults_of_files_that_are_read_from_their_start(
 ):
     with pytest.raises(UserError, match=message):
         prepare(recipe_of(write(tmp_path / name, content), tmp_path / "cache", val_fraction=0.0))
+
+
+def test_a_fault_has_a_place_behind_it(tmp_path: Path):
+    """Who continues behind a fault reads no row before it again, and the fault not either."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    content = json.dumps([{"text": "a"}] * 50_000)[:-1].encode() + b', {"text": "\xff"}]'
+    bad = pa.array([b"one", b"\xff", b"three"]).view(pa.string())
+    pq.write_table(pa.table({"text": bad}), tmp_path / "b.parquet")
+    for path, places in ((write(tmp_path / "a.json", content), [50_001]), (tmp_path / "b.parquet", [3])):
+        file = find(str(path)).files[0]
+        done = list(row_tasks(rows_in(0, file, "text", False, 0), "text", False))
+        assert [place for _, place in done] == places
+        for begin in (places[0] - 1, places[0]):
+            left = [row.number for row in rows_in(0, file, "text", False, begin)]
+            assert left == list(range(begin, places[0]))
+    values = [row.value for row in rows_in(0, find(str(tmp_path / "b.parquet")).files[0], "text", False, 0)]
+    assert [isinstance(value, dict) for value in values] == [True, False, True]
+    recipe = recipe_of(tmp_path / "b.parquet", tmp_path / "cache", val_fraction=0.0, max_bad_fraction=0.5)
+    assert prepare(recipe).info["documents"]["train"] == 2, "the rows behind a bad one are read"
 
 
 def test_an_object_too_long_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -207,6 +238,24 @@ def test_files_of_a_web_server(
     monkeypatch.setattr(_Handler, "breaks", 1000)
     with pytest.raises(UserError, match=r"reading failed at byte \d.*, 3 times in a row: .* Run again when"):
         tokens(f"{server}a.jsonl.gz", tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_broken_network_is_no_bad_document(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    """It would be skipped with all that is behind it."""
+    pytest.importorskip("aiohttp")
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(remote, "DELAYS", ())
+    path = write(tmp_path / "served" / "set" / f"b.{kind}", json.dumps(rows()))
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": DOCUMENTS}), path)
+    monkeypatch.setattr(_Handler, "breaks", 1000)
+    with pytest.raises(UserError, match="reading failed"):
+        tokens(f"{server}b.{kind}", tmp_path / "cache", max_bad_fraction=0.9)
 
 
 def test_files_in_memory(tmp_path: Path, expected: np.ndarray):
@@ -349,6 +398,60 @@ def test_damaged_indexes_of_megatron(tmp_path: Path, made: bytes, message: str):
         tokens(f"tokens:{tmp_path / 'x'}", tmp_path / "cache")
 
 
+@pytest.mark.parametrize("end", [None, 36])
+def test_an_index_says_where_documents_end(tmp_path: Path, end: int | None):
+    """Of documents that end with the end token, it belongs to the next one, too. Others begin with themselves."""
+    ids = (np.arange(41) + 1) % 38
+    ids[[9, 20]] = 36  # one is inside of a document
+    lengths, borders = (
+        [4, 6, 5, 1, 0, 16, 9],
+        [0, 0, 2, 3, 4, 4, 6, 7],
+    )  # documents end behind 10, 15, 16, 32, 41
+    write(tmp_path / "x.bin", ids.astype("<u2").tobytes())
+    write(tmp_path / "x.idx", index(8, lengths, borders, 2))
+    recipe = recipe_of(
+        f"tokens:{tmp_path / 'x'}", tmp_path / "cache", val_fraction=0.0, end_token=end, vocab_size=64
+    )
+    data = prepare(recipe)
+    assert isinstance(data.train, Tokens)
+    assert data.train.ends(0, 41, end).tolist() == [9, 14, 15, 31, 40]
+    assert Tokens(data.train.shards, 12, 40).ends(2, 20, end).tolist() == [2, 3, 19]
+    cut = cut_of(recipe, data, data.train)
+    found = cut.read(np.arange(5))
+    assert cut.uneven
+    assert found.first is not None
+    begins, lost = {10, 15, 16, 32}, {10, 15, 16, 32}
+    if end is not None:
+        begins, lost = {9, 15, 16, 32}, {15, 16, 32}
+    assert [int(x) for x in np.flatnonzero(found.first.ravel() == np.tile(range(8), 5))] == sorted(
+        {*range(0, 40, 8), *begins}
+    )
+    wanted = [-100 if at in lost else ids[at] for at in range(1, 41)]
+    assert found.targets.ravel().tolist() == wanted
+    plain = recipe.model_copy(update={"data": recipe.data.model_copy(update={"document_masks": False})})
+    assert cut_of(plain, prepare(plain), prepare(plain).train).read(np.arange(5)).first is None
+    write(tmp_path / "x.idx", index(8, lengths, [0, 7], 2))
+    assert (
+        prepare(plain).info["fingerprint"] == prepare(plain).info["fingerprint"] != data.info["fingerprint"]
+    )
+    assert prepare(recipe).info["fingerprint"] not in (
+        data.info["fingerprint"],
+        prepare(plain).info["fingerprint"],
+    )
+    if end is not None:
+        write(tmp_path / "x.idx", index(8, lengths, borders, 2))
+        tokens = prepare(recipe).train
+        assert isinstance(tokens, Tokens)
+        starts, sizes = pieces(tokens, 8, end)
+        assert sorted(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)])) == [
+            at for at in range(41) if at not in lost
+        ]
+        packed = Packed(tokens, 8, end).read(np.arange(Packed(tokens, 8, end).count))
+        assert sorted(packed.targets[packed.targets >= 0]) == sorted(
+            ids[at] for at in range(41) if at not in lost
+        )
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 def test_out_to_megatron_and_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str):
     monkeypatch.setattr(megatron, "CHUNK", 1000)
@@ -364,6 +467,13 @@ def test_out_to_megatron_and_in_again(tmp_path: Path, monkeypatch: pytest.Monkey
     count = len(ends)
     assert raw == index(8, np.diff(ends, prepend=0).tolist(), list(range(count + 1)), 2)
     assert megatron.read_index(val) == ("<u2", len(data.val))  # type: ignore[arg-type]
+    end = data.tokenizer.end_id  # type: ignore[union-attr]
+    same = recipe_of(f"tokens:{tmp_path / 'out'}", tmp_path / "cache", end_token=end)
+    mine, theirs = cut_of(recipe, data, data.train), cut_of(same, prepare(same), prepare(same).train)
+    for ours, read in zip(mine.read(np.arange(99)), theirs.read(np.arange(99)), strict=True):
+        np.testing.assert_array_equal(ours, read)  # type: ignore[arg-type]
+    (once_more, _) = write_megatron(back, same, tmp_path / "again" / "set")
+    assert once_more.with_suffix(".idx").read_bytes() == raw, "the borders of an index stay"
 
 
 def test_parquet_with_input_ids(tmp_path: Path):

@@ -213,6 +213,53 @@ def test_a_run_resumes_in_stages_on_any_layout(texts: Path) -> None:
         assert part in page
 
 
+def test_conversations_and_texts_in_one_mixture(texts: Path) -> None:
+    """Of conversations only answers count, of texts everything. A step is the mean over all that counts, however it is
+    cut, and a run that resumes has the same bits."""
+    talks = [
+        [{"role": "user", "content": "q" * (1 + n % 9)}, {"role": "assistant", "content": "A" * (2 + n % 7)}]
+        for n in range(60)
+    ]
+    write(texts / "talk.jsonl", "".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    sources = f'[{{name = "talk", source = "{texts / "talk"}.jsonl", weight = 1}}, '
+    sources += f'{{name = "a", source = "{texts / "a"}.txt", weight = 1}}]'
+    sets = [*TINY, f"data.cache={texts / 'cache'}", f"data.sources={sources}", "data.chat_template=plain"]
+    sets += ["model.seq_len=32", "data.document_masks=true", "checkpoint.every=2", "checkpoint.keep_last=9"]
+    recipe = load("quickstart", sets)
+    data = prepare(recipe)
+    assert data.tokenizer is not None
+    batches = batches_of(resolve(recipe, vocab_size=data.vocab_size), data)
+    for step in range(4):
+        batch = batches.batch(step)
+        numbers, _ = batches.order.at(np.arange(4 * step, 4 * step + 4))
+        assert sorted(numbers.tolist()) == [0, 0, 1, 1]
+        assert batch.first is not None
+        for number, x, y, first in zip(
+            numbers.tolist(), batch.inputs, batch.targets, batch.first, strict=True
+        ):
+            counted = y != -100
+            if number:
+                assert counted.all()
+                assert not first.any()
+            else:
+                assert set(y[counted].tolist()) <= {ord("A"), ord("\n"), ord(" "), data.tokenizer.end_id}
+                asks = (x[:-1] == ord("q")) & (x[1:] == ord("q"))
+                assert not counted[:-1][asks].any()
+                assert len(set(first.tolist())) > 1
+    whole = texts / "whole"
+    train_rank(0, 1, recipe, whole)
+    shutil.copytree(whole, texts / "again")
+    for later in store.checkpoints(texts / "again")[1:]:
+        shutil.rmtree(later)
+    train_rank(0, 1, recipe, texts / "again", True)
+    final = [store.load(store.latest(texts / name)).model for name in ("whole", "again")]
+    assert_same_tensors(*final)
+    run_ranks(2, train_rank, change(recipe, layout="dp=2"), texts / "two", timeout_s=60)
+    train_rank(0, 1, change(recipe, ["train.microbatch_size=4"]), texts / "one-microbatch")
+    for name in ("two", "one-microbatch"):
+        assert lines(texts / name, "loss") == pytest.approx(lines(whole, "loss"), rel=1e-5)
+
+
 def test_resuming_checks_sources_and_begun_stages(texts: Path) -> None:
     """A stage that has not begun may change; so may the number of steps, while it moves no border that was crossed."""
     recipe = mixed(texts, stages=STAGES)
@@ -266,6 +313,27 @@ def test_resuming_checks_sources_and_begun_stages(texts: Path) -> None:
 def test_one_clear_message(texts: Path, sets: list[str], part: str) -> None:
     with pytest.raises(UserError, match=part):
         prepare(mixed(texts, *sets))
+
+
+def test_a_validation_set_of_tokens_is_all_of_it(texts: Path, tmp_path: Path) -> None:
+    for name, count in (("train.bin", 400), ("val.bin", 200), ("more/a.bin", 100), ("more/b.bin", 50)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        np.arange(count, dtype="<u2").tofile(tmp_path / name)
+
+    def with_set(source: str) -> Recipe:
+        own = f'[{{name = "own", source = "tokens:{source}"}}]'
+        sets = [
+            f"data.source=tokens:{tmp_path / 'train.bin'}",
+            f"data.validation={own}",
+            "model.vocab_size=512",
+        ]
+        return load("quickstart", [*sets, "model.seq_len=16", f"data.cache={tmp_path / 'cache'}"])
+
+    assert len(prepare(with_set(f"{tmp_path / 'more'}")).validation_sets["own"]) == 150
+    assert len(prepare(with_set(f"{tmp_path / 'val'}")).validation_sets["own"]) == 200
+    for function in (prepare, check):
+        with pytest.raises(UserError, match=r"data.validation, own: .*train.bin.*tokens:.*val.bin"):
+            function(with_set(f"{tmp_path}"))
 
 
 def test_sources_that_do_not_go_together(texts: Path) -> None:

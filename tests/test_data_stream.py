@@ -142,7 +142,7 @@ def test_an_empty_cache_begins_where_the_checkpoint_says(tmp_path: Path, streami
     data = prepare(streamed(source, tmp_path / "a", stream_gib=bound))
     batches, step = batches_of(data), 10_000
     wanted = [batches.batch(step + i)[0] for i in range(3)]
-    state = stream_of(data).state(8 * step, T)
+    state = stream_of(data).state(8 * step, T, 1)
     assert state.train > 0
     other = prepare(streamed(source, tmp_path / "b", stream_gib=bound))
     stream_of(other).hint = state
@@ -263,6 +263,15 @@ def test_tokenizing_that_was_killed_continues(tmp_path: Path, kind: str):
     assert {k: data.info[k] for k in ("documents", "bytes", "tokens", "skipped")} == {
         k: whole.info[k] for k in ("documents", "bytes", "tokens", "skipped")
     }
+
+
+def test_the_beginning_of_a_window_counts_the_token_that_sequences_share(tmp_path: Path):
+    """1,600 tokens are 199 sequences of 8 and the token behind each: use 199 is the first of the second epoch."""
+    facts = {"dtype": "<u2", "shard": 64, "count": 1600, "total": 1600, "at": [1600, 0, []]}
+    write(tmp_path / "progress.json", json.dumps(facts))
+    stream = Stream(tmp_path, 64, {})
+    assert [stream._low(use, 8, 1) for use in (0, 8, 198, 199, 207)] == [0, 64, 1536, 0, 64]
+    assert stream._low(199, 8, 0) == 1536
 
 
 def test_posts_of_dead_processes_are_removed(tmp_path: Path):

@@ -50,8 +50,10 @@ def check(recipe: Recipe) -> list[str]:
         with mixture.said_of("data.sources", name) if name else nullcontext():
             found[name] = _found(one, tokenizer)
     facts = [line for name, one in found.items() for line in _lines(name, one)]
-    for name, one in mixture.each_validation(recipe).items():
+    for entry, one in zip(recipe.data.validation, mixture.each_validation(recipe).values(), strict=True):
+        name = entry.name
         with mixture.said_of("data.validation", name):
+            mixture.require_whole(entry)
             own = _found(one, tokenizer)
         if own.amount is not None and (own.exact or own.most is not None):
             most = own.amount if own.exact else _amount(recipe, own.most or 0, None)

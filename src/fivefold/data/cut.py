@@ -5,8 +5,8 @@ document is predicted from nothing else, as in evaluation. Masked tokens are pre
 end token belongs to the document that it ends.
 
 Where a source has conversations, flags of its tokens say where documents end and which targets count. Elsewhere it is
-the end token, and all count. A conversation begins with its own first token, as the prompt of a chat does. That token
-is no target.
+the index of Megatron-LM's files, or else the end token, and all count. A conversation begins with its own first token,
+as the prompt of a chat does, and so does a document that follows no end token. That token is no target.
 
 Best-fit packing (arXiv 2404.10830) cuts documents only where they are longer than a sequence. All pieces, longest
 first, go into the fullest sequence that has room for them. Each token of the source is a target exactly once.
@@ -62,14 +62,21 @@ def count_sequences(tokens: int, seq_len: int, objective: str) -> int:
 
 
 class Concatenated:
-    """Sequence n of a source is tokens[n T : n T + T + 1]. A remainder is dropped. end: the token between documents,
-    where flags do not say it; None: a sequence is one document."""
+    """Sequence n of a source is tokens[n T : n T + T + 1]. A remainder is dropped. end: the token between documents;
+    None: it is not known. apart: a sequence has documents; False: it is one. Unset: True if `end` is known."""
 
     def __init__(
-        self, tokens: Tokens | Stream, seq_len: int, objective: Objective = "causal", end: int | None = None
+        self,
+        tokens: Tokens | Stream,
+        seq_len: int,
+        objective: Objective = "causal",
+        end: int | None = None,
+        apart: bool | None = None,
     ):
         self.tokens, self.seq_len, self.objective, self.end = tokens, seq_len, objective, end
-        self.uneven = tokens.flags is not None
+        self.apart = end is not None if apart is None else apart
+        self.indexed = self.apart and isinstance(tokens, Tokens) and tokens.indexed
+        self.uneven = tokens.flags is not None or (self.indexed and objective == "causal")
         self.count = count_sequences(len(tokens), seq_len, objective)
 
     def read(self, numbers_R: np.ndarray) -> Batch:
@@ -78,18 +85,31 @@ class Concatenated:
         block = self.tokens.rows(starts_R, length)
         flags = None if self.tokens.flags is None else self.tokens.flags.rows(starts_R, length)
         first = None
-        if self.end is not None:
-            ends = block == self.end if flags is None else flags & ENDS > 0
-            inside = causal and flags is None  # the end token before a document belongs to it
-            first = _first(ends[:, :-1] if inside else np.roll(ends, 1, axis=1)[:, : self.seq_len])
+        others = np.zeros_like(block, bool)  # last tokens that do not belong to the next document, too
+        if self.apart:
+            ends = self._ends(starts_R, block, flags)
+            inside = ends & (block == self.end) if causal and flags is None else others
+            others = ends & ~inside
+            first = _first((inside | np.roll(others, 1, axis=1))[:, : self.seq_len])
         if not causal:
             return Batch(block, block, first)
         targets_RT = block[:, 1:].copy()  # of a single row it would be a view, and inputs must not change
         if flags is not None:
             targets_RT[flags[:, 1:] & COUNTED == 0] = NOT_COUNTED
-            if self.end is not None:  # the first token of the next document
-                targets_RT[flags[:, :-1] & ENDS > 0] = NOT_COUNTED
+        targets_RT[others[:, :-1]] = NOT_COUNTED  # the first token of the next document
         return Batch(np.ascontiguousarray(block[:, :-1]), targets_RT, first)
+
+    def _ends(self, starts_R: np.ndarray, block: np.ndarray, flags: np.ndarray | None) -> np.ndarray:
+        """Which tokens of a block are the last of their document."""
+        if flags is not None:
+            return flags & ENDS > 0
+        if not self.indexed:
+            return block == self.end
+        assert isinstance(self.tokens, Tokens)
+        found = np.zeros_like(block, bool)
+        for row, start in zip(found, starts_R.tolist(), strict=True):
+            row[self.tokens.ends(start, start + len(row), self.end) - start] = True
+        return found
 
 
 def _first(begins_RT: np.ndarray) -> np.ndarray | None:
@@ -149,7 +169,9 @@ def cut_of(recipe: Recipe, data: DataSet, tokens: Tokens | Stream, apart: bool =
         assert end is not None, "refused by the recipe's rules"
         assert isinstance(tokens, Tokens), "so is this for streams"
         return Packed(tokens, seq_len, end, apart, cache_folder(section.cache) / "packing")
-    return Concatenated(tokens, seq_len, card_of(recipe.model).objective, end if apart else None)
+    objective = card_of(recipe.model).objective
+    indexed = isinstance(tokens, Tokens) and tokens.indexed
+    return Concatenated(tokens, seq_len, objective, end, apart and (end is not None or indexed))
 
 
 def end_of(recipe: Recipe, data: DataSet) -> int | None:
@@ -178,17 +200,30 @@ def _packed(tokens: Tokens, seq_len: int, end: int) -> np.ndarray:
 
 
 def pieces(tokens: Tokens, seq_len: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first token and the length of each document, with the end token behind it. Documents longer than a sequence
-    are cut into pieces of T tokens, and a rest."""
+    """The first target and the number of targets of each document, with the end token behind it. Documents longer than
+    a sequence are cut into pieces of T tokens, and a rest."""
     n, flags = len(tokens), tokens.flags
 
-    def found(a: int) -> np.ndarray:
+    def found(a: int) -> tuple[np.ndarray, np.ndarray]:
+        """The last tokens of documents, and 1 for those behind which the next document's first token is no target."""
         here = slice(a, a + SCANNED)
-        return np.flatnonzero(tokens[here] == end if flags is None else flags[here] & ENDS > 0) + a
+        if flags is not None:
+            ends = np.flatnonzero(flags[here] & ENDS > 0) + a
+            return ends, np.ones_like(ends)
+        if tokens.indexed:
+            ends = tokens.ends(a, min(n, a + SCANNED), end)
+            return ends, (tokens[here][ends - a] != end).astype(np.int64)
+        ends = np.flatnonzero(tokens[here] == end) + a
+        return ends, np.zeros_like(ends)
 
-    ends = [found(a) for a in range(0, n, SCANNED)]
-    stops = np.unique(np.append(np.concatenate([np.empty(0, np.int64), *ends]) + 1, n))
-    starts = np.append(0, stops[:-1]) + (flags is not None)  # a conversation's first token is no target
+    none = np.empty(0, np.int64), np.empty(0, np.int64)
+    ends, skipped = map(np.concatenate, zip(none, *(found(a) for a in range(0, n, SCANNED)), strict=True))
+    stops = ends + 1
+    starts = np.append(0, stops) + np.append(flags is not None, skipped)
+    if len(stops) and stops[-1] == n:
+        starts = starts[:-1]
+    else:
+        stops = np.append(stops, n)
     parts = -(-(stops - starts) // seq_len)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document
     first = np.repeat(starts, parts) + number * seq_len

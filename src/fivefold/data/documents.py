@@ -16,8 +16,8 @@ from fivefold.data.sequential import (
     Row,
     line_border,
     no_column,
+    rows_of,
     wanted_columns,
-    without_nulls,
 )
 from fivefold.data.sources import File
 from fivefold.data.tasks import BY_RULE, FileSpan
@@ -94,7 +94,7 @@ def row_groups(file: File) -> int:
     """Number of row groups of a parquet file; 1 if it is broken (its reader will report it)."""
     try:
         return _open_parquet(file.path).num_row_groups
-    except (OSError, ValueError):
+    except (OSError, ValueError, NotImplementedError):
         return 1
 
 
@@ -211,10 +211,10 @@ def _parquet(path: Path, span: FileSpan, text_key: str, chat: bool) -> Iterator[
         row = sum(parquet.metadata.row_group(g).num_rows for g in range(span.start))
         groups = list(range(span.start, min(span.stop, parquet.num_row_groups)))
         for batch in parquet.iter_batches(ROWS, groups, wanted, use_threads=False):
-            for found in batch.to_pylist():
-                yield document_of(span.file, row, without_nulls(found), text_key, chat)
+            for found in rows_of(batch):
+                yield read_row(Row(span.file, row, found), text_key, chat)
                 row += 1
-    except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
+    except (ValueError, NotImplementedError) as error:  # pyarrow's exceptions are these
         yield Bad(span.file, span.start, f"a broken parquet file: {error}")
 
 

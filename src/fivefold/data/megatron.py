@@ -8,22 +8,19 @@ dtype that Megatron-LM chooses.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fivefold.data.borders import DTYPES, HEADER, MAGIC, VERSION
 from fivefold.errors import UserError
 from fivefold.files import flush, stream
 
 if TYPE_CHECKING:
     from fivefold.data.tokens import Tokens
 
-MAGIC, VERSION = b"MMIDIDX\0\0", 1
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
 SMALL_VOCABULARY = 65500  # below it Megatron-LM writes uint16, else int32
 LONGEST = 1 << 30  # tokens of a sequence that we write; a longer document is several
@@ -88,7 +85,8 @@ def _read(index: Path, dtype: str, offset: int, count: int) -> Iterator[np.ndarr
 
 
 def write(path: Path, tokens: Tokens, vocab_size: int, end_id: int | None) -> None:
-    """Writes NAME.bin and then NAME.idx. A document ends with an end token; end_id None: all is one document."""
+    """Writes NAME.bin and then NAME.idx. A document ends with an end token, or where the index of `tokens` says it.
+    Neither: all is one document."""
     dtype = "<u2" if vocab_size < SMALL_VOCABULARY else "<i4"
     lengths: list[Any] = []
     borders: list[Any] = [np.zeros(1, np.int64)]
@@ -97,7 +95,7 @@ def write(path: Path, tokens: Tokens, vocab_size: int, end_id: int | None) -> No
         for start in range(0, len(tokens), CHUNK):
             ids = tokens[start : start + CHUNK]
             file.write(np.ascontiguousarray(ids, dtype).view(np.uint8).data)
-            ends = np.flatnonzero(ids == end_id) + 1 if end_id is not None else np.zeros(0, np.int64)
+            ends = tokens.ends(start, start + len(ids), end_id) - start + 1
             here = np.diff(ends, prepend=-open_)
             if len(ends):
                 lengths.append(here)

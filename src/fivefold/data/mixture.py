@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fivefold.data import tokenfiles
 from fivefold.data.batches import items_in, objective_of, steps_of
 from fivefold.data.build import Progress, learn, text_of
 from fivefold.data.cut import cut_of
@@ -147,6 +148,8 @@ def _entry(
 ) -> DataSet:
     """A source by itself. Of a validation set nothing is held out."""
     with said_of(key, entry.name):
+        if isinstance(entry, ValidationEntry):
+            require_whole(entry)
         return _without_vocabulary(of_entry(recipe, entry), progress, workers)
 
 
@@ -156,6 +159,12 @@ def of_entry(recipe: Recipe, entry: SourceEntry | ValidationEntry) -> Recipe:
     if isinstance(entry, ValidationEntry):
         own |= {"val_fraction": 0.0, "stream": False}
     return _with(recipe, sources=(), stages=(), validation=(), weigh_by="tokens", **own)
+
+
+def require_whole(entry: ValidationEntry) -> None:
+    """Raises UserError if only a part of a validation set is for validation by its name."""
+    if entry.source.startswith(TOKENS):
+        tokenfiles.require_one_split(entry.source)
 
 
 def each(recipe: Recipe) -> dict[str, Recipe]:

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,6 +25,7 @@ SPAN = 1 << 20  # bytes
 LINE_SEARCH = 1 << 17  # bytes searched for a line break; without one, a text is cut between characters
 LONGEST_LINE = 1 << 28  # bytes of a .jsonl line or of an object in .json, which are held in memory as a whole
 ZSTD_WINDOW = 1 << 27  # bytes that decompressing may need; those of `zstd --long=27`
+ZSTD_READ = 1 << 12  # compressed bytes taken at once; they become 128 MiB at most
 ROWS = 64  # of a .parquet decoded at once, so that a row group of gigabytes never is
 
 
@@ -73,7 +75,34 @@ def _zstd(raw: BinaryIO, where: str) -> Any:
         raise UserError(
             f"data.source: {where} needs the extra `zstd`: pip install 'fivefold[zstd]'"
         ) from None
-    return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).stream_reader(raw, read_across_frames=True)
+    return _Frames(raw, zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW))
+
+
+class _Frames:
+    """The content of a .zst. The library's own reader takes a file that was cut off for a shorter one."""
+
+    def __init__(self, raw: BinaryIO, library: Any):
+        self._raw, self._library = raw, library
+        self._frame: Any = None  # the one that has begun
+        self._ready: deque[memoryview] = deque()
+
+    def read(self, size: int) -> bytes | memoryview:
+        while not self._ready:
+            packed = self._raw.read(ZSTD_READ)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return b""
+            while packed:
+                frame = self._frame = self._frame or self._library.decompressobj()
+                if content := frame.decompress(packed):
+                    self._ready.append(memoryview(content))
+                packed = frame.unused_data if frame.eof else b""
+                self._frame = None if frame.eof else frame
+        content = self._ready.popleft()
+        if len(content) > size:
+            self._ready.appendleft(content[size:])
+        return content[:size]
 
 
 class _Unpacked(io.RawIOBase):
@@ -203,13 +232,10 @@ class _Lines:
 
 def rows(number: int, file: File, text_key: str, chat: bool, done: int) -> Iterator[Row]:
     """The rows of a .json or .parquet file from row `done` on. chat: they may be conversations."""
-    try:
-        found = _json_rows(file) if file.kind == "json" else _parquet_rows(file, text_key, chat, done)
-        for row, value in found:
-            if row >= done:
-                yield Row(number, row, value)
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        yield Row(number, done, f"cannot be read: {error}")
+    found = _json_rows(file) if file.kind == "json" else _parquet_rows(file, text_key, chat, done)
+    for row, value in found:
+        if row >= done:
+            yield Row(number, row, value)
 
 
 def row_tasks(found: Iterator[Row], text_key: str, chat: bool) -> Iterator[tuple[list[Row], int]]:
@@ -250,27 +276,31 @@ _DECODER = json.JSONDecoder()
 
 def _json_rows(file: File) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """The objects of a JSON array, or those that stand one behind the other."""
-    with opened(file) as f:
-        text, at, number = _Text(f), 0, 0
-        at = text.past_blanks(0)
-        array = text.at(at) == "["
-        at += array
-        while True:
-            at = text.past_blanks(at)
-            if array and number and text.at(at) == ",":
-                at = text.past_blanks(at + 1)
-            if text.at(at) in ("", "]" if array else ""):
-                break
-            try:
+    number = 0
+    try:
+        with opened(file) as f:
+            text = _Text(f)
+            at = text.past_blanks(0)
+            array = text.at(at) == "["
+            at += array
+            while True:
+                at = text.past_blanks(at)
+                if array and number and text.at(at) == ",":
+                    at = text.past_blanks(at + 1)
+                if text.at(at) in ("", "]" if array else ""):
+                    break
                 value, at = text.decoded(at)
-            except (ValueError, RecursionError) as error:
-                yield number, f"not JSON: {_reason(error)}"
-                return
-            kind = type(value).__name__
-            yield number, value if isinstance(value, dict) else f"a JSON {kind}; expected an object"
-            number, at = number + 1, text.forget(at)
-        if array and text.at(at) != "]":
-            yield number, "not JSON: the array does not end"
+                kind = type(value).__name__
+                yield number, value if isinstance(value, dict) else f"a JSON {kind}; expected an object"
+                number, at = number + 1, text.forget(at)
+            if array and text.at(at) != "]":
+                yield number, "not JSON: the array does not end"
+    except UserError:  # it is a ValueError, and no fault of the file
+        raise
+    except OSError as error:
+        yield number, f"cannot be read: {error}"
+    except (ValueError, RecursionError) as error:
+        yield number, f"not JSON: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:
@@ -285,11 +315,18 @@ class _Text:
     def __init__(self, f: BinaryIO):
         self.f, self.text, self.whole = f, "", False
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._wrong: UnicodeDecodeError | None = None  # raised when what is before it was read
 
     def _more(self, least: int) -> None:
+        if self._wrong is not None:
+            raise self._wrong
         chunk = self.f.read(max(SPAN, least))
         self.whole = not chunk
-        self.text += self._decoder.decode(chunk, final=self.whole)
+        try:
+            self.text += self._decoder.decode(chunk, final=self.whole)
+        except UnicodeDecodeError as error:
+            self._wrong, self.whole = error, False
+            self.text += error.object[: error.start].decode("utf-8-sig")
 
     def at(self, at: int) -> str:
         while at >= len(self.text) and not self.whole:
@@ -330,23 +367,28 @@ def _parquet_rows(
 ) -> Iterator[tuple[int, dict[str, Any] | str]]:
     import pyarrow.parquet
 
-    with opened(file) as f:
-        parquet: Any = pyarrow.parquet.ParquetFile(f)
-        columns = parquet.schema_arrow.names
-        wanted = wanted_columns(columns, text_key, chat)
-        if not wanted:
-            yield done, no_column(text_key, columns)
-            return
-        row = 0
-        for group in range(parquet.num_row_groups):
-            count = parquet.metadata.row_group(group).num_rows
-            if row + count <= done:
-                row += count
-                continue
-            for batch in parquet.iter_batches(ROWS, [group], wanted, use_threads=False):
-                for found in batch.to_pylist():
-                    yield row, without_nulls(found)
-                    row += 1
+    row = 0
+    try:
+        with opened(file) as f:
+            parquet: Any = pyarrow.parquet.ParquetFile(f)
+            columns = parquet.schema_arrow.names
+            wanted = wanted_columns(columns, text_key, chat)
+            if not wanted:
+                yield row, no_column(text_key, columns)
+                return
+            for group in range(parquet.num_row_groups):
+                count = parquet.metadata.row_group(group).num_rows
+                if row + count <= done:
+                    row += count
+                    continue
+                for batch in parquet.iter_batches(ROWS, [group], wanted, use_threads=False):
+                    for found in rows_of(batch):
+                        yield row, found
+                        row += 1
+    except UserError:
+        raise
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's exceptions are these
+        yield row, f"cannot be read: {error}"
 
 
 def wanted_columns(columns: list[str], text_key: str, chat: bool) -> list[str]:
@@ -354,9 +396,20 @@ def wanted_columns(columns: list[str], text_key: str, chat: bool) -> list[str]:
     return [name for name in (text_key, *((MESSAGES,) if chat else ())) if name in columns]
 
 
-def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A text among conversations has no messages."""
-    return {name: value for name, value in row.items() if name != MESSAGES or value is not None}
+def rows_of(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """The rows of a batch of a .parquet, or why one cannot be read: a text may be no UTF-8. A text among conversations
+    has no messages."""
+    try:
+        found = batch.to_pylist()
+    except ValueError as error:
+        if batch.num_rows == 1:
+            yield f"cannot be read: {error}"
+            return
+        for row in range(batch.num_rows):
+            yield from rows_of(batch.slice(row, 1))
+        return
+    for row in found:
+        yield {name: value for name, value in row.items() if name != MESSAGES or value is not None}
 
 
 def no_column(text_key: str, columns: list[str]) -> str:

@@ -162,9 +162,9 @@ class Stream:
                 out_RT[here] = self._rows(starts[here], length, window * self._span, need)
         return out_RT
 
-    def state(self, use: int, seq_len: int) -> Commit:
+    def state(self, use: int, seq_len: int, overlap: int) -> Commit:
         """Where tokenizing has to begin for this and all later uses, if nothing is cached."""
-        low = self._low(use, seq_len)
+        low = self._low(use, seq_len, overlap)
         border = low // self._progress().shard * self._progress().shard
         return max((c for c in commits(self.folder) if c.train <= border), default=Commit())
 
@@ -185,10 +185,10 @@ class Stream:
     def _items_of_window(self, seq_len: int) -> int:
         return max(1, self.window // seq_len)
 
-    def _low(self, use: int, seq_len: int) -> int:
+    def _low(self, use: int, seq_len: int, overlap: int) -> int:
         """The first token of a use's window."""
         W, total = self._items_of_window(seq_len), self._progress().total
-        position = use if total is None else use % max(1, total // seq_len)
+        position = use if total is None else use % max(1, _items(total, seq_len, overlap))
         return position // W * W * seq_len
 
     def _count(self, seq_len: int, overlap: int, use: int) -> int | None:
@@ -199,7 +199,7 @@ class Stream:
             now = self._await(window * W * seq_len, (window + 1) * W * seq_len + overlap)
         if now.total is None:
             return None
-        count = max(0, now.total - overlap) // seq_len
+        count = _items(now.total, seq_len, overlap)
         if count < 1:
             raise UserError(
                 f"data.source: {self.setup['source']} has {now.total:,} training tokens, fewer than one sequence of "
@@ -282,6 +282,11 @@ class Stream:
         if (text := error_of(self.folder)) is not None:
             raise UserError(text)
         start(self.folder, self.setup)
+
+
+def _items(tokens: int, seq_len: int, overlap: int) -> int:
+    """Sequences in so many tokens, which share `overlap` with the next one."""
+    return max(0, tokens - overlap) // seq_len
 
 
 _reading = threading.Lock()

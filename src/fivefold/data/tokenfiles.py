@@ -19,7 +19,7 @@ import numpy as np
 from fivefold.data import megatron
 from fivefold.data.batches import objective_of
 from fivefold.data.blocks import BlockHasher, read_digests
-from fivefold.data.fingerprint import Memo, remembered, stat_of
+from fivefold.data.fingerprint import Memo, remembered, sha256_file, stat_of
 from fivefold.data.sources import nearest
 from fivefold.data.tokens import DataSet, Shard, Tokens
 from fivefold.errors import UserError
@@ -64,6 +64,9 @@ def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> 
         else:
             shards.append(read_header(path, recipe.data.token_dtype))
     highest, digests, shards = _scan(shards, recipe, tell)
+    if recipe.data.document_masks or recipe.data.packing == "best_fit":
+        shards = _indexed(shards, recipe)
+        digests += [shard.index[1] for shard in shards if shard.index]
     reserved = 1 if objective_of(recipe) == "mlm" else 0
     needed = min(max([1, *highest]) + 1 + reserved, LARGEST_VOCABULARY)
     vocab_size = recipe.model.vocab_size or needed
@@ -82,6 +85,27 @@ def open_files(recipe: Recipe, tell: Callable[[str, int, int | None], None]) -> 
         "seconds": round(time.perf_counter() - began, 3),
     }
     return DataSet(train, val, None, vocab_size, vocab_size - 1 if reserved else None, info)
+
+
+def _indexed(shards: list[Shard], recipe: Recipe) -> list[Shard]:
+    """The shards with the indexes that lie beside them."""
+    paths = [path for shard in shards if (path := megatron.index_of(shard.path)).is_file()]
+    root = cache_folder(recipe.data.cache) / "data"
+    with writable(root):
+        memo = Memo(
+            root / f"indexes-{hashlib.sha256(str(shards[0].path.parent).encode()).hexdigest()[:16]}.json"
+        )
+        hashes = remembered(paths, memo, sha256_file, _unreadable)
+    known = dict(zip(paths, hashes, strict=True))
+    found = []
+    for shard in shards:
+        path = megatron.index_of(shard.path)
+        found.append(shard._replace(index=(path, known[path])) if path in known else shard)
+    return found
+
+
+def _unreadable(error: OSError) -> Any:
+    raise UserError(f"data.source: {error.filename}: cannot be read: {error.strerror}")
 
 
 def find_files(spec: str) -> list[Path]:
@@ -162,7 +186,7 @@ def _input_ids(path: Path) -> tuple[Any, int]:
 
     try:
         parquet: Any = pyarrow.parquet.ParquetFile(path)
-    except ValueError as error:  # pyarrow's ArrowInvalid is one
+    except (ValueError, NotImplementedError) as error:  # pyarrow's exceptions are these
         raise UserError(f"data.source: {path}: a broken parquet file: {error}") from None
     schema = parquet.schema_arrow
     if COLUMN not in schema.names:
@@ -268,18 +292,15 @@ def _scan(
         size = shard.tokens * np.dtype(shard.dtype).itemsize
         return read_digests(digests_of(shard.path), size, value[2]) if len(value) > 2 else None
 
-    def unreadable(error: OSError) -> Any:
-        raise UserError(f"data.source: {error.filename}: cannot be read: {error.strerror}")
-
     where = hashlib.sha256(f"{recipe.data.token_dtype} {shards[0].path.parent}".encode()).hexdigest()
     with writable(root):
         memo = Memo(root / f"tokens-{where[:16]}.json")
         paths = [s.path for s in shards]
-        found = remembered(paths, memo, scan, unreadable)
+        found = remembered(paths, memo, scan, _unreadable)
         lacking = [s.path for s, value in zip(shards, found, strict=True) if known(s, value) is None]
         if lacking:  # of an older version, or removed
             memo.forget(lacking)
-            found = remembered(paths, memo, scan, unreadable)
+            found = remembered(paths, memo, scan, _unreadable)
     checked = [
         s._replace(digests=known(s, value), advice=CHANGED) for s, value in zip(shards, found, strict=True)
     ]
@@ -316,6 +337,19 @@ def _refuse(shard: Shard, vocab_size: int, reserved: int) -> None:
             )
         start += len(chunk)
     raise AssertionError("the scan found an id that the file does not hold")
+
+
+def require_one_split(spec: str) -> None:
+    """Raises UserError if the files of a validation set are some for validation and others for training: nobody can say
+    which are meant."""
+    paths = find_files(spec)
+    held_out = [path for path in paths if VALIDATION.search(path.stem)]
+    if held_out and len(held_out) < len(paths):
+        other = next(path for path in paths if path not in held_out)
+        raise UserError(
+            f"data.source = {spec!r}: all of a validation set is validated on, and {other.name} does not look like it, "
+            f"beside {held_out[0].name}. Nearest valid: {f'tokens:{held_out[0]}'!r}"
+        )
 
 
 def split(shards: list[Shard], val_fraction: float) -> tuple[Tokens, Tokens | None]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from fivefold.data.blocks import BlockHasher, Blocks, read_digests
+from fivefold.data.borders import Borders
 from fivefold.data.stream import Stream
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
@@ -30,7 +31,8 @@ OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by d
 
 class Shard(NamedTuple):
     """`tokens` ids of type `dtype` in `path`, from byte `offset` on. digests: of the blocks of these bytes; None: they
-    are not known. advice: what to do if one differs."""
+    are not known. advice: what to do if one differs. index: the file of Megatron-LM that says where documents end, and
+    a hash of it."""
 
     path: Path
     dtype: str
@@ -38,6 +40,7 @@ class Shard(NamedTuple):
     tokens: int
     digests: bytes | None = None
     advice: str = ""
+    index: tuple[Path, str] | None = None
 
 
 class Tokens:
@@ -60,6 +63,26 @@ class Tokens:
         assert 0 <= self._start <= self._stop <= self._starts[-1]
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._blocks: dict[int, Blocks] = {}
+        self._borders: dict[int, Borders] = {}
+
+    @property
+    def indexed(self) -> bool:
+        """True if an index says where documents end, at least in some shards."""
+        return any(shard.index for shard in self.shards)
+
+    def ends(self, a: int, b: int, end: int | None) -> np.ndarray:
+        """Which of the tokens a .. b are the last of their document: sorted places, int64. end: the id of such a token,
+        in shards without an index."""
+        found = [np.empty(0, np.int64)]
+        for number, start, stop in self._spans(a, b):
+            shard, base = self.shards[number], self._starts[number] - self._start
+            if shard.index is not None:
+                if number not in self._borders:
+                    self._borders[number] = Borders(shard.index[0])
+                found.append(self._borders[number].ends(start, stop) + base)
+            elif end is not None:
+                found.append(np.flatnonzero(self._map(number)[start:stop] == end) + start + base)
+        return np.concatenate(found)
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -73,7 +96,9 @@ class Tokens:
 
     def identity(self) -> str:
         """A hash that says which tokens these are: by their digests, or where they lie if those are not known."""
-        found = [(s.digests or str(s.path), s.dtype, s.offset, s.tokens) for s in self.shards]
+        found = [
+            (s.digests or str(s.path), s.dtype, s.offset, s.tokens, *(s.index or ())[1:]) for s in self.shards
+        ]
         flags = None if self.flags is None else self.flags.identity()
         return hashlib.sha256(repr((found, self._start, self._stop, flags)).encode()).hexdigest()
 
@@ -89,15 +114,20 @@ class Tokens:
         return out_RT
 
     def _pieces(self, a: int, b: int):
+        for shard, start, stop in self._spans(a, b):
+            ids = self._map(shard)
+            if self.shards[shard].digests is not None:
+                self._compare(shard, ids, start, stop)
+            yield ids[start:stop]
+
+    def _spans(self, a: int, b: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, first token in it, token behind the last) of tokens a .. b."""
         a, b = a + self._start, b + self._start
         shard = bisect_right(self._starts, a) - 1
         while a < b:
             first = self._starts[shard]
             stop = min(b, self._starts[shard + 1])
-            ids = self._map(shard)
-            if self.shards[shard].digests is not None:
-                self._compare(shard, ids, a - first, stop - first)
-            yield ids[a - first : stop - first]
+            yield shard, a - first, stop - first
             a, shard = stop, shard + 1
 
     def _compare(self, index: int, ids: np.ndarray, start: int, stop: int) -> None:

@@ -85,7 +85,8 @@ def stream_states(job: Job, step: int, left_out: LeftOut) -> dict[str, Any]:
         return {}
     uses = order_of(recipe, amounts(recipe, data)).before(place(recipe.train, step, left_out))
     sources = zip(data.sources.values(), uses, strict=True)
-    found = [tokens.state(use, recipe.model.seq_len) for tokens, use in sources if isinstance(tokens, Stream)]
+    facts = recipe.model.seq_len, int(objective_of(recipe) == "causal")
+    found = [tokens.state(use, *facts) for tokens, use in sources if isinstance(tokens, Stream)]
     return {STREAMS: found}
 
 
