@@ -240,6 +240,23 @@ def test_files_of_a_web_server(
         tokens(f"{server}a.jsonl.gz", tmp_path / "other")
 
 
+def test_pages_without_end(server: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "MOST_FOLDERS", 5)
+
+    def page(self: _Handler) -> None:
+        body = b'<a href="a/">a</a> <a href="b/">b</a> <a href="c.txt">c</a>'
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    monkeypatch.setattr(_Handler, "do_GET", page)
+    with pytest.raises(UserError, match="more than 5 folders"):
+        find(f"{server}endless/")
+
+
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_a_broken_network_is_no_bad_document(
     tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -89,7 +89,7 @@ def test_the_cache_stays_within_its_bound(
     source: Path, tmp_path: Path, streaming: None, monkeypatch: pytest.MonkeyPatch
 ):
     """Through two epochs, and back: what was removed is tokenized anew, and is the same."""
-    monkeypatch.setattr(sys.modules["fivefold.data.prepare"], "LEAST_VAL", 1 << 10)
+    monkeypatch.setattr(sys.modules["fivefold.data.one_source"], "LEAST_VAL", 1 << 10)
     size = (2 * WINDOW + 4 * WINDOW + (1 << 10)) * 2
     free, bound = streamed(source, tmp_path / "a"), streamed(source, tmp_path / "b", stream_gib=size / 2**30)
     free_data, data = prepare(free), prepare(bound)

@@ -37,8 +37,8 @@ def check(
     _weights(loaded)
     result = summary(loaded)
     if not no_data:
-        from fivefold.data.check import WARNING
-        from fivefold.data.check import check as check_data
+        from fivefold.data.facts import WARNING
+        from fivefold.data.facts import check as check_data
 
         try:
             facts = check_data(loaded)

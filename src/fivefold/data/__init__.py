@@ -3,16 +3,39 @@
 `prepare(recipe)` finds the sources, tokenizes them once into memory-mapped shards and returns a `DataSet`. `Batches`
 cuts them into batches that depend on (seed, step) only. `order.py` says which sequence of which source comes where.
 `Prefetch` keeps the next batches ready. This room needs no torch.
+
+Names are imported when they are first used, so processes that only tokenize load no schema of recipes.
 """
 
-from fivefold.data.batches import Batches, Prefetch, objective_of
-from fivefold.data.check import check
-from fivefold.data.cut import NOT_COUNTED, Batch
-from fivefold.data.mixture import prepare
-from fivefold.data.prepare import progress_bar
-from fivefold.data.tokenizer import Tokenizer, load_tokenizer
-from fivefold.data.tokens import DataSet, Tokens
+from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fivefold.data.batches import Batches, Prefetch, objective_of
+    from fivefold.data.cut import NOT_COUNTED, Batch
+    from fivefold.data.dataset import DataSet
+    from fivefold.data.facts import check
+    from fivefold.data.mixture import prepare
+    from fivefold.data.one_source import progress_bar
+    from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+    from fivefold.data.tokens import Tokens
+
+_HOMES = {
+    "NOT_COUNTED": "cut",
+    "Batch": "cut",
+    "Batches": "batches",
+    "DataSet": "dataset",
+    "Prefetch": "batches",
+    "Tokenizer": "tokenizer",
+    "Tokens": "tokens",
+    "load_tokenizer": "tokenizer",
+    "check": "facts",
+    "objective_of": "batches",
+    "prepare": "mixture",
+    "progress_bar": "one_source",
+}
 __all__ = [
     "NOT_COUNTED",
     "Batch",
@@ -27,3 +50,11 @@ __all__ = [
     "prepare",
     "progress_bar",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fivefold.data' has no attribute '{name}'")
+    value = getattr(import_module(f"fivefold.data.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

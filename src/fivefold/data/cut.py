@@ -22,8 +22,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from fivefold.data.dataset import DataSet
 from fivefold.data.stream import Stream
-from fivefold.data.tokens import COUNTED, ENDS, DataSet, Tokens
+from fivefold.data.tokens import COUNTED, ENDS, Tokens
 from fivefold.files import cache_folder, locked, writable, write_atomically
 from fivefold.models.card import card_of
 from fivefold.models.objective import Objective

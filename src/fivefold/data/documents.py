@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -208,14 +209,22 @@ def _parquet(path: Path, span: FileSpan, text_key: str, chat: bool) -> Iterator[
         if not wanted:
             yield Bad(span.file, span.start, no_column(text_key, columns))
             return
-        row = sum(parquet.metadata.row_group(g).num_rows for g in range(span.start))
-        groups = list(range(span.start, min(span.stop, parquet.num_row_groups)))
-        for batch in parquet.iter_batches(ROWS, groups, wanted, use_threads=False):
-            for found in rows_of(batch):
-                yield read_row(Row(span.file, row, found), text_key, chat)
-                row += 1
+        sizes = [
+            parquet.metadata.row_group(g).num_rows for g in range(min(span.stop, parquet.num_row_groups))
+        ]
     except (ValueError, NotImplementedError) as error:  # pyarrow's exceptions are these
         yield Bad(span.file, span.start, f"a broken parquet file: {error}")
+        return
+    begins = [0, *accumulate(sizes)]
+    for group in range(span.start, len(sizes)):
+        row = begins[group]
+        try:
+            for batch in parquet.iter_batches(ROWS, [group], wanted, use_threads=False):
+                for found in rows_of(batch):
+                    yield read_row(Row(span.file, row, found), text_key, chat)
+                    row += 1
+        except (ValueError, NotImplementedError) as error:
+            yield Bad(span.file, row, f"a broken parquet file: {error}")
 
 
 def _open_parquet(path: Path) -> Any:

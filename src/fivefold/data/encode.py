@@ -212,7 +212,7 @@ def _read_size(files: list[File], item: Any) -> int:
     if isinstance(item, Row):
         return len(str(item.value))
     if files[item.file].kind == "parquet":
-        return files[item.file].size // max(1, item.high)
+        return files[item.file].size * (item.stop - item.start) // max(1, item.high)
     return item.stop - item.start
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from fivefold.data import megatron
 from fivefold.data.build import Progress
 from fivefold.data.cut import end_of
+from fivefold.data.dataset import DataSet, Part
 from fivefold.data.stream import Stream, read_progress
-from fivefold.data.tokens import DataSet, Part, Shard, Tokens
+from fivefold.data.tokens import Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.files import make_folder
 from fivefold.recipe import Recipe

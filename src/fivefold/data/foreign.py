@@ -24,7 +24,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, parse_json, writable, write_atomically
-from fivefold.models.section import MOST_IDS
+from fivefold.precision import MOST_IDS
 
 MOST_BYTES = 64 << 20
 """Size of a tokenizer.json; that of Gemma 3 has 33 MB."""

@@ -21,12 +21,12 @@ from fivefold.data import tokenfiles
 from fivefold.data.batches import items_in, objective_of, steps_of
 from fivefold.data.build import Progress, learn, text_of
 from fivefold.data.cut import cut_of
+from fivefold.data.dataset import DataSet, Part
+from fivefold.data.one_source import cache_key, check_tokenizer, prepare_source
 from fivefold.data.order import Order, Stage, whole_weights
-from fivefold.data.prepare import cache_key, check_tokenizer, prepare_source
 from fivefold.data.sources import find
 from fivefold.data.stream import ENDLESS
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.data.tokens import DataSet, Part
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, make_folder, writable
 from fivefold.host import cores

@@ -9,7 +9,7 @@ from fivefold.data.build import describe_bad, is_named
 from fivefold.data.conversations import special_of
 from fivefold.data.documents import Bad
 from fivefold.data.encode import read_task
-from fivefold.data.prepare import require_vocabulary
+from fivefold.data.one_source import require_vocabulary
 from fivefold.data.sources import Source
 from fivefold.data.tasks import BY_RULE, FileSpan, first_task
 from fivefold.data.tokenizer import load_tokenizer

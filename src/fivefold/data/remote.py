@@ -19,7 +19,7 @@ from fivefold.errors import UserError, shortened
 
 PROTOCOLS = {"https": "", "http": "", "s3": "s3fs", "memory": ""}
 """Those that are opened, and the package that fsspec needs for it beside its own extras."""
-MOST_FILES = 1 << 20
+MOST_FILES, MOST_FOLDERS, MOST_DEEP = 1 << 20, 1 << 14, 64
 DELAYS = (1.0, 2.0, 4.0, 8.0)
 """Seconds before the second, third ... attempt. A test puts its own here."""
 CHUNK = 1 << 20
@@ -57,7 +57,7 @@ def entries(spec: str) -> list[Entry]:
             return system.glob(spec, detail=True)
         if not spec.endswith("/") and (info := system.info(spec))["type"] == "file":
             return {info["name"]: info}
-        return system.find(spec, detail=True)
+        return _linked(system, spec) if spec.startswith("http") else system.find(spec, detail=True)
 
     found = {
         name: info
@@ -79,6 +79,19 @@ def entries(spec: str) -> list[Entry]:
         Entry(url.removeprefix(root), url, _size_of(info), _version(info))
         for url, info in zip(urls, infos, strict=True)
     ]
+
+
+def _linked(system: Any, spec: str) -> dict[str, dict[str, Any]]:
+    """The files that pages link to, page by page: a server may have pages without end."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, (_, _, files) in enumerate(system.walk(spec, maxdepth=MOST_DEEP, detail=True)):
+        found |= {info["name"]: info for info in files.values()}
+        if number >= MOST_FOLDERS or len(found) > MOST_FILES:
+            what = f"{MOST_FOLDERS:,} folders" if number >= MOST_FOLDERS else f"{MOST_FILES:,} files"
+            raise UserError(
+                f"data.source: {shown(spec)} has more than {what}. Name a folder in it, or a file"
+            )
+    return found
 
 
 def open_remote(url: str) -> io.BufferedReader:

@@ -149,7 +149,10 @@ def _span_tasks(split: FileSplit, run: list[int]) -> Iterator[list[FileSpan]]:
     task: list[FileSpan] = []
     size = 0
     for span, span_size in _spans(split, run):
-        task.append(span)
+        if task and split.files[span.file].kind == "parquet" and task[-1].file == span.file:
+            task[-1] = task[-1]._replace(stop=span.stop)  # row groups of a file that is opened once
+        else:
+            task.append(span)
         size += span_size
         if size >= SPAN:
             yield task

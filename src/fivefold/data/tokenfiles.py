@@ -19,9 +19,10 @@ import numpy as np
 from fivefold.data import megatron
 from fivefold.data.batches import objective_of
 from fivefold.data.blocks import BlockHasher, read_digests
+from fivefold.data.dataset import DataSet
 from fivefold.data.fingerprint import Memo, remembered, sha256_file, stat_of
 from fivefold.data.sources import nearest
-from fivefold.data.tokens import DataSet, Shard, Tokens
+from fivefold.data.tokens import Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.files import (
     BROKEN,

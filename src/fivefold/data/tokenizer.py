@@ -44,7 +44,8 @@ class Tokenizer:
 
     vocab_size: all ids are below it. end_id: the token between documents. begin_id: the token before a document: the
     one that the file's config calls bos_token (`begin`), else the end token. start_ids: what the file's own template
-    puts before a text; nothing in tokenizers of ours. mask_id: the token that hides a word where the objective is
+    puts before a text; nothing in tokenizers of ours. prefixes: the text's beginning gets a blank that is not there, as
+    SentencePiece's does. mask_id: the token that hides a word where the objective is
     `mlm`, or None. special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned
     from; "": none. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for
     byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate for
@@ -58,20 +59,20 @@ class Tokenizer:
             True  # treats special tokens in the text as text; the file does not save it
         )
         self._inner = inner
-        self._spec: dict[str, Any] = json.loads(inner.to_str())
-        self._vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(self._vocab.values()) + 1
+        spec, vocab = json.loads(inner.to_str()), inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
         self._names = {"eos_token": end} | ({} if mask is None else {"mask_token": mask})
-        self.end_id = self._vocab[end]
-        self.begin, self.begin_id = begin, self._vocab[begin or end]
-        self.start_ids = _before_text(self._spec)
-        self.mask_id = None if mask is None else self._vocab[mask]
-        self.special_tokens = {t["content"]: t["id"] for t in self._spec["added_tokens"] if t["special"]}
+        self.end_id = vocab[end]
+        self.begin, self.begin_id = begin, vocab[begin or end]
+        self.start_ids = _before_text(spec)
+        self.mask_id = None if mask is None else vocab[mask]
+        self.special_tokens = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
         self.chat_template = ""
-        self._is_bytes = _is_plain_bytes(self._spec)
-        self._has_words, self._words = applies(self._spec, (WORDS,)), None
-        self._char_ids = _character_table(self._spec)
-        self.token_bytes = self._count_bytes()
+        self._is_bytes = _is_plain_bytes(spec)
+        self._has_words, self._words = applies(spec, (WORDS,)), None
+        self._char_ids = _character_table(spec)
+        self.token_bytes = self._count_bytes(spec, vocab)
+        self.prefixes = _prefixes(spec)
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text. Raises UserError for a lone surrogate, or a character unknown to `chars`."""
@@ -107,7 +108,7 @@ class Tokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         """The id of each token, special ones included."""
-        return dict(self._vocab)
+        return self._inner.get_vocab(with_added_tokens=True)
 
     def to_json(self) -> str:
         """The content of a tokenizer.json."""
@@ -121,13 +122,6 @@ class Tokenizer:
             config["chat_template"] = self.chat_template
         write_atomically(path.with_name("tokenizer_config.json"), json.dumps(config, indent=2))
 
-    @property
-    def prefixes(self) -> bool:
-        """True if the text's beginning gets a blank that is not there, as SentencePiece's does."""
-        parts = [self._spec.get("pre_tokenizer") or {}, self._spec.get("normalizer") or {}]
-        parts += [p for part in parts for p in part.get("normalizers", []) + part.get("pretokenizers", [])]
-        return any(part.get("type") in ("Metaspace", "Prepend") for part in parts)
-
     def _encode_characters(self, text: str) -> np.ndarray:
         assert self._char_ids is not None
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -137,11 +131,11 @@ class Tokenizer:
             raise UserError(f"character {text[at]!r} at position {at} is not in the tokenizer's vocabulary")
         return ids
 
-    def _count_bytes(self) -> np.ndarray:
+    def _count_bytes(self, spec: dict[str, Any], vocab: dict[str, int]) -> np.ndarray:
         counts = np.zeros(self.vocab_size, np.int64)
-        byte_level, added = _is_byte_level(self._spec), {t["content"] for t in self._spec["added_tokens"]}
-        continues = self._spec["model"].get("continuing_subword_prefix") if not byte_level else None
-        for token, i in self._vocab.items():
+        byte_level, added = _is_byte_level(spec), {t["content"] for t in spec["added_tokens"]}
+        continues = spec["model"].get("continuing_subword_prefix") if not byte_level else None
+        for token, i in vocab.items():
             if i in self.special_tokens.values():
                 continue
             if byte_level and token not in added:  # each character stands for one byte
@@ -339,6 +333,12 @@ def _is_ours(spec: Any) -> bool:
         and spec["model"].get("type") in ("BPE", "WordLevel")
         and [spec.get(part) for part in parts] in known
     )
+
+
+def _prefixes(spec: dict[str, Any]) -> bool:
+    parts = [spec.get("pre_tokenizer") or {}, spec.get("normalizer") or {}]
+    parts += [p for part in parts for p in part.get("normalizers", []) + part.get("pretokenizers", [])]
+    return any(part.get("type") in ("Metaspace", "Prepend") for part in parts)
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:

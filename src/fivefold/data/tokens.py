@@ -1,7 +1,4 @@
-"""Tokens on disk: shards of raw little-endian ids with a manifest, read as one long array.
-
-`DataSet` is what a run trains on.
-"""
+"""Tokens on disk: shards of raw little-endian ids with a manifest, read as one long array."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -20,11 +16,8 @@ import numpy as np
 
 from fivefold.data.blocks import BlockHasher, Blocks, read_digests
 from fivefold.data.borders import Borders
-from fivefold.data.stream import Stream
-from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.files import flush, stream, stream_on, write_atomically
-from fivefold.recipe.entries import HELD_OUT
 
 OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by default
 
@@ -162,55 +155,6 @@ def _damaged(shard: Shard, start: int, stop: int) -> None:
         f"data: {shard.path} is damaged: bytes {shard.offset + start:,} to {shard.offset + stop:,} are not what was "
         f"written. {shard.advice}"
     )
-
-
-class Part(NamedTuple):
-    """A source of a mixture with its two splits, or a validation set (all of it is `train`). info: as in `DataSet`."""
-
-    name: str
-    train: Tokens | Stream
-    val: Tokens | None
-    info: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """The prepared data of a run.
-
-    train, val: the two splits (val is None if nothing is held out; train is a `Stream` with `data.stream`). parts: the
-    sources of a mixture; `train` and `val` are then the first one's. validation: further sets. tokenizer: None for
-    `tokens:` sources. vocab_size: all ids are below it. mask_id: the id of a hidden token, where the objective is
-    `mlm`. info: source, fingerprint, folder, cached, documents / tokens / bytes per split, skipped documents.
-    """
-
-    train: Tokens | Stream
-    val: Tokens | None
-    tokenizer: Tokenizer | None
-    vocab_size: int
-    mask_id: int | None = None
-    info: dict[str, Any] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
-    validation: tuple[Part, ...] = ()
-
-    @property
-    def sources(self) -> dict[str, Tokens | Stream]:
-        """The training split of each source by its name; the only one has none."""
-        return {part.name: part.train for part in self.parts} or {"": self.train}
-
-    @property
-    def held_out(self) -> dict[str, Tokens]:
-        """What is held out of each source, by the name of its validation set."""
-        found = {part.name: part.val for part in self.parts} or {HELD_OUT: self.val}
-        return {name: tokens for name, tokens in found.items() if tokens is not None}
-
-    @property
-    def validation_sets(self) -> dict[str, Tokens]:
-        """All validation sets by name."""
-        found = self.held_out
-        for part in self.validation:
-            assert isinstance(part.train, Tokens), "only training data are streamed"
-            found[part.name] = part.train
-        return found
 
 
 COUNTED = 1

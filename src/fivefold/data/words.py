@@ -24,6 +24,7 @@ SLOTS = 1 << 18
 MOST_WORDS = SLOTS
 MOST_IDS = 8  # of a word in the table, on average
 KEY = 16  # bytes of a chunk, zeros, and its length in the last one
+MOST_PIECES = 1 << 24  # ids of a chunk: it is in a text of 128 Ki characters
 LONGEST = 128  # bytes of a chunk that is kept
 LETTER, OTHER = 1, 2  # ASCII letters, other ASCII
 
@@ -70,7 +71,7 @@ class Words:
         self._counts = np.zeros(SLOTS, np.int32)
         self._ids = np.empty(1 << 16, np.int32)
         self._used = self._known = 0
-        self._others: dict[bytes, Any] = {}
+        self._others: dict[bytes, int] = {}  # chunk -> place of its ids x MOST_PIECES + their number
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self._lengths = np.zeros(
             max(vocabulary.values()) + 1, np.int64
@@ -131,8 +132,8 @@ class Words:
         """Chunks that the table lacks: (offsets, counts, end of the ids that stay)."""
         numbers: dict[bytes, int] = {}
         which = np.array([numbers.setdefault(chunk, len(numbers)) for chunk in chunks])
-        places = [self._others.get(chunk) for chunk in numbers]
-        new = [number for number, place in enumerate(places) if place is None]
+        places = [self._others.get(chunk, -1) for chunk in numbers]
+        new = [number for number, place in enumerate(places) if place < 0]
         each = list(numbers)
         flat, sizes = self._at_once([each[i] for i in new]) if new else (np.empty(0, np.int32), [])
         end, kept = self._used + len(flat), self._used
@@ -141,9 +142,9 @@ class Words:
         self._ids[self._used : end] = flat
         at = self._used
         for number, size in zip(new, sizes, strict=True):
-            places[number] = at, size
+            places[number] = at * MOST_PIECES + size
             at += size
-        offsets, counts = np.array(places).T
+        offsets, counts = np.divmod(np.array(places), MOST_PIECES)
         if new and self._known + len(self._others) < MOST_WORDS and self._used < MOST_IDS * MOST_WORDS:
             _, firsts = np.unique(which, return_index=True)
             inserted = self._insert(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fivefold.models.registry import ARCHITECTURES
+from fivefold.precision import MOST_IDS
 
 if TYPE_CHECKING:
     Arch = str
@@ -24,8 +25,6 @@ WIDEST = 1 << 20
 """Features, heads."""
 LONGEST = 1 << 27
 """Tokens of a sequence."""
-MOST_IDS = 1 << 22
-"""Ids of a vocabulary."""
 MOST_EXPERTS = 1 << 14
 LARGEST = 1 << 53
 """Any other whole number: so a float holds it exactly."""

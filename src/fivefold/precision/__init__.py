@@ -3,6 +3,7 @@
 from fivefold.precision.modes import (
     DTYPES,
     MASTER,
+    MOST_IDS,
     PRECISIONS,
     ROUNDINGS,
     TRAINABLE,
@@ -18,6 +19,7 @@ from fivefold.precision.modes import (
 __all__ = [
     "DTYPES",
     "MASTER",
+    "MOST_IDS",
     "PRECISIONS",
     "ROUNDINGS",
     "TRAINABLE",

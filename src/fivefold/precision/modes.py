@@ -131,6 +131,10 @@ def chosen(mode: str, fast_bf16: bool) -> str:
     return ("bf16" if fast_bf16 else MASTER) if mode == "auto" else mode
 
 
+MOST_IDS = 1 << 22
+"""Ids of a vocabulary: a limit several times beyond what anybody trains."""
+
+
 def token_bytes(vocab_size: int) -> int:
     """Bytes of a token's id on disk: an unsigned integer that holds every id of the vocabulary."""
     return 2 if vocab_size <= 1 << 16 else 4

@@ -8,7 +8,8 @@ from typing import Any
 
 from fivefold.errors import did_you_mean
 from fivefold.models.card import Contradiction, card_of, round_up
-from fivefold.models.section import MOST_IDS, Section
+from fivefold.models.section import Section
+from fivefold.precision import MOST_IDS
 from fivefold.recipe.profiled import steps
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.trackers import NONE, TRACKERS, unknown

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fivefold.data import mixture, tokenfiles
 from fivefold.data.batches import items_in, objective_of, steps_of
 from fivefold.data.mixture import Amount
-from fivefold.data.prepare import cache_key, check_tokenizer
+from fivefold.data.one_source import cache_key, check_tokenizer
 from fivefold.data.probe import require_ids, require_readable
 from fivefold.data.sources import find
 from fivefold.data.tasks import needs_datasets

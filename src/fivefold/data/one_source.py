@@ -17,6 +17,7 @@ from fivefold.data import stream, tokenfiles
 from fivefold.data.batches import objective_of
 from fivefold.data.build import JOURNAL, Progress, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
+from fivefold.data.dataset import DataSet
 from fivefold.data.fingerprint import Memo, remembered, sampled_sha256, sha256_file
 from fivefold.data.sources import Source, find
 from fivefold.data.tasks import hub_fingerprint
@@ -24,7 +25,6 @@ from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
     FORMAT,
     NAMES,
-    DataSet,
     Shard,
     Tokens,
     add_digests,
