@@ -100,13 +100,7 @@ def build(
         setup = dataclasses.replace(setup, threshold=threshold, cut=cut)
     while True:  # a second time if validation got no document or all of them
         if journal is None:
-            tokenizer = learn(data, mask, [Text(setup, work)], workers, tell)
-            if data.chat_template:
-                from fivefold.data.chat import open_template  # Jinja takes a moment to import
-
-                tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
-                tokenizer.chat_template = template
-            tokenizer.save(folder / "tokenizer.json")
+            _save_tokenizer(data, mask, Text(setup, work), folder, workers, tell)
         setup = with_tokenizer(setup, folder)
         summary, shards = _encode(work, setup, folder, journal, data.max_bad_fraction, workers, size, tell)
         other = _other_rule(setup, summary, data.val_fraction)
@@ -133,6 +127,19 @@ def build(
         "shards": {name: shards[name] for name in NAMES},
         **({"flags": {name: shards[FLAGS + name] for name in NAMES}} if template else {}),
     }
+
+
+def _save_tokenizer(
+    data: DataSection, mask: bool, text: Text, folder: Path, workers: int, tell: Progress
+) -> None:
+    """Writes the tokenizer of a source. Nothing of it stays in memory while the workers encode."""
+    tokenizer = learn(data, mask, [text], workers, tell)
+    if data.chat_template:
+        from fivefold.data.chat import open_template  # Jinja takes a moment to import
+
+        tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
+        tokenizer.chat_template = text.setup.template
+    tokenizer.save(folder / "tokenizer.json")
 
 
 def setup_of(files: list[File], data: DataSection) -> Setup:
