@@ -14,12 +14,13 @@ import types
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from data_recipes import recipe_of, write
 
-from fivefold.data import check, megatron, prepare, remote
+from fivefold.data import check, megatron, one_source, prepare, remote
 from fivefold.data.cut import Packed, cut_of, pieces
 from fivefold.data.encode import to_line
 from fivefold.data.finish import write_megatron
@@ -294,6 +295,89 @@ def test_files_in_memory(tmp_path: Path, expected: np.ndarray):
     assert [f.name for f in find("memory://corpus").files] == ["a.parquet", "deep/b.txt"]
     with pytest.raises(UserError, match="no file"):
         find("memory://empty/")
+
+
+def test_a_file_elsewhere_that_changes_while_it_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    system = pytest.importorskip("fsspec").filesystem("memory")
+    system.pipe("/changing/a.txt", b"before")
+    inner = one_source.build
+
+    def build(*arguments: Any) -> Any:
+        found = inner(*arguments)
+        system.pipe("/changing/a.txt", b"behind")
+        return found
+
+    monkeypatch.setattr(one_source, "build", build)
+    with pytest.raises(UserError, match="a file changed while it was tokenized"):
+        tokens("memory://changing/", tmp_path / "cache")
+
+
+def test_s3_through_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: np.ndarray):
+    """A server of S3 on loopback: kinds of files, globs, folders, what is missing, what changes."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    server.start()
+    names = {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y", "DEFAULT_REGION": "us-east-1"}
+    names["ENDPOINT_URL"] = "http://{}:{}".format(*server.get_host_and_port())
+    for name, value in names.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    fsspec = importlib.import_module("fsspec")
+    try:
+        system = fsspec.filesystem("s3", skip_instance_cache=True)
+        system.mkdir("corpus")
+        pq.write_table(pa.table({"text": DOCUMENTS}), tmp_path / "b.parquet", row_group_size=700)
+        contents = {"a.jsonl": lines(), "c.jsonl.gz": packed("gz", lines())}
+        for name, content in (contents | {"b.parquet": (tmp_path / "b.parquet").read_bytes()}).items():
+            system.pipe(f"corpus/{name}", content)
+            np.testing.assert_array_equal(tokens(f"s3://corpus/{name}", tmp_path / "cache"), expected)
+        assert [f.name for f in find("s3://corpus/*.jsonl*").files] == ["a.jsonl", "c.jsonl.gz"]
+        assert [f.name for f in find("s3://corpus").files] == ["a.jsonl", "b.parquet", "c.jsonl.gz"]
+        for wrong in ("s3://corpus/none.txt", "s3://nobody/a.txt"):
+            with pytest.raises(UserError, match="no such file"):
+                find(wrong)
+        system.pipe("corpus/a.jsonl", lines() + b'{"text": "new"}')
+        assert len(tokens("s3://corpus/a.jsonl", tmp_path / "cache")) == len(expected) + 4
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_local_folder_through_the_hubs_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: np.ndarray, kind: str
+):
+    """`hf:` with a folder needs no network: splits, rows, what is missing, what changes."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    pytest.importorskip("datasets")
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    folder = tmp_path / "set"
+    write(folder / "test.jsonl", lines())
+    if kind == "parquet":
+        (folder / "test.jsonl").unlink()
+        pq.write_table(pa.table({"text": DOCUMENTS}), folder / "test.parquet", row_group_size=700)
+    spec = f"hf:{folder}::test"
+    np.testing.assert_array_equal(tokens(spec, tmp_path / "cache"), expected)
+    part = tokens(f"{spec}[1000:1200]", tmp_path / "cache")
+    begin = np.flatnonzero(expected == 256)[999] + 1
+    np.testing.assert_array_equal(part, expected[begin : begin + len(part)])
+    assert (part == 256).sum() == 200
+    for wrong, said in (
+        (f"hf:{folder}::nosplit", "Bad split"),
+        (f"hf:{tmp_path / 'none'}", "find any data file"),
+    ):
+        with pytest.raises(UserError, match=said):
+            tokens(wrong, tmp_path / "cache")
+    (file,) = folder.iterdir()
+    if kind == "json":
+        write(file, lines() + b'{"id": 1, "text": "new", "meta": {"a": [1]}}')
+        assert len(tokens(spec, tmp_path / "cache")) == len(expected) + 4, (
+            "the cache has the tokens of before"
+        )
 
 
 @pytest.mark.parametrize(

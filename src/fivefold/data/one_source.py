@@ -230,7 +230,8 @@ def _make(
         tell(f"note: {source.left_out}", 0, None)
     try:
         manifest = build(source, data, mask, temporary, workers, tell)
-        if not source.hub and cache_key(source, data, mask, root, tell) != key:
+        now = find(data.source) if any(file.url for file in source.files) else source
+        if not source.hub and cache_key(now, data, mask, root, tell) != key:
             remove(temporary)
             raise UserError(f"data.source: {data.source}: a file changed while it was tokenized; run again")
         remove(temporary / JOURNAL)

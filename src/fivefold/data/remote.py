@@ -51,6 +51,7 @@ def entries(spec: str) -> list[Entry]:
     """
     _require_allowed(spec)
     system = _system(spec)
+    system.invalidate_cache()  # a process may ask again after a change
 
     def listed() -> dict[str, dict[str, Any]]:
         if any(sign in spec for sign in "*["):
