@@ -143,7 +143,6 @@ def test_parts_count_by_their_targets(layout: str) -> None:
     ranks = Layout.from_recipe(recipe.layout).ranks
     found = run_ranks(ranks, measured, recipe, sizes) if ranks > 1 else [measured(0, 1, recipe, sizes)]
     assert found[0] == pytest.approx(expected(sizes), rel=1e-4)
-    assert found[0] != pytest.approx(expected([2, 2, 2, 2]), rel=0.05), "they are not alike"
     assert NoiseScale.figures(SimpleNamespace(), 1.0, 1.0, 1.0) == {}, "one part says nothing"  # type: ignore[arg-type]
 
 
