@@ -5,12 +5,14 @@ import json
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from runs import ranks_of, train_rank
+from torch.autograd import DeviceType
 
 from fivefold.comm.span import message, profiling, span
 from fivefold.errors import UserError
@@ -18,7 +20,7 @@ from fivefold.observe import profile
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.warnings import warnings
 from fivefold.train.job import Job
-from fivefold.train.profile import ProfileWatch
+from fivefold.train.profile import ProfileWatch, operators
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=2", "model.ffn_dim=64", "model.seq_len=16",
@@ -119,6 +121,25 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("fivefold.train.profile._compress", full)
     assert "not written: No space left" in watch.end_step(1)
     assert not list((tmp_path / "run" / "traces").iterdir())
+
+
+def test_kernels_of_a_gpu_count_once() -> None:
+    """PyTorch gives an operator the time of its kernels, too."""
+
+    def average(name: str, device: DeviceType, cpu: float, gpu: float, span: bool = False) -> Any:
+        return SimpleNamespace(
+            key=name, count=2, device_type=device, self_cpu_time_total=cpu, self_device_time_total=gpu,
+            is_user_annotation=span,
+        )  # fmt: skip
+
+    averages = [
+        average("aten::mm", DeviceType.CPU, 10, 3e6),
+        average("gemm", DeviceType.CUDA, 0, 3e6),
+        average("fill", DeviceType.CUDA, 0, 1e6),
+        average("step 3", DeviceType.CUDA, 0, 4e6, span=True),
+    ]
+    assert operators(averages, cuda=True) == [("gemm", 2, 3.0, 0.75), ("fill", 2, 1.0, 0.25)]
+    assert operators(averages, cuda=False) == [("aten::mm", 2, 1e-5, 1.0)]
 
 
 def test_without_a_profiler_spans_are_nothing() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
@@ -98,17 +99,19 @@ class ProfileWatch:
 
 
 def operators(averages: Iterable[FunctionEventAvg], cuda: bool) -> list[Operator]:
-    """The operators that took longest by themselves: on a GPU its kernels, else the CPU's. Spans are not operators."""
+    """The operators that took longest by themselves: on a GPU its kernels, else the CPU's. Spans are not operators. (An
+    operator of the CPU has its kernels' time, too, and would count it twice.)"""
+    where = DeviceType.CUDA if cuda else DeviceType.CPU
     found = [
         Operator(
             str(one.key), one.count, (one.self_device_time_total if cuda else one.self_cpu_time_total) / 1e6
         )
         for one in averages
-        if not one.is_user_annotation
+        if one.device_type == where and not one.is_user_annotation
     ]
     whole = sum(one.seconds for one in found)
     longest = sorted(found, key=lambda one: -one.seconds)[:LONGEST]
-    return [one._replace(share=one.seconds / whole) for one in longest if one.seconds]
+    return [one._replace(share=one.seconds / whole) for one in longest if one.seconds > 0]
 
 
 def _compress(source: Path, target: Path) -> None:
