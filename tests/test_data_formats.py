@@ -486,13 +486,18 @@ def test_megatron_files_made_by_hand(tmp_path: Path, code: int, dtype: str):
         (index(8, [15, 5, 21], [0, 3], 2), "truncated: its index says 41 ids, but the file ends after 40"),
         (index(8, [15, 5, 20], [0, 3], 4), "do not lie one behind the other"),
         (index(8, [15, 5, 20], [0, 2], 2), "do not go from 0 to the number"),
+        (index(8, [15, 5, 20], [1, 3], 2), "do not go from 0 to the number"),
+        (index(8, [15, 5, 20], [0, 1, 2, 1, 3], 2), "do not go from 0 to the number"),
         (index(6, [15, 5, 20], [0, 3], 2), "dtype float64"),
         (index(8, [15, 5, 20], [0, 3], 2, version=2), "unknown version 2"),
         (index(8, [15, 5, 20], [0, 3], 2) + b"\0\0\0", "files with images are not supported"),
         (b"x" * 100, "not an index of Megatron-LM"),
     ],
 )
-def test_damaged_indexes_of_megatron(tmp_path: Path, made: bytes, message: str):
+def test_damaged_indexes_of_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bytes, message: str
+):
+    monkeypatch.setattr(megatron, "CHUNK", 2)
     write(tmp_path / "x.bin", np.arange(40).astype("<u2").tobytes())
     write(tmp_path / "x.idx", made)
     with pytest.raises(UserError, match=message):

@@ -66,8 +66,12 @@ def read_index(path: Path) -> tuple[str, int]:
         if (lengths < 0).any() or not np.array_equal(begins, (ends - lengths) * item):
             raise wrong("its sequences do not lie one behind the other in the .bin")
         total = int(ends[-1])
-    borders = np.concatenate([np.zeros(0, np.int64), *_read(index, "<i8", HEADER.size + 12 * n, m)])
-    if m and (borders[0] != 0 or borders[-1] != n or (np.diff(borders) < 0).any()):
+    last, sorted_ = None, True
+    for borders in _read(index, "<i8", HEADER.size + 12 * n, m):
+        sorted_ &= bool(borders[0] >= last if last is not None else borders[0] == 0)
+        sorted_ &= bool((borders[:-1] <= borders[1:]).all())
+        last = int(borders[-1])
+    if m and not (sorted_ and last == n):
         raise wrong("its borders of documents do not go from 0 to the number of sequences")
     there = path.stat().st_size
     if there < total * item:
