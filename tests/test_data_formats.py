@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from data_recipes import recipe_of, write
 
-from fivefold.data import check, megatron, one_source, prepare, remote
+from fivefold.data import check, documents, megatron, one_source, prepare, remote
 from fivefold.data.cut import Packed, cut_of, pieces
 from fivefold.data.encode import to_line
 from fivefold.data.finish import write_megatron
@@ -161,6 +161,20 @@ def test_a_fault_has_a_place_behind_it(tmp_path: Path):
     assert [isinstance(value, dict) for value in values] == [True, False, True]
     recipe = recipe_of(tmp_path / "b.parquet", tmp_path / "cache", val_fraction=0.0, max_bad_fraction=0.5)
     assert prepare(recipe).info["documents"]["train"] == 2, "the rows behind a bad one are read"
+
+
+def test_a_parquet_file_of_many_row_groups_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: np.ndarray
+):
+    """Opening reads where all of them are."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": DOCUMENTS}), tmp_path / "a.parquet", row_group_size=30)
+    opened, inner = [], documents._open_parquet
+    monkeypatch.setattr(documents, "_open_parquet", lambda path: opened.append(path) or inner(path))
+    np.testing.assert_array_equal(tokens(tmp_path / "a.parquet", tmp_path / "cache"), expected)
+    assert len(opened) < 4, "of 60 row groups; once to count them"
 
 
 def test_an_object_too_long_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
