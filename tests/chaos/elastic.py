@@ -89,6 +89,7 @@ def _leave(run: process.Run, at: random.Random, how: str, fewer: int, events: li
             if run.ended or time.monotonic() - since > PATIENCE_S:
                 break
             time.sleep(0.2)
+        since = time.monotonic()  # before, four ranks may have taken steps
     _go_on(run, how, since, events, fewer)
 
 
