@@ -368,7 +368,6 @@ def test_a_worker_that_is_stopped_is_named(text: Path, tmp_path: Path) -> None: 
     assert re.match(
         r"rank 3 \(worker 1\) is missing: it is stopped \(SIGSTOP\)\. It was last seen after step", said
     )
-    assert re.search(rf"Rank 0 {WAITS}", said), said
 
 
 @pytest.mark.slow
@@ -388,7 +387,8 @@ def test_servers_and_workers_that_hang_are_named(
     recipe = served(text, f"sync.staleness={staleness}")
     said = hung(tmp_path, start(4, tmp_path, serve, recipe, tmp_path / "run", who, 3, how), who)
     assert said.startswith(f"rank {who} ({role}) is missing: "), said
-    assert re.search(rf"[Rr]anks? [0-3, ]+ {WAITS}", said), said
+    if staleness >= 0 or who < 2:  # else the first server may just be serving the other worker
+        assert re.search(rf"[Rr]anks? [0-3, ]+ {WAITS}", said), said
     if how != "stopped":
         assert re.search(r"hanging.py:\d+ in hang", said), said
 
