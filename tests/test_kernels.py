@@ -396,6 +396,21 @@ def test_gradients_of_a_linear_layer(library, dtype, lead, monkeypatch):
         close(kernels.weight_gradient(dy, x), exact, dtype)
 
 
+def test_exponentials_of_all_sizes():
+    """By the fused SwiGLU of (x, 1): a sigmoid is right to a few units in the last place, also where its exponential
+    is too large or too small for fp32, and NaN stays NaN."""
+    if native.why_not():
+        pytest.skip(f"native kernels: {native.why_not()}")
+    x = torch.cat([torch.linspace(-100, 100, 20001), torch.tensor([-1e30, 1e30, 0.0, torch.nan])])
+    got = kernels.swiglu(torch.stack([x, torch.ones_like(x)], 1))[:, 0].double()
+    wanted = x.double() * x.double().sigmoid()
+    usual = x > -87
+    assert ((got - wanted).abs() <= 6e-7 * wanted.abs())[usual].all()
+    assert (got.abs() <= 1e-30)[(x < -87) & (x > -200)].all()
+    assert got[-1].isnan()
+    assert not got[:-1].isnan().any()
+
+
 def test_a_choice_is_measured_once_per_machine(monkeypatch, tmp_path):
     """Also by the process that measured: another rank may have been first."""
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))

@@ -3,7 +3,8 @@ uses them, even one that communicates or defers its weight gradient.
 
 With `fp8` they multiply numbers of 8 bits (fp8.py). Most CPUs multiply fp16 in fp32 (wide.py). In fp32 on CPUs the
 first two use oneDNN, which PyTorch itself uses only in lower precision: MKL takes 5 to 150% more time on the processors
-tried (benchmarks/products.py). For the weight gradient either may be faster (`fastest.py`).
+tried (benchmarks/products.py). For the weight gradient either may be faster (`fastest.py`). With a bias they use it in
+bf16, too: PyTorch first copies the bias into every row of the output, which takes up to 10% of the product's time.
 
 Legend: D input features, F output features.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fivefold.host.cpu import has_cpu_bf16
 from fivefold.kernels import fastest, native
 from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.private import onednn_linear
@@ -28,7 +30,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Fp8 | Non
     """x @ weight.T + bias. x (..., D), weight (F, D), bias (F) -> (..., F)."""
     if fp8 is None and _one_row(x, weight):
         return _matrix_vector(x, weight, bias)
-    if fp8 is None and not (_onednn(x, weight) or (widened(x, weight) and _fits(x, weight))):
+    if fp8 is None and not (_onednn(x, weight, bias) or (widened(x, weight) and _fits(x, weight))):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _forward(x, weight, bias, fp8)
@@ -63,7 +65,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) ->
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, without autograd."""
     a, b, c = wide(x), wide(weight), None if bias is None else wide(bias)
-    return (onednn_linear if _onednn(a, b) else F.linear)(a, b, c).to(x.dtype)
+    return (onednn_linear if _onednn(a, b, c) else F.linear)(a, b, c).to(x.dtype)
 
 
 def _one_row(x: Tensor, weight: Tensor) -> bool:
@@ -87,11 +89,12 @@ def _matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _onednn(x: Tensor, weight: Tensor) -> bool:
-    """True if oneDNN can and may compute this."""
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """True if oneDNN can and may compute this, and PyTorch would do it in another way, or with a copy of the bias."""
     return (
         not torch.compiler.is_compiling()
-        and x.dtype == weight.dtype == torch.float32
+        and x.dtype == weight.dtype
+        and (x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and bias is not None and has_cpu_bf16()))
         and x.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled

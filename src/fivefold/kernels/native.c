@@ -7,6 +7,9 @@
  * This file is included by itself once a dtype: NAME(f) is f_fp32, f_bf16 or f_fp16, T the type in memory.
  */
 #ifndef T
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -16,6 +19,7 @@ typedef uint16_t bf16, fp16;
 typedef int64_t i64;
 #define BLOCK 1024 /* most elements that share a scale */
 #define STRIPE 512 /* columns that are rounded at once */
+#define ROW 2048   /* most columns of a row that stays in fp32 between two passes over it */
 
 static inline float load_fp32(const float *p) { return *p; }
 static inline void store_fp32(float *p, float v) { *p = v; }
@@ -59,25 +63,28 @@ static inline void store_fp16(fp16 *p, float v) { /* round to nearest even; 6552
   *p = (fp16)(size | (u >> 16 & 0x8000u));
 }
 
-/* exp(x) to a few ulp for -87.3 <= x <= 88.3, beyond them 0 and exp(88.3); NaN stays NaN. 2^k by the exponent bits,
- * the rest by a polynomial (Cephes). Needs the order of its sums: no -fassociative-math. */
-static inline float fast_exp(float x) {
-  float c = x > -87.3f ? (x < 88.3f ? x : 88.3f) : -87.3f; /* NaN becomes -87.3 here and NaN again below */
-  float k = floorf(c * 1.44269504f + 0.5f);
-  float r = c - k * 0.693359375f + k * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t bits = ((int32_t)k + 127) << 23;
+/* exp(x) to a few ulp for -87.3 <= x <= 88.3, and 0 below; NaN stays NaN. k = x / ln 2, rounded, is in the last bits of
+ * its sum with 1.5 * 2^23 + 127, which then are the exponent of 2^k. The rest is a polynomial whose coefficients minimise
+ * the largest relative error (1.1e-7). Needs the order of its sums: no -fassociative-math. */
+static inline float bounded_exp(float x) {
+  float shifted = x * 1.44269504f + 12583039.0f, k = shifted - 12583039.0f;
+  float r = x - k * 0.693359375f + k * 2.12194440e-4f;
+  float p = 8.312520571e-3f;
+  p = p * r + 4.189015552e-2f;
+  p = p * r + 0.166671142f;
+  p = p * r + 0.499992311f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  uint32_t bits;
+  memcpy(&bits, &shifted, 4);
+  bits <<= 23;
   float scale;
   memcpy(&scale, &bits, 4);
-  float y = p * scale;
-  return x < -87.3f ? 0.0f : (x != x ? x : y);
+  return x < -87.3f ? 0.0f : p * scale;
 }
+
+/* The same for all x: exp(88.3) above. */
+static inline float fast_exp(float x) { return bounded_exp(x > 88.3f ? 88.3f : x); }
 
 /* GELU and its derivative (arXiv 1606.08415), by its tanh form or by erf. With Phi the normal distribution's cumulative
  * function: x * Phi(x). tanh form: x * sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3). erf: Abramowitz and Stegun
@@ -91,7 +98,7 @@ static inline float gelu_tanh(float x, float *slope) {
 
 static inline float gelu_erf(float x, float *slope) {
   float a = fabsf(x), t = 1.0f / (1.0f + 0.23164190f * a); /* 0.3275911 / sqrt(2) */
-  float bell = fast_exp(-0.5f * x * x);
+  float bell = bounded_exp(-0.5f * x * x);
   float p = 1.061405429f;
   p = p * t - 1.453152027f;
   p = p * t + 1.421413741f;
@@ -101,6 +108,41 @@ static inline float gelu_erf(float x, float *slope) {
   float phi = x < 0.0f ? tail : 1.0f - tail;
   *slope = phi + x * bell * 0.39894228f;
   return x * phi;
+}
+
+/* to[i] = from[i] * factor. Processors with an instruction for bfloat16 make subnormal numbers 0. */
+static inline void store_row_fp32(float *to, const float *from, float factor, i64 n) {
+#pragma omp simd
+  for (i64 i = 0; i < n; i++) to[i] = from[i] * factor;
+}
+
+static inline void store_row_bf16(bf16 *to, const float *from, float factor, i64 n) {
+  i64 done = 0;
+#ifdef __AVX512BF16__
+  for (; done + 16 <= n; done += 16) {
+    __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(from + done) * factor);
+    memcpy(to + done, &rounded, 32);
+  }
+#endif
+#pragma omp simd
+  for (i64 i = done; i < n; i++) store_bf16(to + i, from[i] * factor);
+}
+
+static inline void store_row_fp16(fp16 *to, const float *from, float factor, i64 n) {
+#pragma omp simd
+  for (i64 i = 0; i < n; i++) store_fp16(to + i, from[i] * factor);
+}
+
+static inline float erf_slope(float x) {
+  float slope;
+  gelu_erf(x, &slope);
+  return slope;
+}
+
+static inline float tanh_slope(float x) {
+  float slope;
+  gelu_tanh(x, &slope);
+  return slope;
 }
 
 /* How many of K keys query q of a matrix sees. */
@@ -128,6 +170,21 @@ static inline void keys_of(i64 n, i64 Q, i64 K, i64 offset, i64 causal, const in
 #define NAME(f) GLUE(f, DTYPE)
 #define LOAD(p) NAME(load)(p)
 #define STORE(p, v) NAME(store)(p, v)
+
+/* to[i] = value, an expression of i, for i < n. 16 bits are rounded by whole stripes. */
+#define STORE_EACH(to, n, value)                                                                                      \
+  if (sizeof(T) == 4) {                                                                                               \
+    _Pragma("omp simd") for (i64 i = 0; i < (n); i++) STORE((to) + i, value);                                         \
+  } else                                                                                                              \
+    for (i64 left = 0; left < (n); left += STRIPE) {                                                                  \
+      i64 width = (n) - left < STRIPE ? (n) - left : STRIPE;                                                          \
+      float stripe[STRIPE];                                                                                           \
+      _Pragma("omp simd") for (i64 j = 0; j < width; j++) {                                                           \
+        i64 i = left + j;                                                                                             \
+        stripe[j] = value;                                                                                            \
+      }                                                                                                               \
+      NAME(store_row)((to) + left, stripe, 1.0f, width);                                                              \
+    }
 
 #define T float
 #define DTYPE fp32
@@ -360,8 +417,7 @@ void NAME(rms_norm_forward)(const T *x, const T *residual, const T *w, T *sum, T
     if (residual) {
       const T *rn = residual + n * D;
       T *sn = sum + n * D;
-#pragma omp simd
-      for (i64 i = 0; i < D; i++) STORE(sn + i, LOAD(xn + i) + LOAD(rn + i));
+      STORE_EACH(sn, D, LOAD(xn + i) + LOAD(rn + i))
       xn = sn;
     }
 #pragma omp simd reduction(+ : square)
@@ -369,8 +425,7 @@ void NAME(rms_norm_forward)(const T *x, const T *residual, const T *w, T *sum, T
     float r = 1.0f / sqrtf(square / (float)D + eps);
     rstd[n] = r;
     T *yn = y + n * D;
-#pragma omp simd
-    for (i64 i = 0; i < D; i++) STORE(yn + i, LOAD(xn + i) * r * LOAD(w + i));
+    STORE_EACH(yn, D, LOAD(xn + i) * r * LOAD(w + i))
   }
 }
 
@@ -388,15 +443,10 @@ void NAME(rms_norm_backward)(const T *dy, const T *x, const T *w, const float *r
 #pragma omp simd reduction(+ : dot)
       for (i64 i = 0; i < D; i++) dot += LOAD(dyn + i) * LOAD(w + i) * LOAD(xn + i);
       float c = dot * r * r * r / (float)D;
-      T *dxn = dx + n * D;
+      const T *own = carry ? carry + n * D : NULL;
 #pragma omp simd
-      for (i64 i = 0; i < D; i++) {
-        float g = LOAD(dyn + i), v = LOAD(xn + i);
-        part[i] += g * v * r;
-        float d = r * g * LOAD(w + i) - c * v;
-        if (carry) d += LOAD(carry + n * D + i);
-        STORE(dxn + i, d);
-      }
+      for (i64 i = 0; i < D; i++) part[i] += LOAD(dyn + i) * LOAD(xn + i) * r;
+      STORE_EACH(dx + n * D, D, r * LOAD(dyn + i) * LOAD(w + i) - c * LOAD(xn + i) + (own ? LOAD(own + i) : 0.0f))
     }
   }
   for (i64 i = 0; i < D; i++) {
@@ -417,8 +467,7 @@ void NAME(layer_norm_forward)(const T *x, const T *residual, const T *w, const T
     if (residual) {
       const T *rn = residual + n * D;
       T *sn = sum + n * D;
-#pragma omp simd
-      for (i64 i = 0; i < D; i++) STORE(sn + i, LOAD(xn + i) + LOAD(rn + i));
+      STORE_EACH(sn, D, LOAD(xn + i) + LOAD(rn + i))
       xn = sn;
     }
 #pragma omp simd reduction(+ : total)
@@ -430,8 +479,7 @@ void NAME(layer_norm_forward)(const T *x, const T *residual, const T *w, const T
     statistics[2 * n] = mean;
     statistics[2 * n + 1] = r;
     T *yn = y + n * D;
-#pragma omp simd
-    for (i64 i = 0; i < D; i++) STORE(yn + i, (LOAD(xn + i) - mean) * r * LOAD(w + i) + LOAD(b + i));
+    STORE_EACH(yn, D, (LOAD(xn + i) - mean) * r * LOAD(w + i) + LOAD(b + i))
   }
 }
 
@@ -454,16 +502,14 @@ void NAME(layer_norm_backward)(const T *dy, const T *x, const T *w, const float 
         dot += g * (LOAD(xn + i) - mean);
       }
       float c = dot * r * r / (float)D, m = total / (float)D;
-      T *dxn = dx + n * D;
+      const T *own = carry ? carry + n * D : NULL;
 #pragma omp simd
       for (i64 i = 0; i < D; i++) {
-        float g = LOAD(dyn + i), v = LOAD(xn + i) - mean;
-        dw[i] += g * v * r;
-        db[i] += g;
-        float d = r * (g * LOAD(w + i) - m - c * v);
-        if (carry) d += LOAD(carry + n * D + i);
-        STORE(dxn + i, d);
+        dw[i] += LOAD(dyn + i) * (LOAD(xn + i) - mean) * r;
+        db[i] += LOAD(dyn + i);
       }
+      STORE_EACH(dx + n * D, D,
+                 r * (LOAD(dyn + i) * LOAD(w + i) - m - c * (LOAD(xn + i) - mean)) + (own ? LOAD(own + i) : 0.0f))
     }
   }
   for (i64 i = 0; i < 2 * D; i++) {
@@ -475,29 +521,28 @@ void NAME(layer_norm_backward)(const T *dy, const T *x, const T *w, const float 
 
 /* out = gelu(x), over n elements. exact: by erf. */
 void NAME(gelu_forward)(const T *x, T *out, i64 n, i64 exact) {
-  float slope;
-  if (exact) {
-#pragma omp parallel for simd schedule(static) private(slope)
-    for (i64 i = 0; i < n; i++) STORE(out + i, gelu_erf(LOAD(x + i), &slope));
-  } else {
-#pragma omp parallel for simd schedule(static) private(slope)
-    for (i64 i = 0; i < n; i++) STORE(out + i, gelu_tanh(LOAD(x + i), &slope));
+#pragma omp parallel for schedule(static)
+  for (i64 first = 0; first < n; first += STRIPE) {
+    const T *own = x + first;
+    i64 count = n - first < STRIPE ? n - first : STRIPE;
+    float slope;
+    if (exact) {
+      STORE_EACH(out + first, count, gelu_erf(LOAD(own + i), &slope))
+    } else {
+      STORE_EACH(out + first, count, gelu_tanh(LOAD(own + i), &slope))
+    }
   }
 }
 
 void NAME(gelu_backward)(const T *dout, const T *x, T *dx, i64 n, i64 exact) {
-  float slope;
-  if (exact) {
-#pragma omp parallel for simd schedule(static) private(slope)
-    for (i64 i = 0; i < n; i++) {
-      gelu_erf(LOAD(x + i), &slope);
-      STORE(dx + i, LOAD(dout + i) * slope);
-    }
-  } else {
-#pragma omp parallel for simd schedule(static) private(slope)
-    for (i64 i = 0; i < n; i++) {
-      gelu_tanh(LOAD(x + i), &slope);
-      STORE(dx + i, LOAD(dout + i) * slope);
+#pragma omp parallel for schedule(static)
+  for (i64 first = 0; first < n; first += STRIPE) {
+    const T *own = x + first, *d = dout + first;
+    i64 count = n - first < STRIPE ? n - first : STRIPE;
+    if (exact) {
+      STORE_EACH(dx + first, count, LOAD(d + i) * erf_slope(LOAD(own + i)))
+    } else {
+      STORE_EACH(dx + first, count, LOAD(d + i) * tanh_slope(LOAD(own + i)))
     }
   }
 }
@@ -508,11 +553,7 @@ void NAME(swiglu_forward)(const T *gate_up, T *out, i64 rows, i64 F) {
   for (i64 n = 0; n < rows; n++) {
     const T *g = gate_up + n * 2 * F, *u = g + F;
     T *o = out + n * F;
-#pragma omp simd
-    for (i64 i = 0; i < F; i++) {
-      float a = LOAD(g + i);
-      STORE(o + i, a / (1.0f + fast_exp(-a)) * LOAD(u + i));
-    }
+    STORE_EACH(o, F, LOAD(g + i) / (1.0f + fast_exp(-LOAD(g + i))) * LOAD(u + i))
   }
 }
 
@@ -521,11 +562,18 @@ void NAME(swiglu_backward)(const T *dout, const T *gate_up, T *dgate_up, i64 row
   for (i64 n = 0; n < rows; n++) {
     const T *g = gate_up + n * 2 * F, *u = g + F, *d = dout + n * F;
     T *dg = dgate_up + n * 2 * F, *du = dg + F;
+    for (i64 left = 0; left < F; left += STRIPE) {
+      i64 width = F - left < STRIPE ? F - left : STRIPE;
+      float of_gate[STRIPE], of_up[STRIPE];
 #pragma omp simd
-    for (i64 i = 0; i < F; i++) {
-      float a = LOAD(g + i), s = 1.0f / (1.0f + fast_exp(-a)), v = LOAD(d + i);
-      STORE(dg + i, v * LOAD(u + i) * s * (1.0f + a * (1.0f - s)));
-      STORE(du + i, v * a * s);
+      for (i64 j = 0; j < width; j++) {
+        i64 i = left + j;
+        float a = LOAD(g + i), s = 1.0f / (1.0f + fast_exp(-a)), v = LOAD(d + i);
+        of_gate[j] = v * LOAD(u + i) * s * (1.0f + a * (1.0f - s));
+        of_up[j] = v * a * s;
+      }
+      NAME(store_row)(dg + left, of_gate, 1.0f, width);
+      NAME(store_row)(du + left, of_up, 1.0f, width);
     }
   }
 }
@@ -621,7 +669,7 @@ static inline float NAME(largest)(const T *p, i64 n) {
 static inline float NAME(sum_exp)(const T *p, i64 n, float top) {
   float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-  for (i64 i = 0; i < n; i++) sum += fast_exp(LOAD(p + i) - top);
+  for (i64 i = 0; i < n; i++) sum += bounded_exp(LOAD(p + i) - top);
   return sum;
 }
 
@@ -642,17 +690,23 @@ void NAME(softmax_forward)(T *scores, float *lse, i64 matrices, i64 Q, i64 K, i6
       if (lse) lse[n] = -INFINITY;
       continue;
     }
-    float top = NAME(largest)(p, seen), sum = 0.0f;
+    float top = NAME(largest)(p, seen), sum = 0.0f, row[ROW];
+    for (i64 first = 0; first < seen; first += ROW) {
+      i64 width = seen - first < ROW ? seen - first : ROW;
 #pragma omp simd reduction(+ : sum)
-    for (i64 i = 0; i < seen; i++) {
-      float e = fast_exp((LOAD(p + i) - top) * scale);
-      sum += e;
-      STORE(p + i, e);
+      for (i64 i = 0; i < width; i++) {
+        float e = bounded_exp((LOAD(p + first + i) - top) * scale);
+        sum += e;
+        row[i] = e;
+      }
+      if (seen > ROW) NAME(store_row)(p + first, row, 1.0f, width);
     }
     if (lse) lse[n] = logf(sum) + top * scale;
     float inverse = 1.0f / sum;
-#pragma omp simd
-    for (i64 i = 0; i < seen; i++) STORE(p + i, LOAD(p + i) * inverse);
+    if (seen > ROW) {
+      STORE_EACH(p, seen, LOAD(p + i) * inverse)
+    } else
+      NAME(store_row)(p, row, inverse, seen);
   }
 }
 
@@ -669,7 +723,7 @@ void NAME(softmax_lse_backward)(T *scores, T *dp, const float *lse, const float 
     float l = lse[n], c = delta[n];
 #pragma omp simd
     for (i64 i = 0; i < seen; i++) {
-      float e = fast_exp(LOAD(p + i) * scale - l);
+      float e = bounded_exp(LOAD(p + i) * scale - l);
       STORE(g + i, scale * e * (LOAD(g + i) - c));
       STORE(p + i, e);
     }
@@ -693,8 +747,7 @@ void NAME(softmax_backward)(const T *probabilities, T *dp, i64 matrices, i64 Q, 
     float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
     for (i64 i = 0; i < seen; i++) dot += LOAD(p + i) * LOAD(g + i);
-#pragma omp simd
-    for (i64 i = 0; i < seen; i++) STORE(g + i, scale * LOAD(p + i) * (LOAD(g + i) - dot));
+    STORE_EACH(g, seen, scale * LOAD(p + i) * (LOAD(g + i) - dot))
     memset(g - low, 0, sizeof(T) * (size_t)low);
     memset(g + seen, 0, sizeof(T) * (size_t)(K - high));
   }
@@ -705,9 +758,8 @@ void NAME(softmax_backward)(const T *probabilities, T *dp, i64 matrices, i64 Q, 
 static inline void NAME(cross_entropy_gradient)(T *p, i64 V, i64 target, float shift, float norm, float scale) {
   int here = target >= 0 && target < V;
   float at_target = here ? LOAD(p + target) : 0.0f, factor = scale / norm;
-#pragma omp simd
-  for (i64 i = 0; i < V; i++) STORE(p + i, fast_exp(LOAD(p + i) - shift) * factor);
-  if (here) STORE(p + target, (fast_exp(at_target - shift) / norm - 1.0f) * scale);
+  STORE_EACH(p, V, bounded_exp(LOAD(p + i) - shift) * factor)
+  if (here) STORE(p + target, (bounded_exp(at_target - shift) / norm - 1.0f) * scale);
 }
 
 /* Cross-entropy of rows of V logits, and its gradient in their place: losses[n] = logsumexp - logit[target],

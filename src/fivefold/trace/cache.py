@@ -14,7 +14,7 @@ import torch
 
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, writable, write_atomically
-from fivefold.host.cpu import has_cpu_fp16
+from fivefold.host.cpu import has_cpu_bf16, has_cpu_fp16
 from fivefold.kernels import native
 from fivefold.launch.ranks import threads_of
 from fivefold.recipe import Recipe
@@ -44,6 +44,7 @@ class CachedFigures:
             "threads": threads_of(world),  # some kernels have workspace per thread
             "native": not native.why_not(),
             "fp16": has_cpu_fp16(),  # else it is multiplied in fp32
+            "bf16": has_cpu_bf16(),  # else PyTorch adds biases
             "code": [_source(), torch.__version__],
         }
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
