@@ -1,8 +1,8 @@
 /* Fused element-wise kernels for CPUs: one pass over memory where PyTorch takes several.
  *
  * Compiled at first use by the machine's own C compiler (native.py) for the machine's own vector units, and
- * called through ctypes. Each kernel exists for float, bfloat16 and half; sums are kept in float. Nothing here is
- * architecture-specific: the loops are written so that the compiler vectorises them.
+ * called through ctypes. Each kernel exists for float, bfloat16 and half; sums are kept in float. The loops are written so
+ * that the compiler vectorises them; only store_row_bf16 knows a processor.
  *
  * This file is included by itself once a dtype: NAME(f) is f_fp32, f_bf16 or f_fp16, T the type in memory.
  */
