@@ -4,7 +4,7 @@ uses them, even one that communicates or defers its weight gradient.
 With `fp8` they multiply numbers of 8 bits (fp8.py). Most CPUs multiply fp16 in fp32 (wide.py). In fp32 on CPUs the
 first two use oneDNN, which PyTorch itself uses only in lower precision: MKL takes 5 to 150% more time on the processors
 tried (benchmarks/products.py). For the weight gradient either may be faster (`fastest.py`). With a bias they use it in
-bf16, too: PyTorch first copies the bias into every row of the output, which takes up to 10% of the product's time.
+bf16, too: PyTorch first copies the bias into every row of the output, about a tenth of the product's time.
 
 Legend: D input features, F output features.
 """

@@ -1,8 +1,8 @@
 /* Fused element-wise kernels for CPUs: one pass over memory where PyTorch takes several.
  *
  * Compiled at first use by the machine's own C compiler (native.py) for the machine's own vector units, and
- * called through ctypes. Each kernel exists for float, bfloat16 and half; sums are kept in float. The loops are written so
- * that the compiler vectorises them; only store_row_bf16 knows a processor.
+ * called through ctypes. Each kernel exists for float, bfloat16 and half; sums are kept in float. The loops are written
+ * so that the compiler vectorises them; only store_row_bf16 knows a processor.
  *
  * This file is included by itself once a dtype: NAME(f) is f_fp32, f_bf16 or f_fp16, T the type in memory.
  */
@@ -63,9 +63,9 @@ static inline void store_fp16(fp16 *p, float v) { /* round to nearest even; 6552
   *p = (fp16)(size | (u >> 16 & 0x8000u));
 }
 
-/* exp(x) to a few ulp for -87.3 <= x <= 88.3, and 0 below; NaN stays NaN. k = x / ln 2, rounded, is in the last bits of
- * its sum with 1.5 * 2^23 + 127, which then are the exponent of 2^k. The rest is a polynomial whose coefficients minimise
- * the largest relative error (1.1e-7). Needs the order of its sums: no -fassociative-math. */
+/* exp(x) to a few ulp for -87.3 <= x <= 88.3, and 0 below; NaN stays NaN. k = x / ln 2, rounded, is in the last bits
+ * of its sum with 1.5 * 2^23 + 127, which then are the exponent of 2^k. The rest is a polynomial whose coefficients
+ * minimise the largest relative error (1.1e-7). Needs the order of its sums: no -fassociative-math. */
 static inline float bounded_exp(float x) {
   float shifted = x * 1.44269504f + 12583039.0f, k = shifted - 12583039.0f;
   float r = x - k * 0.693359375f + k * 2.12194440e-4f;
