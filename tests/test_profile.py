@@ -43,53 +43,50 @@ def names(found: list[dict[str, Any]]) -> set[str]:
     return {event["name"] for event in found if event.get("cat") == "user_annotation"}
 
 
-def test_every_rank_writes_a_trace_with_named_parts(tmp_path: Path) -> None:
+SHARDS = {
+    "forward, microbatch 0", "backward, microbatch 1", "all_gather over shard, FSDP2 unit blocks.1",
+    "wait for all_gather over shard, FSDP2 unit blocks.1",
+}  # fmt: skip
+STAGES = {
+    "forward, stage {rank}, microbatch 0", "weight gradients, stage {rank}, microbatch 1", "send over pp",
+    "wait for receive over pp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "there"),
+    [
+        ("dp=2,zero=3", SHARDS),
+        pytest.param("pp=2,schedule=zb_h1", STAGES, marks=pytest.mark.slow),
+    ],
+)
+def test_every_rank_writes_a_trace_with_named_parts(tmp_path: Path, layout: str, there: set[str]) -> None:
     """The range ends beyond the run: what there is of it is written."""
     run = tmp_path / "run"
-    sets = ["train.steps=3", "observe.profile_steps=2-9"]
-    run_ranks(2, train_rank, recipe_of(tmp_path, "pp=2", *sets), run)
+    sets = ["train.steps=3", "observe.profile_steps=2-9", "train.global_batch_size=8"]
+    run_ranks(2, train_rank, recipe_of(tmp_path, layout, *sets), run)
     for rank in range(2):
         path = run / "traces" / profile.trace_name(2, 3, rank)
-        found, stage = events(path), rank
-        for i in range(2):
-            assert {
-                f"forward, stage {stage}, microbatch {i}",
-                f"backward, stage {stage}, microbatch {i}",
-            } <= names(found)
-        crossing = "receive" if rank else "send"
-        assert {"step 2", "step 3", "update", f"wait for {crossing} over pp", "all_reduce over all"} <= names(
-            found
-        )
+        found = events(path)
+        wanted = {name.format(rank=rank) for name in there}
+        assert wanted | {"step 2", "step 3", "update", "all_reduce over all"} <= names(found)
         assert "step 1" not in names(found)
         (step,) = (e for e in found if e["name"] == "step 3")
         inside = [e for e in found if "dur" in e and 0 <= e["ts"] - step["ts"] <= step["dur"] - e["dur"]]
-        assert "update" in names(inside)
+        assert wanted | {"update"} <= names(inside)
         assert any(e.get("cat") == "cpu_op" and e["name"].startswith("aten::") for e in inside)
         text = gzip.decompress(path.read_bytes()).decode()
         assert f'"{socket.gethostname()}"' not in text
         assert str(tmp_path) not in text
     page = (run / "report.html").read_text()
     assert "recorded steps 2 to 3 on 2 ranks" in page
-    assert (
-        len(re.findall(r'<tr><th scope="row">[^<]+</th><td>\d+</td><td>[\d.]+ ms</td>', page))
-        == profile.LONGEST
-    )
+    row = r'<tr><th scope="row">[^<]+</th><td>\d+</td><td>[\d.]+ ms</td>'
+    assert len(re.findall(row, page)) == profile.LONGEST
     assert sorted(path.name for path in (run / "traces").iterdir()) == [
         "profile-step-00000002-00000003-rank-0.json.gz",
         "profile-step-00000002-00000003-rank-1.json.gz",
         "profile-step-00000002-00000003.json",
     ]
-
-
-def test_messages_of_shards_are_named(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "dp=2,zero=3", "train.steps=2", "observe.profile_steps=2")
-    run_ranks(2, train_rank, recipe, tmp_path / "run")
-    found = names(events(tmp_path / "run" / "traces" / profile.trace_name(2, 2, 1)))
-    assert {"forward, microbatch 0", "backward, microbatch 0", "update"} <= found
-    assert {
-        "all_gather over shard, FSDP2 unit blocks.1",
-        "wait for all_gather over shard, FSDP2 unit blocks.1",
-    } <= found
 
 
 def test_a_recording_that_breaks_off_leaves_no_profiler(tmp_path: Path) -> None:
