@@ -1,8 +1,10 @@
 """Ways to order updates on the host: what each waits for, and that a step takes what its resources need."""
 
+from dataclasses import replace
+
 import pytest
 
-from fivefold.schedules.offload import WAYS, Unit, busy, simulate, with_width
+from fivefold.schedules.offload import WAYS, Unit, busy, simulate
 from fivefold.schedules.overlap import COMPUTE, WAIT
 
 UNITS = [Unit(forward=1, backward=2, out=1, update=1, back=0.5)] * 6
@@ -34,9 +36,9 @@ def test_a_window_fetches_twice_and_no_sooner_than_there_is_room():
     timeline = simulate(UNITS, WAYS["window"])
     fetched = timeline.of("in")
     assert len(fetched) == 6 + 3
-    wide = simulate(UNITS, with_width(WAYS["window"], 6))
+    wide = simulate(UNITS, replace(WAYS["window"], width=6))
     assert len(wide.of("in")) == 6
-    narrow = simulate([Unit(1, 2, 1, 0.1, 3.0)] * 6, with_width(WAYS["window"], 1))
+    narrow = simulate([Unit(1, 2, 1, 0.1, 3.0)] * 6, replace(WAYS["window"], width=1))
     assert narrow.waited > 0
 
 

@@ -17,7 +17,7 @@ for what:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, Span, StepTimeline
 
@@ -146,7 +146,3 @@ def busy(timeline: StepTimeline) -> float:
     """Share of a step in which the device computes."""
     computed = sum(span.seconds for span in timeline.of(COMPUTE) if span.kind != WAIT)
     return computed / timeline.seconds if timeline.seconds else 1.0
-
-
-def with_width(way: Way, width: int) -> Way:
-    return replace(way, width=width)

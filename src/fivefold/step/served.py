@@ -93,7 +93,7 @@ def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State
     return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), served
 
 
-def assert_possible(recipe: Recipe, ranks: Ranks, own_module: bool) -> None:
+def assert_possible(ranks: Ranks, own_module: bool) -> None:
     """Raises UserError for what parameter servers do not support."""
     if ranks.device.type != "cpu":
         raise UserError(

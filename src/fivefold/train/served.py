@@ -59,7 +59,7 @@ STEP, SAVE, END = range(3)  # what the first server has the others do
 def run_served(job: Job, ranks: Ranks) -> int | None:
     """A rank's part of a run. Returns the signal that stopped the run early, or None if it is complete."""
     guard(job.out, look=False)
-    assert_possible(job.recipe, ranks, job.module is not None)
+    assert_possible(ranks, job.module is not None)
     if read(job.out)["left_out"]:
         raise UserError(
             f"{job.out / FILE}: this run has left out data after a fault, which parameter servers cannot. Nearest "

@@ -10,7 +10,7 @@ Every link has its bandwidth in each direction. Messages of one round that use t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -90,9 +90,6 @@ class Topology:
             return Levels(self.near, self.near, pair)
         cards = self.cards or self.local
         return Levels(self.near, Wire(self.far.latency, self.far.bandwidth * cards / self.local), pair)
-
-    def with_ranks(self, ranks: int) -> Topology:
-        return replace(self, ranks=ranks)
 
     @cached_property
     def _routes(self) -> dict[tuple[int, int], Route]:
