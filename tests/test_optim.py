@@ -26,11 +26,12 @@ from fivefold.optim.surfaces import SURFACES, path, tuned
 from fivefold.optim.updater import Updater
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
-from fivefold.recipe import load
+from fivefold.recipe import load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import parse
 from fivefold.spread.matrices import exchanges, sizes_sent
 from fivefold.spread.parts import boxes, held, local_shape
+from fivefold.step.state import build_state
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
 
@@ -209,11 +210,31 @@ def test_moments_of_eight_bits():
         values = x if signed else x.square()
         assert len(set(table(signed))) == 256
         codes, scales = torch.zeros(3, 700, dtype=torch.uint8), torch.zeros(3, 3)
-        encode(values, codes, scales, signed)
-        found = decode(codes, scales, signed)
+        numbers = torch.tensor(table(signed))
+        encode(values, codes, scales, numbers, lowest=0 if signed else 1)
+        found = decode(codes, scales, numbers)
         assert ((found - values).norm() / values.norm()).item() < 0.02
         assert signed or found.min() > 0
-    assert torch.equal(decode(torch.zeros_like(codes), scales, False), torch.zeros(3, 700))
+    assert torch.equal(decode(torch.zeros_like(codes), scales, numbers), torch.zeros(3, 700))
+
+
+def test_codes_of_eight_bits_reach_the_device_once(monkeypatch):
+    """A later step copies nothing from the host: a GPU would be waited for."""
+    card = OPTIMIZERS["adamw8bit"]
+    updater = Updater(card, {"blocks.0.w": torch.ones(2, 300)}, 0.1, 0.0, card.fields)
+    updater.step({"blocks.0.w": torch.ones(2, 300)}, lr=0.1)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("made from numbers of the host"))
+    updater.step({"blocks.0.w": torch.ones(2, 300)}, lr=0.1)
+
+
+def test_sophia_counts_predicted_tokens(tmp_path):
+    """Its estimate is that of one token's gradient. A masked model predicts few of them."""
+    sets = ["model.layers=1", "model.dim=16", "model.heads=1", "model.ffn_dim=32", "model.seq_len=20"]
+    recipe = load(
+        "bert-tiny", [*sets, "train.global_batch_size=4", "optim.name=sophia", "train.steps=1"], "dp=1"
+    )
+    state = build_state(resolve(recipe, vocab_size=300), ranks_of(0, 1))
+    assert state.parallel.replicas[0].updater.rules.tokens == 4 * round(0.15 * 20)
 
 
 def masters_of(generator):

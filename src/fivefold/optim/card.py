@@ -27,8 +27,9 @@ class Update:
 
     step: the number of this update of the tensor, from 1: an fp64 scalar on its device. number: how many steps the
     optimizer has begun, from 0, skipped ones included: the host knows it. fresh: True if the states were just made, all
-    zeros. lr: the learning rate. compute: the dtype in which the model computes. fields: the card's. tokens: of the
-    batch whose mean gradient it is. weight: the master, if the rule's card needs elements only.
+    zeros. lr: the learning rate. compute: the dtype in which the model computes. fields: the card's. tokens: how
+    many losses of the batch its mean gradient is of. weight: the master, if the rule's card needs elements only.
+    constants: see `constant`; the same in all updates of an optimizer.
     """
 
     step: Tensor
@@ -39,6 +40,16 @@ class Update:
     fields: Mapping[str, Any]
     tokens: int = 1
     weight: Tensor | None = None
+    constants: dict[Any, Tensor] = field(default_factory=dict)
+
+    def constant(self, values: tuple[float, ...], device: torch.device) -> Tensor:
+        """These numbers in the device's memory, in fp32. They are copied there once: a copy waits for the device."""
+        found = self.constants.get((values, device))
+        if found is None:
+            import torch
+
+            found = self.constants[values, device] = torch.tensor(values, dtype=torch.float32, device=device)
+        return found
 
 
 Rule = Callable[["Tensor", dict[str, "Tensor"], Update], "Tensor"]

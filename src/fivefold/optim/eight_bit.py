@@ -22,11 +22,12 @@ BLOCK = 256
 
 def adamw8bit(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     (b1, b2), t = u.fields["betas"], u.step
-    mean = decode(states["mean_codes"], states["mean_scales"], signed=True).lerp_(g, 1 - b1)
-    square = decode(states["square_codes"], states["square_scales"], signed=False)
+    signed, unsigned = (u.constant(table(signs), g.device) for signs in (True, False))
+    mean = decode(states["mean_codes"], states["mean_scales"], signed).lerp_(g, 1 - b1)
+    square = decode(states["square_codes"], states["square_scales"], unsigned)
     square.mul_(b2).addcmul_(g, g, value=1 - b2)
-    encode(mean, states["mean_codes"], states["mean_scales"], signed=True)
-    encode(square, states["square_codes"], states["square_scales"], signed=False)
+    encode(mean, states["mean_codes"], states["mean_scales"], signed)
+    encode(square, states["square_codes"], states["square_scales"], unsigned, lowest=1)
     return mean.div_(1 - b1**t).div_(square.div_(1 - b2**t).sqrt_().add_(u.fields["eps"]))
 
 
@@ -45,25 +46,22 @@ def table(signed: bool) -> tuple[float, ...]:
     return (0.0, *values[2:])  # one too many: the smallest
 
 
-def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """fp32 values, of the codes' shape. scales: (..., blocks)."""
-    import torch
-
-    values = torch.take(torch.tensor(table(signed), device=codes.device), codes.long())
+def decode(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+    """fp32 values, of the codes' shape. scales: (..., blocks). table: (256)."""
+    values = table.take(codes.long())
     return values.mul_(scales.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]])
 
 
-def encode(x: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
-    """Writes the nearest codes of x, and the largest value of each block. Without signs nothing becomes 0: an update
-    divides by its root."""
+def encode(x: Tensor, codes: Tensor, scales: Tensor, table: Tensor, lowest: int = 0) -> None:
+    """Writes the nearest codes of x, from `lowest` on, and the largest value of each block. Without signs nothing
+    becomes 0: an update divides by its root."""
     import torch
 
     blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     scales.copy_(blocks.abs().amax(-1))
     shares = (blocks / scales.clamp(min=1e-30).unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]].contiguous()
-    values = torch.tensor(table(signed), device=x.device)
-    nearest = torch.bucketize(shares, (values[1:] + values[:-1]) / 2)
-    codes.copy_(nearest if signed else nearest.clamp_(min=1))
+    nearest = torch.bucketize(shares, (table[1:] + table[:-1]) / 2)
+    codes.copy_(nearest.clamp_(min=lowest))
 
 
 def _scales(shape: Shape) -> Shape:

@@ -57,6 +57,7 @@ class Rules:
         self.fields, self.gathering, self.tokens = fields, gathering, tokens
         self.states: dict[str, dict[str, Tensor]] = {}
         self.number = 0
+        self.constants: dict[Any, Tensor] = {}
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], rates: Mapping[str, float], skip: Tensor | None) -> None:
@@ -86,7 +87,9 @@ class Rules:
         weight = self.masters[name] if self.card.needs == "elements" else None
         if weight is not None and self.card.coupled and self.decays[name]:
             gradient = gradient.add(weight, alpha=self.decays[name])
-        update = Update(step, self.number, fresh, lr, self.compute, self.fields, self.tokens, weight)
+        update = Update(
+            step, self.number, fresh, lr, self.compute, self.fields, self.tokens, weight, self.constants
+        )
         assert self.card.rule is not None
         direction = self.card.rule(gradient, states, update)
         for key, old in before.items():

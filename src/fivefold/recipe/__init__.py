@@ -9,6 +9,7 @@ from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.resolve import (
     microbatches_per_step,
     resolve,
+    targets_per_step,
     tokens_before,
     tokens_per_step,
     total_steps,
@@ -56,6 +57,7 @@ __all__ = [
     "sequences_before",
     "shipped",
     "source",
+    "targets_per_step",
     "to_toml",
     "tokens_before",
     "tokens_per_step",

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.models.card import resolve_model
+from fivefold.models.card import card_of, resolve_model
+from fivefold.models.objective import predicted
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.ramp import ramp, sequences_before, steps_for
@@ -32,6 +33,13 @@ def total_steps(recipe: Recipe) -> int:
 def tokens_per_step(recipe: Recipe) -> int:
     """Tokens in an optimizer step with the full batch, over all ranks: B x T."""
     return recipe.train.global_batch_size * recipe.model.seq_len
+
+
+def targets_per_step(recipe: Recipe) -> int:
+    """Predicted tokens in an optimizer step with the full batch, over all ranks; those that the data leaves out, such
+    as prompts of conversations, included."""
+    objective = card_of(recipe.model).objective
+    return recipe.train.global_batch_size * predicted(objective, recipe.model.seq_len)
 
 
 def tokens_before(recipe: Recipe, step: int) -> int:

@@ -22,7 +22,7 @@ from fivefold.parallel.replica import Replica, assert_owned_once
 from fivefold.parallel.server import Shard
 from fivefold.parallel.worker import Served
 from fivefold.precision import torch_dtype
-from fivefold.recipe import Recipe, count_parameters, tokens_per_step
+from fivefold.recipe import Recipe, count_parameters, targets_per_step
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import parts
 from fivefold.spread.servers import messages, units
@@ -56,7 +56,7 @@ def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
                 {name: decay_of(optim, name) for name in masters},
                 fields,
                 {name: rate_of(optim, name, table[name].shape) for name in masters},
-                tokens=tokens_per_step(recipe),
+                tokens=targets_per_step(recipe),
             ),
         )
         for message in messages(card_of(recipe.model), servers)

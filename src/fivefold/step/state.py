@@ -34,7 +34,7 @@ from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
-from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters, tokens_per_step
+from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters, targets_per_step
 from fivefold.spread.layout import Layout
 from fivefold.spread.names import factors, groups
 from fivefold.spread.parts import Part, held, size_of
@@ -254,7 +254,7 @@ def with_optimizer(
                 rates=rates,
                 compute=compute,
                 gathering=gathering,
-                tokens=tokens_per_step(recipe) // recipe.sites.count,
+                tokens=targets_per_step(recipe) // recipe.sites.count,
             )
             replica.updater = (
                 Rounded(rounding, trained, replica.parts, make) if mode.rounds else make(trained)

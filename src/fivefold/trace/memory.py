@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from fivefold.kernels.hollow import FROM_DATA, Hollow, Hollowing
 from fivefold.kernels.private import done_work
+from fivefold.parallel.offload.activations import Activations
 from fivefold.schedules.memory_timeline import CATEGORIES, Change, MemoryTimeline, Phase, of_changes
 from fivefold.trace import private
 
@@ -193,9 +194,11 @@ class Tracker(TorchDispatchMode):
 
     def _look_at_phase(self) -> None:
         """Forward runs outside of backward, or in it when checkpointing recomputes (its saved-tensor hooks are set
-        then)."""
+        then; those of offload are set all the time)."""
         backward = private.in_backward()
-        forward = not backward or private.saves_by_hooks()
+        hook = private.saving_hook() if backward else None
+        recomputes = hook is not None and not isinstance(getattr(hook, "__self__", None), Activations)
+        forward = not backward or recomputes
         self._follow_phase("backward" if backward else "forward")
         if self.forward and not forward:
             self._mark_activations()

@@ -3,6 +3,8 @@ calls every one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
@@ -11,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
-    "FakeStore", "FakeTensor", "in_backward", "modes", "saves_by_hooks", "start_memory_history", "write_memory_snapshot"
+    "FakeStore", "FakeTensor", "in_backward", "modes", "saving_hook", "start_memory_history", "write_memory_snapshot"
 ]  # fmt: skip
 HISTORY = 200_000
 """Allocations that a memory snapshot holds at most."""
@@ -41,10 +43,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def saves_by_hooks() -> bool:
-    """True if hooks see what forward saves. Checkpointing sets them while it repeats forward. Belongs to
+def saving_hook() -> Callable[..., object] | None:
+    """The innermost hook that sees what forward saves. Checkpointing sets one while it repeats forward. Belongs to
     `in_backward`."""
-    return _top_saved_tensors_default_hooks(True) is not None
+    hooks = _top_saved_tensors_default_hooks(True)
+    return hooks and hooks[0]
 
 
 def modes() -> list[TorchDispatchMode]:
