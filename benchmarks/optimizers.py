@@ -3,6 +3,7 @@
     python benchmarks/optimizers.py --train [--steps 600] [--seeds 5] [--only muon,soap] [--minutes 10]
     python benchmarks/optimizers.py --time          (alone on the machine)
     python benchmarks/optimizers.py                 (the table from what has been measured)
+    python benchmarks/optimizers.py --merge FILE    (adds what another --out has)
 
 Training and timing are apart: losses do not depend on what else runs, seconds do. --train adds one row to --out for
 each (optimizer, learning rate, seed) that it lacks, so it can be stopped and called again; --minutes ends it early.
@@ -61,8 +62,12 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(RATES))
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--merge", type=Path)
     args = parser.parse_args()
     found = json.loads(args.out.read_text()) if args.out.exists() else {"runs": [], "step_s": {}}
+    if args.merge:
+        merge(found, json.loads(args.merge.read_text()))
+        save(found, args.out)
     names = args.only.split(",")
     if args.train:
         train(found, names, args)
@@ -70,6 +75,17 @@ def main() -> None:
         found["step_s"] |= timed(names)
         save(found, args.out)
     print("\n".join(table(found, args.steps)))
+
+
+def merge(found: dict[str, Any], more: dict[str, Any]) -> None:
+    """Adds runs that are missing, and the newer seconds per step."""
+
+    def key(run: dict[str, Any]) -> tuple[Any, ...]:
+        return run["optimizer"], run["lr"], run["seed"], run["steps"]
+
+    has = {key(run) for run in found["runs"]}
+    found["runs"] += [run for run in more["runs"] if key(run) not in has]
+    found["step_s"] |= more["step_s"]
 
 
 def train(found: dict[str, Any], names: list[str], args: argparse.Namespace) -> None:
