@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from fivefold.errors import UserError
 from fivefold.parallel.offload import activations
 from fivefold.parallel.offload.activations import Activations
 from fivefold.parallel.offload.disk import THREADS, Disk
+from fivefold.parallel.offload.update import _Second
+from fivefold.parallel.parallelize import Parallel
 from fivefold.plan import volume
 from fivefold.recipe import change, resolve
 from fivefold.spread import tiers
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
+from fivefold.trace.memory import Tracker
 from fivefold.train.share import batches_of, share_of
 
 STEPS = 3
@@ -169,10 +173,20 @@ def test_says_where_it_cannot_write(tmp_path, monkeypatch):
         trained(0, 1, recipe)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("offload", ["states:disk", "all:disk"])
-def test_reads_and_writes_what_the_table_says(tmp_path, offload, microbatches):
-    """`tiers.flows`, by which the planner prices I/O, is what crosses to the disk and back in a step."""
+@pytest.mark.parametrize(
+    ("offload", "microbatches", "share"),
+    [
+        ("states:disk", 1, 0),
+        ("states:disk", 4, 0),
+        ("all:disk", 1, 1),
+        ("all:disk", 4, 1),
+        ("all:disk", 1, 0.25),
+    ],
+)
+def test_reads_and_writes_what_the_table_says(tmp_path, monkeypatch, offload, microbatches, share):
+    """`tiers.flows`, by which the planner prices I/O, is what crosses to the disk and back in a step. share: of the
+    update that runs twice."""
+    monkeypatch.setattr(_Second, "next_share", lambda *_: share)
     recipe = change(
         tiny(tmp_path, "dp=1", mode="bf16"),
         [
@@ -193,14 +207,44 @@ def test_reads_and_writes_what_the_table_says(tmp_path, offload, microbatches):
     outside, blocks = away.arena.spans[""][1], away.arena.total - away.arena.spans[""][1]
     last = blocks // 4  # the last block's weights stay between its forward and its backward
     wanted = {"read": 0.0, "written": 0.0}
-    for flow in tiers.flows(away.tiers, 2.0, 8.0, microbatches):
-        times = 1 if flow.phase == "update" else microbatches
+    assert away.updater.share == share
+    again = sum(
+        chunk.size for chunk in list(away.arena.chunks())[: round(share * len(list(away.arena.chunks())))]
+    )
+    for flow in tiers.flows(away.tiers, 2.0, 8.0, microbatches, share=again / away.arena.total):
+        times = 1 if flow.phase in ("update", "again") else microbatches
         size = blocks + outside * (flow.kind != "working")  # only blocks are paged
         size -= last * (flow.kind == "working" and flow.phase == "backward")
         if flow.link == "disk":
             wanted["written" if flow.out else "read"] += times * flow.bytes * size
     assert {key: after[key] - before[key] for key in wanted} == wanted
     state.parallel.close()
+
+
+def test_an_error_of_one_update_waits_for_the_others():
+    """Else they would run on in files that are closed."""
+    done = []
+
+    def fails():
+        raise RuntimeError("lost")
+
+    updaters = [SimpleNamespace(settle=fails), SimpleNamespace(settle=lambda: done.append(True))]
+    parallel = Parallel([], [], offloads={i: SimpleNamespace(updater=one) for i, one in enumerate(updaters)})
+    with pytest.raises(RuntimeError, match="lost"):
+        parallel.settle()
+    assert done
+
+
+def test_backward_is_no_forward_where_activations_leave(tmp_path):
+    """Hooks of autograd save activations all the time. A recomputation's hooks alone mean that forward runs again."""
+    disk, seen = Disk(tmp_path), []
+    away, leaf = Activations(disk, torch.device("cpu"), []), torch.randn(1 << 16, requires_grad=True)
+    with Tracker() as tracker, away.saving():
+        y = (leaf * 2).sin()
+        y.register_hook(lambda g: (g * 2, seen.append(tracker.forward))[0])
+        y.sum().backward()
+    disk.close()
+    assert seen == [False]
 
 
 def sent(rank: int, world: int, recipe):

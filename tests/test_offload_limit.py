@@ -19,7 +19,7 @@ def test_states_of_twice_the_limit(tmp_path):
     benchmark compares)."""
     sizes = ["--layers", "15", "--seq", "64", "--batch", "2", "--microbatch", "1", "--limit-mib", "440"]
     out = tmp_path / "found.json"
-    command = [sys.executable, BENCHMARK, *sizes, "--steps", "2", "--dir", tmp_path / "away", "--out", out]
+    command = [sys.executable, BENCHMARK, *sizes, "--steps", "4", "--dir", tmp_path / "away", "--out", out]
     subprocess.run(command, check=True, timeout=280)
     found = json.loads(out.read_text())
     assert found["all:disk"]["states_by_limit"] > 1.9

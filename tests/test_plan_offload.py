@@ -1,6 +1,7 @@
 """Plans of layouts that offload: memory by tier, exposed I/O, and the search when nothing fits."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from fivefold.plan.devices import Storage
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
 from fivefold.recipe import load
+from fivefold.spread import tiers
 from fivefold.spread.tiers import OFFLOADS, flows
 
 GIB = 2**30
@@ -86,3 +88,27 @@ def test_a_search_offloads_where_nothing_fits():
     assert found.plans[0].layout.offload in ("states:host", "activations")
     without = search(load("quickstart", LARGE, "dp=1"), parse("h100:16"))
     assert {plan.layout.offload for plan in without.plans} == {"none"}
+
+
+def test_a_second_update_fills_what_backward_leaves_idle(monkeypatch):
+    """Per parameter: forward reads gradients 4, masters 4, moments 8, weights 2, and writes weights 2; the rest of the
+    update comes again beside backward, which moves 6 itself: 16 read, 12 written."""
+    plan = plan_of("all:disk", sets=("train.global_batch_size=4",))
+    own = plan_of("none").memory[0].params / 2
+    rate = own / 1.0  # a second per byte per parameter
+    cluster = replace(
+        plan.setting.cluster, machine=SimpleNamespace(on_cpu=True), disk=rate, disk_read=rate, disk_both=rate
+    )
+    s, elements = replace(plan.setting, cluster=cluster), offload.Elements(own, own)
+
+    def seconds(backward: float) -> float:
+        return offload.seconds(s, offload.Computing(1, backward, 0), elements)
+
+    assert seconds(6 + 28) == pytest.approx(20 + 34), "all of it is hidden"
+    assert seconds(6 + 14) == pytest.approx(20 + 6 + 20), (
+        "half of it: the other half is written beside forward"
+    )
+    least = tiers.LEAST
+    assert seconds(1) == pytest.approx(20 + 12 * (1 - least) + 6 + 28 * least)
+    monkeypatch.setattr(offload, "runs_twice", lambda *_: False)
+    assert seconds(6 + 28) == pytest.approx(32 + 34)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from fivefold import host
@@ -39,3 +41,10 @@ def resident_bytes() -> tuple[int, int]:
     except (OSError, KeyError):  # not Linux: only the maximum is known, in bytes on a Mac, else in KiB
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return most, most
+
+
+def compute_alone() -> None:
+    """Operations of this thread run on one core from now on, without a team of OpenMP threads. Those of several threads
+    that run beside each other wait for each other, and spin meanwhile."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libgomp.so.1").omp_set_num_threads(1)  # the one that PyTorch has loaded

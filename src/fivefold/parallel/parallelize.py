@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,10 +80,11 @@ class Parallel:
         ]
 
     def settle(self) -> None:
-        """Waits until updates that run beside the next step are done."""
-        for offload in self.offloads.values():
-            if offload.updater is not None:
-                offload.updater.settle()
+        """Waits until all updates that run beside the next step are done. Then raises the first one's error."""
+        with ExitStack() as stack:  # also those behind one that fails: nothing may run on in closed files
+            for offload in reversed(self.offloads.values()):
+                if offload.updater is not None:
+                    stack.callback(offload.updater.settle)
 
     def close(self) -> None:
         """Takes the hooks off the modules, and frees what is elsewhere."""

@@ -21,7 +21,20 @@ from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.offload import Unit
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stages_of
-from fivefold.spread.tiers import AHEAD, CHUNK, NOT_OFFLOADED, READ_AHEAD, SLOTS, Flow, Tiers, flows, tiers
+from fivefold.spread.tiers import (
+    AHEAD,
+    CHUNK,
+    NOT_OFFLOADED,
+    READ_AHEAD,
+    SLOTS,
+    Flow,
+    Phase,
+    Tiers,
+    flows,
+    runs_twice,
+    share_of_second,
+    tiers,
+)
 
 EXPOSED = "offload"
 """The key of exposed I/O in `time.Step.exposed`."""
@@ -41,11 +54,11 @@ def of(s: Setting) -> Tiers:
     return tiers(s.layout.offload, s.layout.shards > 1, s.states.master > 0)
 
 
-def streams(s: Setting) -> tuple[Flow, ...]:
-    """What a rank reads and writes in a step."""
+def streams(s: Setting, share: float = 0.0) -> tuple[Flow, ...]:
+    """What a rank reads and writes in a step. share: see `flows`."""
     b = s.states
     master = b.master or (FP32 if of(s).gradients != "device" else 0.0)
-    return flows(of(s), b.working, b.moments, s.microbatches, b.gradient, master)
+    return flows(of(s), b.working, b.moments, s.microbatches, b.gradient, master, share)
 
 
 def held(s: Setting, found: list[Memory]) -> list[Memory]:
@@ -134,7 +147,8 @@ def seconds(s: Setting, computing: Computing, own: Elements | None) -> float:
     """Seconds of a rank's microbatches and update. own: its parameters; None: without I/O.
 
     The update runs beside the forward of the first microbatch, and shares its cores on a CPU; elsewhere the host's
-    memory bounds it. A phase takes as long as its computing or its slowest link.
+    memory bounds it. A share of it may run again beside the first backward (`tiers.runs_twice`): as much as backward
+    hides. A phase takes as long as its computing or its slowest link.
     """
     t, m = of(s), s.microbatches
     if own is None or not t.streams:
@@ -149,18 +163,18 @@ def seconds(s: Setting, computing: Computing, own: Elements | None) -> float:
     if not on_cpu:  # the CPU reads and writes masters and moments, and reads gradients
         update = keeps * ranks * (2 * (s.states.moments + FP32) + FP32) / cluster.host_bandwidth
     beside = not s.layout.zero  # FSDP2 gathers ahead, so its update is not beside a forward
-    total = 0.0
-    for phase, times in (("update", 1), ("forward", m), ("backward", m)):
-        io = _io([flow for flow in streams(s) if flow.phase == phase], keeps, cluster, ranks)
-        if phase == "update":
-            compute = (computing.forward if beside else 0.0) + (update if on_cpu else 0.0)
-            reads = _io([flow for flow in streams(s) if flow.phase == "forward"], keeps, cluster, ranks)
-            total += max(compute, io + reads * beside, 0.0 if on_cpu else update)
-        elif phase == "forward":
-            total += (times - beside) * max(computing.forward, io)
-        else:
-            total += times * max(computing.backward, io)
-    return total
+
+    def io(*phases: Phase, share: float = 0.0) -> float:
+        return _io([flow for flow in streams(s, share) if flow.phase in phases], keeps, cluster, ranks)
+
+    share, back = 0.0, max(computing.backward, io("backward"))
+    if runs_twice(t, on_cpu):
+        share = share_of_second(back - io("backward"), io("again", share=1.0))
+    first = (computing.forward if beside else 0.0) + (update if on_cpu else 0.0)
+    phases = ("update", "forward") if beside else ("update",)
+    total = max(first, io(*phases, share=share), 0.0 if on_cpu else update)
+    total += (m - beside) * max(computing.forward, io("forward"))
+    return total + max(computing.backward, io("backward", "again", share=share)) + (m - 1) * back
 
 
 def _io(found: Sequence[Flow], elements: float, cluster: Cluster, ranks: int) -> float:

@@ -74,15 +74,35 @@ def tiers(offload: str, sharded: bool = False, own_masters: bool = True) -> Tier
     return found
 
 
+def runs_twice(away: Tiers, on_cpu: bool) -> bool:
+    """True if an update may run twice: beside forward for the working weights, beside backward for masters and states.
+    The second time needs the step's gradients, which memory does not keep. A GPU computes too fast to hide either."""
+    return on_cpu and away.gradients == "disk"
+
+
+LEAST = 1 / 16
+"""The smallest share of a second pass: less would not tell how long it takes."""
+
+
+def share_of_second(slack: float, seconds: float) -> float:
+    """The share of an update that runs a second time, beside backward. slack: seconds in which backward would leave the
+    disk idle. seconds: of a second pass over everything."""
+    return min(1.0, max(LEAST, slack / seconds)) if seconds else 1.0
+
+
+Phase = Literal["update", "forward", "again", "backward"]
+
+
 @dataclass(frozen=True)
 class Flow:
     """Bytes per parameter that cross a link each time that a phase runs.
 
-    phase: the streamed "update", which runs beside the first microbatch's forward; "forward" and "backward" of every
-    microbatch. link: "host", between the device and host memory, or "disk". out: away from the device.
+    phase: the streamed "update", which runs beside the first microbatch's forward, and "again", its second pass, beside
+    the first microbatch's backward; "forward" and "backward" of every microbatch. link: "host", between the device and
+    host memory, or "disk". out: away from the device.
     """
 
-    phase: Literal["update", "forward", "backward"]
+    phase: Phase
     kind: str
     link: Literal["host", "disk"]
     out: bool
@@ -90,31 +110,41 @@ class Flow:
 
 
 def flows(
-    away: Tiers, working: float, states: float, microbatches: int, gradient: float = 4.0, master: float = 4.0
+    away: Tiers,
+    working: float,
+    states: float,
+    microbatches: int,
+    gradient: float = 4.0,
+    master: float = 4.0,
+    share: float = 0.0,
 ) -> tuple[Flow, ...]:
     """What a streamed update and the paging of weights and gradients move. working, states, ...: bytes per parameter of
-    each kind; master: 0 if the masters compute and do not leave."""
+    each kind; master: 0 if the masters compute and do not leave. share: of the update that runs twice."""
     if not away.streams:
         return ()
     found: list[Flow] = []
 
-    def moves(
-        phase: Literal["update", "forward", "backward"], kind: str, tier: Tier, size: float, way: str
-    ) -> None:
+    def moves(phase: Phase, kind: str, tier: Tier, size: float, way: str) -> None:
         """way: of "in" and "out", from and to where the kind lies. The update runs in host memory, all else on the
         device."""
         outer = tier == "disk"
-        inner = (tier == "device") if phase == "update" else tier != "device"
+        inner = (tier == "device") if phase in ("update", "again") else tier != "device"
         for word in ("in", "out"):
             if word in way.split() and size:
                 if outer:
                     found.append(Flow(phase, kind, "disk", word == "out", size))
                 if inner:
-                    found.append(Flow(phase, kind, "host", (word == "out") != (phase == "update"), size))
+                    updates = phase in ("update", "again")
+                    found.append(Flow(phase, kind, "host", (word == "out") != updates, size))
 
     moves("update", "gradients", away.gradients, gradient, "in")
-    moves("update", "masters", away.masters, master, "in out")
-    moves("update", "states", away.states, states, "in out")
+    both: tuple[tuple[str, Tier, float], ...]
+    both = ("masters", away.masters, master), ("states", away.states, states)
+    for kind, tier, size in both:
+        moves("update", kind, tier, size, "in")
+        moves("update", kind, tier, (1 - share) * size, "out")
+        moves("again", kind, tier, share * size, "in out")
+    moves("again", "gradients", away.gradients, share * gradient, "in")
     if master:
         moves("update", "working", away.working, working, "out")
     if away.working != "device":

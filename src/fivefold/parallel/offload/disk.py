@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.files import make_folder
+from fivefold.host.cpu import compute_alone
 
 PAGE = 4096
 THREADS = 4
@@ -70,6 +71,12 @@ class Meter:
         return {"busy": self.busy, "waited": self.waited, "read": self.read, "written": self.written}
 
 
+def alone() -> None:
+    """Of a thread beside computing: takes one core at most."""
+    torch.get_num_threads()  # PyTorch sets the number of a new thread when it first needs it
+    compute_alone()
+
+
 class Disk:
     """The files of one rank in `folder`, and the threads that read and write them.
 
@@ -79,7 +86,7 @@ class Disk:
 
     def __init__(self, folder: Path):
         self.folder, self.meter = folder, Meter()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="offload", initializer=alone)
         self._own = threading.local()
         self.files: list[File] = []
         self._touched = 0

@@ -303,6 +303,8 @@ class Paged:
             for index in unit.indices:
                 name = self.names[index]
                 self._norms[name] = norms([self._slice(unit, index)])
+        if not unit.stored and self.offload.updater is not None:
+            self.offload.updater.release(unit.name)
         unit.going += self._gradients.save(
             unit.start, unit.gradients
         )  # they hold the buffer until it is written

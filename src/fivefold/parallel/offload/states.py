@@ -21,7 +21,7 @@ from fivefold.parallel.offload.update import (
     StreamedUpdater,
 )
 from fivefold.precision import torch_dtype
-from fivefold.spread.tiers import Tiers, arena, unit_of
+from fivefold.spread.tiers import Tiers, arena, runs_twice, unit_of
 
 
 class Offload:
@@ -74,8 +74,9 @@ class Offload:
             for state in card.states
         }
         self.updater = StreamedUpdater(
-            card, masters, lr, weight_decay, fields, self.arena, self.homes, states, self.disk, rates
-        )
+            card, masters, lr, weight_decay, fields, self.arena, self.homes, states, self.disk, rates,
+            runs_twice(self.tiers, self.device.type == "cpu"),
+        )  # fmt: skip
         return self.updater
 
     def attach(self, stages: list[nn.Module]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +16,8 @@ from torch import Tensor
 from fivefold.errors import UserError
 from fivefold.optim.card import OptimizerCard
 from fivefold.optim.updater import Updater
-from fivefold.parallel.offload.disk import Disk, File, aligned
-from fivefold.spread.tiers import CHUNK, SLOTS, Arena, Chunk
+from fivefold.parallel.offload.disk import Disk, File, aligned, alone, wait_for
+from fivefold.spread.tiers import CHUNK, SLOTS, Arena, Chunk, share_of_second
 
 MASTERS, GRADIENTS, WORKING = "masters", "gradients", "working"
 
@@ -97,6 +98,31 @@ def _pieces(chunk: Chunk, buffer: memoryview, dtype: torch.dtype) -> list[Tensor
     return [flat[p.at : p.at + p.stop - p.start] for p in chunk.pieces]
 
 
+class _Second:
+    """Measures the second pass, and how long backward leaves it."""
+
+    def __init__(self) -> None:
+        self._share = self._began = self._ended = self._asked = self._waited = 0.0
+
+    def begin(self, share: float) -> None:
+        self._share, self._asked, self._waited = share, 0.0, 0.0
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        self._ended = time.perf_counter()
+
+    def asked(self, began: float, waited: float) -> None:
+        """Backward wanted to overwrite gradients at `began`, and waited."""
+        self._asked, self._waited = began, self._waited + waited
+
+    def next_share(self, share: float) -> float:
+        """share: if nothing was measured."""
+        if not share or not self._share or self._asked <= self._began:
+            return share
+        slack = self._asked - self._began - self._waited
+        return share_of_second(slack, (self._ended - self._began) / self._share)
+
+
 class StreamedUpdater(Updater):
     """Runs a card's optimizer chunk by chunk, on the CPU, while the next step's forward runs.
 
@@ -104,6 +130,11 @@ class StreamedUpdater(Updater):
     forward waits for its own update only (`ready`). The results are those of `Updater` bit for bit: an elementwise
     optimizer does not see where a chunk ends. homes: of "masters", "gradients", each state, and of "working" weights
     where they are not the masters. Slots of constant size hold the chunks that are under way.
+
+    twice: forward waits for as little I/O as possible. Of a `share` of the chunks only the working weights are written
+    then. A second pass beside backward, in its order, updates these chunks again, and writes masters and states. The
+    gradients of a unit may be overwritten after its `release`. The share follows from measured seconds
+    (`tiers.share_of_second`).
     """
 
     streamed = True
@@ -120,6 +151,7 @@ class StreamedUpdater(Updater):
         states: Mapping[str, Mapping[str, Tensor]],
         disk: Disk,
         rates: Mapping[str, float] | None = None,
+        twice: bool = False,
     ):
         """states: {state: {parameter: its tensor in the shape of the parameter}}, as views of their homes."""
         super().__init__(card, masters, lr, weight_decay, fields, rates)
@@ -137,11 +169,15 @@ class StreamedUpdater(Updater):
         self._chunks = list(arena.chunks())
         self._slots: queue.Queue[dict[str, memoryview]] = queue.Queue()
         self._running: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
+        beside = alone if twice else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-update", initializer=beside)
         self._error: BaseException | None = None
         self._done = {unit: threading.Event() for unit in arena.spans}
+        self._released = {unit: threading.Event() for unit in arena.spans}
+        self.share = float(twice)
+        self._second = _Second()
         self._made = False
-        for event in self._done.values():
+        for event in (*self._done.values(), *self._released.values()):
             event.set()
 
     def step(
@@ -159,10 +195,14 @@ class StreamedUpdater(Updater):
             group["lr"] = lr * group["rate"]
         for event in self._done.values():
             event.clear()
+        self.share = self._second.next_share(self.share)
+        later = self._chunks[: round(self.share * len(self._chunks))]
+        for chunk in later:
+            self._released[chunk.unit].clear()
         if not self._made:
             self._make_slots()
         scale = None if scale is None else scale.to("cpu")
-        self._running = self._thread.submit(self._run, scale)
+        self._running = self._thread.submit(self._run, scale, later)
 
     def is_ready(self, unit: str) -> bool:
         return self._done[unit].is_set()
@@ -171,6 +211,14 @@ class StreamedUpdater(Updater):
         """Waits until the weights of a unit are updated. Counts the time."""
         if unit in self._done and not self._done[unit].is_set():
             self.disk.meter.wait(self._done[unit].wait)
+        self._check()
+
+    def release(self, unit: str) -> None:
+        """Waits until the gradients of a unit, the next in backward's order, may be overwritten. Counts the time."""
+        began = time.perf_counter()
+        if not self._released[unit].is_set():
+            self.disk.meter.wait(self._released[unit].wait)
+        self._second.asked(began, time.perf_counter() - began)
         self._check()
 
     def settle(self) -> None:
@@ -200,58 +248,73 @@ class StreamedUpdater(Updater):
                 }
             )
 
-    def _run(self, scale: Tensor | None) -> None:
+    def _run(self, scale: Tensor | None, later: list[Chunk]) -> None:
         try:
             with torch.no_grad():
-                self._update(scale)
+                self._update(scale, later)
         except BaseException as error:
             self._error = error
         finally:
-            for event in self._done.values():
+            for event in (*self._done.values(), *self._released.values()):
                 event.set()
 
-    def _update(self, scale: Tensor | None) -> None:
-        first = not self.scalars
+    def _update(self, scale: Tensor | None, later: list[Chunk]) -> None:
+        """later: the chunks of the second pass, the first ones of forward, so that I/O is ahead of computing soon."""
+        moving = [kind for kind, home in self.homes.items() if home.moves]
+        # There are no states before the first update.
+        unread = {WORKING} if self.scalars else {WORKING, *self._views}
+        read = [kind for kind in moving if kind not in unread]
+        write = [kind for kind in moving if kind != GRADIENTS]
+        kept = [kind for kind in write if kind != WORKING]
         scalars: dict[str, dict[str, Tensor]] = {}
-        read = [
-            k for k, h in self.homes.items() if h.moves and k != WORKING and not (first and k in self._views)
-        ]
-        write = [k for k, h in self.homes.items() if h.moves and k != GRADIENTS]
-        rest: Iterator[Chunk] = iter(self._chunks)
-        ahead: deque[tuple[Chunk, dict[str, memoryview], Future[None] | None]] = deque()
         behind: dict[str, list[Future[None]]] = {unit: [] for unit in self.arena.spans}
-        left = dict.fromkeys(self.arena.spans, 0)
-        for chunk in self._chunks:
-            left[chunk.unit] += 1
+        last = {chunk.unit: chunk for chunk in self._chunks}
+        for number, (chunk, slot) in enumerate(self._fetched(self._chunks, read)):
+            self._update_chunk(chunk, slot, self.homes, scale, scalars)
+            behind[chunk.unit] += self._store(chunk, slot, [WORKING] if number < len(later) else write)
+            if chunk is last[chunk.unit]:
+                self._announce(chunk.unit, behind[chunk.unit])
+        wait_for([each for some in behind.values() for each in some])
+        if later:
+            self._second.begin(len(later) / len(self._chunks))
+            homes = {kind: home for kind, home in self.homes.items() if kind != WORKING}
+            first, stored = {chunk.unit: chunk for chunk in reversed(later)}, list[Future[None]]()
+            for chunk, slot in self._fetched(later[::-1], read):
+                self._update_chunk(chunk, slot, homes, scale, scalars)
+                stored += self._store(chunk, slot, kept)
+                if chunk is first[chunk.unit]:
+                    self._released[chunk.unit].set()
+            wait_for(stored)
+            self._second.end()
+        self.scalars = scalars
 
-        def more() -> None:
+    def _fetched(
+        self, chunks: Sequence[Chunk], kinds: Sequence[str]
+    ) -> Iterator[tuple[Chunk, dict[str, memoryview]]]:
+        """Each chunk with its slot, which holds what is read of it. Reads ahead."""
+        rest = iter(chunks)
+        ahead: deque[tuple[Chunk, dict[str, memoryview], list[Future[None]]]] = deque()
+        while True:
             while len(ahead) < SLOTS // 2 and (not ahead or not self._slots.empty()):
                 chunk = next(rest, None)
                 if chunk is None:
-                    return
+                    break
                 slot = self._slots.get()
-                ahead.append((chunk, slot, self._move(chunk, slot, read, "fetch")))
-
-        more()
-        while ahead:
+                ahead.append((chunk, slot, self._move(chunk, slot, kinds, "fetch")))
+            if not ahead:
+                return
             chunk, slot, fetched = ahead.popleft()
-            if fetched is not None:
-                fetched.result()
-            self._update_chunk(chunk, slot, scale, scalars)
-            stored = self._move(chunk, slot, write, "store")
-            if stored is None:
-                self._slots.put(slot)
-            else:
-                behind[chunk.unit].append(stored)
-                stored.add_done_callback(lambda _, slot=slot: self._slots.put(slot))
-            left[chunk.unit] -= 1
-            if not left[chunk.unit]:
-                self._announce(chunk.unit, behind[chunk.unit])
-            more()
-        for futures in behind.values():
-            for future in futures:
-                future.result()
-        self.scalars = scalars
+            wait_for(fetched)
+            yield chunk, slot
+
+    def _store(self, chunk: Chunk, slot: dict[str, memoryview], kinds: Sequence[str]) -> list[Future[None]]:
+        """Writes a chunk behind. Then its slot is free."""
+        stored = self._move(chunk, slot, kinds, "store")
+        for each in stored:
+            each.add_done_callback(lambda _: self._slots.put(slot))
+        if not stored:
+            self._slots.put(slot)
+        return stored
 
     def _announce(self, unit: str, stored: Sequence[Future[None]]) -> None:
         """Marks a unit as updated once its chunks are written."""
@@ -274,24 +337,22 @@ class StreamedUpdater(Updater):
 
     def _move(
         self, chunk: Chunk, slot: dict[str, memoryview], kinds: Sequence[str], how: str
-    ) -> Future[None] | None:
-        if not kinds:
-            return None
-
+    ) -> list[Future[None]]:
         def work() -> None:
             for kind in kinds:
                 getattr(self.homes[kind], how)(chunk, slot[kind])
 
-        return self.disk.submit(work)
+        return [self.disk.submit(work)] if kinds else []
 
     def _update_chunk(
         self,
         chunk: Chunk,
         slot: dict[str, memoryview],
+        homes: Mapping[str, Home],
         scale: Tensor | None,
         scalars: dict[str, dict[str, Tensor]],
     ) -> None:
-        found = {kind: home.pieces(chunk, slot[kind]) for kind, home in self.homes.items()}
+        found = {kind: home.pieces(chunk, slot[kind]) for kind, home in homes.items()}
         for group in self.fused_optimizer.param_groups:
             group["params"] = []
         state = self.fused_optimizer.state
