@@ -1,5 +1,6 @@
 """Packed documents: what attention sees, what a step learns from them in any layout, and how they are packed."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +21,18 @@ from fivefold.data.cut import Concatenated, Packed, best_fit, cut_of, pieces
 from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
+from fivefold.kernels.borders import Columns, Sample
 from fivefold.kernels.documents import Documents
 from fivefold.kernels.sizes import shared_spans
 from fivefold.models.build import build
+from fivefold.plan.clusters import parse
+from fivefold.plan.documents import documents_of
+from fivefold.plan.explain import summary
+from fivefold.plan.predict import predict
+from fivefold.plan.software import FIVEFOLD
 from fivefold.recipe import Recipe, change, load, resolve, to_toml
 from fivefold.spread.layout import Layout
+from fivefold.spread.parts import ring_columns
 
 ROWS, T, V, END = 8, 32, 96, 0
 MODELS = {
@@ -361,3 +369,81 @@ def test_old_run_folders_have_no_masks(tmp_path):
 def test_what_is_refused(sets, said):
     with pytest.raises(UserError, match=said):
         load("quickstart", sets)
+
+
+def test_the_planner_counts_the_tiles_that_kernels_compute():
+    """In whole sequences and in each turn of a ring; pairs are those of the mask."""
+    first, B = firsts(8, 256, 0.03), 2
+    sample, zeros = Sample(first), np.zeros((B, 256), np.int64)
+
+    def scores(of: np.ndarray, turn: tuple[Columns, Columns]) -> int:
+        tiles = Documents(of).tiles(*turn, True, 2)
+        return sum((t.rows.stop - t.rows.start) * (t.end - t.start) * (t.high - t.low) for t in tiles)
+
+    whole = [[(((0, 256),), ((0, 256),))]]
+    ring = [ring_columns(Layout(cp=4), 256, rank, True) for rank in range(4)]
+    for ranks, asked in ((whole, ()), (ring, ring)):
+        batches = [first[at : at + B] for at in range(0, 8, B)]
+        found, most = (
+            sum(
+                max(scores(of, turn) for turn in turns)
+                for of in several
+                for turns in zip(*ranks, strict=True)
+            )
+            for several in (batches, [zeros] * len(batches))
+        )
+        assert sample.computed(B, True, 2, asked) == found / most
+        assert found < 0.9 * most
+    for causal in (True, False):
+        mask, all_of_it = Documents(first).mask(causal), Documents(np.zeros_like(first)).mask(causal)
+        assert sample.pairs(causal) == pytest.approx((mask.sum() / all_of_it.sum()).item())
+    lengths = [b - a for row in first for a, b in pairwise([*np.unique(row), 256])]
+    assert sample.tokens == pytest.approx(np.mean(lengths))
+    assert sample.seen == pytest.approx(np.dot(lengths, lengths) / np.sum(lengths))
+    assert sample.of_length(128).tokens < sample.tokens
+    assert sample.of_length(1 << 20) is None
+
+
+def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path):
+    """A plan is faster and its MFU counts fewer FLOPs once they are known, and it says what it knows."""
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(f'{{"text": "{"word " * (n % 40)}"}}\n' for n in range(1, 900))
+    )
+    sets = [
+        f"data.source={tmp_path / 'texts.jsonl'}", "data.tokenizer=bytes", "data.document_masks=true",
+        f"data.cache={tmp_path}", "model.vocab_size=320", "model.seq_len=2048", "train.global_batch_size=1",
+        "data.val_fraction=0", "train.steps=5", "train.microbatch_size=1",
+    ]  # fmt: skip
+    recipe = load("quickstart", sets, "dp=1")
+
+    def planned(recipe: Recipe, tokens: float | None = None):
+        software = replace(FIVEFOLD, documents=documents_of(recipe, tokens))
+        return predict(recipe, parse("h100:1"), software)
+
+    unknown = planned(recipe)
+    assert summary(unknown)[5].startswith("attention     whole sequences, an upper bound")
+    data = prepare(recipe)
+    found = planned(recipe)
+    told = found.as_json()["attention"]
+    assert told["documents"] == "data"
+    assert told["document_tokens"] == pytest.approx(
+        len(data.train) / 877, rel=0.15
+    )  # 22 of 899 texts are empty
+    assert 0.03 < told["pairs"] == told["work"] < 0.1
+    assert "tokens on average" in summary(found)[5]
+    assert found.step.seconds < unknown.step.seconds
+    assert found.mfu * found.step.seconds < 0.9 * unknown.mfu * unknown.step.seconds
+    near = planned(recipe, told["document_tokens"])
+    assert near.step.seconds == pytest.approx(found.step.seconds, rel=0.02)
+    ring = planned(change(recipe, layout="cp=2"), 100)
+    assert "no price" in " ".join(summary(ring))
+    apart = change(recipe, ["data.document_masks=false"])
+    assert "attention" not in planned(apart).as_json()
+    with pytest.raises(UserError, match="has no effect"):
+        planned(apart, 100)
+    with pytest.raises(UserError, match="Nearest valid: 2048"):
+        planned(recipe, 4096)
+    files = change(recipe, [f"data.source=tokens:{next(tmp_path.glob('data/*/train-*.bin'))}"])
+    assert documents_of(files).pairs(recipe.model) == 1, "nobody said which token ends a document"
+    own = change(files, ["data.end_token=256"])
+    assert documents_of(own).pairs(recipe.model) == pytest.approx(told["pairs"], rel=0.2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,7 @@ def plan(
     formulas: plan_options.FormulasOption = False,
     rank: plan_options.RankOption = 0,
     expert_load: plan_options.ExpertLoadOption = None,
+    document_tokens: plan_options.DocumentTokensOption = None,
     terms: plan_options.TermsOption = False,
     states: plan_options.StatesOption = None,
     activations: plan_options.ActivationsOption = None,
@@ -113,7 +114,8 @@ def plan(
     how = plan_terms.conventions(terms, states, activations, bubble, flops, psi)
     ensure_measured(cluster)
     typed = (recipe, set_ or [], cluster)
-    loaded, machine, software = _read(typed, "dp=1" if search else layout, search, params, expert_load)
+    assumed = expert_load, document_tokens
+    loaded, machine, software = _read(typed, "dp=1" if search else layout, search, params, *assumed)
     asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
     request = Request(recipe, loaded, machine, software, asked, explain, save, json, memory_timeline, how)
     if search:
@@ -144,10 +146,16 @@ def _agree(search: bool, layout: str | None, exact: bool, timeline: Path | None,
 
 
 def _read(
-    typed: Typed, layout: str | None, search: bool, params: float | None, expert_load: float | None
+    typed: Typed,
+    layout: str | None,
+    search: bool,
+    params: float | None,
+    expert_load: float | None,
+    document_tokens: float | None,
 ) -> tuple[Recipe, Cluster, Software]:
     """The recipe, the cluster and the software that the plan is for."""
     from fivefold.plan.clusters import parse
+    from fivefold.plan.documents import documents_of
     from fivefold.plan.predict import with_load
     from fivefold.plan.software import of
     from fivefold.recipe import load
@@ -156,7 +164,8 @@ def _read(
     free = ["train.microbatch_size=none"] if search else []  # the search chooses it, as it does the layout
     loaded, machine = load(name, free + sets, layout), parse(cluster)
     loaded = budget.sized(loaded, params)
-    return loaded, machine, with_load(of(machine), loaded.model, expert_load)
+    software = with_load(of(machine), loaded.model, expert_load)
+    return loaded, machine, replace(software, documents=documents_of(loaded, document_tokens))
 
 
 @dataclass(frozen=True)
@@ -327,6 +336,9 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
         f"  other layouts: {reasons or 'none'}; usable memory {first.limit / 2**30:.1f} GiB per device"
     )
     lines.append(f"  {_accuracy(first)}")
+    s = first.setting
+    if s.software.documents and (said := s.software.documents.line(s.model, s.layout, s.sizes.seen)):
+        lines.append(f"  attention of the first: {said}")
     if "fp8" in first.setting.cluster.device.peak and "fp8" not in modes:
         lines.append("  not considered: fp8, which the device supports (--precision bf16,fp8)")
     return [*lines, "  bottlenecks of the first:", *(f"    {text}" for text in found.bottlenecks or ["none"])]

@@ -76,6 +76,15 @@ ExpertLoadOption = Annotated[
         help="Load of the busiest expert rank relative to an even split. [default: 1]",
     ),
 ]
+DocumentTokensOption = Annotated[
+    float | None,
+    typer.Option(
+        "--document-tokens",
+        metavar="N",
+        help="Average length of the documents, which attention does not cross. [default: counted in the data if they "
+        "are tokenized; else sequences count as whole]",
+    ),
+]
 TokensOption = Annotated[
     float | None,
     typer.Option("--tokens", help="Budget: tokens to train on, such as 1.4e12. [default: the recipe's]"),

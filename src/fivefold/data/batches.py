@@ -78,6 +78,11 @@ class Batches:
         """Number of targets that count in the first `size` sequences of batch i: in all of it, for all ranks."""
         return int((self.batch(i, range(size)).targets >= 0).sum())
 
+    def first(self, places_R: np.ndarray) -> np.ndarray:
+        """The column at which the document of each token begins, in the sequences at these places: (R, T)."""
+        found = self._read(places_R).first
+        return np.zeros((len(places_R), self.seq_len), np.int64) if found is None else found
+
     def _read(self, places_R: np.ndarray) -> Batch:
         """The sequence at each place."""
         sources_R, uses_R = self.order.at(places_R)

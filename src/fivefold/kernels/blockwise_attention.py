@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.kernels import native
 from fivefold.kernels.documents import Documents, Tile, sums_dtype, whole_tiles
 from fivefold.kernels.elementwise import rope
-from fivefold.kernels.sizes import keeps_probabilities
+from fivefold.kernels.sizes import any_length, keeps_probabilities
 from fivefold.kernels.wide import wide
 
 
@@ -51,8 +51,8 @@ def attention(
 
 def _has_flash(q: Tensor) -> bool:
     """True if PyTorch's flash attention takes queries (B, T, H, d). "meta" stands for a GPU, as in ring attention."""
-    sixteen = q.dtype in (torch.bfloat16, torch.float16)
-    return q.device.type in ("cuda", "meta") and sixteen and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    floating = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return q.device.type in ("cuda", "meta") and floating and any_length(q.element_size(), q.shape[3])
 
 
 def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents) -> Tensor:

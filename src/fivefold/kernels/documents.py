@@ -1,9 +1,6 @@
 """Documents in packed sequences, as attention needs them: a token sees keys of its own document only.
 
-A document is a run of columns, so the keys that a token sees are a range. The kernels for CPUs compute tiles: blocks
-of queries with the keys that any of them sees. Keys of other documents are skipped, block by block. Which tiles there
-are follows from two lists of columns, those of the queries and those of the keys that are present. So a whole sequence
-and a turn of ring attention are the same thing here.
+`borders.py` says which tiles of queries and keys that leaves.
 
 Legend: B sequences, T columns of a sequence, Q queries, S keys, N documents.
 """
@@ -17,10 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.kernels.sizes import query_blocks, shared_spans
-
-Columns = tuple[tuple[int, int], ...]
-"""Spans [start, stop) of a sequence's columns, in order."""
+from fivefold.kernels.borders import Borders, Columns
+from fivefold.kernels.sizes import query_blocks
 
 
 class Tile(NamedTuple):
@@ -46,17 +41,10 @@ class Documents:
     """
 
     def __init__(self, first_BT: np.ndarray, device: torch.device | str = "cpu") -> None:
-        B, T = first_BT.shape
-        columns_T = np.arange(T)
-        begins_BT = first_BT == columns_T
-        assert begins_BT[:, 0].all(), "a sequence begins with a document, or with a part of one"
-        assert (np.maximum.accumulate(np.where(begins_BT, columns_T, 0), axis=1) == first_BT).all()
-        self.first_BT, self.device, self.shape = first_BT.astype(np.int64), torch.device(device), (B, T)
-        # The next beginning at or behind each column, found from the right.
-        next_BT = np.minimum.accumulate(np.where(begins_BT, columns_T, T)[:, ::-1], axis=1)[:, ::-1]
-        self.behind_BT = np.concatenate([next_BT[:, 1:], np.full((B, 1), T)], axis=1)
+        self.borders, self.device = Borders(first_BT), torch.device(device)
+        self.first_BT, self.shape = self.borders.first_BT, self.borders.shape
         self._tiles: dict[tuple[Columns, Columns, bool, int], list[Tile]] = {}
-        ends = np.append(np.flatnonzero(begins_BT.ravel()), first_BT.size)
+        ends = np.append(np.flatnonzero(self.borders.begins_BT.ravel()), first_BT.size)
         # Here, and not where they are used: PyTorch's compiler reads attributes, and cannot trace numpy.
         self.first = torch.from_numpy(self.first_BT).to(self.device, non_blocking=True)
         self.cumulative = torch.from_numpy(ends.astype(np.int32)).to(self.device, non_blocking=True)
@@ -85,28 +73,13 @@ class Documents:
         return self._tiles[asked]
 
     def _found(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> list[Tile]:
-        q, S = _listed(queries), sum(stop - start for start, stop in keys)
-        bounds_BQ2, found = self._bounds(q, _listed(keys), causal), []
-        for start, end, _ in query_blocks(len(q), causal, element_size):
-            low_Bq, high_Bq = np.moveaxis(bounds_BQ2[:, start:end], 2, 0)
-            seen_Bq = high_Bq > low_Bq
-            lows = np.where(seen_Bq, low_Bq, S).min(1).tolist()
-            highs = np.where(seen_Bq, high_Bq, 0).max(1).tolist()
-            for first, last, low, high in shared_spans(lows, highs):
-                inside = np.clip(bounds_BQ2[first:last, start:end] - low, 0, high - low)
-                bounds = torch.from_numpy(inside.astype(np.int32)).to(self.device)
-                found.append(Tile(slice(first, last), start, end, low, high, bounds))
+        found = []
+        for block in self.borders.blocks(queries, keys, causal, element_size):
+            first, last, start, end, low, high, bounds_BQ2 = block
+            inside = np.clip(bounds_BQ2[first:last, start:end] - low, 0, high - low)
+            bounds = torch.from_numpy(inside.astype(np.int32)).to(self.device)
+            found.append(Tile(slice(first, last), start, end, low, high, bounds))
         return found
-
-    def _bounds(self, q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray:
-        """The keys, of those at columns k (S), that queries at columns q (Q) see: [from, to), (B, Q, 2)."""
-        low_BQ = np.searchsorted(k, self.first_BT[:, q])
-        behind_BQ = np.broadcast_to(q + 1, low_BQ.shape) if causal else self.behind_BT[:, q]
-        return np.stack([low_BQ, np.maximum(np.searchsorted(k, behind_BQ), low_BQ)], axis=2)
-
-
-def _listed(columns: Columns) -> np.ndarray:
-    return np.concatenate([np.arange(start, stop) for start, stop in columns])
 
 
 def whole_tiles(

@@ -105,6 +105,11 @@ def shared_spans(lows: list[int], highs: list[int]) -> list[tuple[int, int, int,
     return found
 
 
+def any_length(element_size: float, head: int) -> bool:
+    """True if GPUs go over documents one by one, as sequences of any lengths: what PyTorch's flash attention takes."""
+    return element_size == 2 and head % 8 == 0 and head <= 256
+
+
 def keeps_probabilities(T: float) -> bool:
     """True if attention on CPUs keeps its probabilities for backward."""
     return T <= KEEP

@@ -19,12 +19,15 @@ def count_parameters(model: ModelSection) -> int:
     return _resolved(model).count
 
 
-def flops_per_token(model: ModelSection) -> float:
+def flops_per_token(model: ModelSection, pairs: float = 1.0) -> float:
     """FLOPs of forward and backward on one token: 6 per weight in a matmul, plus 12 L D T for attention (half of it if
     causal); without recomputation (PaLM, arXiv 2204.02311, appendix B). Only weights that a token uses count: a masked
-    language model's head works on the masked tokens only, and a token goes to some of the routed experts."""
-    blocks, _, head = _resolved(model).costs
-    return sum(blocks) + head
+    language model's head works on the masked tokens only, and a token goes to some of the routed experts. pairs: the
+    share of the pairs of tokens that attention sees, if a sequence holds several documents."""
+    card = _resolved(model)
+    blocks, _, head = card.costs
+    hidden = (1 - pairs) * sum(map(card.attention_flops, range(card.model.layers))) if pairs < 1 else 0.0
+    return sum(blocks) + head - hidden
 
 
 def _resolved(model: ModelSection) -> Card:

@@ -8,7 +8,7 @@ parallelism), D model, H heads, K key-value heads, d head, F feed-forward, V voc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
@@ -117,6 +117,17 @@ class Program:
     pads_values: bool = True
 
 
+class Seen(NamedTuple):
+    """What attention computes of sequences with several documents. share: of the scores of whole sequences. tokens:
+    length of the sequences that its kernel goes over, if they are not whole."""
+
+    share: float = 1.0
+    tokens: float | None = None
+
+
+WHOLE_SEQUENCES = Seen()
+
+
 @dataclass(frozen=True)
 class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
@@ -135,6 +146,7 @@ class Sizes:
     sp_regather: bool = False
     chunks: int = 1
     narrow: float = 0.0
+    seen: Seen = WHOLE_SEQUENCES
 
     @property
     def N(self) -> float:

@@ -231,7 +231,7 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     return [
         Operation(
             "attention",
-            attention=2.0 * N * T * (q + value) * share,
+            attention=2.0 * N * T * (q + value) * share * s.seen.share,
             forward=turned,
             backward=turned,
             kernels=1 if not rotary or program.fused else 5,

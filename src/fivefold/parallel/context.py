@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold import kernels
 from fivefold.comm import Axis, Started
-from fivefold.kernels.documents import Columns, Documents, Tile
+from fivefold.kernels.documents import Documents, Tile
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,
@@ -42,7 +42,7 @@ from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.ring_attention import Turn, turns
 from fivefold.spread.layout import Layout
-from fivefold.spread.parts import token_spans
+from fivefold.spread.parts import ring_columns, token_spans
 from fivefold.spread.regions import HEADS, TARGETS
 
 
@@ -137,27 +137,9 @@ class RingAttention(AttentionCore):
     ) -> Tensor:
         tiles = None
         if documents is not None:
-            tiles = _tiles(self.layout, self.axis, documents, self.causal, qkv.element_size())
+            columns = ring_columns(self.layout, documents.shape[1], self.axis.index, self.causal)
+            tiles = [documents.tiles(*turn, self.causal, qkv.element_size()) for turn in columns]
         return _Ring.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.causal, self.axis, tiles)
-
-
-def _tiles(
-    layout: Layout, axis: Axis, documents: Documents, causal: bool, element_size: int
-) -> list[list[Tile]]:
-    """The tiles of each turn of this rank."""
-
-    def columns(rank: int) -> Columns:
-        return tuple(token_spans(layout, documents.shape[1], rank))
-
-    own, found = columns(axis.index), []
-    for turn in turns(axis.size, axis.index, causal):
-        queries, keys = own, columns(turn.owner)  # two chunks each
-        if turn.late:
-            queries = queries[1:]
-        if turn.keys < 1:
-            keys = keys[:1]
-        found.append(documents.tiles(queries, keys, causal, element_size))
-    return found
 
 
 class _Ring(Function):

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
 from fivefold.plan.devices import of_table
+from fivefold.plan.documents import Documents, documents_of
 from fivefold.plan.measured import FACTORS, Measured
 from fivefold.plan.predict import predict
+from fivefold.plan.software import of
 from fivefold.recipe import Recipe
 
 PULL = 0.005
@@ -30,6 +33,16 @@ class FinishedRun:
     name: str
     recipe: Recipe
     seconds: float
+
+    @cached_property
+    def documents(self) -> Documents | None:
+        return documents_of(self.recipe)
+
+    def predicted(self, table: Measured) -> float:
+        """Seconds of a step on a machine with this table."""
+        cluster = of_table(table)
+        software = replace(of(cluster), documents=self.documents)
+        return predict(self.recipe, cluster, software).step.seconds
 
 
 @dataclass(frozen=True)
@@ -81,8 +94,8 @@ def _with(table: Measured, logs: Sequence[float]) -> Measured:
 
 
 def _residuals(table: Measured, logs: Sequence[float], runs: Sequence[FinishedRun]) -> list[float]:
-    cluster = of_table(_with(table, logs))
-    return [math.log(predict(run.recipe, cluster).step.seconds / run.seconds) for run in runs]
+    scaled = _with(table, logs)
+    return [math.log(run.predicted(scaled) / run.seconds) for run in runs]
 
 
 def _errors(table: Measured, logs: Sequence[float], runs: Sequence[FinishedRun]) -> list[float]:

@@ -160,7 +160,7 @@ def operation(op: Operation, s: Setting) -> Cost:
             inputs += second + gap
     if op.attention:
         model = s.model
-        length, head = model.seq_len, model.head_width
+        length, head = s.sizes.seen.tokens or model.seq_len, model.head_width
         forward += rates.attention(op.attention, length, head, device, dtype, False, ring)
         inputs += rates.attention(op.attention, length, head, device, dtype, True, ring)
     ahead, back = forward, inputs  # seconds that hide messages

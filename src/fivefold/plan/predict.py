@@ -10,7 +10,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.operations import Sizes
+from fivefold.models.operations import WHOLE_SEQUENCES, Sizes
 from fivefold.models.recomputation import budget_of, of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, OptimizerCard, kept_in
@@ -111,7 +111,8 @@ class Plan:
     @property
     def model_flops_per_gpu(self) -> float:
         """Model FLOP/s per device."""
-        return flops_per_token(self.setting.model) * self.tokens_per_s / self.ranks
+        model, own = self.setting.model, self.setting.software.documents
+        return flops_per_token(model, own.pairs(model) if own else 1.0) * self.tokens_per_s / self.ranks
 
     @property
     def mfu(self) -> float:
@@ -125,13 +126,14 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The object that `fivefold plan --json` prints."""
-        step = self.step
+        step, own = self.step, self.setting.software.documents
         return {
             "layout": to_text(self.layout),
             "cluster": f"{self.setting.cluster.name}:{self.ranks}",
             "microbatch_size": self.setting.sizes.B,
             "microbatches": self.setting.microbatches,
             "precision": self.setting.mode,
+            **({"attention": own.as_json(self.setting.model, self.setting.sizes.seen)} if own else {}),
             **(
                 {"expert_load": self.setting.software.expert_load}
                 if card_of(self.setting.model).has_experts
@@ -217,6 +219,8 @@ def setting(
 ) -> Setting:
     """Builds a setting. B: sequences per microbatch. sequences: see `Setting`. The cluster is resized to the layout's
     ranks."""
+    e = DTYPES[PRECISIONS[mode].working].bytes
+    own = software.documents
     sizes = Sizes(
         model,
         B,
@@ -224,12 +228,13 @@ def setting(
         layout.cp,
         layout.ep,
         layout.sp,
-        DTYPES[PRECISIONS[mode].working].bytes,
+        e,
         layout.cp_method,
         software.expert_load,
         layout.sp_regather,
         layout.expert_chunks if layout.ep > 1 else 1,
         rounded_bytes(mode, cluster),
+        own.seen(model, layout, B, e, software) if own else WHOLE_SEQUENCES,
     )
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)

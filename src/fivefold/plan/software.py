@@ -13,6 +13,7 @@ from fivefold.precision import DTYPES, MASTER, PRECISIONS
 
 if TYPE_CHECKING:
     from fivefold.plan.devices import Cluster
+    from fivefold.plan.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Software(Program):
     kernel: seconds between two kernels of the device. host: seconds the host takes to issue a block's forward
     (`host_tensor` more for each of its collectives), and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
+    documents: those that attention does not cross; None: sequences are whole.
     """
 
     name: str = "fivefold"
@@ -89,6 +91,7 @@ class Software(Program):
     step: float = 5e-3
     optimizer_passes: float = 1.0
     optimizer: str = DEFAULT
+    documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
 

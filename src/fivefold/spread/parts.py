@@ -18,11 +18,13 @@ from itertools import product
 from typing import Protocol
 
 from fivefold.schedules.pipeline import SCHEDULES, cut, place
+from fivefold.schedules.ring_attention import turns
 from fivefold.spread.layout import Layout, index_in
 
 Shape = tuple[int, ...]
 Span = tuple[int, int]
-Ranges = tuple[tuple[Span, ...], ...]
+Columns = tuple[Span, ...]
+Ranges = tuple[Columns, ...]
 TIED = "embed.weight"
 """The parameter that the output layer shares if embeddings are tied."""
 
@@ -200,6 +202,15 @@ def token_spans(layout: Layout, T: int, index: int) -> list[Span]:
         return [(T // c * index, T // c * (index + 1))]
     n = T // (2 * c)
     return [(n * i, n * (i + 1)) for i in (index, 2 * c - 1 - index)]
+
+
+def ring_columns(layout: Layout, T: int, index: int, causal: bool) -> list[tuple[Columns, Columns]]:
+    """The columns of the queries and of the keys that rank `index` multiplies, in each turn of ring attention."""
+    own, found = tuple(token_spans(layout, T, index)), []
+    for turn in turns(layout.cp, index, causal):
+        keys = tuple(token_spans(layout, T, turn.owner))  # two chunks each
+        found.append((own[1:] if turn.late else own, keys[:1] if turn.keys < 1 else keys))
+    return found
 
 
 def sharing_group(layout: Layout, expert: bool = False) -> tuple[str, int]:

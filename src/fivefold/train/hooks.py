@@ -54,7 +54,7 @@ from fivefold.train.prediction import Prediction
 from fivefold.train.profile import ProfileWatch
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
-from fivefold.train.share import stream_states, training_batches, validation_sets
+from fivefold.train.share import documents_of, stream_states, training_batches, validation_sets
 
 GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else
 SQUARES, UNEVEN = "partial_squares", "partial_weights"  # the figures of a step that `NoiseScale.take` returns
@@ -66,7 +66,9 @@ class Speed:
 
     def __init__(self, job: Job, ranks: Ranks):
         self.recipe = job.recipe
-        self.flops = flops_per_token(job.recipe.model) if job.module is None else None
+        documents, causal = documents_of(job), card_of(job.recipe.model).causal
+        pairs = documents.pairs(causal) if documents else 1.0
+        self.flops = flops_per_token(job.recipe.model, pairs) if job.module is None else None
         self.peak = _peak_flops(job.recipe, ranks) if self.flops else None
         self.amounts = amounts(job.recipe, job.data) if job.data is not None and job.data.parts else {}
         self.order = order_of(job.recipe, self.amounts) if self.amounts else None

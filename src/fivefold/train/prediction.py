@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,8 +25,10 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.plan import assumed
 from fivefold.plan.clusters import of_gpu
 from fivefold.plan.devices import Cluster, of_table
+from fivefold.plan.documents import Documents
 from fivefold.plan.measured import FACTORS, Measured, load
 from fivefold.plan.predict import Plan, predict
+from fivefold.plan.software import of
 from fivefold.plan.timeline import timeline
 from fivefold.plan.volume import AXES, leaving, sent
 from fivefold.recipe.ramp import ramp
@@ -36,6 +39,7 @@ from fivefold.step.state import State
 from fivefold.trace.depth import blocks_traced, exact
 from fivefold.trace.traffic import Collectives
 from fivefold.train.job import Job
+from fivefold.train.share import documents_of
 
 FITTED = 10
 """Steps after which a machine without a table has a prediction, from the run's own first steps."""
@@ -116,10 +120,16 @@ class Prediction:
         if self.job.own.unplanned:
             raise UserError(f"the planner does not know {self.job.own.unplanned}")
         recipe = self.job.recipe
-        found = self.plan = predict(recipe, self._cluster())
+        cluster = self._cluster()
+        found = self.plan = predict(recipe, cluster, replace(of(cluster), documents=self._documents))
         counted = max(self.start, self.whole) + 1
         first = recipe.sites.due(counted, recipe.train.steps or 0)  # what the counted step synchronises
         return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}
+
+    @cached_property
+    def _documents(self) -> Documents | None:
+        found = documents_of(self.job)
+        return Documents("data", found) if found else None
 
     @property
     def whole(self) -> int:

@@ -17,10 +17,12 @@ from fivefold.comm.progress import progress
 from fivefold.data import NOT_COUNTED, Batch, Batches, DataSet, Prefetch, Tokens
 from fivefold.data.batches import objective_of
 from fivefold.data.cut import cut_of
+from fivefold.data.known import sample
 from fivefold.data.mixture import amounts, order_of
 from fivefold.data.stream import Commit, Stream
 from fivefold.errors import UserError
 from fivefold.files import BROKEN
+from fivefold.kernels.borders import Sample
 from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.context import take
@@ -177,6 +179,16 @@ def batches_of(
         begins=partial(place, train, left_out=left_out),
         order=order_of(recipe, amounts(recipe, data)),
     )
+
+
+def documents_of(job: Job) -> Sample | None:
+    """Sequences of a run with the documents that its attention sees; None: each is seen as a whole, or they are not
+    known before it."""
+    own = job.data is None or job.batches is not None or not _sees_documents(job.module)
+    if own or not job.recipe.data.document_masks:
+        return None
+    assert job.data is not None
+    return sample(job.recipe, job.data)
 
 
 def _sees_documents(module: nn.Module | None) -> bool:

@@ -1,0 +1,157 @@
+"""The scores that attention computes where a sequence holds several documents. No torch: kernels compute these tiles,
+and the planner counts them.
+
+A document is a run of columns, so the keys that a token sees are a range. The kernels for CPUs compute tiles: blocks of
+queries with the keys that any of them sees. Keys of other documents are skipped, block by block. Which tiles there are
+follows from two lists of columns, those of the queries and those of the keys that are present. So a whole sequence and
+a turn of ring attention are the same thing here.
+
+Legend: B sequences, T columns of a sequence, Q queries, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from fivefold.kernels.sizes import query_blocks, shared_spans
+
+Columns = tuple[tuple[int, int], ...]
+"""Spans [start, stop) of a sequence's columns, in order."""
+Turns = Sequence[tuple[Columns, Columns]]
+"""Columns of the queries and of the keys that a rank multiplies, one after the other."""
+
+
+class Block(NamedTuple):
+    """A block of queries with the keys that any of them sees. first, last: sequences [first, last). start, end:
+    queries. low, high: keys. bounds: the keys [from, to) that each query sees (B, Q, 2), counted among all keys."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+    low: int
+    high: int
+    bounds: np.ndarray
+
+    @property
+    def scores(self) -> int:
+        return (self.last - self.first) * (self.end - self.start) * (self.high - self.low)
+
+
+class Borders:
+    """A batch of sequences. first_BT: the column at which the document of each token begins.
+
+    behind_BT: the column behind the document of each token.
+    """
+
+    def __init__(self, first_BT: np.ndarray) -> None:
+        B, T = first_BT.shape
+        columns_T = np.arange(T)
+        self.begins_BT = first_BT == columns_T
+        assert self.begins_BT[:, 0].all(), "a sequence begins with a document, or with a part of one"
+        assert (np.maximum.accumulate(np.where(self.begins_BT, columns_T, 0), axis=1) == first_BT).all()
+        self.first_BT, self.shape = first_BT.astype(np.int64), (B, T)
+        # The next beginning at or behind each column, found from the right.
+        next_BT = np.minimum.accumulate(np.where(self.begins_BT, columns_T, T)[:, ::-1], axis=1)[:, ::-1]
+        self.behind_BT = np.concatenate([next_BT[:, 1:], np.full((B, 1), T)], axis=1)
+
+    def blocks(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> Iterator[Block]:
+        """The tiles of queries and keys at these columns. A query that sees none of the keys may be in no tile."""
+        q, S = _listed(queries), sum(stop - start for start, stop in keys)
+        bounds_BQ2 = self._bounds(q, _listed(keys), causal)
+        for start, end, _ in query_blocks(len(q), causal, element_size):
+            low_Bq, high_Bq = np.moveaxis(bounds_BQ2[:, start:end], 2, 0)
+            seen_Bq = high_Bq > low_Bq
+            lows = np.where(seen_Bq, low_Bq, S).min(1).tolist()
+            highs = np.where(seen_Bq, high_Bq, 0).max(1).tolist()
+            for first, last, low, high in shared_spans(lows, highs):
+                yield Block(first, last, start, end, low, high, bounds_BQ2)
+
+    def _bounds(self, q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray:
+        """The keys, of those at columns k (S), that queries at columns q (Q) see: [from, to), (B, Q, 2)."""
+        low_BQ = np.searchsorted(k, self.first_BT[:, q])
+        behind_BQ = np.broadcast_to(q + 1, low_BQ.shape) if causal else self.behind_BT[:, q]
+        return np.stack([low_BQ, np.maximum(np.searchsorted(k, behind_BQ), low_BQ)], axis=2)
+
+
+class Sample:
+    """Some sequences of a run: what attention computes of them, as shares of what it computes of whole sequences."""
+
+    def __init__(self, first_RT: np.ndarray) -> None:
+        self.borders = Borders(first_RT)
+        self._others: dict[int, Sample | None] = {}
+        self._computed: dict[tuple[object, ...], float] = {}
+
+    def of_length(self, T: int) -> Sample | None:
+        """The same documents in sequences of T tokens; None: the sample has too few tokens."""
+        if T not in self._others:
+            self._others[T] = self if self.borders.shape[1] == T else self._of_length(T)
+        return self._others[T]
+
+    def _of_length(self, T: int) -> Sample | None:
+        begins_RT = (
+            self.borders.begins_BT.ravel()[: self.borders.begins_BT.size // T * T].reshape(-1, T).copy()
+        )
+        if not len(begins_RT):
+            return None
+        begins_RT[:, 0] = True
+        return Sample(np.maximum.accumulate(np.where(begins_RT, np.arange(T), 0), axis=1))
+
+    @cached_property
+    def tokens(self) -> float:
+        """The average length of a document, or of the part of it that is in a sequence."""
+        return self.borders.begins_BT.size / int(self.borders.begins_BT.sum())
+
+    @cached_property
+    def seen(self) -> float:
+        """The length of its document that an average token is in: that of sequences with equally many pairs."""
+        return float((self.borders.behind_BT - self.borders.first_BT).mean())
+
+    def pairs(self, causal: bool) -> float:
+        """The share of the pairs of a query and a key of the same document."""
+        R, T = self.borders.shape
+        if not causal:
+            return self.seen / T
+        return float((np.arange(T) - self.borders.first_BT + 1).sum()) / (R * T * (T + 1) / 2)
+
+    def computed(self, B: int, causal: bool, element_size: int, ranks: Sequence[Turns] = ()) -> float:
+        """The share of the scores that tiles have, in microbatches of B sequences.
+
+        ranks: the turns of each rank of a ring; the slowest one counts in each turn. None: one rank has all columns.
+        """
+        T = self.borders.shape[1]
+        ranks = ranks or [[(((0, T),), ((0, T),))]]
+        asked = B, causal, element_size, tuple(map(tuple, ranks))
+        if asked not in self._computed:
+            whole = _scores(Borders(np.zeros((1, T), np.int64)), ranks, causal, element_size)
+            rows = [self.borders.first_BT[at : at + B] for at in range(0, self.borders.shape[0], B)]
+            found = sum(_scores(Borders(one), ranks, causal, element_size) for one in rows)
+            self._computed[asked] = found / (whole * self.borders.shape[0])
+        return self._computed[asked]
+
+
+def assumed(T: int, tokens: float) -> Sample:
+    """Sequences of T tokens with documents of `tokens` on average, whose lengths are drawn from a geometric
+    distribution, one behind the other."""
+    R = max(16, ASSUMED // T)
+    begins_RT = np.random.default_rng(0).random((R, T)) < 1 / tokens
+    return Sample(np.maximum.accumulate(np.where(begins_RT, np.arange(T), 0), axis=1))
+
+
+ASSUMED = 1 << 17  # tokens of a sample that is drawn
+
+
+def _scores(borders: Borders, ranks: Sequence[Turns], causal: bool, element_size: int) -> int:
+    """Scores that the slowest rank of each turn computes."""
+    return sum(
+        max(sum(block.scores for block in borders.blocks(*turn, causal, element_size)) for turn in turns)
+        for turns in zip(*ranks, strict=True)
+    )
+
+
+def _listed(columns: Columns) -> np.ndarray:
+    return np.concatenate([np.arange(start, stop) for start, stop in columns])
