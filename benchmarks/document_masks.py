@@ -1,6 +1,6 @@
 """Document masks and best-fit packing: training speed, tokens lost and documents cut, validation loss.
 
-    python benchmarks/document_masks.py PATH/TO/tinyshakespeare.txt [--parts speed packing loss] [--out FILE.json]
+    python benchmarks/document_masks.py PATH/TO/tinyshakespeare.txt [--parts speed packing plan loss] [--out FILE.json]
 
 The text is cut into documents of whole lines. Their lengths are drawn from an exponential distribution, and their
 order is shuffled, so neighbours in a sequence have nothing to do with each other. Short documents have an eighth of a
@@ -15,7 +15,11 @@ sequence on average, long ones two sequences.
   of held-out documents, each read by itself (`fivefold eval`). Beside it the validation loss of the run itself, where a
   sequence holds several documents. `--runs N` ends after N runs; what --out has is not run again.
 
-About three minutes for speed and packing, which should run alone, and half a minute for each of the 18 runs.
+- plan: seconds per step of `fivefold train`, predicted and measured. `fivefold bench hardware` measures the machine
+  first, into a cache of its own.
+
+About a minute for speed and packing and three for plan, which should run alone, and half a minute for each of the 18
+runs.
 """
 
 from __future__ import annotations
@@ -37,6 +41,10 @@ from train_speed import WARM_UP, B, D, F, H, L, V
 SHAPES = {"T 256": (256, B, 8), "T 2048": (2048, 2, 1)}  # tokens, sequences of a batch and of a microbatch
 TEXTS = {"short": 1 / 8, "long": 2.0}  # mean length of a document, in sequences
 WAYS = {"off": (False, "concat"), "on": (True, "concat"), "packed": (True, "best_fit")}
+PLANNED = [
+    ("T 256", "short", True),
+    *(("T 2048", *case) for case in (("short", False), ("short", True), ("long", True))),
+]
 LOSS = {"layers": 4, "dim": 192, "heads": 4, "seq_len": 256, "tie_embeddings": "true"}
 STEPS, VOCABULARY = 300, 2048
 
@@ -46,7 +54,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("text", type=Path)
-    parser.add_argument("--parts", nargs="*", default=["speed", "packing", "loss"])
+    parser.add_argument("--parts", nargs="*", default=["speed", "packing", "plan", "loss"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=1000, help="of the part loss, at most")
@@ -62,6 +70,8 @@ def main() -> None:
             for part, work in (("packing", packing), ("speed", lambda *given: speed(*given, args.rounds))):
                 if part in args.parts:
                     found[part] = {f"{shape}, {text}": work(recipes) for shape, text, recipes in measured}
+        if "plan" in args.parts:
+            found["plan"] = plans(args.text, Path(folder))
         if "loss" in args.parts:
             losses(args.text, Path(folder), args.seeds, args.runs, found.setdefault("loss", {}))
     print(report(found))
@@ -97,19 +107,24 @@ def prepared(text: Path, folder: Path, T: int, batch: int, microbatch: int, kind
     from fivefold.data import prepare
     from fivefold.recipe import load, resolve
 
+    sets, found = common(text, folder, T, batch, microbatch, kind), {}
+    for way, (masks, packed) in WAYS.items():
+        own = [f"data.document_masks={str(masks).lower()}", f"data.packing={packed}"]
+        recipe = load("quickstart", sets + own, "dp=1")
+        data = prepare(recipe)
+        found[way] = resolve(recipe, vocab_size=data.vocab_size), data
+    return found
+
+
+def common(text: Path, folder: Path, T: int, batch: int, microbatch: int, kind: str) -> list[str]:
+    """The common work on this text, as settings of the recipe quickstart."""
     path = folder / f"{kind}-{T}.jsonl"
     write(documents_of(text.read_text(encoding="utf-8"), TEXTS[kind] * T * PER_TOKEN), path)
     shape = {"layers": L, "dim": D, "heads": H, "ffn_dim": F, "seq_len": T}
     sets = [f"model.{key}={value}" for key, value in shape.items()]
     sets += [f"data.source={path}", f"data.tokenizer=bpe:{V}", f"data.cache={folder}", "data.val_fraction=0"]
     sets += [f"train.global_batch_size={batch}", f"train.microbatch_size={microbatch}", "train.steps=1000"]
-    found = {}
-    for way, (masks, packed) in WAYS.items():
-        own = [f"data.document_masks={str(masks).lower()}", f"data.packing={packed}", "precision.mode=bf16"]
-        recipe = load("quickstart", sets + own, "dp=1")
-        data = prepare(recipe)
-        found[way] = resolve(recipe, vocab_size=data.vocab_size), data
-    return found
+    return [*sets, "precision.mode=bf16"]
 
 
 def speed(recipes: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -187,6 +202,29 @@ def packing(recipes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def plans(text: Path, folder: Path) -> dict[str, Any]:
+    """Seconds per step with and without masks, as plan.json has them."""
+    command, found = [sys.executable, "-m", "fivefold.cli.main"], {}
+    environment = os.environ | {"FIVEFOLD_CACHE": str(folder / "machine")}
+    subprocess.run(
+        [*command, "bench", "hardware", "--json"], check=True, env=environment, stdout=subprocess.DEVNULL
+    )
+    for shape, kind, masks in PLANNED:
+        sets = common(text, folder, *SHAPES[shape], kind)
+        sets += [f"data.document_masks={str(masks).lower()}", "train.val_every=0", "train.sample_every=0"]
+        run = folder / f"{shape}-{kind}-{masks}"
+        options = [part for one in [*sets, "train.steps=14"] for part in ("--set", one)]
+        train = ["train", "quickstart", "--layout", "dp=1", "--nproc", "1", "--out", str(run), *options]
+        subprocess.run([*command, *train], check=True, env=environment, stdout=subprocess.DEVNULL)
+        plan = json.loads((run / "plan.json").read_text())
+        said, came = plan["predicted"]["time"]["step_s"], plan["measured"]["step_s"]
+        row = {"predicted_s": said, "measured_s": came, "error": said / came - 1}
+        found[f"{shape}, {kind}, masks {'on' if masks else 'off'}"] = row | plan["predicted"].get(
+            "attention", {}
+        )
+    return found
+
+
 def losses(text: Path, folder: Path, seeds: int, most: int, found: dict[str, Any]) -> None:
     """Trains what is missing in `found`."""
     wanted = [(kind, seed, way) for kind in TEXTS for seed in range(seeds) for way in WAYS]
@@ -245,6 +283,12 @@ def report(found: dict[str, Any]) -> str:
         for name in ("concat", "best_fit"):
             shares = ", ".join(f"{what.replace('_', ' ')} {100 * x:.2f}%" for what, x in one[name].items())
             lines.append(f"  {name}: {shares}")
+    for where, one in found.get("plan", {}).items():
+        said = f"predicted {one['predicted_s']:.3f} s, measured {one['measured_s']:.3f} s ({100 * one['error']:+.1f}%)"
+        lines.append(
+            f"{where}: {said}"
+            + (f", {100 * one['work']:.0f}% of the work of attention" if "work" in one else "")
+        )
     runs = found.get("loss", {})
     for kind in TEXTS:
         for way in WAYS:

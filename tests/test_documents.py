@@ -411,8 +411,8 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path):
     )
     sets = [
         f"data.source={tmp_path / 'texts.jsonl'}", "data.tokenizer=bytes", "data.document_masks=true",
-        f"data.cache={tmp_path}", "model.vocab_size=320", "model.seq_len=2048", "train.global_batch_size=1",
-        "data.val_fraction=0", "train.steps=5", "train.microbatch_size=1",
+        f"data.cache={tmp_path}", "model.vocab_size=320", "model.seq_len=2048", "train.global_batch_size=16",
+        "data.val_fraction=0", "train.steps=5", "train.microbatch_size=16", "model.dim=2048", "model.heads=16",
     ]  # fmt: skip
     recipe = load("quickstart", sets, "dp=1")
 
