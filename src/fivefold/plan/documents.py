@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 SOURCES = {
     "data": "counted in the data",
-    "assumed": "assumed by --document-tokens",
-    "unknown": "the documents are not known before the text is tokenized; --document-tokens N assumes a length",
+    "assumed": "assumed",
+    "unknown": "where documents end is not known (--document-tokens N)",
 }
 
 
@@ -67,10 +67,10 @@ class Documents:
         work = f"{100 * seen.share:.3g}% of the work of whole sequences"
         if seen == WHOLE_SEQUENCES:
             why = "its kernel for documents has no price" if _ring(layout) else "its kernel skips nothing"
-            work = f"priced as whole sequences: {why}"
+            work = f"priced as whole sequences ({why})"
         return (
-            f"documents of {sample.tokens:.0f} tokens on average in a sequence, {100 * pairs:.3g}% of the pairs, "
-            f"{work} ({SOURCES[self.source]})"
+            f"documents of {sample.tokens:.0f} tokens on average ({SOURCES[self.source]}): {100 * pairs:.3g}% of the "
+            f"pairs, {work}"
         )
 
     def as_json(self, model: ModelSection, seen: Seen) -> dict[str, Any]:
