@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.kernels.sizes import query_blocks, shared_spans
+from fivefold.kernels.sizes import SPAN_STEPS, block_size, query_blocks, shared_spans
 
 Columns = tuple[tuple[int, int], ...]
 """Spans [start, stop) of a sequence's columns, in order."""
@@ -63,12 +63,13 @@ class Borders:
         """The tiles of queries and keys at these columns. A query that sees none of the keys may be in no tile."""
         q, S = _listed(queries), sum(stop - start for start, stop in keys)
         bounds_BQ2 = self._bounds(q, _listed(keys), causal)
+        step = block_size(len(q), element_size) // SPAN_STEPS
         for start, end, _ in query_blocks(len(q), causal, element_size):
             low_Bq, high_Bq = np.moveaxis(bounds_BQ2[:, start:end], 2, 0)
             seen_Bq = high_Bq > low_Bq
-            lows = np.where(seen_Bq, low_Bq, S).min(1).tolist()
-            highs = np.where(seen_Bq, high_Bq, 0).max(1).tolist()
-            for first, last, low, high in shared_spans(lows, highs):
+            lows_B = np.where(seen_Bq, low_Bq, S).min(1) // step * step
+            highs_B = np.minimum(-(-np.where(seen_Bq, high_Bq, 0).max(1) // step) * step, S)
+            for first, last, low, high in shared_spans(lows_B.tolist(), highs_B.tolist()):
                 yield Block(first, last, start, end, low, high, bounds_BQ2)
 
     def _bounds(self, q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray:

@@ -74,12 +74,21 @@ def fp32_bytes(N: float, V: float, element_size: float) -> float:
     return 4 * (FP32_COPIES - (element_size == 4)) * fp32_rows(N, V) * V
 
 
+def block_size(T: int, element_size: int) -> int:
+    """Queries in a block of attention on CPUs."""
+    return max(FP32_BLOCK if element_size == 4 else BLOCK, -(-T // MAX_BLOCKS))
+
+
 def query_blocks(T: int, causal: bool, element_size: int) -> list[tuple[int, int, int]]:
     """(start, end, keys seen) of each block of queries, for attention on CPUs."""
-    size = max(FP32_BLOCK if element_size == 4 else BLOCK, -(-T // MAX_BLOCKS))
+    size = block_size(T, element_size)
     return [(s, min(s + size, T), min(s + size, T) if causal else T) for s in range(0, T, size)]
 
 
+SPAN_STEPS = 4
+"""Spans of keys begin and end at multiples of a block's queries, divided by this. oneDNN makes a program for each shape
+of a matmul and keeps about a thousand. Spans of any length would be new ones in every step, and making them took as
+long as the matmuls."""
 WASTE = 1.25
 """Keys that a tile of attention may have, relative to those that its sequences need: a matmul of several sequences is
 faster than one of each."""
