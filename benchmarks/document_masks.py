@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -72,13 +73,18 @@ def main() -> None:
                     found[part] = {f"{shape}, {text}": work(recipes) for shape, text, recipes in measured}
         if "plan" in args.parts:
             found["plan"] = plans(args.text, Path(folder))
+        save(found, args.out)
         if "loss" in args.parts:
-            losses(args.text, Path(folder), args.seeds, args.runs, found.setdefault("loss", {}))
+            for _ in losses(args.text, Path(folder), args.seeds, args.runs, found.setdefault("loss", {})):
+                save(found, args.out)
     print(report(found))
-    if args.out:
-        from fivefold.host.machine import describe
 
-        args.out.write_text(json.dumps(found | {"machine": describe()}, indent=1) + "\n")
+
+def save(found: dict[str, Any], out: Path | None) -> None:
+    from fivefold.host.machine import describe
+
+    if out:
+        out.write_text(json.dumps(found | {"machine": describe()}, indent=1) + "\n")
 
 
 def documents_of(text: str, characters: float) -> list[str]:
@@ -225,7 +231,7 @@ def plans(text: Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-def losses(text: Path, folder: Path, seeds: int, most: int, found: dict[str, Any]) -> None:
+def losses(text: Path, folder: Path, seeds: int, most: int, found: dict[str, Any]) -> Iterator[None]:
     """Trains what is missing in `found`."""
     wanted = [(kind, seed, way) for kind in TEXTS for seed in range(seeds) for way in WAYS]
     for kind, seed, way in [one for one in wanted if " ".join(map(str, one)) not in found][:most]:
@@ -235,6 +241,7 @@ def losses(text: Path, folder: Path, seeds: int, most: int, found: dict[str, Any
         write(documents[:held_out], folder / f"{kind}-held-out.jsonl")
         found[f"{kind} {seed} {way}"] = trained(folder, kind, seed, way)
         print(kind, seed, way, json.dumps(found[f"{kind} {seed} {way}"]), flush=True)
+        yield
 
 
 def trained(folder: Path, kind: str, seed: int, way: str) -> dict[str, float]:

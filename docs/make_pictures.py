@@ -124,7 +124,7 @@ def report(run: Path, picture: Path) -> None:
         sys.exit(f"{picture.name} needs one of {', '.join(names)}")
     page = write_report(run).absolute()
     with TemporaryDirectory() as profile:
-        flags = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1330"]
+        flags = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1350"]
         options = [*flags, f"--user-data-dir={profile}", f"--screenshot={picture}", page.as_uri()]
         subprocess.run([browser, *options], check=True, capture_output=True, timeout=60)
 
