@@ -441,6 +441,9 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path):
     assert near.step.seconds == pytest.approx(found.step.seconds, rel=0.02)
     ring = planned(change(recipe, layout="cp=2"), 100)
     assert "no price" in " ".join(summary(ring))
+    assert documents_of(change(recipe, ["model.seq_len=1048576"])).source == "unknown", (
+        "there is not one sequence"
+    )
     apart = change(recipe, ["data.document_masks=false"])
     assert "attention" not in planned(apart).as_json()
     with pytest.raises(UserError, match="has no effect"):

@@ -27,13 +27,17 @@ MOST_HASHED = 64 << 20
 
 
 def sample(recipe: Recipe, data: DataSet) -> Sample | None:
-    """Sequences from all parts of a run, evenly spaced; None: they are tokenized while it goes on."""
+    """Sequences from all parts of a run, evenly spaced; None: they are tokenized while it goes on, or a source has not
+    even one."""
     tokens = list(data.sources.values())
     if any(isinstance(one, Stream) for one in tokens):
         return None
+    cuts = [cut_of(recipe, data, one) for one in tokens]
+    if min(one.count for one in cuts) < 1:
+        return None
     train, steps = recipe.train, steps_of(recipe)
     batches = Batches(
-        [cut_of(recipe, data, one) for one in tokens], recipe.model.seq_len, train.global_batch_size, train.seed,
+        cuts, recipe.model.seq_len, train.global_batch_size, train.seed,
         objective_of(recipe), data.mask_id, data.vocab_size, order=order_of(recipe, amounts(recipe, data)),
     )  # fmt: skip
     places = place(train, steps) if steps else batches.sequences

@@ -51,8 +51,7 @@ def attention(
 
 def _has_flash(q: Tensor) -> bool:
     """True if PyTorch's flash attention takes queries (B, T, H, d). "meta" stands for a GPU, as in ring attention."""
-    floating = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return q.device.type in ("cuda", "meta") and floating and any_length(q.element_size(), q.shape[3])
+    return q.device.type in ("cuda", "meta") and any_length(q.element_size(), q.shape[3])
 
 
 def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents) -> Tensor:

@@ -132,7 +132,7 @@ WHOLE_SEQUENCES = Seen()
 class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
     even split. chunks: of these rows, whose messages overlap. narrow: bytes per element of a factor that is rounded for
-    a matmul in fp8; 0: none is."""
+    a matmul in fp8; 0: none is. seen: by attention, of sequences with several documents."""
 
     model: ModelSection
     B: int
