@@ -21,9 +21,9 @@ from fivefold.data.cut import Concatenated, Packed, best_fit, cut_of, pieces
 from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
-from fivefold.kernels.borders import Columns, Sample
 from fivefold.kernels.documents import Documents
 from fivefold.kernels.sizes import shared_spans
+from fivefold.kernels.tiling import Columns, Sample
 from fivefold.models.build import build
 from fivefold.plan.clusters import parse
 from fivefold.plan.documents import documents_of

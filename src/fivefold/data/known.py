@@ -8,16 +8,17 @@ import numpy as np
 
 from fivefold.data.batches import Batches, objective_of, steps_of
 from fivefold.data.cut import cut_of
+from fivefold.data.dataset import DataSet
 from fivefold.data.mixture import amounts, order_of
-from fivefold.data.prepare import cache_key
+from fivefold.data.one_source import cache_key
 from fivefold.data.sources import find
 from fivefold.data.stream import Stream
 from fivefold.data.tokenfiles import find_files, read_header, split
 from fivefold.data.tokenizer import load_tokenizer
-from fivefold.data.tokens import DataSet, open_tokens, read_manifest
+from fivefold.data.tokens import open_tokens, read_manifest
 from fivefold.errors import UserError
 from fivefold.files import cache_folder
-from fivefold.kernels.borders import Sample
+from fivefold.kernels.tiling import Sample
 from fivefold.recipe import Recipe, place
 
 ROWS = 64

@@ -1,6 +1,6 @@
 """Documents in packed sequences, as attention needs them: a token sees keys of its own document only.
 
-`borders.py` says which tiles of queries and keys that leaves.
+`tiling.py` says which tiles of queries and keys that leaves.
 
 Legend: B sequences, T columns of a sequence, Q queries, S keys, N documents.
 """
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.kernels.borders import Borders, Columns
 from fivefold.kernels.sizes import query_blocks
+from fivefold.kernels.tiling import Columns, Tiling
 
 
 class Tile(NamedTuple):
@@ -41,10 +41,10 @@ class Documents:
     """
 
     def __init__(self, first_BT: np.ndarray, device: torch.device | str = "cpu") -> None:
-        self.borders, self.device = Borders(first_BT), torch.device(device)
-        self.first_BT, self.shape = self.borders.first_BT, self.borders.shape
+        self.tiling, self.device = Tiling(first_BT), torch.device(device)
+        self.first_BT, self.shape = self.tiling.first_BT, self.tiling.shape
         self._tiles: dict[tuple[Columns, Columns, bool, int], list[Tile]] = {}
-        ends = np.append(np.flatnonzero(self.borders.begins_BT.ravel()), first_BT.size)
+        ends = np.append(np.flatnonzero(self.tiling.begins_BT.ravel()), first_BT.size)
         # Here, and not where they are used: PyTorch's compiler reads attributes, and cannot trace numpy.
         self.first = torch.from_numpy(self.first_BT).to(self.device, non_blocking=True)
         self.cumulative = torch.from_numpy(ends.astype(np.int32)).to(self.device, non_blocking=True)
@@ -74,7 +74,7 @@ class Documents:
 
     def _found(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> list[Tile]:
         found = []
-        for block in self.borders.blocks(queries, keys, causal, element_size):
+        for block in self.tiling.blocks(queries, keys, causal, element_size):
             first, last, start, end, low, high, bounds_BQ2 = block
             inside = np.clip(bounds_BQ2[first:last, start:end] - low, 0, high - low)
             bounds = torch.from_numpy(inside.astype(np.int32)).to(self.device)

@@ -16,7 +16,7 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.parts import ring_columns
 
 if TYPE_CHECKING:
-    from fivefold.kernels.borders import Sample
+    from fivefold.kernels.tiling import Sample
 
 SOURCES = {
     "data": "counted in the data",
@@ -108,7 +108,7 @@ def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | Non
             f"--document-tokens {tokens:g}: must be from 1 to model.seq_len = {T}. Nearest valid: "
             f"{T if tokens > T else 1}"
         )
-    from fivefold.kernels.borders import assumed
+    from fivefold.kernels.tiling import assumed
 
     return Documents("assumed", assumed(T, tokens))
 

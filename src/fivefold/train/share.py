@@ -22,8 +22,8 @@ from fivefold.data.mixture import amounts, order_of
 from fivefold.data.stream import Commit, Stream
 from fivefold.errors import UserError
 from fivefold.files import BROKEN
-from fivefold.kernels.borders import Sample
 from fivefold.kernels.documents import Documents
+from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.context import take
 from fivefold.parallel.mesh import Mesh

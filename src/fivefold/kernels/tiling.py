@@ -42,7 +42,7 @@ class Block(NamedTuple):
         return (self.last - self.first) * (self.end - self.start) * (self.high - self.low)
 
 
-class Borders:
+class Tiling:
     """A batch of sequences. first_BT: the column at which the document of each token begins.
 
     behind_BT: the column behind the document of each token.
@@ -83,20 +83,18 @@ class Sample:
     """Some sequences of a run: what attention computes of them, as shares of what it computes of whole sequences."""
 
     def __init__(self, first_RT: np.ndarray) -> None:
-        self.borders = Borders(first_RT)
+        self.tiling = Tiling(first_RT)
         self._others: dict[int, Sample | None] = {}
         self._computed: dict[tuple[object, ...], float] = {}
 
     def of_length(self, T: int) -> Sample | None:
         """The same documents in sequences of T tokens; None: the sample has too few tokens."""
         if T not in self._others:
-            self._others[T] = self if self.borders.shape[1] == T else self._of_length(T)
+            self._others[T] = self if self.tiling.shape[1] == T else self._of_length(T)
         return self._others[T]
 
     def _of_length(self, T: int) -> Sample | None:
-        begins_RT = (
-            self.borders.begins_BT.ravel()[: self.borders.begins_BT.size // T * T].reshape(-1, T).copy()
-        )
+        begins_RT = self.tiling.begins_BT.ravel()[: self.tiling.begins_BT.size // T * T].reshape(-1, T).copy()
         if not len(begins_RT):
             return None
         begins_RT[:, 0] = True
@@ -105,33 +103,33 @@ class Sample:
     @cached_property
     def tokens(self) -> float:
         """The average length of a document, or of the part of it that is in a sequence."""
-        return self.borders.begins_BT.size / int(self.borders.begins_BT.sum())
+        return self.tiling.begins_BT.size / int(self.tiling.begins_BT.sum())
 
     @cached_property
     def seen(self) -> float:
         """The length of its document that an average token is in: that of sequences with equally many pairs."""
-        return float((self.borders.behind_BT - self.borders.first_BT).mean())
+        return float((self.tiling.behind_BT - self.tiling.first_BT).mean())
 
     def pairs(self, causal: bool) -> float:
         """The share of the pairs of a query and a key of the same document."""
-        R, T = self.borders.shape
+        R, T = self.tiling.shape
         if not causal:
             return self.seen / T
-        return float((np.arange(T) - self.borders.first_BT + 1).sum()) / (R * T * (T + 1) / 2)
+        return float((np.arange(T) - self.tiling.first_BT + 1).sum()) / (R * T * (T + 1) / 2)
 
     def computed(self, B: int, causal: bool, element_size: int, ranks: Sequence[Turns] = ()) -> float:
         """The share of the scores that tiles have, in microbatches of B sequences.
 
         ranks: the turns of each rank of a ring; the slowest one counts in each turn. None: one rank has all columns.
         """
-        T = self.borders.shape[1]
+        T = self.tiling.shape[1]
         ranks = ranks or [[(((0, T),), ((0, T),))]]
         asked = B, causal, element_size, tuple(map(tuple, ranks))
         if asked not in self._computed:
-            whole = _scores(Borders(np.zeros((1, T), np.int64)), ranks, causal, element_size)
-            rows = [self.borders.first_BT[at : at + B] for at in range(0, self.borders.shape[0], B)]
-            found = sum(_scores(Borders(one), ranks, causal, element_size) for one in rows)
-            self._computed[asked] = found / (whole * self.borders.shape[0])
+            whole = _scores(Tiling(np.zeros((1, T), np.int64)), ranks, causal, element_size)
+            rows = [self.tiling.first_BT[at : at + B] for at in range(0, self.tiling.shape[0], B)]
+            found = sum(_scores(Tiling(one), ranks, causal, element_size) for one in rows)
+            self._computed[asked] = found / (whole * self.tiling.shape[0])
         return self._computed[asked]
 
 
@@ -146,10 +144,10 @@ def assumed(T: int, tokens: float) -> Sample:
 ASSUMED = 1 << 17  # tokens of a sample that is drawn
 
 
-def _scores(borders: Borders, ranks: Sequence[Turns], causal: bool, element_size: int) -> int:
+def _scores(tiling: Tiling, ranks: Sequence[Turns], causal: bool, element_size: int) -> int:
     """Scores that the slowest rank of each turn computes."""
     return sum(
-        max(sum(block.scores for block in borders.blocks(*turn, causal, element_size)) for turn in turns)
+        max(sum(block.scores for block in tiling.blocks(*turn, causal, element_size)) for turn in turns)
         for turns in zip(*ranks, strict=True)
     )
 
