@@ -1,6 +1,6 @@
 """Document masks and best-fit packing: training speed, tokens lost and documents cut, validation loss.
 
-    python benchmarks/document_masks.py PATH/TO/tinyshakespeare.txt [--parts speed packing plan loss] [--out FILE.json]
+    python benchmarks/document_masks.py PATH/TO/tinyshakespeare.txt [--parts kernel speed ...] [--out FILE.json]
 
 The text is cut into documents of whole lines. Their lengths are drawn from an exponential distribution, and their
 order is shuffled, so neighbours in a sequence have nothing to do with each other. Short documents have an eighth of a
@@ -15,6 +15,8 @@ sequence on average, long ones two sequences.
   of held-out documents, each read by itself (`fivefold eval`). Beside it the validation loss of the run itself, where a
   sequence holds several documents. `--runs N` ends after N runs; what --out has is not run again.
 
+- kernel: processor time of attention alone on one core, forward and backward, over documents that change from call to
+  call, beside that of whole sequences and beside the share of the scores that its tiles have.
 - plan: seconds per step of `fivefold train`, predicted and measured. `fivefold bench hardware` measures the machine
   first, into a cache of its own.
 
@@ -55,7 +57,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("text", type=Path)
-    parser.add_argument("--parts", nargs="*", default=["speed", "packing", "plan", "loss"])
+    parser.add_argument("--parts", nargs="*", default=["kernel", "speed", "packing", "plan", "loss"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=1000, help="of the part loss, at most")
@@ -71,6 +73,10 @@ def main() -> None:
             for part, work in (("packing", packing), ("speed", lambda *given: speed(*given, args.rounds))):
                 if part in args.parts:
                     found[part] = {f"{shape}, {text}": work(recipes) for shape, text, recipes in measured}
+        if "kernel" in args.parts:
+            found["kernel"] = {
+                f"{shape}, {text}": kernel(*SHAPES[shape], text) for shape in SHAPES for text in TEXTS
+            }
         if "plan" in args.parts:
             found["plan"] = plans(args.text, Path(folder))
         save(found, args.out)
@@ -174,6 +180,31 @@ def speed(recipes: dict[str, Any], rounds: int) -> dict[str, Any]:
 def quartiles(values: list[float]) -> list[float]:
     ordered = sorted(values)
     return [ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]]
+
+
+def kernel(T: int, batch: int, microbatch: int, kind: str, calls: int = 12) -> dict[str, float]:
+    """Processor time of attention over documents, and their share of the scores, by those of whole sequences."""
+    import torch
+
+    from fivefold import kernels
+    from fivefold.kernels.documents import Documents
+    from fivefold.kernels.tiling import assumed
+
+    torch.set_num_threads(1)
+    sample = assumed(T, TEXTS[kind] * T)
+    firsts = sample.tiling.first_BT[: microbatch * calls].reshape(-1, microbatch, T)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for first in firsts:
+        for masked in seconds:
+            documents = Documents(first) if masked else None
+            qkv = torch.randn(microbatch, T, 3 * D, dtype=torch.bfloat16, requires_grad=True)
+            began = time.process_time()
+            out = kernels.qkv_attention(qkv, H, H, None, None, True, False, documents)
+            out.backward(torch.ones_like(out))
+            seconds[masked].append(time.process_time() - began)
+    some = len(firsts) // 4  # the first calls make the programs of their shapes
+    time_of = {masked: median(times[some:]) for masked, times in seconds.items()}
+    return {"seconds": time_of[True] / time_of[False], "scores": sample.computed(microbatch, True, 2)}
 
 
 def packing(recipes: dict[str, Any]) -> dict[str, Any]:
@@ -290,6 +321,10 @@ def report(found: dict[str, Any]) -> str:
         for name in ("concat", "best_fit"):
             shares = ", ".join(f"{what.replace('_', ' ')} {100 * x:.2f}%" for what, x in one[name].items())
             lines.append(f"  {name}: {shares}")
+    for where, one in found.get("kernel", {}).items():
+        lines.append(
+            f"{where}: attention takes x {one['seconds']:.2f}, with x {one['scores']:.2f} of the scores"
+        )
     for where, one in found.get("plan", {}).items():
         said = f"predicted {one['predicted_s']:.3f} s, measured {one['measured_s']:.3f} s ({100 * one['error']:+.1f}%)"
         lines.append(
