@@ -418,7 +418,7 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path):
 
     def planned(recipe: Recipe, tokens: float | None = None):
         software = replace(FIVEFOLD, documents=documents_of(recipe, tokens))
-        return predict(recipe, parse("h100:1"), software)
+        return predict(recipe, parse("h100"), software)
 
     unknown = planned(recipe)
     assert summary(unknown)[5].startswith("attention     whole sequences, an upper bound")
