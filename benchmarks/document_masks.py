@@ -70,7 +70,7 @@ def main() -> None:
         if {"speed", "packing"} & {*args.parts}:
             measured = [(shape, text, prepared(args.text, Path(folder), *SHAPES[shape], text)) for shape in SHAPES
                         for text in TEXTS]  # fmt: skip
-            for part, work in (("packing", packing), ("speed", lambda *given: speed(*given, args.rounds))):
+            for part, work in (("packing", packing), ("speed", lambda recipes: speed(recipes, args.rounds))):
                 if part in args.parts:
                     found[part] = {f"{shape}, {text}": work(recipes) for shape, text, recipes in measured}
         if "kernel" in args.parts:
@@ -209,7 +209,7 @@ def kernel(T: int, batch: int, microbatch: int, kind: str, calls: int = 12) -> d
 
 def packing(recipes: dict[str, Any]) -> dict[str, Any]:
     """What plain cutting and packing make of the documents."""
-    from fivefold.data.cut import cut_of, end_of, pieces
+    from fivefold.data.cut import Packed, cut_of, end_of, pieces
 
     (recipe, data), T = recipes["packed"], recipes["packed"][0].model.seq_len
     end, n = end_of(recipe, data), len(data.train)
@@ -217,7 +217,9 @@ def packing(recipes: dict[str, Any]) -> dict[str, Any]:
     starts, lengths = pieces(data.train, n + 1, end)  # of whole documents
     stops = starts + lengths
     fits = lengths <= T
-    plain, packed = (cut_of(*recipes[way], data.train) for way in ("on", "packed"))
+    plain = cut_of(*recipes["on"][:2], tokens=data.train)
+    packed = cut_of(recipe, data, data.train)
+    assert isinstance(packed, Packed)
     cut = fits & (starts // T != (stops - 1) // T)
     whole = dict(zip(packed.starts.tolist(), packed.lengths.tolist(), strict=True))
     ours = starts[fits].tolist(), lengths[fits].tolist()

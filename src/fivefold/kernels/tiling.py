@@ -146,10 +146,11 @@ ASSUMED = 1 << 17  # tokens of a sample that is drawn
 
 def _scores(tiling: Tiling, ranks: Sequence[Turns], causal: bool, element_size: int) -> int:
     """Scores that the slowest rank of each turn computes."""
-    return sum(
-        max(sum(block.scores for block in tiling.blocks(*turn, causal, element_size)) for turn in turns)
-        for turns in zip(*ranks, strict=True)
-    )
+
+    def of(queries: Columns, keys: Columns) -> int:
+        return sum(block.scores for block in tiling.blocks(queries, keys, causal, element_size))
+
+    return sum(max(of(*turn) for turn in turns) for turns in zip(*ranks, strict=True))
 
 
 def _listed(columns: Columns) -> np.ndarray:
