@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import hypothesis.strategies as st
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from ranks import run_ranks
 from torch.nn.functional import scaled_dot_product_attention
 
 from fivefold import kernels
-from fivefold.data import NOT_COUNTED, Batches, prepare
+from fivefold.data import NOT_COUNTED, Batches, megatron, prepare
 from fivefold.data.cut import Concatenated, Packed, best_fit, cut_of, pieces
 from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
@@ -401,13 +402,9 @@ def test_the_planner_counts_the_tiles_that_kernels_compute():
     lengths = [b - a for row in first for a, b in pairwise([*np.unique(row), 256])]
     assert sample.tokens == pytest.approx(np.mean(lengths))
     assert sample.seen == pytest.approx(np.dot(lengths, lengths) / np.sum(lengths))
-    half = sample.of_length(128)
-    assert half is not None
-    assert half.tokens < sample.tokens
-    assert sample.of_length(1 << 20) is None
 
 
-def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path):
+def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path, monkeypatch):
     """A plan is faster and its MFU counts fewer FLOPs once they are known, and it says what it knows."""
     (tmp_path / "texts.jsonl").write_text(
         "".join(f'{{"text": "{"word " * (n % 40)}"}}\n' for n in range(1, 900))
@@ -462,3 +459,13 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path):
     assert found_in(files).pairs(recipe.model) == 1, "nobody said which token ends a document"
     own = change(files, ["data.end_token=256"])
     assert found_in(own).pairs(recipe.model) == pytest.approx(told["pairs"], rel=0.2)
+    megatron.write(tmp_path / "indexed.bin", data.train, 320, 256)
+    indexed = change(files, [f"data.source=tokens:{tmp_path / 'indexed.bin'}"])
+    assert found_in(indexed).pairs(recipe.model) == pytest.approx(told["pairs"], rel=0.2)
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[7] * 99] * 999}), tmp_path / "ids.parquet")
+    rows = change(own, [f"data.source=tokens:{tmp_path / 'ids.parquet'}"])
+    assert found_in(rows).source == "unknown", "its ids are not copied for a plan"
+    packed = change(recipe, ["data.packing=best_fit"])
+    assert found_in(packed).source == "data"
+    monkeypatch.setattr("fivefold.data.known.MOST_PACKED", len(data.train) - 1)
+    assert found_in(packed).source == "unknown", "nor are so many tokens packed"

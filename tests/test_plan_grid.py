@@ -8,6 +8,7 @@ import math
 import random
 import shlex
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ import pytest
 from fivefold.errors import UserError
 from fivefold.plan import grid
 from fivefold.plan.clusters import parse
+from fivefold.plan.documents import documents_of
 from fivefold.plan.grid_data import HEAD, MEMORY, as_data
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import Plan, predict
+from fivefold.plan.software import of
 from fivefold.recipe import Recipe, load
 from fivefold.spread.layout_text import to_text
 
@@ -25,19 +28,28 @@ SETS = ["train.global_batch_size=256", "model.kv_heads=8"]
 RECIPE = load("llama-7b", SETS, "pp=2,tp=4,dp=8,zero=1,recompute=selective,sp=true")
 
 
-def as_told(command: str) -> tuple[Recipe, str]:
-    """The recipe and the cluster of a line that begins with `fivefold plan`."""
+def as_told(command: str) -> Plan:
+    """The plan of a line that begins with `fivefold plan`."""
     words = shlex.split(command)
     given = {
         name: [b for a, b in itertools.pairwise(words) if a == name] for name in words if name[:2] == "--"
     }
-    return load(words[2], given.get("--set", []), given["--layout"][0]), given["--cluster"][0]
+    recipe = load(words[2], given.get("--set", []), given["--layout"][0])
+    return planned(recipe, given["--cluster"][0], *map(float, given.get("--document-tokens", [])))
+
+
+def planned(recipe: Recipe, cluster: str, document_tokens: float | None = None) -> Plan:
+    machine = parse(cluster)
+    return predict(
+        recipe, machine, replace(of(machine), documents=documents_of(recipe, document_tokens))
+    )
 
 
 def line(center: grid.Base, sets: list[str], values: dict[str, int]) -> str:
     layout = to_text(grid.layout_at(center, values))
     parts = [grid.options(center, key, value) for key, value in values.items()]
-    return " ".join([grid.command("llama-7b", sets), f"--layout {layout}", *filter(None, parts)])
+    command = grid.command("llama-7b", sets, document_tokens=center.tokens)
+    return " ".join([command, f"--layout {layout}", *filter(None, parts)])
 
 
 @pytest.mark.parametrize("budget", [1, 10, 500, grid.BUDGET])
@@ -55,8 +67,9 @@ def test_axes_keep_to_the_budget(budget: int) -> None:
         assert cells > 2000
 
 
-def test_every_cell_is_what_the_command_says() -> None:
-    center = grid.base(RECIPE, "h100:64")
+@pytest.mark.parametrize("document_tokens", [None, 500.0])
+def test_every_cell_is_what_the_command_says(document_tokens: float | None) -> None:
+    center = grid.base(RECIPE, "h100:64", document_tokens=document_tokens)
     axes = grid.axes(center)
     draw = random.Random(0)
     valid = 0
@@ -66,11 +79,11 @@ def test_every_cell_is_what_the_command_says() -> None:
             found = grid.plan_at(center, values)
         except UserError:
             continue
-        recipe, cluster = as_told(line(center, SETS, values))
-        told = predict(recipe, parse(cluster))
-        assert told.as_json() == found.as_json(), values
+        assert as_told(line(center, SETS, values)).as_json() == found.as_json(), values
         valid += 1
     assert valid > 20
+    own = grid.plan_at(center, center.values).setting.sizes.seen
+    assert (own.share < 0.5) == (document_tokens is not None)
 
 
 def test_own_cell_is_the_recipes_plan() -> None:
@@ -82,7 +95,7 @@ def test_own_cell_is_the_recipes_plan() -> None:
     ):
         recipe = load("llama-7b", SETS, layout)
         center = grid.base(recipe, "h100:64")
-        assert grid.plan_at(center, center.values).as_json() == predict(recipe, parse("h100:64")).as_json()
+        assert grid.plan_at(center, center.values).as_json() == planned(recipe, "h100:64").as_json()
 
 
 def test_clusters_by_nodes_keep_whole_nodes() -> None:

@@ -107,14 +107,14 @@ def plan(
     _agree(search, layout, exact, memory_timeline, rank)
     if precision is not None and not search:
         raise UserError("--precision lists modes for --search; of one layout, set --set precision.mode=MODE")
-    wanted = Wanted(pictures, html, json, expert_load)
+    assumed = expert_load, document_tokens
+    wanted = Wanted(pictures, html, json, assumed)
     require_writable("--save", save)
     require_writable("--html", html)
     require_writable("--memory-timeline", memory_timeline)
     how = plan_terms.conventions(terms, states, activations, bubble, flops, psi)
     ensure_measured(cluster)
     typed = (recipe, set_ or [], cluster)
-    assumed = expert_load, document_tokens
     loaded, machine, software = _read(typed, "dp=1" if search else layout, search, params, *assumed)
     asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
     request = Request(recipe, loaded, machine, software, asked, explain, save, json, memory_timeline, how)

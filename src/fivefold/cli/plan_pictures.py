@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Typed = tuple[str, list[str], str]
 """(RECIPE, the values of --set, the value of --cluster), as the user typed them."""
+Assumed = tuple[float | None, float | None]
+"""The values of --expert-load and --document-tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Wanted:
     pictures: bool
     html: Path | None
     json: bool
-    expert_load: float | None = None
+    assumed: Assumed = (None, None)
 
     def __post_init__(self) -> None:
         if self.json and self.pictures:
@@ -48,7 +50,7 @@ def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
     if wanted.printed:
         print_pictures(plan, wanted.pictures)
     if wanted.html is not None:
-        write_page(wanted.html, recipe, _told(recipe, typed), expert_load=wanted.expert_load)
+        write_page(wanted.html, recipe, _told(recipe, typed), assumed=wanted.assumed)
 
 
 def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
@@ -63,7 +65,7 @@ def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> N
         print_pictures(best if wanted.pictures else None, wanted.pictures, plans)
     if wanted.html is not None:
         chosen = apply(recipe, best)
-        write_page(wanted.html, chosen, _told(chosen, typed), plans, expert_load=wanted.expert_load)
+        write_page(wanted.html, chosen, _told(chosen, typed), plans, assumed=wanted.assumed)
 
 
 def _told(recipe: Recipe, typed: Typed) -> Typed:
@@ -105,7 +107,7 @@ def write_page(
     typed: Typed,
     frontier: Sequence[Plan] = (),
     budget: float | None = None,
-    expert_load: float | None = None,
+    assumed: Assumed = (None, None),
 ) -> None:
     """Writes the page of this recipe, with sliders over a grid around it.
 
@@ -126,9 +128,9 @@ def write_page(
     from fivefold.schedules.pipeline import to_svg
 
     name, sets, cluster = typed
-    center = grid.base(recipe, cluster, expert_load)
+    center = grid.base(recipe, cluster, *assumed)
     sliders = grid.axes(center, budget or grid.BUDGET)
-    data = as_data(center, grid.command(name, sets, expert_load), sliders)
+    data = as_data(center, grid.command(name, sets, *assumed), sliders)
     drawn = pictures(grid.plan_at(center, center.values))
     rows = as_rows(frontier)
     shown = [

@@ -9,6 +9,7 @@ import numpy as np
 from fivefold.data.batches import Batches, objective_of, steps_of
 from fivefold.data.cut import cut_of
 from fivefold.data.dataset import DataSet
+from fivefold.data.megatron import index_of
 from fivefold.data.mixture import amounts, order_of
 from fivefold.data.one_source import cache_key
 from fivefold.data.sources import find
@@ -25,6 +26,8 @@ ROWS = 64
 """Sequences of a sample."""
 MOST_HASHED = 64 << 20
 """Bytes of a source that are hashed again, to see whether it has changed: 0.04 s."""
+MOST_PACKED = 1 << 24
+"""Tokens whose best-fit packing is computed to know it."""
 
 
 def sample(recipe: Recipe, data: DataSet) -> Sample | None:
@@ -56,17 +59,35 @@ def known(recipe: Recipe) -> DataSet | None:
     if data.sources or data.stream or "://" in data.source or data.source.startswith("hf:"):
         return None
     with suppress(_Work, UserError, OSError):
-        if data.source.startswith("tokens:"):
-            shards = [read_header(path, data.token_dtype) for path in find_files(data.source)]
-            mask_id = (recipe.model.vocab_size or 1) - 1
-            return DataSet(split(shards, data.val_fraction)[0], None, None, mask_id + 1, mask_id, {})
-        mask, root = objective_of(recipe) == "mlm", cache_folder(data.cache) / "data"
-        folder = root / cache_key(find(data.source), data, mask, root, _refuse)
-        if (manifest := read_manifest(folder)) is not None:
-            tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
-            tokens = open_tokens(folder, manifest, "train")
-            return DataSet(tokens, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
+        return _files(recipe) if data.source.startswith("tokens:") else _text(recipe)
     return None
+
+
+def _files(recipe: Recipe) -> DataSet:
+    data, paths = recipe.data, find_files(recipe.data.source)
+    if data.packing == "best_fit":
+        raise _Work("a packing is kept by the hash of all tokens")
+    if any(path.suffix == ".parquet" for path in paths):
+        raise _Work("its ids are copied")
+    shards = [read_header(path, data.token_dtype) for path in paths]
+    for n, index in enumerate(map(index_of, paths)):
+        if index.is_file():
+            shards[n] = shards[n]._replace(index=(index, ""))
+    mask_id = (recipe.model.vocab_size or 1) - 1
+    return DataSet(split(shards, data.val_fraction)[0], None, None, mask_id + 1, mask_id, {})
+
+
+def _text(recipe: Recipe) -> DataSet | None:
+    data, mask = recipe.data, objective_of(recipe) == "mlm"
+    root = cache_folder(data.cache) / "data"
+    folder = root / cache_key(find(data.source), data, mask, root, _refuse)
+    if (manifest := read_manifest(folder)) is None:
+        return None
+    tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
+    tokens = open_tokens(folder, manifest, "train")
+    if data.packing == "best_fit" and len(tokens) > MOST_PACKED:
+        raise _Work("packing")
+    return DataSet(tokens, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
 
 
 def _refuse(stage: str, done: int, total: int | None) -> None:

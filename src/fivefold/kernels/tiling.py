@@ -84,21 +84,7 @@ class Sample:
 
     def __init__(self, first_RT: np.ndarray) -> None:
         self.tiling = Tiling(first_RT)
-        self._others: dict[int, Sample | None] = {}
         self._computed: dict[tuple[object, ...], float] = {}
-
-    def of_length(self, T: int) -> Sample | None:
-        """The same documents in sequences of T tokens; None: the sample has too few tokens."""
-        if T not in self._others:
-            self._others[T] = self if self.tiling.shape[1] == T else self._of_length(T)
-        return self._others[T]
-
-    def _of_length(self, T: int) -> Sample | None:
-        begins_RT = self.tiling.begins_BT.ravel()[: self.tiling.begins_BT.size // T * T].reshape(-1, T).copy()
-        if not len(begins_RT):
-            return None
-        begins_RT[:, 0] = True
-        return Sample(np.maximum.accumulate(np.where(begins_RT, np.arange(T), 0), axis=1))
 
     @cached_property
     def tokens(self) -> float:

@@ -27,26 +27,21 @@ SOURCES = {
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of a run. sample: some of its sequences; None: not known."""
+    """The documents of a run. sample: some of its sequences, of the model's length; None: not known."""
 
     source: Literal["data", "assumed", "unknown"]
     sample: Sample | None = None
 
-    def of(self, model: ModelSection) -> Sample | None:
-        """The sample in sequences of the model's length."""
-        return self.sample and self.sample.of_length(model.seq_len)
-
     def pairs(self, model: ModelSection) -> float:
         """The share of the pairs of tokens that see each other."""
-        sample = self.of(model)
-        return 1.0 if sample is None else sample.pairs(card_of(model).causal)
+        return 1.0 if self.sample is None else self.sample.pairs(card_of(model).causal)
 
     def seen(
         self, model: ModelSection, layout: Layout, B: int, element_size: float, program: Program
     ) -> Seen:
         """What the kernels compute that run there: on CPUs tiles, on GPUs in 16 bits document by document. Other
         kernels compute whole sequences."""
-        sample = self.of(model)
+        sample = self.sample
         if sample is None:
             return WHOLE_SEQUENCES
         causal, ring = card_of(model).causal, _ring(layout)
@@ -59,7 +54,7 @@ class Documents:
 
     def line(self, model: ModelSection, layout: Layout, seen: Seen) -> str:
         """What attention is priced by, in a sentence; nothing if each sequence is one document."""
-        sample, pairs = self.of(model), self.pairs(model)
+        sample, pairs = self.sample, self.pairs(model)
         if sample is None:
             return f"whole sequences, an upper bound: {SOURCES[self.source]}"
         if pairs == 1:
@@ -75,8 +70,7 @@ class Documents:
 
     def as_json(self, model: ModelSection, seen: Seen) -> dict[str, Any]:
         """`attention` of `fivefold plan --json`."""
-        sample = self.of(model)
-        tokens = None if sample is None else sample.tokens
+        tokens = None if self.sample is None else self.sample.tokens
         return {
             "documents": self.source,
             "document_tokens": tokens,

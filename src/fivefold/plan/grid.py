@@ -11,12 +11,13 @@ import itertools
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.plan.clusters import canonical, parse
 from fivefold.plan.devices import Cluster
+from fivefold.plan.documents import Documents, documents_of
 from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.software import Software, of
 from fivefold.recipe import Recipe
@@ -58,7 +59,8 @@ class Base:
     """The center of the grid.
 
     recipe: as given, with unset fields. full: the resolved recipe. layout: its layout. cluster: with its devices.
-    named: the value of `--cluster`. software: the program's."""
+    named: the value of `--cluster`. software: the program's. tokens: the value of `--document-tokens`. documents: by
+    length of a sequence and batch, which say what a run reads."""
 
     recipe: Recipe
     full: Recipe
@@ -66,6 +68,8 @@ class Base:
     cluster: Cluster
     named: str
     software: Software
+    tokens: float | None = None
+    documents: dict[tuple[int, int], Documents | None] = field(default_factory=dict, compare=False)
 
     @property
     def values(self) -> Values:
@@ -84,8 +88,11 @@ class Base:
         }
 
 
-def base(recipe: Recipe, cluster: str, expert_load: float | None = None) -> Base:
-    """The center of a grid. cluster: the value of `--cluster`. expert_load: the value of `--expert-load`.
+def base(
+    recipe: Recipe, cluster: str, expert_load: float | None = None, document_tokens: float | None = None
+) -> Base:
+    """The center of a grid. cluster: the value of `--cluster`. expert_load, document_tokens: those of `--expert-load`
+    and `--document-tokens`.
 
     Raises:
         UserError: as `parse` and `predict`.
@@ -94,7 +101,8 @@ def base(recipe: Recipe, cluster: str, expert_load: float | None = None) -> Base
     layout = Layout.from_recipe(full.layout)
     validate(layout, machine.devices or layout.ranks)
     software = with_load(of(machine), full.model, expert_load)
-    return Base(recipe, full, layout, replace(machine, devices=layout.ranks), canonical(cluster), software)
+    sized = replace(machine, devices=layout.ranks)
+    return Base(recipe, full, layout, sized, canonical(cluster), software, document_tokens)
 
 
 def axes(center: Base, budget: float = BUDGET) -> list[Slider]:
@@ -136,7 +144,11 @@ def plan_at(center: Base, values: Values) -> Plan:
         "layout": recipe.layout.model_copy(update=vars(layout_at(center, values))),
     }
     cluster = replace(center.cluster, devices=values["devices"])
-    return predict(recipe.model_copy(update=changed), cluster, center.software)
+    recipe = recipe.model_copy(update=changed)
+    read = recipe.model.seq_len, recipe.train.global_batch_size
+    if read not in center.documents:
+        center.documents[read] = documents_of(recipe, center.tokens)
+    return predict(recipe, cluster, replace(center.software, documents=center.documents[read]))
 
 
 def model_at(center: Base, values: Values) -> Values:
@@ -200,10 +212,13 @@ def _cluster(center: Base, devices: int) -> str:
     return f"{name or center.named}:{devices}"
 
 
-def command(recipe: str, sets: Sequence[str], expert_load: float | None = None) -> str:
+def command(
+    recipe: str, sets: Sequence[str], expert_load: float | None = None, document_tokens: float | None = None
+) -> str:
     """The start of a `fivefold plan` command, with the recipe. The layout and `options` follow."""
     words = ["fivefold plan", shlex.quote(recipe), *(f"--set {shlex.quote(text)}" for text in sets)]
-    return " ".join(words + ([] if expert_load is None else [f"--expert-load {expert_load:g}"]))
+    given = {"--expert-load": expert_load, "--document-tokens": document_tokens}
+    return " ".join(words + [f"{name} {value:.12g}" for name, value in given.items() if value is not None])
 
 
 def _possible(center: Base, key: str) -> list[int]:
