@@ -40,9 +40,7 @@ def as_told(command: str) -> Plan:
 
 def planned(recipe: Recipe, cluster: str, document_tokens: float | None = None) -> Plan:
     machine = parse(cluster)
-    return predict(
-        recipe, machine, replace(of(machine), documents=documents_of(recipe, document_tokens))
-    )
+    return predict(recipe, machine, replace(of(machine), documents=documents_of(recipe, document_tokens)))
 
 
 def line(center: grid.Base, sets: list[str], values: dict[str, int]) -> str:
@@ -67,13 +65,13 @@ def test_axes_keep_to_the_budget(budget: int) -> None:
         assert cells > 2000
 
 
-@pytest.mark.parametrize("document_tokens", [None, 500.0])
-def test_every_cell_is_what_the_command_says(document_tokens: float | None) -> None:
+@pytest.mark.parametrize(("document_tokens", "draws"), [(None, 60), (500.0, 15)])
+def test_every_cell_is_what_the_command_says(document_tokens: float | None, draws: int) -> None:
     center = grid.base(RECIPE, "h100:64", document_tokens=document_tokens)
     axes = grid.axes(center)
     draw = random.Random(0)
     valid = 0
-    for _ in range(60):
+    for _ in range(draws):
         values = {axis.key: draw.choice(axis.values) for axis in axes}
         try:
             found = grid.plan_at(center, values)
@@ -81,7 +79,7 @@ def test_every_cell_is_what_the_command_says(document_tokens: float | None) -> N
             continue
         assert as_told(line(center, SETS, values)).as_json() == found.as_json(), values
         valid += 1
-    assert valid > 20
+    assert valid > draws // 3
     own = grid.plan_at(center, center.values).setting.sizes.seen
     assert (own.share < 0.5) == (document_tokens is not None)
 

@@ -336,9 +336,8 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
         f"  other layouts: {reasons or 'none'}; usable memory {first.limit / 2**30:.1f} GiB per device"
     )
     lines.append(f"  {_accuracy(first)}")
-    s = first.setting
-    if s.software.documents and (said := s.software.documents.line(s.model, s.layout, s.sizes.seen)):
-        lines.append(f"  attention of the first: {said}")
+    if first.attention:
+        lines.append(f"  attention of the first: {first.attention}")
     if "fp8" in first.setting.cluster.device.peak and "fp8" not in modes:
         lines.append("  not considered: fp8, which the device supports (--precision bf16,fp8)")
     return [*lines, "  bottlenecks of the first:", *(f"    {text}" for text in found.bottlenecks or ["none"])]

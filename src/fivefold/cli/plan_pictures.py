@@ -144,6 +144,8 @@ def write_page(
         f"A {model.arch} model of {short_number(count_parameters(model))} parameters on {cluster}, in "
         f"{drawn.plan.setting.mode}: predicted memory, step time and throughput."
     )
+    if drawn.plan.attention:
+        words += f" Attention: {drawn.plan.attention}."
     data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
     text = plan_page.page(Path(name).stem, words, data, shown)
     try:

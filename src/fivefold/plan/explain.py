@@ -41,9 +41,8 @@ def summary(plan: Plan) -> list[str]:
         f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s per device, MFU {100 * plan.mfu:.1f}%, "
         f"HFU {100 * plan.hfu:.1f}%",
     ]
-    own = s.software.documents
-    if own and (said := own.line(s.model, s.layout, s.sizes.seen)):
-        lines.append(f"attention     {said}")
+    if plan.attention:
+        lines.append(f"attention     {plan.attention}")
     away = [(tier, max(getattr(one, tier) for one in plan.memory)) for tier in ("host", "disk")]
     if offloaded := [f"{size / GIB:.1f} GiB per rank {AWAY[tier]}" for tier, size in away if size]:
         lines.insert(3, f"offloaded     {', '.join(offloaded)}")

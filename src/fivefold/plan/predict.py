@@ -124,6 +124,13 @@ class Plan:
         """MFU with the FLOPs that backward repeats (hardware FLOPs utilisation: PaLM, arXiv 2204.02311, appendix B)."""
         return self.mfu * (1 + recomputed(self.setting))
 
+    @property
+    def attention(self) -> str:
+        """What attention is priced by, in a sentence; nothing if each sequence is one document."""
+        s = self.setting
+        own = s.software.documents
+        return own.line(s.model, s.layout, s.sizes.seen) if own else ""
+
     def as_json(self) -> dict[str, Any]:
         """The object that `fivefold plan --json` prints."""
         step, own = self.step, self.setting.software.documents
