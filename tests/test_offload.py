@@ -1,6 +1,7 @@
 """Offload: the same bits as in memory, whatever lies in host memory or on disk."""
 
 import errno
+import math
 import os
 import threading
 from pathlib import Path
@@ -208,9 +209,8 @@ def test_reads_and_writes_what_the_table_says(tmp_path, monkeypatch, offload, mi
     last = blocks // 4  # the last block's weights stay between its forward and its backward
     wanted = {"read": 0.0, "written": 0.0}
     assert away.updater.share == share
-    again = sum(
-        chunk.size for chunk in list(away.arena.chunks())[: round(share * len(list(away.arena.chunks())))]
-    )
+    chunks = list(away.arena.chunks())
+    again = sum(chunk.size for chunk in chunks[: math.ceil(share * len(chunks))])
     for flow in tiers.flows(away.tiers, 2.0, 8.0, microbatches, share=again / away.arena.total):
         times = 1 if flow.phase in ("update", "again") else microbatches
         size = blocks + outside * (flow.kind != "working")  # only blocks are paged
@@ -221,16 +221,27 @@ def test_reads_and_writes_what_the_table_says(tmp_path, monkeypatch, offload, mi
     state.parallel.close()
 
 
+def test_the_share_of_a_second_pass_follows_from_the_last_one():
+    second = _Second()
+    second.begin(1.0)
+    second.asked(second._began + 1, 0.0)
+    second._ended = second._began + 2
+    assert second.next_share(1.0) == pytest.approx(0.5)
+    second.asked(second._began + 100, 0.0)
+    assert second.next_share(0.5) == 0.5, "a step whose update is skipped measures nothing"
+
+
 def test_an_error_of_one_update_waits_for_the_others():
-    """Else they would run on in files that are closed."""
+    """Else they would run on in files that are closed. The first one's error is raised."""
     done = []
 
-    def fails():
-        raise RuntimeError("lost")
+    def fails(said):
+        raise RuntimeError(said)
 
-    updaters = [SimpleNamespace(settle=fails), SimpleNamespace(settle=lambda: done.append(True))]
-    parallel = Parallel([], [], offloads={i: SimpleNamespace(updater=one) for i, one in enumerate(updaters)})
-    with pytest.raises(RuntimeError, match="lost"):
+    settles = [lambda: fails("lost"), lambda: done.append(True), lambda: fails("lost, too")]
+    updaters = [SimpleNamespace(updater=SimpleNamespace(settle=settle)) for settle in settles]
+    parallel = Parallel([], [], offloads=dict(enumerate(updaters)))
+    with pytest.raises(RuntimeError, match=r"lost$"):
         parallel.settle()
     assert done
 

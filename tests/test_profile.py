@@ -80,7 +80,7 @@ def test_every_rank_writes_a_trace_with_named_parts(tmp_path: Path, layout: str,
         assert str(tmp_path) not in text
     page = (run / "report.html").read_text()
     assert "recorded steps 2 to 3 on 2 ranks" in page
-    row = r'<tr><th scope="row">[^<]+</th><td>\d+</td><td>[\d.]+ ms</td>'
+    row = r'<tr><th scope="row">[^<]+</th><td>[\d,]+</td><td>[\d.,]+ ms</td>'
     assert len(re.findall(row, page)) == profile.LONGEST
     assert sorted(path.name for path in (run / "traces").iterdir()) == [
         "profile-step-00000002-00000003-rank-0.json.gz",

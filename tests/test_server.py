@@ -11,6 +11,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -28,10 +29,12 @@ from fivefold.launch.local import launch
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.models.card import card_of
 from fivefold.observe import worker_picture
+from fivefold.parallel.link import Kind, Note
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.servers import Servers, Shares, messages, pieces, units
+from fivefold.train import served as train_served
 from fivefold.train.job import Job
 from fivefold.train.served import WORKERS, run_served
 from fivefold.train.share import batches_of
@@ -292,6 +295,21 @@ def _offsets(card: Any) -> dict[str, int]:
     for name, shape in reversed(card.parameters.items()):
         found[name], total = total, total + math.prod(shape)
     return found
+
+
+def test_an_error_of_a_worker_says_its_step(room: Path, tmp_path: Path, monkeypatch) -> None:
+    """The same one after another step is no reason to end the run."""
+
+    def fails(*_: object) -> None:
+        raise OSError("the data are away for a moment")
+
+    state, exchange = SimpleNamespace(step=7), SimpleNamespace(order=lambda: Note(Kind.TRAIN))
+    monkeypatch.setattr(train_served, "links", lambda *_: [])
+    monkeypatch.setattr(train_served, "worker_state", lambda *_: (state, SimpleNamespace(exchange=exchange)))
+    monkeypatch.setattr(train_served, "_train", fails)
+    with pytest.raises(OSError, match="away") as found:
+        train_served._work(Job(served(room, 2), tmp_path, None), ranks_of(1, 2), None, lambda: None)
+    assert found.value.__notes__ == ["after step 7"]
 
 
 def other_recipe(rank: int, world: int, recipe: Recipe, out: Path) -> str:

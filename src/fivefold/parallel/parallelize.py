@@ -82,7 +82,9 @@ class Parallel:
     def settle(self) -> None:
         """Waits until all updates that run beside the next step are done. Then raises the first one's error."""
         with ExitStack() as stack:  # also those behind one that fails: nothing may run on in closed files
-            for offload in reversed(self.offloads.values()):
+            for (
+                offload
+            ) in self.offloads.values():  # the first is the last to settle, so its error comes through
                 if offload.updater is not None:
                     stack.callback(offload.updater.settle)
 

@@ -74,7 +74,7 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
     progress.step = state.step
     if behind is None:
         behind = int(state.mesh.device.type != "cpu")
-    with _Late(hooks, behind, recipe.faults) as late, _told(state):
+    with _Late(hooks, behind, recipe.faults) as late, names_step(state):
         while state.step < train.steps:
             late.start()
             traced = state.step + 1 == recipe.observe.trace_step
@@ -114,7 +114,7 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
 
 
 @contextmanager
-def _told(state: State) -> Iterator[None]:
+def names_step(state: State) -> Iterator[None]:
     """An error's traceback ends with the step after which it came. A launcher compares it with the one before."""
     try:
         yield

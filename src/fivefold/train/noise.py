@@ -67,9 +67,8 @@ class NoiseScale:
         share, mesh = Share.of(microbatches, self.mesh), self.mesh
         weights = [one.weight / share.total for one in share[: share.counted]]
         parts = [math.fsum(weights)] if self.once else weights
-        counts = (
-            mesh.index("tp") == 0 and mesh.index("pp") == 0
-        )  # the others compute with the same microbatches
+        # Ranks of tp and pp compute with the same microbatches: the first one counts.
+        counts = mesh.index("tp") == 0 and mesh.index("pp") == 0
         self.uneven.fill_(math.fsum(part * part for part in parts) if counts else 0.0)
 
     def _see(self, gradient: Tensor) -> None:

@@ -23,10 +23,8 @@ from fivefold.observe.profile import LONGEST, Operator
 from fivefold.recipe.profiled import steps
 from fivefold.train.job import Job
 
-QUIET = (
-    "KINETO_LOG_LEVEL",
-    "6",
-)  # its logger notes each profile on stderr; on GPUs it may say why kernels are missing
+QUIET = "KINETO_LOG_LEVEL", "6"
+"""Kineto's logger notes each profile on stderr. On GPUs it may say why kernels are missing."""
 PRIVATE = re.compile(rb'("(?:host_name|traceName)": )"(?:[^"\\]|\\.)*"')
 """What a trace says of the machine. No host names and paths are written into run folders (SECURITY.md)."""
 

@@ -68,9 +68,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
                 hooks.alarm(state.step, text)
             stack.enter_context(hooks.memory.tracking)
             stack.callback(hooks.profile.close)
-            if (
-                membership is not None and state.step == recipe.train.steps
-            ):  # it joined in the last outer step
+            # It may have joined in the last outer step
+            if membership is not None and state.step == recipe.train.steps:
                 hooks.save(state.step, ends=True)
         complete = state.step == recipe.train.steps if leaving else train(state, job, hooks)
         enough = _end(hooks, complete)

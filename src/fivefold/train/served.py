@@ -41,7 +41,7 @@ from fivefold.step.step import forward_backward, rate, validate
 from fivefold.train.faults import MAX_SKIPPED
 from fivefold.train.hooks import Speed, sampled
 from fivefold.train.job import Job
-from fivefold.train.loop import due
+from fivefold.train.loop import due, names_step
 from fivefold.train.out_of_memory import told as told_of_memory
 from fivefold.train.prediction import Prediction
 from fivefold.train.resume import resume
@@ -125,7 +125,8 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
     progress.step = state.step
     if not ranks.first:
         begun()
-        return _follow(job, state, server, Saver(state, job, lambda step, text: None, beside=False))
+        with names_step(state):
+            return _follow(job, state, server, Saver(state, job, lambda step, text: None, beside=False))
     with ExitStack() as stack:
         console = stack.enter_context(
             Console(steps, start_step=state.step, log_every=recipe.observe.log_every)
@@ -145,7 +146,8 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
         for text in resumed.alarms if resumed else ():
             leader.alarm(state.step, text)
         begun()
-        complete = leader.run()
+        with names_step(state):
+            complete = leader.run()
         with progress.phase("writing the report"):
             predicted.conclude(state.mesh)
             conclude(console, job, complete)
@@ -436,7 +438,8 @@ def _work(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], None
     begun()
     while (note := exchange.order()).kind != Kind.END:
         if note.kind == Kind.TRAIN:
-            with nullcontext() if trained else progress.phase("a slower step"):  # it may compile
+            slower = nullcontext() if trained else progress.phase("a slower step")  # it may compile
+            with slower, names_step(state):
                 _train(job, ranks, state, served, note, interrupt)
             trained = True
         elif note.kind == Kind.VALIDATE:

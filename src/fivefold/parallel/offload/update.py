@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -116,11 +117,12 @@ class _Second:
         self._asked, self._waited = began, self._waited + waited
 
     def next_share(self, share: float) -> float:
-        """share: if nothing was measured."""
-        if not share or not self._share or self._asked <= self._began:
+        """share: if nothing was measured since the last call."""
+        measured, self._share = self._share, 0.0
+        if not share or not measured or self._asked <= self._began:
             return share
         slack = self._asked - self._began - self._waited
-        return share_of_second(slack, (self._ended - self._began) / self._share)
+        return share_of_second(slack, (self._ended - self._began) / measured)
 
 
 class StreamedUpdater(Updater):
@@ -189,14 +191,14 @@ class StreamedUpdater(Updater):
     ) -> None:
         """Starts the update, and returns. `ready` and `settle` wait for it."""
         self.settle()
+        self.share = self._second.next_share(self.share)
         if skip is not None and skip.item():
             return
         for group in self.fused_optimizer.param_groups:
             group["lr"] = lr * group["rate"]
         for event in self._done.values():
             event.clear()
-        self.share = self._second.next_share(self.share)
-        later = self._chunks[: round(self.share * len(self._chunks))]
+        later = self._chunks[: math.ceil(self.share * len(self._chunks))]
         for chunk in later:
             self._released[chunk.unit].clear()
         if not self._made:
