@@ -47,12 +47,16 @@ def bin_(tmp_path: Path) -> Path:
     return folder
 
 
-def run(script: str, bin_: Path, code: int, *more: str, **environment: str) -> int:
+def start(script: str, bin_: Path, code: int, *more: str, **environment: str) -> subprocess.Popen[bytes]:
     env = os.environ | {
         "PATH": f"{bin_}:{os.environ['PATH']}", "CODE": str(code), "SLURM_JOB_ID": "7", "FIVEFOLD_DEPLOY": str(DEPLOY),
     } | environment  # fmt: skip
     words = ["bash", str(DEPLOY / script), "quickstart", str(bin_.parent / "run"), *more]
-    return subprocess.run(words, env=env, timeout=60).returncode
+    return subprocess.Popen(words, env=env)
+
+
+def run(script: str, bin_: Path, code: int, *more: str, **environment: str) -> int:
+    return start(script, bin_, code, *more, **environment).wait(60)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,19 @@ def test_a_signal_reaches_the_rank(tmp_path: Path, number: int) -> None:
         shell.send_signal(number)
     assert shell.wait(20) == 75
     assert (tmp_path / "mark").exists()
+
+
+def test_a_signal_after_which_nothing_is_saved_is_no_failure_to_try_again(bin_: Path, tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    (bin_ / "mpirun").write_text(
+        f"#!/bin/bash\n[[ $1 == --version ]] && exit\necho >> {began}\nexec sleep 60\n"
+    )
+    shell = start("mpirun.sh", bin_, 0, "-n", "2")
+    while not began.exists():
+        time.sleep(0.01)
+    shell.send_signal(signal.SIGTERM)
+    assert shell.wait(20) == 128 + signal.SIGTERM
+    assert began.read_text() == "\n", "one start"
 
 
 # Kubernetes
