@@ -328,7 +328,10 @@ def test_queries_from_the_input_itself(tmp_path, layout):
 
 
 def test_bf16_passes(room):
-    assert compared(tiny(room, "tp=2,sp=true", *TINY, mode="bf16")).passed
+    """With all experts: rounding may choose others for a token, and how often in so few tokens is chance."""
+    every = ["model.experts_per_token=8", "model.expert_groups=1", "model.groups_per_token=1"]
+    report = compared(tiny(room, "tp=2,sp=true", *TINY, *every, mode="bf16"))
+    assert report.passed, report
 
 
 @pytest.mark.parametrize("layout", MARKED)

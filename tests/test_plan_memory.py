@@ -343,7 +343,7 @@ def test_search_plan_and_run_say_the_same(
 class _Job:
     """Of a run, what its prediction looks at."""
 
-    module = None
+    module = data = batches = None
     own = WITHOUT
 
     def __init__(self, recipe: Recipe):

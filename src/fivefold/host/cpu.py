@@ -18,7 +18,6 @@ def cpu_flags() -> frozenset[str]:
     return frozenset((fields.get("flags") or fields.get("Features") or "").split())
 
 
-@functools.cache
 def has_cpu_bf16() -> bool:
     """True if the processor multiplies bf16 matrices in hardware. Otherwise bf16 is slower than fp32."""
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})

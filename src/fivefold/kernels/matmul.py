@@ -11,6 +11,7 @@ Legend: D input features, F output features.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,12 +90,20 @@ def _matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+@cache
+def _multiplies_bf16() -> bool:
+    return has_cpu_bf16()
+
+
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """True if oneDNN can and may compute this, and PyTorch would do it in another way, or with a copy of the bias."""
     return (
         not torch.compiler.is_compiling()
         and x.dtype == weight.dtype
-        and (x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and bias is not None and has_cpu_bf16()))
+        and (
+            x.dtype == torch.float32
+            or (x.dtype == torch.bfloat16 and bias is not None and _multiplies_bf16())
+        )
         and x.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
