@@ -459,6 +459,7 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path, monkeypatch
     assert found_in(files).pairs(recipe.model) == 1, "nobody said which token ends a document"
     own = change(files, ["data.end_token=256"])
     assert found_in(own).pairs(recipe.model) == pytest.approx(told["pairs"], rel=0.2)
+    assert isinstance(data.train, Tokens)
     megatron.write(tmp_path / "indexed.bin", data.train, 320, 256)
     indexed = change(files, [f"data.source=tokens:{tmp_path / 'indexed.bin'}"])
     assert found_in(indexed).pairs(recipe.model) == pytest.approx(told["pairs"], rel=0.2)

@@ -116,8 +116,10 @@ def test_what_cannot_be_says_why() -> None:
 def test_a_mixture_of_experts_has_a_grid() -> None:
     recipe = load("mixtral-8x7b", [], "dp=64,zero=3,ep=8")
     center = grid.base(recipe, "h100:64")
-    found = [plan for _, plan in grid.cells(center, grid.axes(center, 40))]
-    assert any(isinstance(plan, Plan) for plan in found)
+    found = [plan for _, plan in grid.cells(center, grid.axes(center, 40)) if isinstance(plan, Plan)]
+    assert {plan.layout.tp > 1 for plan in found} == {True, False}
+    for plan in found:
+        assert sum(pictures(plan).shares.values()) == pytest.approx(plan.step.seconds)
 
 
 def test_numbers_as_they_are_packed() -> None:

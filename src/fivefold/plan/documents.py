@@ -64,8 +64,8 @@ class Documents:
             why = "its kernel for documents has no price" if _ring(layout) else "its kernel skips nothing"
             work = f"priced as whole sequences ({why})"
         return (
-            f"documents of {sample.tokens:.0f} tokens on average ({SOURCES[self.source]}): {100 * pairs:.3g}% of the "
-            f"pairs, {work}"
+            f"documents of {sample.tokens:.0f} tokens on average in a sequence ({SOURCES[self.source]}): "
+            f"{100 * pairs:.3g}% of the pairs, {work}"
         )
 
     def as_json(self, model: ModelSection, seen: Seen) -> dict[str, Any]:

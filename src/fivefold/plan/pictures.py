@@ -84,7 +84,8 @@ def roofline(plan: Plan, costs: Sequence[Cost]) -> Roofline:
         for op in ops
         if count
     ]
-    return Roofline(device.peak[s.rate], device.bandwidth, _together([*points, *_sums(plan, mine)]))
+    found = [point for point in _together([*points, *_sums(plan, mine)]) if point.moved]  # others only send
+    return Roofline(device.peak[s.rate], device.bandwidth, found)
 
 
 def shares(plan: Plan, found: Roofline) -> dict[str, float]:
