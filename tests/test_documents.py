@@ -470,3 +470,6 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path, monkeypatch
     assert found_in(packed).source == "data"
     monkeypatch.setattr("fivefold.data.known.MOST_PACKED", len(data.train) - 1)
     assert found_in(packed).source == "unknown", "nor are so many tokens packed"
+    with open(data.train.shards[0].path, "r+b") as file:
+        file.write(b"\xff\xff")
+    assert found_in(recipe).source == "unknown", "the disk has damaged them"

@@ -3,6 +3,7 @@ length. Otherwise sequences count as whole, which is an upper bound."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,6 +111,7 @@ def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | Non
 def _known(recipe: Recipe) -> Documents:
     from fivefold.data.known import known, sample
 
-    data = known(recipe)
-    found = None if data is None else sample(recipe, data)
-    return Documents("unknown") if found is None else Documents("data", found)
+    with suppress(UserError):  # tokens on this disk may be damaged, which is no fault of a plan
+        if (data := known(recipe)) is not None and (found := sample(recipe, data)) is not None:
+            return Documents("data", found)
+    return Documents("unknown")
