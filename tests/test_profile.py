@@ -64,7 +64,7 @@ def test_every_rank_writes_a_trace_with_named_parts(tmp_path: Path, layout: str,
     """The range ends beyond the run: what there is of it is written."""
     run = tmp_path / "run"
     sets = ["train.steps=3", "observe.profile_steps=2-9", "train.global_batch_size=8"]
-    run_ranks(2, train_rank, recipe_of(tmp_path, layout, *sets), run)
+    run_ranks(2, train_rank, recipe_of(tmp_path, layout, *sets), run, timeout_s=90)
     for rank in range(2):
         path = run / "traces" / profile.trace_name(2, 3, rank)
         found = events(path)
