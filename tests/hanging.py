@@ -17,7 +17,7 @@ from runs import train_rank
 
 from fivefold.launch import verdict
 from fivefold.launch.interrupt import Interrupt
-from fivefold.launch.rank_process import _run
+from fivefold.launch.rank_process import _run, end
 from fivefold.launch.ranks import STORE_FILE, Ranks
 from fivefold.recipe import Recipe, resolve
 
@@ -79,7 +79,7 @@ def _rank(
         os.dup2(error, stream)
     with Interrupt() as interrupt:
         code = _run(lambda ranks: function(ranks, *arguments), interrupt, threading.Event(), 60.0)
-    raise SystemExit(code)
+    end(code)
 
 
 def train(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.files import NO_ROOM
@@ -59,6 +60,17 @@ def run_rank(work: Callable[[Ranks], int | None], place: Place) -> None:
         met = threading.Event()
         _follow_launcher(place, met)
         code = _run(work, interrupt, met, place.timeout_s)
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """Ends this process. After a failure it ends at once: threads may still be inside the backend, and one that comes
+    back to an interpreter which is being torn down crashes the process."""
+    if code == FAILED:
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
     raise SystemExit(code)
 
 
