@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -176,9 +178,18 @@ def _finish(run: process.Run) -> None:
     raise Lost("the run does not end")
 
 
+@cache
+def commit() -> str:
+    """That of the code that runs; "" without git."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
 def undisturbed(folder: Path, layout: str, sets: list[str], steps: int = STEPS) -> Path:
-    """The last checkpoint of the run without kills, made once."""
-    out = folder / f"whole-{layout}-{steps}"
+    """The last checkpoint of the run without kills, made once per commit: other code may round otherwise."""
+    out = folder / f"whole-{layout}-{steps}-{commit()}"
     if not (out / "report.html").exists():
         shutil.rmtree(out, ignore_errors=True)
         run = process.Run(out, layout, sets)

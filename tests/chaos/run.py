@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -118,17 +117,15 @@ def pieces(
     figures: Callable[[list[dict[str, Any]]], dict[str, Any]],
 ) -> int:
     """Runs trials until there are enough, or the time is over. Returns 3 if more are needed, 1 if one failed."""
+    from kills import commit
+
     began = time.monotonic()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
-    ).stdout
-    commit = commit.strip()
     found = json.loads(path.read_text()) if path.exists() else {"runs": []}
     if found.get("command") != command:
         found = {"runs": []}
     runs = found["runs"]
     while not enough(runs) and time.monotonic() - began < seconds:
-        runs.append(trial(len(runs)) | {"commit": commit})
+        runs.append(trial(len(runs)) | {"commit": commit()})
         print(json.dumps(runs[-1]), flush=True)
         text = json.dumps({"command": command, "figures": figures(runs), "runs": runs}, indent=1)
         path.write_text(text + "\n")
