@@ -89,6 +89,10 @@ def rank_of_run(
     return run_served(job, ranks_of(rank, world))
 
 
+LAGS_S = {"lags": 0.15, "lags far": 0.6}
+"""Per batch. Far: longer than four shares of the other worker, also on a busy machine."""
+
+
 class _Slow:
     """The recipe's batches, of a worker that lags, or is killed."""
 
@@ -98,8 +102,8 @@ class _Slow:
 
     def batch(self, i: int, rows: range) -> tuple[Any, Any]:
         self.read += 1
-        if self.how == "lags":
-            time.sleep(0.15)
+        if self.how in LAGS_S:
+            time.sleep(LAGS_S[self.how])
         elif self.read > 12:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.source.batch(i, rows)
@@ -226,7 +230,7 @@ def test_a_lost_server_ends_the_run(room: Path, tmp_path: Path) -> None:
     assert time.monotonic() - began < 25 * PATIENCE
 
 
-@pytest.mark.parametrize(("staleness", "least"), [pytest.param(-1, 3, marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.parametrize(("staleness", "least"), [pytest.param(-1, 4, marks=pytest.mark.slow), (2, 2)])
 def test_staleness_is_bounded(room: Path, tmp_path: Path, pools, staleness: int, least: int) -> None:
     """The last worker lags. lag: steps before a share's that the first server had not whole when the worker began to
     pull. Unbounded, the other one runs far ahead; bounded, as far as it may."""
@@ -240,7 +244,7 @@ def test_staleness_is_bounded(room: Path, tmp_path: Path, pools, staleness: int,
         "optim.grad_clip=0",
     )
     out = tmp_path / "run"
-    pools(4, rank_of_run, recipe, out, False, "lags")
+    pools(4, rank_of_run, recipe, out, False, "lags" if staleness > 0 else "lags far")
     lags = [line["lag"] for line in told(out)]
     assert max(lags) >= least
     assert max(lags) <= (staleness if staleness > 0 else 12)

@@ -41,8 +41,7 @@ def trial(seed: int, number: int, folder: Path, rounds: int = ROUNDS) -> dict[st
     shutil.rmtree(out, ignore_errors=True)
     run = process.Run(out, layout, sets, ["--nproc", "2:4"])
     found: dict[str, Any] = {"seed": seed, "number": number, "layout": layout, "events": []}
-    try:
-        run.start()
+    with kills.losing(run, found):
         for _ in range(rounds):
             event = at.choice(("slots", "given up"))
             _leave(run, at, event, fewer, found["events"])
@@ -57,11 +56,6 @@ def trial(seed: int, number: int, folder: Path, rounds: int = ROUNDS) -> dict[st
         for kind, far in mine.items():
             if not far <= MOST * allowed[kind]:
                 raise Lost(f"{kind} differ by {far:.1e}, those of one rank by {allowed[kind]:.1e}")
-    except Lost as error:
-        found["lost"] = str(error)
-        print(f"LOST: trial {number} of seed {seed}, {layout}: {error}\n{run.tail()}", flush=True)
-    finally:
-        run.close()
     shutil.rmtree(out)
     return found | {"starts": run.starts, "seconds": round(time.monotonic() - began)}
 

@@ -11,7 +11,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -55,20 +56,28 @@ def trial(
     run = process.Run(out, layout, sets)
     found: dict[str, Any] = {"seed": seed, "number": number, "layout": layout, "ranks": _ranks(layout, sets)}
     found["kills"] = kills = []
-    try:
-        run.start()
+    with losing(run, found):
         disturb(run, moments, targets, at, kills)
         if left := run.left():
             raise Lost(f"processes {left} do not end")
         if differs := difference(wanted, out):
             raise Lost(f"{differs} differs from the run without kills")
-    except Lost as error:
-        found["lost"] = str(error)
-        print(f"LOST: trial {number} of seed {seed}, {layout}: {error}\n{run.tail()}", flush=True)
-    finally:
-        run.close()
     shutil.rmtree(out)
     return found | {"starts": run.starts, "seconds": round(time.monotonic() - began)}
+
+
+@contextmanager
+def losing(run: process.Run, found: dict[str, Any]) -> Iterator[None]:
+    """Starts a trial's run, and closes it. What went wrong becomes `found["lost"]`."""
+    try:
+        run.start()
+        yield
+    except Lost as error:
+        found["lost"] = str(error)
+        trial = "trial {number} of seed {seed}, {layout}".format(**found)
+        print(f"LOST: {trial}: {error}\n{run.tail()}", flush=True)
+    finally:
+        run.close()
 
 
 def disturb(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fivefold.data.cut import NOT_COUNTED, Batch
     from fivefold.data.dataset import DataSet
     from fivefold.data.facts import check
-    from fivefold.data.mixture import prepare
     from fivefold.data.one_source import progress_bar
+    from fivefold.data.preparation import prepare
     from fivefold.data.tokenizer import Tokenizer, load_tokenizer
     from fivefold.data.tokens import Tokens
 
@@ -33,7 +33,7 @@ _HOMES = {
     "load_tokenizer": "tokenizer",
     "check": "facts",
     "objective_of": "batches",
-    "prepare": "mixture",
+    "prepare": "preparation",
     "progress_bar": "one_source",
 }
 __all__ = [

@@ -20,7 +20,7 @@ from fivefold.data.sequential import (
     rows_of,
     wanted_columns,
 )
-from fivefold.data.sources import File
+from fivefold.data.sources import BROKEN_PARQUET, File
 from fivefold.data.tasks import BY_RULE, FileSpan
 
 SKIP = 1 << 20
@@ -95,7 +95,7 @@ def row_groups(file: File) -> int:
     """Number of row groups of a parquet file; 1 if it is broken (its reader will report it)."""
     try:
         return _open_parquet(file.path).num_row_groups
-    except (OSError, ValueError, NotImplementedError):
+    except (OSError, *BROKEN_PARQUET):
         return 1
 
 
@@ -212,7 +212,7 @@ def _parquet(path: Path, span: FileSpan, text_key: str, chat: bool) -> Iterator[
         sizes = [
             parquet.metadata.row_group(g).num_rows for g in range(min(span.stop, parquet.num_row_groups))
         ]
-    except (ValueError, NotImplementedError) as error:  # pyarrow's exceptions are these
+    except BROKEN_PARQUET as error:
         yield Bad(span.file, span.start, f"a broken parquet file: {error}")
         return
     begins = [0, *accumulate(sizes)]
@@ -223,7 +223,7 @@ def _parquet(path: Path, span: FileSpan, text_key: str, chat: bool) -> Iterator[
                 for found in rows_of(batch):
                     yield read_row(Row(span.file, row, found), text_key, chat)
                     row += 1
-        except (ValueError, NotImplementedError) as error:
+        except BROKEN_PARQUET as error:
             yield Bad(span.file, row, f"a broken parquet file: {error}")
 
 

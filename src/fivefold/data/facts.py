@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from fivefold.data import mixture, tokenfiles
+from fivefold.data import mixture, preparation, tokenfiles
 from fivefold.data.batches import items_in, objective_of, steps_of
 from fivefold.data.mixture import Amount
 from fivefold.data.one_source import cache_key, check_tokenizer
@@ -44,16 +44,16 @@ def check(recipe: Recipe) -> list[str]:
     files, an unknown tokenizer or one with more tokens than the model, a missing text field, text that is not UTF-8 (in
     the first 16 MiB), a missing library, a set that is certainly too small.
     """
-    tokenizer = mixture.shared_tokenizer(recipe, HASHED_AT_ONCE)
+    tokenizer = preparation.shared_tokenizer(recipe, HASHED_AT_ONCE)
     found: dict[str, Found] = {}
-    for name, one in mixture.each(recipe).items():
-        with mixture.said_of("data.sources", name) if name else nullcontext():
+    for name, one in preparation.each(recipe).items():
+        with preparation.said_of("data.sources", name) if name else nullcontext():
             found[name] = _found(one, tokenizer)
     facts = [line for name, one in found.items() for line in _lines(name, one)]
-    for entry, one in zip(recipe.data.validation, mixture.each_validation(recipe).values(), strict=True):
+    for entry, one in zip(recipe.data.validation, preparation.each_validation(recipe).values(), strict=True):
         name = entry.name
-        with mixture.said_of("data.validation", name):
-            mixture.require_whole(entry)
+        with preparation.said_of("data.validation", name):
+            preparation.require_whole(entry)
             own = _found(one, tokenizer)
         if own.amount is not None and (own.exact or own.most is not None):
             most = own.amount if own.exact else _amount(recipe, own.most or 0, None)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from fivefold.data.conversations import MESSAGES
 from fivefold.data.remote import open_remote
-from fivefold.data.sources import File
+from fivefold.data.sources import BROKEN_PARQUET, File
 from fivefold.errors import UserError
 from fivefold.files import open_file
 
@@ -387,7 +387,7 @@ def _parquet_rows(
                         row += 1
     except UserError:
         raise
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's exceptions are these
+    except (OSError, *BROKEN_PARQUET) as error:
         yield row, f"cannot be read: {error}"
 
 

@@ -25,6 +25,8 @@ KINDS: dict[str, FileKind] = {
     ".jsonl": "jsonl",
     ".parquet": "parquet",
 }
+BROKEN_PARQUET = (ValueError, NotImplementedError)
+"""What pyarrow raises for a file that is broken, or has what it does not read."""
 PACKED = (".gz", ".zst")
 """Compressions, of any kind but parquet, which has its own."""
 

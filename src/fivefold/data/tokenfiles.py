@@ -21,7 +21,7 @@ from fivefold.data.batches import objective_of
 from fivefold.data.blocks import BlockHasher, read_digests
 from fivefold.data.dataset import DataSet
 from fivefold.data.fingerprint import Memo, remembered, sha256_file, stat_of
-from fivefold.data.sources import nearest
+from fivefold.data.sources import BROKEN_PARQUET, nearest
 from fivefold.data.tokens import Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.files import (
@@ -187,7 +187,7 @@ def _input_ids(path: Path) -> tuple[Any, int]:
 
     try:
         parquet: Any = pyarrow.parquet.ParquetFile(path)
-    except (ValueError, NotImplementedError) as error:  # pyarrow's exceptions are these
+    except BROKEN_PARQUET as error:
         raise UserError(f"data.source: {path}: a broken parquet file: {error}") from None
     schema = parquet.schema_arrow
     if COLUMN not in schema.names:

@@ -1,0 +1,285 @@
+"""Prepares the data of a run: one source or several, and validation sets, with one tokenizer.
+
+A source of a mixture is anything that `data.source` can be. Each is prepared by itself and has its own place in the
+cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.data import tokenfiles
+from fivefold.data.batches import objective_of
+from fivefold.data.build import Progress, learn, text_of
+from fivefold.data.cut import cut_of
+from fivefold.data.dataset import DataSet, Part
+from fivefold.data.mixture import amounts, require_enough, require_sequence, weights_of
+from fivefold.data.one_source import cache_key, check_tokenizer, prepare_source
+from fivefold.data.sources import find
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.errors import UserError
+from fivefold.files import cache_folder, locked, make_folder, writable
+from fivefold.host import cores
+from fivefold.recipe import Recipe
+from fivefold.recipe.entries import SourceEntry, ValidationEntry
+
+TOKENS = "tokens:"
+TOKENIZERS = 1
+"""Of tokenizers that several sources share: raise it when the same sources would give another one."""
+
+
+def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
+    """The data set of a recipe. It is tokenized first, unless the cache has this content with these settings.
+
+    Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
+    `workers` (processes; None: all cores). progress(stage, done, total) is called with bytes.
+
+    Raises:
+        UserError: a fault of a source, with file and offset; or there is not enough data for the run.
+    """
+    if recipe.data.sources or recipe.data.validation:
+        data = _prepare_all(recipe, progress, workers)
+    else:
+        data = prepare_source(recipe, progress, workers)
+    require_enough(recipe, amounts(recipe, data))
+    for part in data.validation:
+        require_sequence(recipe, part.name, len(part.train), cut_of(recipe, data, part.train).count)
+    return data
+
+
+def _prepare_all(recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
+    """Sources and validation sets, each by itself, with one tokenizer."""
+    began, section = time.perf_counter(), recipe.data
+    plain = _with(recipe, sources=(), stages=(), validation=(), weigh_by="tokens")
+    learned = is_learned(section.tokenizer)
+    if learned and (section.sources or section.tokenizer == "chars"):
+        plain = _with(plain, tokenizer=_learned(recipe, progress, workers))
+    if section.sources:
+        found = {
+            f"data.sources, {entry.name}": _entry(plain, "data.sources", entry, progress, workers)
+            for entry in section.sources
+        }
+    else:
+        found = {"data.source": _without_vocabulary(plain, progress, workers)}
+        tokenizer = found["data.source"].tokenizer
+        if learned and tokenizer is not None:
+            plain = _with(plain, tokenizer=_keep(recipe, tokenizer.to_json(), lambda: tokenizer))
+    own = {
+        f"data.validation, {entry.name}": _entry(plain, "data.validation", entry, progress, workers)
+        for entry in section.validation
+    }
+    everything = found | own
+    text = next((one for one in everything.values() if one.tokenizer is not None), None)
+    vocab_size = _common_vocabulary(recipe, everything)
+    masked = any(one.mask_id is not None for one in everything.values())
+    mask_id = text.mask_id if text is not None else vocab_size - 1 if masked else None
+    parts = tuple(
+        Part(entry.name, one.train, one.val, one.info)
+        for entry, one in zip(section.sources, found.values(), strict=False)
+    )
+    validation = tuple(
+        Part(entry.name, one.train, None, one.info)
+        for entry, one in zip(section.validation, own.values(), strict=True)
+    )
+    first = next(iter(found.values()))
+    info = _info(parts) if parts else first.info
+    if validation:
+        info = info | {"validation": {part.name: part.info for part in validation}}
+    return replace(
+        first,
+        tokenizer=None if text is None else text.tokenizer,
+        vocab_size=vocab_size,
+        mask_id=mask_id,
+        info=info | {"seconds": round(time.perf_counter() - began, 3)},
+        parts=parts,
+        validation=validation,
+    )
+
+
+def _info(parts: Sequence[Part]) -> dict[str, Any]:
+    """`DataSet.info` of a mixture."""
+    return {
+        "source": f"{len(parts)} sources",
+        "fingerprint": [[part.name, part.info["fingerprint"]] for part in parts],
+        "cached": all(part.info["cached"] for part in parts),
+        "sources": {part.name: part.info for part in parts},
+    }
+
+
+def _with(recipe: Recipe, **data: Any) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
+
+
+def _entry(
+    recipe: Recipe,
+    key: str,
+    entry: SourceEntry | ValidationEntry,
+    progress: Progress | None,
+    workers: int | None,
+) -> DataSet:
+    """A source by itself. Of a validation set nothing is held out."""
+    with said_of(key, entry.name):
+        if isinstance(entry, ValidationEntry):
+            require_whole(entry)
+        return _without_vocabulary(of_entry(recipe, entry), progress, workers)
+
+
+def of_entry(recipe: Recipe, entry: SourceEntry | ValidationEntry) -> Recipe:
+    """The recipe with a source as its only one."""
+    own: dict[str, Any] = {"source": entry.source, "text_key": entry.text_key or recipe.data.text_key}
+    if isinstance(entry, ValidationEntry):
+        own |= {"val_fraction": 0.0, "stream": False}
+    return _with(recipe, sources=(), stages=(), validation=(), weigh_by="tokens", **own)
+
+
+def require_whole(entry: ValidationEntry) -> None:
+    """Raises UserError if only a part of a validation set is for validation by its name."""
+    if entry.source.startswith(TOKENS):
+        tokenfiles.require_one_split(entry.source)
+
+
+def each(recipe: Recipe) -> dict[str, Recipe]:
+    """A recipe per source, of which it is the only one."""
+    plain = _with(recipe, validation=())
+    return {entry.name: of_entry(recipe, entry) for entry in recipe.data.sources} or {"": plain}
+
+
+def each_validation(recipe: Recipe) -> dict[str, Recipe]:
+    """A recipe per validation set of its own."""
+    return {entry.name: of_entry(recipe, entry) for entry in recipe.data.validation}
+
+
+def _without_vocabulary(recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
+    """A source whose own ids say how many there are; `_common_vocabulary` compares."""
+    model = recipe.model.model_copy(update={"vocab_size": None})
+    return prepare_source(recipe.model_copy(update={"model": model}), progress, workers)
+
+
+@contextmanager
+def said_of(key: str, name: str) -> Iterator[None]:
+    """Names the source in its errors."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}, {name}: {error}") from None
+
+
+def _common_vocabulary(recipe: Recipe, found: Mapping[str, DataSet]) -> int:
+    """The number of ids of all sources.
+
+    Raises:
+        UserError: a source was made with another tokenizer, or model.vocab_size is too small.
+    """
+    spec, limit = recipe.data.tokenizer, recipe.model.vocab_size
+    size = max(one.vocab_size for one in found.values())
+    texts = [one.vocab_size for one in found.values() if one.tokenizer is not None]
+    for said, one in found.items() if texts else ():
+        if one.tokenizer is not None:
+            continue
+        if is_learned(spec):
+            raise UserError(
+                f"{said}: {one.info['source']} holds tokens, and data.tokenizer = {spec!r} is learned from the text of "
+                "the others. Set data.tokenizer to the tokenizer.json that made these tokens"
+            )
+        end, own = recipe.data.end_token, next(o.tokenizer for o in found.values() if o.tokenizer is not None)
+        if end not in (None, own.end_id):
+            raise UserError(
+                f"data.end_token = {end}: documents of text end with {own.end_id}, and a mixture has one such token. "
+                "Leave it unset"
+            )
+        if one.vocab_size > max(texts):
+            raise UserError(
+                f"{said}: {one.info['source']} has the id {one.vocab_size - 1:,}, and data.tokenizer = {spec!r} has "
+                f"{max(texts):,} ids. These tokens were made with another tokenizer: set data.tokenizer to its "
+                "tokenizer.json"
+            )
+    if limit is not None and size > limit:
+        raise UserError(
+            f"model.vocab_size = {limit} is smaller than the vocabulary of the data: {size:,} ids. Leave it unset, or "
+            "set at least that"
+        )
+    return limit or size if not texts else size
+
+
+def shared_tokenizer(recipe: Recipe, most: int) -> str:
+    """What `data.tokenizer` is for each source: the recipe's, or the path of the one that was learned from all of them.
+    If that does not exist yet, or more than `most` bytes would have to be read to find it, the recipe's."""
+    section = recipe.data
+    shared = is_learned(section.tokenizer) and (
+        section.sources or (section.validation and section.tokenizer == "chars")
+    )
+    if not shared or not (cache_folder(section.cache) / "data").is_dir():
+        return section.tokenizer
+    every = [*each(recipe).values(), *each_validation(recipe).values()]
+    sources = [find(one.data.source) for one in every if not one.data.source.startswith(TOKENS)]
+    if any(source.hub for source in sources) or sum(source.size for source in sources) > most:
+        return section.tokenizer
+    return _learned(recipe, None, None, make=False)
+
+
+def is_learned(spec: str) -> bool:
+    """True if a tokenizer is learned from the text."""
+    return spec == "chars" or spec.startswith("bpe:")
+
+
+def _learned(recipe: Recipe, progress: Progress | None, workers: int | None, make: bool = True) -> str:
+    """The path of the tokenizer.json that is learned from all sources, each by its share."""
+    tell = progress or (lambda stage, done, total: None)
+    section, mask = recipe.data, objective_of(recipe) == "mlm"
+    check_tokenizer(section, mask)
+    recipes = {f"data.sources, {name}" if name else "data.source": one for name, one in each(recipe).items()}
+    if section.tokenizer == "chars":  # characters that only validation has need an id, too
+        recipes |= {f"data.validation, {name}": one for name, one in each_validation(recipe).items()}
+    texts = [
+        (name, one.data, find(one.data.source))
+        for name, one in recipes.items()
+        if not one.data.source.startswith(TOKENS)
+    ]
+    if not texts:  # no tokenizer is needed
+        return section.tokenizer
+    shares = _shares_of_sample(recipe, {name: source.size for name, _, source in texts})
+    root = cache_folder(section.cache) / "data"
+    with writable(root):
+        keys = [cache_key(source, one, mask, root, tell) for _, one, source in texts]
+    told = json.dumps([TOKENIZERS, section.tokenizer, mask, keys, list(shares.values())])
+    parts = [text_of(source, one, shares[name]) for name, one, source in texts]
+    if not make and not _kept(recipe, told).is_file():
+        return section.tokenizer
+    return _keep(recipe, told, lambda: learn(section, mask, parts, workers or cores(), tell))
+
+
+def _kept(recipe: Recipe, told: str) -> Path:
+    root = cache_folder(recipe.data.cache) / "data"
+    return root / f"tokenizer-{hashlib.sha256(told.encode()).hexdigest()[:32]}" / "tokenizer.json"
+
+
+def _keep(recipe: Recipe, told: str, make: Callable[[], Tokenizer]) -> str:
+    """The path of a tokenizer.json in the cache, which is made if it is not there. told: what determines it."""
+    path = _kept(recipe, told)
+    folder = path.parent
+    if not path.is_file():
+        with writable(folder.parent), locked(folder.with_suffix(".lock")):
+            if not path.is_file():
+                make_folder(folder)
+                make().save(path)
+    return str(path)
+
+
+def _shares_of_sample(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, float]:
+    """Each source's share of the text that a tokenizer is learned from: its weight over the run, else its bytes."""
+    found = {name: float(size) for name, size in sizes.items()}
+    if any(entry.weight is not None for entry in recipe.data.sources):
+        stages = list(weights_of(recipe, [1.0] * len(recipe.data.sources)))
+        for number, entry in enumerate(recipe.data.sources):
+            if (name := f"data.sources, {entry.name}") in found:
+                found[name] = math.fsum(share * weights[number] for share, weights in stages)
+    total = math.fsum(found.values())
+    return {name: value / total if total else 1 / len(found) for name, value in found.items()}
