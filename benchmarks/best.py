@@ -1,11 +1,11 @@
 """Training speed and memory beside the yardstick: the best plain PyTorch that we can write (`plain_best.py`).
 
     python benchmarks/best.py --choose                 # measures the yardstick's forms, once for a machine
-    python benchmarks/best.py [--rounds 5] [--only "GPT-2 124M"] --out benchmarks/results/best.json
+    python benchmarks/best.py [--rounds 2] [--turns 5] [--only "GPT-2 124M"] --out benchmarks/results/best.json
 
-Every run is a process of its own. Within a round both train a shape (`shapes.py`) for the same number of steps, one
-directly after the other, and the order changes from round to round. A ratio is Fivefold's tokens/s over the
-yardstick's, within a pair. Compile time and the first steps do not count. Both have the same allocator settings.
+Every run is a process of its own. Within a round both train a shape (`shapes.py`) in turns of some seconds: while one
+trains the other waits, and the order changes from turn to turn. A ratio is Fivefold's tokens/s over the yardstick's,
+within a turn of both. Compile time and the first steps do not count. Both have the same allocator settings.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +26,8 @@ from typing import Any
 from shapes import SHAPES, Shape
 
 WARM_UP, SECONDS = 4, 6.0
-"""Steps that do not count; seconds that a run is timed for, at least 3 steps."""
+"""Steps that do not count; seconds of a turn, at least 3 steps."""
+READY = "ready\n"
 CHOSEN = Path(__file__).with_name("results") / "best_choices.json"
 
 
@@ -32,7 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=5, help="of both, in a round")
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--choose", action="store_true")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores of both")
@@ -40,7 +44,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return print(json.dumps(work(*args.worker)))
+        return work(*args.worker)
     if args.choose:
         return choose(args.only, args.threads)
     found: dict[str, list[dict[str, Any]]] = {}
@@ -48,9 +52,10 @@ def main() -> None:
         found = json.loads(args.out.read_text())["pairs"]
     for number in range(args.rounds):
         for name in args.only:
-            pairs = found.setdefault(name, [])
-            pairs.append(pair(name, len(pairs) % 2 > 0, args.threads))
-            print(f"round {number + 1}  {name:22} {pairs[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
+            turns = pairs(name, args.turns, args.threads)
+            found.setdefault(name, []).extend(turns)
+            ratios = " ".join(f"{turn['ratio']:.3f}" for turn in turns)
+            print(f"round {number + 1}  {name:22} {ratios}", file=sys.stderr, flush=True)
             if args.out:
                 save(found, args.out)
     print(table(found))
@@ -64,34 +69,56 @@ def choose(names: list[str], threads: int) -> None:
 
     known = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {"shapes": {}}
     for name in names:
-        speeds = {one: apart(name, one, threads) for one in choices(SHAPES[name])}
+        speeds = {}
+        for one in choices(SHAPES[name]):
+            with running(name, one, threads) as process:
+                speeds[one] = take_turn(process)
         print(name, {one: round(run["tokens_per_s"]) for one, run in speeds.items()}, flush=True)
         fastest = max(speeds, key=lambda one: speeds[one]["tokens_per_s"])
         known["shapes"][name] = {"fastest": fastest, "runs": speeds}
         CHOSEN.write_text(json.dumps({"machine": describe(), **known}, indent=1) + "\n")
 
 
-def pair(name: str, yardstick_first: bool, threads: int) -> dict[str, Any]:
-    """A run of each, and the ratio."""
+def pairs(name: str, turns: int, threads: int) -> list[dict[str, Any]]:
+    """Turns of both, each with its ratio."""
     choice = json.loads(CHOSEN.read_text())["shapes"][name]["fastest"]
-    forms = {"fivefold": "fivefold", "yardstick": choice}
-    order = sorted(forms, reverse=yardstick_first)
-    runs = {which: apart(name, forms[which], threads) for which in order}
-    ratio = runs["fivefold"]["tokens_per_s"] / runs["yardstick"]["tokens_per_s"]
-    return {"threads": threads, "order": order, "form": choice, **runs, "ratio": ratio}
+    found = []
+    with running(name, "fivefold", threads) as ours, running(name, choice, threads) as other:
+        both = {"fivefold": ours, "yardstick": other}
+        for turn in range(turns):
+            order = sorted(both, reverse=turn % 2 > 0)
+            runs = {which: take_turn(both[which]) for which in order}
+            ratio = runs["fivefold"]["tokens_per_s"] / runs["yardstick"]["tokens_per_s"]
+            found.append({"threads": threads, "order": order, "form": choice, **runs, "ratio": ratio})
+    return found
 
 
-def apart(name: str, form: str, threads: int) -> dict[str, float]:
-    """Runs one form of a shape in a process of its own."""
+@contextmanager
+def running(name: str, form: str, threads: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that has begun to train one form of a shape, and waits."""
     from fivefold.host.memory import HUGE_PAGES
 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | HUGE_PAGES
     command = [sys.executable, __file__, "--worker", name, form]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        if process.stdout.readline() != READY:
+            raise SystemExit(f"{name}, {form}: failed")
+        yield process
+        assert process.stdin
+        process.stdin.close()
 
 
-def work(name: str, form: str) -> dict[str, float]:
+def take_turn(process: subprocess.Popen[str]) -> dict[str, float]:
+    assert process.stdin
+    assert process.stdout
+    print("go", file=process.stdin, flush=True)
+    return json.loads(process.stdout.readline())
+
+
+def work(name: str, form: str) -> None:
+    """Trains for some seconds for each line that it reads, and answers with a line."""
     from fivefold.host.memory import keep_freed_memory
 
     keep_freed_memory()
@@ -104,16 +131,21 @@ def work(name: str, form: str) -> dict[str, float]:
         step = plain_step(shape, form)
     losses = [step() for _ in range(WARM_UP)]
     Path("/proc/self/clear_refs").write_text("5")  # the peak of what follows, not of compiling
+    print(READY, end="", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(timed(shape, step, losses)), flush=True)
+    assert all(map(math.isfinite, losses)), losses
+
+
+def timed(shape: Shape, step: Callable[[], float], losses: list[float]) -> dict[str, float]:
     seconds: list[float] = []
     while len(seconds) < 3 or sum(seconds) < SECONDS:
         began = time.perf_counter()
         losses.append(step())
         seconds.append(time.perf_counter() - began)
-    assert all(map(math.isfinite, losses)), losses
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
-    tokens = shape.B * shape.T
     return {
-        "tokens_per_s": tokens / median(seconds),
+        "tokens_per_s": shape.B * shape.T / median(seconds),
         "peak_mib": round(peak),
         "steps": len(seconds),
         "loss": losses[-1],
