@@ -121,11 +121,18 @@ def case(
         "seconds": round(seconds, 2),
     }
     row |= {
-        "right": bool(re.match(rf"rank {who} (\(.*?\) )?is missing", text)) and len(said) == 1,
+        "right": len(said) == 1 and is_right(text, who),
         "verdict": re.sub(r"(?<!\w)/\S*/", "", text)[:600],
     }
     print(json.dumps(row), flush=True)
     return row
+
+
+def is_right(verdict: str, who: int) -> bool:
+    """True if a verdict names this rank once, with the message that the others wait in, its axis, and lines of ours."""
+    named = re.match(rf"rank {who} (\(.*?\) )?is missing", verdict) and verdict.count("is missing") == 1
+    waits = re.search(r"waits? in [\w ]+ over axis \w+ .*?, at fivefold/[^\s,]+(, waited for at (\S+))?", verdict)
+    return bool(named and waits) and (waits[2] or "fivefold/").startswith("fivefold/")
 
 
 def hangs(ranks: Ranks, recipe: Recipe, run: Path, who: int, how: str, where: str, step: int) -> None:
@@ -145,7 +152,7 @@ def hangs(ranks: Ranks, recipe: Recipe, run: Path, who: int, how: str, where: st
 
     places = {
         "step": (loop, "take_step"), "forward": (Block, "forward"), "data": (share, "share_of"),
-        "validation": (hooks, "evaluate"),
+        "validation": (hooks, "validate"),
     }  # fmt: skip
     place, name = places[where]
     setattr(place, name, hooked(getattr(place, name)))

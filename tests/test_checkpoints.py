@@ -416,6 +416,20 @@ def test_pruning_keeps_valid_ones_where_those_that_would_stay_are_damaged(whole,
     assert names(run) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_pruning_keeps_what_was_set_aside_where_nothing_else_is_valid(whole, tmp_path, there):
+    """Also where no checkpoint is too many, or none is left."""
+    run = copy_of(whole, tmp_path)
+    for step in (2, 4, 6):
+        shutil.move(run / f"checkpoints/step-{step:08d}", run / f"checkpoints/later-step-{step:08d}")
+    if there:
+        shutil.copytree(run / "checkpoints/later-step-00000002", run / "checkpoints/step-00000002")
+        cut(run / "checkpoints/step-00000002")
+    before = names(run)
+    assert command(run, "--prune")[0] == 1
+    assert names(run) == before
+
+
 def test_the_format_can_be_read_with_numpy_alone(whole):
     """The code of docs/checkpoint-format.md."""
     text = (Path(__file__).parent.parent / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")

@@ -106,6 +106,9 @@ def test_a_receive_waits_for_its_sender() -> None:
     receive = waits("pp", 0, (0, 1, 2), "receive", peers=(2,))
     assert judged(post(0, receive), post(1, None, 0), post(2, None, 99))[0] == (2,)  # type: ignore[index]
     assert judged(post(0, receive), post(1, None, 99), post(2, None, 0)) is None
+    twice = replace(receive, peers=(2, 2))  # as keys and values of a ring come
+    _, said = judged(post(0, twice), post(1, None, 0), post(2, None, 99)) or ((), "")
+    assert said.count("rank 2 is missing") == 1
 
 
 def test_nobody_is_missing() -> None:

@@ -72,10 +72,12 @@ def _prune(run: Path) -> list[Path]:
     section = load(str(run / "recipe.toml")).checkpoint
     with owned(run):
         there = store.checkpoints(run)
-        old = keep.old_ones(there, section.keep_last, section.keep_every)
-        if old and all(keep.verify(folder) for folder in there if folder not in old):
-            raise UserError(f"{run}: the checkpoints that would stay are damaged, so none is removed")
-        for folder in (aside := keep.aside(run)):
+        old, aside = keep.old_ones(there, section.keep_last, section.keep_every), keep.aside(run)
+        stay = [folder for folder in there if folder not in old]
+        if (old or aside) and all(keep.verify(folder) for folder in stay[::-1]):  # also where none would stay
+            said = "are damaged" if stay else "do not exist"
+            raise UserError(f"{run}: the checkpoints that would stay {said}, so none is removed")
+        for folder in aside:
             remove(folder)
         return [*keep.prune(run, section.keep_last, section.keep_every), *aside]
 

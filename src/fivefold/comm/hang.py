@@ -219,7 +219,7 @@ class Judge:
         wait = post.wait
         assert wait is not None
         if wait.peers:
-            return list(wait.peers)
+            return [*dict.fromkeys(wait.peers)]  # one rank may send several
         others = [rank for rank in (wait.ranks or seen) if rank != post.rank]
         posts = {rank: seen[rank].post if rank in seen else None for rank in others}
         behind = [r for r, theirs in posts.items() if theirs is None or not _has_begun(theirs, wait, post)]
