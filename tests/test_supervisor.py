@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -127,6 +128,8 @@ def test_a_pod_without_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setattr(sys, "stdin", None)
     assert in_pod()
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    assert not in_pod(), "somebody types, perhaps in a notebook"
 
 
 @pytest.mark.parametrize(
@@ -489,7 +492,7 @@ def test_exit_codes_of_a_signal_before_training(tmp_path: Path, monkeypatch: pyt
 def test_restarts_by_other_launchers_go_on(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without being asked for: of torchrun and Slurm by their counts, of Kubernetes in a pod where nobody types."""
+    """Without being asked for: of Slurm by its count, of Kubernetes in a pod where nobody types, also from Python."""
     recipe = change(load("quickstart", recipe_of(text, "train.steps=2", "train.val_every=0")))
     out = run_command(recipe, out=tmp_path / "run")
     with pytest.raises(UserError, match="already holds a run"):
@@ -503,8 +506,47 @@ def test_restarts_by_other_launchers_go_on(
     assert (line["why"], line["from_step"]) == ("Slurm started the ranks again", 2)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    asked: list[Any] = []
-    monkeypatch.setattr("fivefold.train.start.run_command", lambda *given, **_: asked.append(given) or out)
-    with pytest.raises(SystemExit):
-        main(["train", "quickstart", f"--out={out}"])
-    assert asked[0][4] == "auto"
+    run_command(change(recipe, ["train.steps=6", "optim.schedule=constant"]), out=out)
+    assert lines(out, "step")[-1] == 6
+    assert run_command(recipe, name=str(tmp_path / "new")).name == "new-1", "a new folder is new"
+
+
+@pytest.mark.parametrize("counts", ["01", "10"])
+def test_ranks_of_torchrun_resume_together_whatever_each_was_told(
+    text: Path, tmp_path: Path, counts: str
+) -> None:
+    """torchrun counts the restarts of each host by itself: a rank died on one of two hosts, with a rank each."""
+    out, sets = tmp_path / "run", ("train.val_every=0", "optim.schedule=constant")
+    recipe = change(load("quickstart", recipe_of(text, "train.steps=2", *sets)))
+    run_command(recipe, out=out, nproc=1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = [
+        command(
+            tmp_path / f"log-{rank}", *words(out, text, "train.steps=4", "launch.timeout=20", *sets),
+            RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            TORCHELASTIC_RESTART_COUNT=count, TORCHELASTIC_MAX_RESTARTS="3", TORCHELASTIC_RUN_ID="none",
+        )  # fmt: skip
+        for rank, count in enumerate(counts)
+    ]
+    assert [rank.wait() for rank in ranks] == [exits.DONE] * 2, "\n".join(rank.said for rank in ranks)
+    assert "resuming after step 2" in ranks[0].said
+    assert lines(out, "step")[-1] == 4
+
+
+def test_a_launch_of_torchrun_goes_back_once(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though the first rank's count is 0 again after another host has joined."""
+    sets = ("train.steps=4", "checkpoint.every=2", "train.val_every=0", "optim.schedule=constant")
+    recipe = change(load("quickstart", recipe_of(text, *sets)))
+    out = run_command(recipe, out=tmp_path / "run", nproc=1)
+    chosen = out / "checkpoints" / "step-00000002"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    for launch, goes_back in (("one", True), ("one", False), ("two", True), ("none", True), ("none", True)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+        capsys.readouterr()
+        run_command(recipe, out=out, resume_from=chosen, nproc=1)
+        said = capsys.readouterr()
+        assert ("so it is set aside" in said.err) == goes_back, launch
+        assert ("resuming after step 2" in said.out) == goes_back, launch

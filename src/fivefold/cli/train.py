@@ -16,7 +16,6 @@ from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOp
 from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.launch.interrupt import Leaving
-from fivefold.launch.restarted import in_pod
 from fivefold.launch.slots import between
 
 if TYPE_CHECKING:
@@ -90,8 +89,6 @@ def train(
     """
     ranks_wanted = between(nproc) if nproc else None
     path = Path(recipe)
-    if in_pod() and out is not None and not resume and resume_from is None:
-        resume_from = "auto"
     again = resume or resume_from is not None
     if again and (path / "recipe.toml").is_file():  # `fivefold train RUN --resume`
         guard(path)

@@ -8,6 +8,7 @@ ends it at once: it would come every time.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,10 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import Signals
 
-from fivefold.checkpoint import store
+from fivefold.checkpoint import keep, store
 from fivefold.errors import UserError, printable
+from fivefold.files import read_json, write_atomically
 from fivefold.launch.exits import STOPPED, unsaved
 from fivefold.launch.local import as_error
+from fivefold.launch.restarted import launch_id
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.launch.verdict import Failure
 from fivefold.observe import restarts as record
@@ -27,6 +30,7 @@ from fivefold.train.job import Job
 
 REPEATED = 3  # what a restart costs after a death that repeats the one before
 LONGEST_S = 60.0  # between two restarts
+WENT_BACK = "went_back.json"
 
 
 @dataclass
@@ -138,6 +142,25 @@ def note_restart(run: Path, launcher: str, ranks: int) -> None:
             from_step=newest(run),
             ranks=ranks,
         )
+
+
+def go_back_once(run: Path, chosen: Path) -> None:
+    """Sets aside the checkpoints after a chosen one. Under torchrun a launch does so in its first start only, though
+    the first rank may not have been there: RUN/went_back.json names the launch.
+
+    Raises:
+        UserError: as `keep.go_back`.
+    """
+    mark, known = {"launch": launch_id(), "to": str(chosen)}, {}
+    with suppress(OSError, UserError, ValueError):
+        known = read_json(run / WENT_BACK)
+    if mark["launch"] and known == mark:
+        print(f"note: {run} has gone back to {chosen.name} in this launch, and goes on", file=sys.stderr)
+        return
+    for moved in keep.go_back(run, chosen):
+        print(f"note: later than {chosen.name}, so it is set aside: {moved}", file=sys.stderr)
+    if mark["launch"]:
+        write_atomically(run / WENT_BACK, json.dumps(mark))
 
 
 def newest(run: Path) -> int:

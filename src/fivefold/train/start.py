@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from fivefold.checkpoint import store
-from fivefold.checkpoint.keep import go_back
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import CommunicationError, UserError
@@ -31,7 +30,7 @@ from fivefold.launch.exits import STOPPED, unsaved
 from fivefold.launch.interrupt import Interrupt, run_complete
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
-from fivefold.launch.restarted import restarted_by
+from fivefold.launch.restarted import may_be_again, restarted_by
 from fivefold.launch.supervisor import Attempt
 from fivefold.models.card import card_of
 from fivefold.models.own import ModuleCard, OwnModel
@@ -55,7 +54,7 @@ from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
 from fivefold.train.own import WITHOUT, Own
 from fivefold.train.prediction import add_exact
-from fivefold.train.restart import Restarts, grace_s, note_restart
+from fivefold.train.restart import Restarts, go_back_once, grace_s, note_restart
 from fivefold.train.rollback import goes_back
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
@@ -85,8 +84,8 @@ def run_command(
     nproc: local ranks to start; None: as many as the layout says; (fewest, most): as many as there are slots for
     (`train/elastic.py`). Under torchrun or Slurm their ranks are used.
     out: run folder; None: a new one, runs/NAME-N. resume: continue from its last checkpoint.
-    resume_from: AUTO: continue if there is a checkpoint, else start; the default for ranks that torchrun or Slurm have
-    started again. A path: continue from this checkpoint.
+    resume_from: AUTO: continue if there is a checkpoint, else start; the default for ranks that another launcher may
+    have started before (`launch/restarted.py`). A path: continue from this checkpoint.
     fork: forks local ranks. This is quick, but only safe in a process that has used neither torch's threads nor a GPU,
     such as the command line's. Otherwise ranks are spawned, and their arguments are pickled.
     module, card, batches, val_batches: the user's own model and data instead of the recipe's.
@@ -99,7 +98,7 @@ def run_command(
         SystemExit: a signal stopped the run: with STOPPED after saving, else with 128 + its number (`launch/exits.py`).
     """
     caller = Caller.of_this_process()
-    resuming = Resuming.asked(resume, resume_from, caller)
+    resuming = Resuming.asked(resume, resume_from, out)
     span = nproc if isinstance(nproc, tuple) and caller.world is None else None
     trackers.require(trackers.chosen(recipe.observe.tracker))
     recipe, asked = _for_ranks(_located(recipe), nproc, caller, resuming, seat)
@@ -152,7 +151,7 @@ def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> 
 @dataclass(frozen=True)
 class Caller:
     """How this process was started. rank, world: those of a foreign launcher's ranks; world None: there is none.
-    restarted: the launcher that has started them again."""
+    restarted: the launcher that says that it has started this rank before."""
 
     rank: int
     world: int | None
@@ -179,8 +178,9 @@ class Resuming:
     chosen: Path | None
 
     @classmethod
-    def asked(cls, resume: bool, resume_from: Path | str | None, caller: Caller) -> Resuming:
-        if caller.restarted and not resume and resume_from is None:
+    def asked(cls, resume: bool, resume_from: Path | str | None, out: Path | None) -> Resuming:
+        """The same on all ranks: resuming is a collective."""
+        if out is not None and not resume and resume_from is None and may_be_again():
             resume_from = AUTO
         chosen = None if resume_from is None or resume_from == AUTO else Path(resume_from)
         return cls(resume, resume_from is not None, chosen)
@@ -282,8 +282,7 @@ def _set_up_process(job: Job, caller: Caller) -> None:
 def _note_start(job: Job, caller: Caller, world: int) -> None:
     """Goes back to a chosen checkpoint, and notes that a launcher has started the ranks again."""
     if job.resume_from is not None and not caller.restarted:
-        for moved in go_back(job.out, job.resume_from):
-            print(f"note: later than {job.resume_from.name}, so it is set aside: {moved}", file=sys.stderr)
+        go_back_once(job.out, job.resume_from)
     if caller.restarted:
         note_restart(job.out, caller.restarted, world)
 
