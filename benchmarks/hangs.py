@@ -131,7 +131,9 @@ def case(
 def is_right(verdict: str, who: int) -> bool:
     """True if a verdict names this rank once, with the message that the others wait in, its axis, and lines of ours."""
     named = re.match(rf"rank {who} (\(.*?\) )?is missing", verdict) and verdict.count("is missing") == 1
-    waits = re.search(r"waits? in [\w ]+ over axis \w+ .*?, at fivefold/[^\s,]+(, waited for at (\S+))?", verdict)
+    waits = re.search(
+        r"waits? in [\w ]+ over axis \w+ .*?, at fivefold/[^\s,]+(, waited for at (\S+))?", verdict
+    )
     return bool(named and waits) and (waits[2] or "fivefold/").startswith("fivefold/")
 
 

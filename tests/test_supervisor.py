@@ -523,9 +523,16 @@ def test_ranks_of_torchrun_resume_together_whatever_each_was_told(
         port = str(free.getsockname()[1])
     ranks = [
         command(
-            tmp_path / f"log-{rank}", *words(out, text, "train.steps=4", "launch.timeout=20", *sets),
-            RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-            TORCHELASTIC_RESTART_COUNT=count, TORCHELASTIC_MAX_RESTARTS="3", TORCHELASTIC_RUN_ID="none",
+            tmp_path / f"log-{rank}",
+            *words(out, text, "train.steps=4", "launch.timeout=20", *sets),
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            LOCAL_RANK=str(rank),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            TORCHELASTIC_RESTART_COUNT=count,
+            TORCHELASTIC_MAX_RESTARTS="3",
+            TORCHELASTIC_RUN_ID="none",
         )  # fmt: skip
         for rank, count in enumerate(counts)
     ]
