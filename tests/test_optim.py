@@ -157,6 +157,74 @@ def test_adafactor_is_that_of_torch():
         torch.testing.assert_close(w, copies[key], rtol=1e-5, atol=1e-6)
 
 
+def test_soap_is_that_of_the_paper():
+    """Algorithm 3 of arXiv 2409.11321 in fp64. Its first step only makes the bases, which have no order and, where
+    eigenvalues are equal, no direction: they are checked, and taken over."""
+    generator = torch.Generator().manual_seed(0)
+    masters = {"blocks.0.w": torch.randn(6, 4, generator=generator)}
+    (b1, b2), eps, lr, decay, every = (0.9, 0.95), 1e-8, 0.1, 0.5, 2
+    mine = updater("soap", masters, betas=(b1, b2), eps=eps, basis_every=every)
+    w, m, v = (t.double() for t in (masters["blocks.0.w"].clone(), torch.zeros(6, 4), torch.zeros(6, 4)))
+    for step in range(8):
+        g = torch.randn(6, 4, generator=generator)
+        mine.step({"blocks.0.w": g.clone()}, lr=lr)
+        g = g.double()
+        if step == 0:
+            left, right = (1 - b2) * g @ g.T, (1 - b2) * g.T @ g
+            ql, qr = (mine.states()[f"{side}_basis.blocks.0.w"].double() for side in ("left", "right"))
+            for average, basis in ((left, ql), (right, qr)):
+                values = torch.diag(basis.T @ average @ basis)
+                torch.testing.assert_close(basis @ torch.diag(values) @ basis.T, average, rtol=0, atol=1e-6)
+            w = w - lr * decay * w
+        else:
+            m = b1 * m + (1 - b1) * g
+            v = b2 * v + (1 - b2) * (ql.T @ g @ qr) ** 2
+            turned = (ql.T @ m @ qr) / (1 - b1**step)
+            w = w - lr * (ql @ (turned / ((v / (1 - b2**step)).sqrt() + eps)) @ qr.T + decay * w)
+            left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
+            if step % every == 0:
+                ql, qr = torch.linalg.qr(left @ ql).Q, torch.linalg.qr(right @ qr).Q
+        torch.testing.assert_close(masters["blocks.0.w"].double(), w, rtol=1e-5, atol=1e-5)
+
+
+def test_adamw_of_eight_bits_is_adamw_up_to_its_codes():
+    """A code is at most half the widest gap of its map off, in shares of the block's largest value (below 1 here); a
+    moment inherits these errors, shrunk by its beta. So they stay in bounds, and so does what a weight moves by."""
+    generator = torch.Generator().manual_seed(0)
+    masters = {"blocks.0.w": torch.randn(3, 300, generator=generator)}
+    theirs = masters["blocks.0.w"].double()
+    start = theirs.clone()
+    mine = updater("adamw8bit", masters)
+    (b1, b2), eps, lr = (0.9, 0.95), 1e-8, 0.1
+    oracle = torch.optim.AdamW([theirs], lr=lr, betas=(b1, b2), eps=eps, weight_decay=0.5)
+    half_gaps = [0.9 / 64 / 2, 0.9 / 128 / 2]  # of 64 and 128 equal parts of [0.1, 1]
+    off_mean = off_square = 0.0
+    off = torch.full_like(theirs, 1e-6)
+    for t in range(1, 6):
+        signs = (
+            torch.randint(0, 4, theirs.shape, generator=generator).clamp(max=1) * 2 - 1
+        )  # most are positive
+        g = signs * (0.5 + 0.5 * torch.rand(theirs.shape, generator=generator))
+        mine.step({"blocks.0.w": g.clone()}, lr=lr)
+        theirs.grad = g.double()
+        oracle.step()
+        mean, square = (oracle.state[theirs][key] for key in ("exp_avg", "exp_avg_sq"))
+        lowest, step = square - off_square, mean / (1 - b1**t) / (square / (1 - b2**t)).sqrt()
+        assert lowest.min() > 0
+        step_off = off_mean / (1 - b1**t) / (lowest / (1 - b2**t)).sqrt()
+        step_off = step_off + step.abs() * ((square / lowest).sqrt() - 1)
+        off = off + lr * step_off
+        assert step_off.mean() < 0.2 * step.abs().mean()
+        assert ((masters["blocks.0.w"] - theirs).abs() <= off).all(), t
+        off_mean, off_square = b1 * (off_mean + half_gaps[0]), b2 * (off_square + half_gaps[1])
+    ours, moved = masters["blocks.0.w"] - start, theirs - start
+    assert (ours - moved).abs().max() > 1e-4, "codes round"
+    spread = (
+        off * moved
+    ).norm() / moved.square().sum()  # of independent roundings, added up over all elements
+    assert abs((ours * moved).sum() / moved.square().sum() - 1) < 3 * spread < 0.03
+
+
 def test_lion_and_sage_by_hand():
     """Lion moves by its sign. Where |w g| stays the same, the sensitivity varies by nothing, and SAGE hardly moves."""
     masters = {"norm": torch.full((3,), 2.0)}
