@@ -1,13 +1,15 @@
 """Learning-rate schedules, clipping, optimizers."""
 
+import json
 import math
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import compared, tiny
+from layouts import compared, side, tiny
 from ranks import run_ranks
 from runs import ranks_of
 
@@ -31,6 +33,8 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import parse
 from fivefold.spread.matrices import exchanges, sizes_sent
 from fivefold.spread.parts import boxes, held, local_shape
+from fivefold.step import step as steps_of
+from fivefold.step.judge import NORM, judge
 from fivefold.step.state import build_state
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
@@ -414,11 +418,40 @@ def test_equals_one_process(tmp_path, name, layout):
     assert report.passed, report.figures
 
 
-def test_options_equal_one_process(tmp_path):
-    """z-loss, also with a divided vocabulary, rates of their own, a batch that grows, and a schedule with restarts."""
-    sets = ["train.z_loss=0.05", "optim.lr_embeddings=0.02", "optim.lr_vectors=0.1", "train.batch_ramp=4:1"]
-    sets += ["optim.schedule=restarts", "optim.restart_steps=2", "faults.on_spike=skip"]
-    report = compared(tiny(tmp_path, "dp=2,tp=2", *sets))
+OPTIONS = [
+    "train.z_loss=0.05", "optim.lr_embeddings=0.02", "optim.lr_vectors=0.1", "train.batch_ramp=4:1",
+    "optim.schedule=restarts", "optim.restart_steps=2", "faults.on_spike=skip",
+]  # fmt: skip
+
+
+def judge_an_outlier(usual, loss, norm, faults):
+    """Judges the second step's norm beside sixty steps with a thousandth of it."""
+    verdict = judge(usual, loss, norm, faults)
+    if usual[NORM, 0] == 1:
+        before = usual.clone()
+        before[NORM] = torch.tensor([60.0, norm.log() - 7, 0.0])
+        verdict = judge(before, loss, norm, faults)._replace(usual=verdict.usual)
+        assert verdict.skip == 1
+    return verdict
+
+
+def side_with_an_outlier(rank, world, recipe, steps, folder):
+    with patch.object(steps_of, "judge", judge_an_outlier):
+        side(rank, world, recipe, steps, folder)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,tp=2",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("pp=2", "tp=2,sp=true", "dp=2,zero=3")),
+    ],
+)
+def test_options_equal_one_process(tmp_path, layout, monkeypatch):
+    """z-loss, also with a divided vocabulary, rates of their own, a batch that grows, a schedule with restarts, and a
+    step that is skipped."""
+    monkeypatch.setattr(steps_of, "judge", judge_an_outlier)
+    report = compared(tiny(tmp_path, layout, *OPTIONS), part=side_with_an_outlier)
     assert report.passed, report.figures
 
 
@@ -475,6 +508,16 @@ def test_paths_over_surfaces(tmp_path):
     assert path("sgd", SURFACES["local"], 0.05)[-1][0] > 1, "it stays in the valley where it begins"
 
 
+def test_rates_per_weight_leave_the_saddle_first():
+    """As the surface's text says: steps until y, which starts beside the saddle, is half a unit away."""
+
+    def steps(name):
+        return next(i for i, (_, y, _) in enumerate(tuned(name, SURFACES["saddle"])[1]) if abs(y) > 0.5)
+
+    adaptive = max(map(steps, ("adagrad", "rmsprop", "adam", "adamw", "nadam")))
+    assert adaptive <= 2 < 8 <= min(map(steps, ("sgd", "momentum", "nesterov")))
+
+
 def test_the_command(capsys):
     """It lists all, draws some, and names what there is."""
     for arguments, code, text in (
@@ -487,6 +530,22 @@ def test_the_command(capsys):
         assert (stop.value.code or 0) == code
         printed = capsys.readouterr()
         assert text in printed.out + printed.err
+
+
+def test_the_command_writes_a_picture_and_json(tmp_path, capsys):
+    file = tmp_path / "paths.svg"
+    with pytest.raises(SystemExit) as stop:
+        main(["optimizers", "--only", "sgd,adamw8bit", "--svg", str(file), "--json"])
+    assert not stop.value.code
+    found = json.loads(capsys.readouterr().out)
+    assert found["picture"] == str(file)
+    assert [row["name"] for row in found["optimizers"]] == ["sgd", "adamw8bit"]
+    assert [row["bytes_per_parameter"] for row in found["optimizers"]] == [0, 2 + 2 * 4 / 256]
+    assert found["paths"].keys() == SURFACES.keys()
+    best = tuned("sgd", SURFACES["saddle"])
+    assert found["paths"]["saddle"]["sgd"] == {"lr": best[0], "points": [list(point) for point in best[1]]}
+    lines = ElementTree.parse(file).getroot().findall(".//{*}polyline")
+    assert len(lines) == 2 * len(SURFACES)
 
 
 PLACED = {
