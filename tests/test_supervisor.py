@@ -533,7 +533,7 @@ def test_ranks_of_torchrun_resume_together_whatever_each_was_told(
             TORCHELASTIC_RESTART_COUNT=count,
             TORCHELASTIC_MAX_RESTARTS="3",
             TORCHELASTIC_RUN_ID="none",
-        )  # fmt: skip
+        )
         for rank, count in enumerate(counts)
     ]
     assert [rank.wait() for rank in ranks] == [exits.DONE] * 2, "\n".join(rank.said for rank in ranks)
@@ -550,10 +550,10 @@ def test_a_launch_of_torchrun_goes_back_once(
     out = run_command(recipe, out=tmp_path / "run", nproc=1)
     chosen = out / "checkpoints" / "step-00000002"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    for launch, goes_back in (("one", True), ("one", False), ("two", True), ("none", True), ("none", True)):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+    for one, goes_back in (("one", True), ("one", False), ("two", True), ("none", True), ("none", True)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", one)
         capsys.readouterr()
         run_command(recipe, out=out, resume_from=chosen, nproc=1)
         said = capsys.readouterr()
-        assert ("so it is set aside" in said.err) == goes_back, launch
-        assert ("resuming after step 2" in said.out) == goes_back, launch
+        assert ("so it is set aside" in said.err) == goes_back, one
+        assert ("resuming after step 2" in said.out) == goes_back, one
