@@ -11,14 +11,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 
+import loss_pictures
 import terminal_picture
+from loss_pictures import text
 
 from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
 from fivefold.observe.report import write_report
-from fivefold.observe.scale import linear_scale, tick_labels
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.clusters import parse
@@ -74,7 +74,6 @@ TIMELINES = {
 DEVICES = ("dp=8", "dp=8,bucket_mib=0", "dp=8,zero=3", "dp=4,tp=2,zero=3")  # drawn on 8 H100
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # per rank
 COLORS = ("#1f5a9e", "#2c7a5a", "#b5651d", "#7b4fa3")
-MODE_COLORS = (*COLORS, "#c22f2f", "#5d6873", "#b09a1c")
 
 
 def main() -> None:
@@ -104,7 +103,8 @@ def main() -> None:
     )
     (PLAN_FOLDER / "formats.svg").write_text(picture, encoding="utf-8")
     (PLAN_FOLDER / "memory_step.svg").write_text(memory(), encoding="utf-8")
-    (PLAN_FOLDER / "precision.svg").write_text(losses(), encoding="utf-8")
+    (PLAN_FOLDER / "precision.svg").write_text(loss_pictures.precision(), encoding="utf-8")
+    (PLAN_FOLDER / "optimizer_losses.svg").write_text(loss_pictures.optimizers(), encoding="utf-8")
     for name, picture in scaling().items():
         (PLAN_FOLDER / f"scaling_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in compared().items():
@@ -205,42 +205,6 @@ def memory() -> str:
     recipe = resolve(load("quickstart", ["precision.mode=bf16"], "dp=2,zero=3"), vocab_size=4096)
     return memory_picture.to_svg(
         timelines_of_memory(recipe), "quickstart, dp=2,zero=3: tensors of rank 0, traced"
-    )
-
-
-def losses() -> str:
-    """Training loss in each precision mode, the mean of its seeds, as benchmarks/precision.py measured it."""
-    found = json.loads((RESULTS / "precision.json").read_text())
-    curves: dict[str, list[float]] = {}
-    for mode, row in found["modes"].items():
-        each = [found["runs"][f"{mode} seed {seed}"]["curve"] for seed in row["seeds"]]
-        curves[mode] = [fmean(losses) for losses in zip(*each, strict=True)]
-    points = max(map(len, curves.values()))
-    scale = linear_scale(min(map(min, curves.values())), max(map(max, curves.values())), zero=False)
-    width, height, left, top = 760, 380, 60, 44
-    x = (width - left - 190) / max(1, points - 1)
-
-    def y(value: float) -> float:
-        return top + (height - top - 50) * (1 - scale.height(value))
-
-    parts = [text(20, 24, "quickstart: training loss by precision mode, mean of the seeds", "600")]
-    for tick, label in zip(scale.ticks, tick_labels(scale.ticks), strict=True):
-        parts.append(f'<path d="M{left} {y(tick):.1f}H{width - 190}" stroke="#ddd8cc"/>')
-        parts.append(text(20, y(tick) + 4, label))
-    for place in range(0, points, max(1, points // 6)):
-        parts.append(text(left + place * x - 8, height - 30, str((place + 1) * found["every"])))
-    parts.append(text(left, height - 10, "step"))
-    for number, (mode, values) in enumerate(curves.items()):
-        color = MODE_COLORS[number % len(MODE_COLORS)]
-        line = "L".join(f"{left + i * x:.1f} {y(value):.1f}" for i, value in enumerate(values))
-        parts.append(f'<path d="M{line}" fill="none" stroke="{color}" stroke-width="1.6"/>')
-        spot, row = top + 10 + 22 * number, found["modes"][mode]
-        parts.append(f'<rect x="{width - 176}" y="{spot}" width="12" height="12" fill="{color}"/>')
-        parts.append(text(width - 158, spot + 11, f"{mode}: {row['val_loss']:.4f}"))
-    parts.append(text(width - 176, top + 2, "validation loss at the end"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f'<rect width="100%" height="100%" fill="#fdfcf8"/>{"".join(parts)}</svg>\n'
     )
 
 
@@ -374,11 +338,6 @@ def context(ranks: int) -> str:
         f'<rect width="100%" height="100%" fill="#fdfcf8"/>{"".join(parts)}'
         f"{text(20, height - 4 - chunks * cell - 20, 'queries down, keys across; work of each rank')}</svg>\n"
     )
-
-
-def text(x: float, y: float, words: str, weight: str = "400") -> str:
-    style = f'font-family="sans-serif" font-size="13" font-weight="{weight}" fill="#333"'
-    return f'<text x="{x}" y="{y}" {style}>{words}</text>'
 
 
 if __name__ == "__main__":
