@@ -1,6 +1,6 @@
 """What it costs to notice faults: processor time, counted, and tokens/s of paired runs.
 
-    python benchmarks/faults_cost.py [--ranks 2] [--pairs 6] [--steps 60] [--out FILE.json]
+    python benchmarks/faults_cost.py [--ranks 2] [--pairs 8] [--steps 60] [--out FILE.json]
 
 Counted on rank 0, as shares of the process' time in the run: the watchdog's thread; the notes of all messages and
 microbatches, at what one costs in a loop; the judge of loss and norm, with what reads it; the table of slow ranks; the
@@ -29,6 +29,7 @@ from typing import Any
 from fivefold.host.machine import describe
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, load
+from fivefold.spread.layout import Layout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from hanging import start  # pyright: ignore[reportMissingImports]
@@ -51,18 +52,23 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=8, help="0: tokens/s of an earlier call are kept")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="fivefold-cost-") as folder:
-        Path(folder, "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20_000)
-        found: dict[str, Any] = {"machine": describe(), "launcher": launcher(Path(folder), args), "rows": []}
+    found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    layouts = [layout.format(args.ranks) for layout in LAYOUTS]
+    with tempfile.TemporaryDirectory(prefix="fivefold-cost-") as name:
+        folder = Path(name)
+        (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20_000)
+        found |= {"machine": describe(), "launcher": launcher(folder, args)}
         print(json.dumps(found["launcher"]), flush=True)
-        for model in MODELS:
-            for layout in LAYOUTS:
-                found["rows"].append(row(Path(folder), model, layout.format(args.ranks), args))
-                print(json.dumps(found["rows"][-1]), flush=True)
+        found["counted"] = [row(folder, model, layout, args.steps) for model in MODELS for layout in layouts]
+        for one in found["counted"]:
+            print(json.dumps(one), flush=True)
+        if args.pairs:
+            found["pairs"] = [paired(folder, model, layouts[0], args.steps, args.pairs) for model in MODELS]
+            print(json.dumps(found["pairs"]), flush=True)
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
@@ -74,7 +80,7 @@ def sets(folder: Path, model: str, steps: int) -> list[str]:
 
 
 def launcher(folder: Path, args: Any) -> dict[str, float]:
-    """Processor seconds of a run's launcher, in the second half of the run, per second."""
+    """Processor seconds of a run's launcher, from the middle of the run to its last step, per second."""
     layout, steps, out = f"dp={args.ranks}", 4 * args.steps, folder / "launched"
     command = [sys.executable, "-m", "fivefold", "train", "quickstart", "--layout", layout, "--out", str(out)]
     options = [word for one in sets(folder, "quickstart", steps) for word in ("--set", one)]
@@ -83,8 +89,8 @@ def launcher(folder: Path, args: Any) -> dict[str, float]:
         last = 0.0, 0.0
         while process.poll() is None:
             time.sleep(0.2)
-            done = (out / "metrics.jsonl").is_file() and len(lines(out, "loss")) >= steps // 2
-            if done and process.poll() is None:
+            taken = len(lines(out, "loss")) if (out / "metrics.jsonl").is_file() else 0
+            if steps // 2 <= taken < steps - 1:  # after the last step the launcher writes the report
                 last = cpu_s(process.pid), time.monotonic()
                 began = began or last
     if process.returncode or began is None:
@@ -98,28 +104,37 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def row(folder: Path, model: str, layout: str, args: Any) -> dict[str, Any]:
-    """The shares of a layout, and its tokens/s with and without, in pairs."""
-    speeds: dict[bool, list[float]] = {True: [], False: []}
-    counted: list[dict[str, float]] = []
-    for pair in range(args.pairs):
+def row(folder: Path, model: str, layout: str, steps: int) -> dict[str, Any]:
+    """The shares of a layout."""
+    run = trained(folder, model, layout, steps, [])
+    shares = json.loads((run / "counted.json").read_text())
+    return {"model": model, "layout": layout, "share": sum(shares.values()), "shares": shares}
+
+
+def paired(folder: Path, model: str, layout: str, steps: int, pairs: int) -> dict[str, Any]:
+    """The change of tokens/s, with and without, in pairs."""
+    changes = []
+    for pair in range(pairs):
+        speeds: dict[bool, float] = {}
         for on in (True, False) if pair % 2 else (False, True):
-            run = folder / f"{model}-{layout}-{pair}-{on}"
-            run.mkdir()
-            recipe = load("quickstart", [*sets(folder, model, args.steps), *([] if on else OFF)], layout)
-            for process in (ranks := start(args.ranks, run, measured, recipe, run)):
-                process.join()
-            assert all(process.exitcode == 0 for process in ranks), (run / "error-0.txt").read_text()
-            speeds[on].append(median(lines(run / "run", "tokens_per_s")[5:]))
-            if on:
-                counted.append(json.loads((run / "counted.json").read_text()))
-    changes = [with_ / without - 1 for with_, without in zip(speeds[True], speeds[False], strict=True)]
-    shares = {part: median(one[part] for one in counted) for part in counted[0]}
+            run = trained(folder, model, layout, steps, [] if on else OFF)
+            speeds[on] = median(lines(run / "run", "tokens_per_s")[5:])
+        changes.append(speeds[True] / speeds[False] - 1)
+        print(f"{model} {layout}: {changes[-1]:+.2%}", flush=True)
+    error = stdev(changes) / math.sqrt(pairs) if pairs > 1 else None
     return {
-        "model": model, "layout": layout, "share_of_processor_time": sum(shares.values()), "shares": shares,
-        "tokens_s_change": mean(changes), "standard_error": stdev(changes) / math.sqrt(len(changes)),
-        "tokens_s_change_each": changes,
+        "model": model, "layout": layout, "tokens_s_change": mean(changes), "standard_error": error, "each": changes,
     }  # fmt: skip
+
+
+def trained(folder: Path, model: str, layout: str, steps: int, changes: list[str]) -> Path:
+    """Trains, and counts. Returns its folder."""
+    run = Path(tempfile.mkdtemp(dir=folder))
+    recipe = load("quickstart", [*sets(folder, model, steps), *changes], layout)
+    for process in (ranks := start(Layout.from_recipe(recipe.layout).ranks, run, measured, recipe, run)):
+        process.join()
+    assert all(process.exitcode == 0 for process in ranks), (run / "error-0.txt").read_text()
+    return run
 
 
 def measured(ranks: Ranks, recipe: Recipe, run: Path) -> None:
