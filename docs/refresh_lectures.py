@@ -30,15 +30,16 @@ FOLDER = Path(__file__).with_name("lectures")
 START = Path(__file__).with_name("start")
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"^```console\n\$ ", re.MULTILINE)
-ROW = re.compile(r"^\| (\d+) \| (.*?) \| (`fivefold .*?`) \| (.*?) \| (.*?) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (\d+) \| (.*?) \| (.*?) \| (`fivefold .*?`) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 QUOTED = re.compile(r"`(.*?)`")
 COLUMNS = "80"  # of the terminal that commands see: what they also take where there is none
 
 
 class Number(NamedTuple):
-    """A row of the table: the lecture's statement, the commands, parts of what they print, and the topic's page."""
+    """A row of the table: courses, their statement, the commands, parts of what they print, and the topic's page."""
 
     number: int
+    courses: list[str]
     statement: str
     commands: list[str]
     prints: list[str]
@@ -65,15 +66,25 @@ def numbers(page: str) -> list[Number]:
     """The rows of the table of README.md."""
     found = (row.groups() for row in ROW.finditer(page))
     return [
-        Number(int(number), says, QUOTED.findall(commands), QUOTED.findall(prints), link)
-        for number, says, commands, prints, link in found
+        Number(int(number), courses.split(", "), says, QUOTED.findall(commands), QUOTED.findall(prints), link)
+        for number, courses, says, commands, prints, link in found
     ]
 
 
 def missing(row: Number) -> list[str]:
-    """The parts that the row's commands do not print. Spaces are compared as one."""
-    there = " ".join(plain(printed(command)) for command in row.commands)
-    return [part for part in row.prints if plain(part) not in there]
+    """The parts that the row's commands do not print. Each command prints at least one of them."""
+    there = [plain(printed(command)) for command in row.commands]
+    silent = [
+        command
+        for command, text in zip(row.commands, there, strict=True)
+        if not any(stands(part, text) for part in row.prints)
+    ]
+    return [part for part in row.prints if not any(stands(part, text) for text in there)] + silent
+
+
+def stands(part: str, text: str) -> bool:
+    """Whether a text has this part, in whole words and numbers: `1.9 GB` is not in `11.9 GB`. Spaces count as one."""
+    return bool(re.search(rf"(?<![\w.,]){re.escape(plain(part))}(?!\w|[.,]\d)", text))
 
 
 def plain(text: str) -> str:

@@ -66,6 +66,17 @@ def test_scales_change_subnormal_numbers_only(form: Format) -> None:
         assert (small - whole).abs().max() <= x.abs().max() * 2 * form.smallest / form.largest
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stops"), [("float8_e4m3fn", 16), ("float8_e5m2", 8), ("bfloat16", 256), ("float32", 2**24)]
+)
+def test_where_a_sum_of_ones_stops(dtype: str, stops: int) -> None:
+    """At 2 / epsilon, as docs/lectures/17_fp8.md says: the reason for sums in fp32."""
+    kind = getattr(torch, dtype)
+    assert 2 / torch.finfo(kind).eps == stops
+    for sum_ in (stops - 1, stops):
+        assert torch.tensor(float(sum_ + 1)).double().to(kind).double() == stops
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 def test_emulation_equals_the_matmul_of_fp8(scaling: str, form: Format) -> None:

@@ -34,27 +34,43 @@ def differences(said: str) -> list[float]:
     return [float(found) for found in re.findall(r"largest difference .*: (\S+)$", said, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_by_hand_and_by_fivefold(name: str, tmp_path: Path) -> None:
+def started(name: str, tmp_path: Path) -> tuple[list[int], str]:
+    """A program on its ranks: their exit codes, and what they said."""
     text = PROGRAMS[name].read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 80
     program = tmp_path / f"{name}.py"
     program.write_text(text.replace("= 30522,", "= 302,"), encoding="utf-8")  # whole in the slow tests
     [(ranks, named)] = RANKS.findall(text)
     assert named == name
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     world = int(ranks)
-    started = [
+    ranks_of = [
         Launched(tmp_path / f"{rank}.log", as_rank, rank, world, store.port, program) for rank in range(world)
     ]
-    codes = [rank.wait() for rank in started]
-    said = "".join(rank.said for rank in started)
-    assert codes == [0] * world, said
+    codes = [rank.wait() for rank in ranks_of]
+    return codes, "".join(rank.said for rank in ranks_of)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_by_hand_and_by_fivefold(name: str, tmp_path: Path) -> None:
+    assert len(PROGRAMS[name].read_text(encoding="utf-8").splitlines()) < 80
+    codes, said = started(name, tmp_path)
+    assert set(codes) == {0}, said
     found = differences(said)
     assert found, said
     assert max(found) < FARTHEST.get(name, 1e-6), said
     for first, last in re.findall(r"loss (\S+) -> (\S+) in", said):
         assert float(last) < float(first) - 0.5
+
+
+def test_the_page_has_the_shapes_of_backward(tmp_path: Path) -> None:
+    """Those that the program prints, in the order of backward."""
+    page = (REPO / "docs" / "lectures" / "03_tensor_parallelism.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| \$(d[A-Z]).*?\| `(\(.*?\))` \| (.*) \|$", page, re.MULTILINE)
+    codes, said = started("tensor_parallel", tmp_path)
+    assert codes == [0, 0], said
+    shapes = " ".join(f"{name} {shape}" for name, shape, _ in table)
+    assert [f"rank {rank}: {shapes}" in said for rank in range(2)] == [True, True], said
+    assert [name for name, _, message in table if "all-reduce" in message] == ["dX"]
 
 
 def classify(hosts: Hosts, folder: Path, steps: int, **options):

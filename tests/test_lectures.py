@@ -15,6 +15,7 @@ SCRIPT = runpy.run_path(str(REPO / "docs" / "refresh_lectures.py"))
 PAGES = SCRIPT["pages"]()
 TOPICS = [page for page in PAGES if page.name != "README.md"]
 NAMES = {page.name for page in TOPICS}
+COURSES = ("LLM 101", "systems", "language", "playbook", "guest")
 QUOTED = re.compile(r"\$\$.*?\$\$|\$[^$]+\$|`[^`]*`|\]\([^)]*\)|arXiv [\d., and]+", re.DOTALL)  # no sentences
 FIGURE = re.compile(
     r"(?<![\w.,-])\d[\d,.]*\d(?![\w-])|(?<![\w.,-])\d+(?=%)"
@@ -47,7 +48,16 @@ def test_the_34_numbers_of_the_lectures() -> None:
     rows = SCRIPT["numbers"](PAGES[0].read_text(encoding="utf-8"))
     assert [row.number for row in rows] == list(range(1, 35))
     assert all(row.prints for row in rows)
+    assert {course for row in rows for course in row.courses} < set(COURSES)
     assert {row.number: gone for row in rows if (gone := SCRIPT["missing"](row))} == {}
+
+
+def test_parts_are_whole_words_and_numbers() -> None:
+    stands = SCRIPT["stands"]
+    text = "ZeRO 3  16 Psi / n  11.9 GB (2.5 GiB), a string of 1,9000.5 and (64.0 GiB) +33.3%: twice"
+    assert stands("11.9  GB", SCRIPT["plain"](text))
+    assert all(stands(part, text) for part in ("(64.0 GiB)", "+33.3%: twice", "2.5 GiB", "string"))
+    assert not any(stands(part, text) for part in ("1.9 GB", "ring", "9000", "9000.5", "1", "+33", "11"))
 
 
 def test_the_sweep_shown_is_the_measured_one() -> None:
@@ -59,7 +69,9 @@ def test_the_sweep_shown_is_the_measured_one() -> None:
     ]
 
 
-def test_every_topic_is_one_click_from_the_table() -> None:
+def test_every_topic_is_two_clicks_from_the_readme() -> None:
+    """The table of topics and numbers, then the topic."""
+    assert "](docs/lectures/README.md)" in (REPO / "README.md").read_text(encoding="utf-8")
     text = PAGES[0].read_text(encoding="utf-8")
     assert set(re.findall(r"\]\((\w+\.md)", text)) >= NAMES
 

@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.host.devices import BY_NAME
+from fivefold.host.devices import BY_NAME, PCIE
 from fivefold.plan import communication, measured
 from fivefold.plan.assumed import table
 from fivefold.plan.clusters import PRESETS, of_gpu, parse
@@ -35,36 +35,38 @@ def test_every_sheet_is_a_cluster() -> None:
     assert PRESETS.keys() == BY_NAME.keys()
 
 
-# Of each maker's data sheet, in its units: GB, GB/s, dense TFLOP/s, GB/s of links both ways.
+# Of each maker's data sheet, in its units: GB, GB/s, dense TFLOP/s, GB/s both ways of links and of 16 lanes of PCIe, as
+# makers round them (32 in generation 3, doubled by each next one).
 SHEETS = {
-    "p100": (16, 732, {"fp32": 10.6, "fp16": 21.2, "bf16": None}, 160),
-    "v100": (32, 900, {"fp32": 15.7, "fp16": 125, "bf16": None, "fp8": None}, 300),
-    "t4": (16, 320, {"fp32": 8.1, "fp16": 65, "bf16": None}, 0),
-    "a100-40gb": (40, 1555, {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp8": None}, 600),
-    "a100": (80, 2039, {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp8": None}, 600),
-    "a800": (80, 2039, {"bf16": 312}, 400),
-    "h100": (80, 3350, {"tf32": 989 / 2, "bf16": 1979 / 2, "fp8": 3958 / 2, "fp4": None}, 900),
-    "h100-pcie": (80, 2000, {"bf16": 1513 / 2, "fp8": 3026 / 2}, 600),
-    "h800": (80, 3350, {"bf16": 1979 / 2, "fp64": 1}, 400),
-    "h200": (141, 4800, {"bf16": 1979 / 2, "fp8": 3958 / 2}, 900),
-    "b200": (180, 8000, {"tf32": 2200 / 2, "bf16": 4500 / 2, "fp8": 9000 / 2, "fp4": 18000 / 2}, 1800),
-    "b300": (270, 8000, {"bf16": 4500 / 2, "fp8": 9000 / 2, "fp4": 108000 / 8}, 1800),
-    "gb200": (186, 8000, {"bf16": 5000 / 2, "fp8": 10000 / 2, "fp4": 20000 / 2}, 1800),
-    "mi250x": (64, 1600, {"bf16": 383 / 2, "fp32": 95.7 / 2, "tf32": None}, 400),
-    "mi300x": (192, 5300, {"bf16": 1307.4, "fp8": 2614.9, "fp4": None}, 896),
-    "tpu-v4": (32, 1200, {"bf16": 275, "fp32": None, "fp16": None}, 600),
-    "tpu-v5p": (95, 2765, {"bf16": 459, "fp32": None, "fp16": None}, 1200),
-    "rtx4090": (24, 1008, {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3}, 0),
+    "p100": (16, 732, {"fp32": 10.6, "fp16": 21.2, "bf16": None}, 160, 32),
+    "v100": (32, 900, {"fp32": 15.7, "fp16": 125, "bf16": None, "fp8": None}, 300, 32),
+    "t4": (16, 320, {"fp32": 8.1, "fp16": 65, "bf16": None}, 0, 32),
+    "a100-40gb": (40, 1555, {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp8": None}, 600, 64),
+    "a100": (80, 2039, {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp8": None}, 600, 64),
+    "a800": (80, 2039, {"bf16": 312}, 400, 64),
+    "h100": (80, 3350, {"tf32": 989 / 2, "bf16": 1979 / 2, "fp8": 3958 / 2, "fp4": None}, 900, 128),
+    "h100-pcie": (80, 2000, {"bf16": 1513 / 2, "fp8": 3026 / 2}, 600, 128),
+    "h800": (80, 3350, {"bf16": 1979 / 2, "fp64": 1}, 400, 128),
+    "h200": (141, 4800, {"bf16": 1979 / 2, "fp8": 3958 / 2}, 900, 128),
+    "b200": (180, 8000, {"tf32": 2200 / 2, "bf16": 4500 / 2, "fp8": 9000 / 2, "fp4": 18000 / 2}, 1800, 128),
+    "b300": (270, 8000, {"bf16": 4500 / 2, "fp8": 9000 / 2, "fp4": 108000 / 8}, 1800, 256),
+    "gb200": (186, 8000, {"bf16": 5000 / 2, "fp8": 10000 / 2, "fp4": 20000 / 2}, 1800, 128),
+    "mi250x": (64, 1600, {"bf16": 383 / 2, "fp32": 95.7 / 2, "tf32": None}, 400, 64),
+    "mi300x": (192, 5300, {"bf16": 1307.4, "fp8": 2614.9, "fp4": None}, 896, 128),
+    "tpu-v4": (32, 1200, {"bf16": 275, "fp32": None, "fp16": None}, 600, 32),
+    "tpu-v5p": (95, 2765, {"bf16": 459, "fp32": None, "fp16": None}, 1200, 32),
+    "rtx4090": (24, 1008, {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3}, 0, 64),
 }
 
 
 @pytest.mark.parametrize("name", SHEETS)
 def test_sheets_are_the_makers(name: str) -> None:
     """Memory counts as the maker does: most say GB of 2^30 bytes."""
-    memory, bandwidth, rates, links = SHEETS[name]
+    memory, bandwidth, rates, links, pcie = SHEETS[name]
     sheet = BY_NAME[name]
     assert memory in (pytest.approx(sheet.memory / 1e9), pytest.approx(sheet.memory / 2**30))
     assert (sheet.bandwidth / 1e9, 2 * sheet.link / 1e9) == pytest.approx((bandwidth, links))
+    assert 0.94 * pcie <= 2 * PCIE[sheet.pcie] / 1e9 < pcie, "what its encoding leaves"
     for dtype, rate in rates.items():
         assert sheet.rate(dtype) == (rate and pytest.approx(rate * 1e12, rel=0.03)), dtype
     assert sheet.source.startswith(sheet.maker)
@@ -108,6 +110,9 @@ def test_clusters_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     run("clusters")
     text = capsys.readouterr().out
     assert all(text.count(f"\n  {name} ") == 2 for name in PRESETS)
+    assert re.search(r"\n  h100  .* 450 +5\.0 +63\n", text)
+    assert re.search(r"\n  mi250x  .* 200 +4\.0 +36\n", text), "its host is linked by more than PCIe"
+    assert "\n  mi250x: one of the 2 dies of a package" in text
     run("clusters", "--json")
     found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found["devices"]] == list(BY_NAME)

@@ -60,6 +60,16 @@ COURSES = [
     ("llama2-7b --layout dp=1 --psi 7e9 --states fp32", "states", {"all states": 112e9}),
     ("llama2-7b --layout dp=1 --psi 10e9 --states bf16_pure", "states", {"all states": 80e9}),
     (
+        "llama2-7b --layout dp=8 --psi 10e9 --states fp32_sum --terms",
+        "states",
+        {"parameters": 20e9, "gradients": 60e9, "fp32 copy": 40e9, "all states": 200e9},
+    ),
+    (  # messages are still those of 16 bits
+        "llama2-7b --layout dp=8 --psi 10e9 --states fp32_sum --terms",
+        "messages",
+        {"gradients": 20e9, "ring all-reduce of them": 35e9},
+    ),
+    (
         "llama2-7b --layout dp=1 --activations plain",
         "activations",
         {"one activation": 16 * 2**30, "one activation, fp32": 64 * 2**30},
@@ -202,14 +212,24 @@ def test_utilisation_of_the_hardware() -> None:
     assert "HFU" in run("llama2-7b --layout dp=8,zero=3")
 
 
-def test_conventions_change_no_prediction() -> None:
-    layout = "gpt2-124m --layout dp=2,zero=1 --set train.microbatch_size=4"
-    plain = json.loads(run(f"{layout} --json"))
-    asked = json.loads(
-        run(f"{layout} --terms --states fp32 --activations plain --flops 1e9 --psi 1e15 --json")
-    )
-    assert asked.pop("conventions")["chosen"]["psi"] == 1e15
+CHOSEN = "--terms --states bf16_pure --activations flash --bubble ideal --flops 1e9 --psi 1e3"
+
+
+@pytest.mark.parametrize(
+    ("command", "fits"),
+    [
+        ("gpt2-124m --cluster h100:2 --layout dp=2,zero=1 --set train.microbatch_size=4", [True]),
+        ("llama2-7b --cluster h100:1 --layout dp=1", [False]),  # 18 Psi; the 8 of bf16_pure would fit
+        ("gpt2-124m --cluster h100:2 --search --top 3 --set train.microbatch_size=4", [True, True, True]),
+    ],
+    ids=["fits", "does not fit", "search"],
+)
+def test_conventions_change_no_prediction(command: str, fits: list[bool]) -> None:
+    """Neither what fits, nor what a search finds and in which order."""
+    plain, asked = (json.loads(run(f"{command} {how} --json")) for how in ("", CHOSEN))
+    assert asked.pop("conventions")["chosen"]["psi"] == 1e3
     assert asked == plain
+    assert [plan["fits"] for plan in plain.get("plans", [plain])] == fits
 
 
 @pytest.mark.parametrize(

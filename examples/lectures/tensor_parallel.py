@@ -60,7 +60,9 @@ def main() -> None:
         hand = [t.clone().requires_grad_() for t in (x, a[:, mine], b[mine])]
         y = gelu(Enter.apply(hand[0]) @ hand[1])  # (1, 5, 4) (4, 8) -> (1, 5, 8)
         z = Leave.apply(y @ hand[2])  # (1, 5, 8) (8, 4) -> (1, 5, 4): a part, and the sum
-        by_hand = z, *grad(z, hand, dz)
+        dx, da, db, dy = grad(z, [*hand, y], dz)
+        by_hand, shapes = (z, dx, da, db), (tuple(t.shape) for t in (dz, db, dy, da, dx))
+        print(f"rank {ranks.rank}: dZ %s dB %s dY %s dA %s dX %s" % tuple(shapes))
 
         axis = TensorAxis(everyone(ranks), sp=False)
         up, down = Linear(H, F, bias=False), Linear(F, H, bias=False)  # their weights are (out, in)
@@ -68,9 +70,7 @@ def main() -> None:
         ours = x.clone().requires_grad_()
         z = RowLinear(down, axis)(gelu(ColumnLinear(up, axis)(ours)))
         dx, da, db = grad(z, (ours, up.weight, down.weight), dz)
-        library = "by Fivefold", (z, dx, da.T, db.T)
-
-        for how, found in (want, library):
+        for how, found in (want, ("by Fivefold", (z, dx, da.T, db.T))):
             apart = max((s - t).abs().max().item() for s, t in zip(by_hand, found, strict=True))
             print(f"rank {ranks.rank}: largest difference of Z, dX, dA, dB, by hand and {how}: {apart:.1e}")
 

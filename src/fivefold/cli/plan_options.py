@@ -120,7 +120,8 @@ StatesOption = Annotated[
     typer.Option(
         "--states",
         metavar="CONVENTION",
-        help="Terms of the states: paper (2 + 2 + 12 bytes), bf16_pure, fp32 or fivefold (the recipe's own).",
+        help="Terms of the states: paper (2 + 2 + 12 bytes), fp32_sum (2 + 6 + 12), bf16_pure, fp32 or fivefold "
+        "(the recipe's own).",
     ),
 ]
 ActivationsOption = Annotated[

@@ -25,7 +25,8 @@ class Sheet:
     units. memory: bytes. bandwidth: bytes/s of memory. link: bytes/s that it sends to the other devices of its node
     over links of their own, such as NVLink; 0: it has none. pcie: generation of PCI Express, with 16 lanes. peak: dense
     FLOP/s by format. source: of these figures. host: bytes/s to its host, if it is linked to that by more than PCIe.
-    linked: devices that such links join, 0 for a whole node.
+    linked: devices that such links join, 0 for a whole node. dies: devices in a package, as programs count them; the
+    figures are those of one.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Sheet:
     source: str
     host: float = 0.0
     linked: int = 0
+    dies: int = 1
 
     @property
     def maker(self) -> str:
@@ -159,7 +161,7 @@ SHEETS = (
     Sheet(
         "mi250x", r"mi250x", 2021, _CDNA2, 110, 64 * GIB, 1.6e12, 200 * GB, 4,
         _rates(191.5e12, fp32=47.9e12, fp64=47.9e12),
-        "AMD Instinct MI250X (2021), halved: torch sees each of its two dies as a device; host: Frontier", 36 * GB,
+        "AMD Instinct MI250X (2021), halved; host: Frontier", 36 * GB, dies=2,
     ),
     Sheet(
         "mi300x", r"mi300x", 2023, _CDNA3, 304, 192 * GB, 5.3e12, 448 * GB, 5, _MI300,

@@ -55,6 +55,7 @@ def device_json(sheet: Sheet) -> dict[str, Any]:
         "pcie_generation": sheet.pcie,
         "pcie_bytes_per_s": PCIE[sheet.pcie],
         "host_bytes_per_s": sheet.to_host,
+        "dies_per_package": sheet.dies,
         "source": sheet.source,
     }
 
@@ -147,7 +148,7 @@ def _cards(cluster: Cluster) -> int:
 
 def listing() -> str:
     """All devices, then the clusters that are made of them."""
-    devices = [["device", "year", "generation", "memory", "GB/s", *RATED, "links", "host"]]
+    devices = [["device", "year", "generation", "memory", "GB/s", *RATED, "links", "PCIe", "host"]]
     clusters = [["cluster", "per node", "within, GB/s", "network, Gb/s", "cards", "host memory", "assumed"]]
     for sheet in SHEETS:
         cluster = PRESETS[sheet.name]
@@ -155,7 +156,7 @@ def listing() -> str:
             [
                 sheet.name, str(sheet.year), sheet.generation.partition(" (")[0], _memory(sheet.memory),
                 _gb(sheet.bandwidth), *(_tera(sheet.rate(dtype)) for dtype in RATED), _gb(sheet.link),
-                _gb(sheet.to_host),
+                f"{sheet.pcie}.0", _gb(sheet.to_host),
             ]
         )  # fmt: skip
         clusters.append(
@@ -166,13 +167,22 @@ def listing() -> str:
             ]
         )  # fmt: skip
     return (
-        "Dense TFLOP/s by format (-: the data sheet has no rate). Links to other "
-        "devices and to the host: GB/s in one direction.\n\n"
-        f"{_aligned(devices, (0, 2))}\n"
+        "Dense TFLOP/s by format (-: the data sheet has no rate). Links to other devices and to the host: GB/s in one\n"
+        "direction. The host is linked by 16 lanes of PCIe of this generation, if not by faster links of the maker.\n\n"
+        f"{_aligned(devices, (0, 2))}{_dies()}\n"
         "Clusters: nodes as they are sold. --cluster h100:64 or 64xh100 are 64 devices, h100:8x4 are 8 nodes of 4.\n\n"
         f"{_aligned(clusters, (0, 6))}\n"
         "assumed: shares of the data sheet's rates that were not measured. `local` is this machine. One with its "
         "links: fivefold clusters h100\n"
+    )
+
+
+def _dies() -> str:
+    """A line for each device that is a part of its package."""
+    return "".join(
+        f"  {sheet.name}: one of the {sheet.dies} dies of a package; programs see each as a device\n"
+        for sheet in SHEETS
+        if sheet.dies > 1
     )
 
 
@@ -199,6 +209,8 @@ def description(cluster: Cluster) -> str:
         head.append(f"assumed, not measured: {', '.join(device.assumed)}")
     if sheet:
         head.append(f"source: {sheet.source}")
+    if sheet and sheet.dies > 1:
+        head.append(f"one of the {sheet.dies} dies of a package: programs see each as a device")
     table = [["link", "GB/s each way", "both ways", "reached", "latency", ""]]
     for row in links(cluster):
         speeds = (_gb(speed) if speed else "" for speed in (row.each_way, row.both_ways, row.reached))

@@ -37,12 +37,14 @@ def _in(mode: str) -> States:
 
 STATES: dict[str, States | None] = {
     "paper": PAPER,
+    "fp32_sum": replace(PAPER, gradient=PAPER.gradient + DTYPES["fp32"].bytes),
     "bf16_pure": _in("bf16_pure"),
     "fp32": _in("fp32"),
     OWN: None,
 }
 """Bytes per parameter. paper: 2 + 2 + 12, weights and gradients in 16 bits, and in fp32 a copy, momentum and variance
-(arXiv 1910.02054). None: those of the recipe's mode and optimizer."""
+(arXiv 1910.02054). fp32_sum: also the sum of those gradients over microbatches, in fp32. None: those of the recipe's
+mode and optimizer."""
 ADAM = ("momentum", "variance")
 
 ACTIVATIONS: dict[str, Software | None] = {

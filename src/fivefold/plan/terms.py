@@ -286,9 +286,9 @@ def messages(asked: Asked) -> Iterator[Term]:
     """What each parallelism sends. Data parallelism in units of Psi, without the factor (n - 1) / n."""
     s, x = asked.setting, asked.symbols
     b, _ = states_of(asked)
-    yield asked.term("gradients", f"{b.gradient:g} Psi", "bytes", "every step")
+    yield asked.term("gradients", f"{b.reduce:g} Psi", "bytes", "every step")
     if x["n"] > 1:
-        ring = f"2 (n - 1) / n {b.gradient:g} Psi"
+        ring = f"2 (n - 1) / n {b.reduce:g} Psi"
         yield asked.term("ring all-reduce of them", ring, "bytes", f"a rank sends, n = {x['n']:g}")
     for name, layout in TECHNIQUES.items():
         once, each = data_units(replace(layout, pp=s.layout.pp))
