@@ -1,4 +1,4 @@
-"""Seconds that a user waits: for `--help`, for `check`, until quickstart's first step, and for the lines of a step.
+"""Seconds that a user waits: for `--help`, `check`, `compare`, until quickstart's first step, and for a step's lines.
 
     python benchmarks/startup.py [--repeat 5] [--out benchmarks/results/startup.json]
 
@@ -31,6 +31,9 @@ def main() -> None:
     measures = {
         "fivefold --help": lambda: whole("--help"),
         "fivefold check quickstart": lambda: whole("check", "quickstart"),
+        "fivefold compare llama-7b --cluster h100:8": lambda: whole(
+            "compare", "llama-7b", "--cluster", "h100:8"
+        ),
         "fivefold plan llama-7b --html": page,
         "first step of fivefold train quickstart": first_step,
         "a step's lines: console and metrics.jsonl": lines_of_a_step,
