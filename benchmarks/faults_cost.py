@@ -3,9 +3,10 @@
     python benchmarks/faults_cost.py [--ranks 2] [--pairs 8] [--steps 60] [--out FILE.json]
 
 Counted on rank 0, as shares of the process' time in the run: the watchdog's thread; the notes of all messages and
-microbatches, at what one costs in a loop; the judge of loss and norm, with what reads it; the table of slow ranks; the
-search for weights that are not finite, before a save. Of a real run (`fivefold train`) the processor time of its
-launcher, which waits for the ranks. A save by itself is in checkpoints.py.
+microbatches, at what one costs in a loop; the judge of loss and norm, with what reads it; the check of the largest
+weight, which AdamW's kernel takes on its way; the table of slow ranks; the search for weights that are not finite,
+before a save. Of a real run (`fivefold train`) the processor time of its launcher, which waits for the ranks. A save by
+itself is in checkpoints.py.
 
 Tokens/s: with the defaults, and with observe.hang_s = 0 and faults.spike_limit = 0, in turns. The notes of messages
 stay in the runs without. Nothing else should run.
@@ -149,6 +150,7 @@ def measured(ranks: Ranks, recipe: Recipe, run: Path) -> None:
     watchdog.Watchdog.start = lambda self: (found.append(self), begin(self))[1]
     seconds = {
         "judge": timed((step, "judge"), (loop, "judged")),
+        "check of the last update": timed((step, "last_update")),
         "table of slow ranks": timed((step, "own_seconds")),
         "search for weights that are not finite": timed((loop, "weights_fault")),
     }

@@ -29,6 +29,7 @@ def test_one_pass_is_pytorchs_step_up_to_rounding(size):
         one.step()
         other.step()
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
+    assert one.largest == ours.detach().abs().max()
     for name, state in one.state[ours].items():
         torch.testing.assert_close(state, other.state[theirs][name], rtol=2e-6, atol=1e-12)
     assert torch.equal(working, ours.detach().bfloat16())
@@ -48,6 +49,20 @@ def test_pieces_have_the_bits_of_the_whole():
                 at += len(tensor)
             optimizer.step()
     assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize(
+    ("value", "largest"), [(-1e20, 1e20), (torch.inf, torch.inf), (torch.nan, torch.nan)]
+)
+def test_the_largest_weight_is_seen_wherever_it_is(value, largest):
+    for place in (0, 7, 4000, 4098):
+        weights = [inputs(4099, 9), inputs(50, 9)]
+        weights[0][place] = value
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        optimizer = AdamW(weights, **{**OPTIONS, "weight_decay": 0.0})
+        optimizer.step()
+        torch.testing.assert_close(optimizer.largest, torch.tensor(largest), equal_nan=True)
 
 
 def test_a_skipped_step_changes_nothing():

@@ -24,7 +24,7 @@ from fivefold.observe import faults as observed
 from fivefold.observe.report import page
 from fivefold.recipe import FaultsSection, Recipe, change, leave_out, load, place
 from fivefold.spread.layout import Layout
-from fivefold.step.judge import judge
+from fivefold.step.judge import destroyed, judge
 from fivefold.step.state import State
 from fivefold.train import loop, run
 from fivefold.train.start import run_command
@@ -95,18 +95,18 @@ def poisoned_rank(
 
 def test_judging_a_step() -> None:
     """Only what is far above the usual, and what the recipe says, masks the update."""
-    usual = torch.zeros(2, 3, dtype=torch.float64)
+    usual, ruined = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(())
     generator = torch.Generator().manual_seed(0)
 
     def of(loss: float, norm: float, on_spike: str = "skip") -> tuple[float, float, list[str]]:
         section = FaultsSection(on_spike=on_spike)  # pyright: ignore[reportArgumentType]
-        found = judge(usual, *(torch.tensor(x, dtype=torch.float64) for x in (loss, norm)), section)
+        found = judge(usual, *(torch.tensor(x, dtype=torch.float64) for x in (loss, norm)), section, ruined)
         wrong = observed.found_in({k: float(v) for k, v in found.figures.items()})
         return float(found.bad), float(found.skip), wrong
 
     for _ in range(60):
         loss, norm = (2 + 0.1 * torch.rand((), generator=generator) for _ in range(2))
-        usual = judge(usual, loss.double(), norm.double(), FaultsSection()).usual
+        usual = judge(usual, loss.double(), norm.double(), FaultsSection(), ruined).usual
     assert of(2.0, 2.0) == (0, 0, [])
     assert of(2.3, 2.0) == (0, 0, []), "less than a fifth above the mean"
     assert of(5.8, 2.0) == (0, 1, ["spike"])
@@ -114,6 +114,20 @@ def test_judging_a_step() -> None:
     assert of(5.8, 73.9, "tell") == (0, 0, ["spike", "outlier"])
     assert of(math.nan, 2.0, "tell")[:2] == (1, 1)
     assert of(2.0, math.inf, "tell")[:2] == (1, 1)
+    ruined = torch.ones(())
+    assert of(2.0, 2.0, "tell") == (0, 1, ["destroyed"])
+
+
+def test_when_an_update_has_destroyed_weights() -> None:
+    """Not finite, beyond what a checkpoint takes, or grown 10,000-fold: of 1 if the weights were smaller."""
+
+    def of(largest: float, limit: torch.Tensor | None = None) -> bool:
+        return bool(destroyed(torch.tensor(largest), limit)[0])
+
+    assert [of(x) for x in (0.0, 1e29, 1e31, math.inf, math.nan)] == [False, False, True, True, True]
+    small, large = (destroyed(torch.tensor(x), None)[1] for x in (0.02, 30.0))
+    assert [of(x, small) for x in (9e3, 2e4, math.nan)] == [False, True, True]
+    assert [of(x, large) for x in (2e5, 4e5, math.inf)] == [False, True, True]
 
 
 def test_data_that_are_left_out(base: Recipe) -> None:
@@ -211,12 +225,68 @@ def test_weights_that_an_update_destroys_are_never_saved(base: Recipe, tmp_path:
     run_on(recipe, tmp_path)
     wild = change(recipe, ["train.steps=6", "optim.lr=1e300"])
     for _, said in run_on(wild, tmp_path, poisoned_rank, [], True):
-        assert "weights or optimizer states are not finite" in said
-        assert "Resume from that checkpoint with a smaller optim.lr" in said
+        assert said.startswith("step 4: the update of step 3 has destroyed weights: they are not finite")
+        assert "They are not saved. Resume from the last checkpoint with a smaller optim.lr" in said
     assert [folder.name for folder in store.checkpoints(tmp_path)] == ["step-00000002"]
     run_on(change(recipe, ["train.steps=6"]), tmp_path, train_rank, True)
     assert all(loss is not None for loss in lines(tmp_path, "loss"))
     assert len(lines(tmp_path, "loss")) == 6
+
+
+def destroyed_rank(rank: int, world: int, recipe: Recipe, out: Path, value: float) -> str:
+    """The update of step 3 leaves this value in a weight of the last rank that no batch uses. Returns the error."""
+    left = [3]
+
+    def destroy(state: State, when: str) -> None:
+        if when == "gradient" and state.step + 1 in left and rank == world - 1:
+            left.clear()
+            next(w for name, w in state.masters().items() if name.startswith("embed"))[-1, 0] = value
+
+    with after_each_step(destroy):
+        try:
+            train_rank(rank, world, recipe, out)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", [1e8, math.inf, math.nan])
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=1", "tp=2"])
+def test_an_update_that_destroys_weights_is_found_in_the_next_step(
+    base: Recipe, tmp_path: Path, layout: str, value: float
+) -> None:
+    recipe = change(base, ["train.steps=5"], layout)
+    for said in run_on(recipe, tmp_path / "one", destroyed_rank, value):
+        assert said.startswith(
+            "step 4: the update of step 3 has destroyed weights: they are not finite, or grew"
+        )
+    assert [folder.name for folder in store.checkpoints(tmp_path / "one")] == ["step-00000002"]
+    assert lines(tmp_path / "one", "destroyed") == [1]
+    assert "has destroyed weights" in page(tmp_path / "one")
+    if value == 1e8:
+        back = change(recipe, ["faults.on_nonfinite=rollback"])
+        assert not any(run_on(back, tmp_path / "two", destroyed_rank, value))
+        past = json.loads((tmp_path / "two" / "rollbacks.json").read_text())
+        assert past == {"rollbacks": [[4, 2]], "left_out": [[2, 16]]}
+        assert len(lines(tmp_path / "two", "loss")) == 5
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["optim.name=sgd"],
+        ["optim.name=muon"],
+        ["precision.mode=bf16"],
+        ["precision.mode=bf16_pure"],
+        ["layout.offload=states:disk"],
+    ],
+    ids=" ".join,
+)
+def test_every_optimizer_tells_the_largest_weight(base: Recipe, tmp_path: Path, sets: list[str]) -> None:
+    if "layout.offload=states:disk" in sets:
+        sets = [*sets, f"layout.offload_dir={tmp_path}"]
+    ((said),) = run_on(change(base, sets), tmp_path / "run", destroyed_rank, 1e8)
+    assert said.startswith("step 4: the update of step 3 has destroyed weights")
 
 
 def test_a_run_that_diverged_has_all_its_tries_again(base: Recipe, tmp_path: Path) -> None:

@@ -240,12 +240,12 @@ import fivefold.step.step as trained
 from test_trace_gpu import recipe_of
 
 def clumsy(*given):
-    loss, norm, stop = agree(*given)
+    loss, norm, stop, ruined = agree(*given)
     loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
     torch.tensor([0, 1]).to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
     counts = torch.ones(3, device=DEVICE, dtype=torch.int64)
     torch.stack([loss, norm]).isnan().nonzero(), counts.repeat_interleave(counts, output_size=3)
-    return loss, norm, stop
+    return loss, norm, stop, ruined
 
 agree, trained.agree = trained.agree, clumsy
 recipe = recipe_of("dp=1", "bert")  # a model of which masks choose tokens

@@ -16,12 +16,14 @@ class AdamW(torch.optim.AdamW):
     """PyTorch's AdamW (arXiv 1711.05101), with the same states, and the same results up to rounding.
 
     Read by a step in one pass: scale, which multiplies the gradients (None: 1); working, the weights in bf16 that are
-    written, by master; found_inf, as PyTorch's fused kernel reads it.
+    written, by master; found_inf, as PyTorch's fused kernel reads it. Written by it: largest, the largest |weight|
+    after the update, NaN if any is; None if it was not one pass.
     """
 
     scale: Tensor | None = None
     working: Mapping[Tensor, Tensor] = {}
     found_inf: Tensor | None = None
+    largest: Tensor | None = None
 
     @property
     def one_pass(self) -> bool:
@@ -32,11 +34,13 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self.one_pass:
+            self.largest = None
             super().step(closure)
             return
         if self.found_inf is not None and _value(self.found_inf, 0.0):
             return
         scale = 1.0 if self.scale is None else _value(self.scale, 1.0)
+        self.largest = torch.zeros((), dtype=torch.float32)
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
@@ -54,8 +58,10 @@ class AdamW(torch.optim.AdamW):
         assert grad is not None
         assert grad.dtype == weight.dtype
         assert all(_plain(t) for t in (grad, *moments)), "memory of another order"
+        assert self.largest is not None
         native.call(
-            "adamw", weight.dtype, weight, grad, *moments, self.working.get(weight), weight.numel(),
+            "adamw", weight.dtype, weight, grad, *moments, self.working.get(weight), self.largest,
+            weight.numel(),
             scale, 1 - a, b, 1 - b, 1 - lr * group["weight_decay"], rate, correct, float(group["eps"]),
         )  # fmt: skip
 

@@ -202,22 +202,28 @@ static inline void keys_of(i64 n, i64 Q, i64 K, i64 offset, i64 causal, const in
 
 /* AdamW (arXiv 1711.05101), as in optim/adamw.py, of g * scale: p, m and v change, and the rounded p goes to `working`
  * if there is one. keep: 1 - lr * weight_decay. rate: lr over the first moment's correction. correct: 1 over the root of
- * the second moment's. */
+ * the second moment's. *largest becomes the bits of the largest |p|, if that is larger: NaN is the largest. */
 #define ADAMW(EXTRA)                                                                                                  \
-  _Pragma("omp parallel for simd schedule(static)") for (i64 i = 0; i < n; i++) {                                     \
-    float d = g[i] * scale;                                                                                           \
+  _Pragma("omp parallel for simd schedule(static) reduction(max : most)") for (i64 i = 0; i < n; i++) {               \
+    float d = g[i] * scale, w;                                                                                        \
+    uint32_t u;                                                                                                       \
     m[i] += own_a * (d - m[i]);                                                                                       \
     v[i] = v[i] * beta_b + own_b * d * d;                                                                             \
-    p[i] = p[i] * keep - rate * m[i] / (sqrtf(v[i]) * correct + eps);                                                 \
+    p[i] = w = p[i] * keep - rate * m[i] / (sqrtf(v[i]) * correct + eps);                                             \
+    memcpy(&u, &w, 4);                                                                                                \
+    u &= 0x7fffffffu;                                                                                                 \
+    most = u > most ? u : most;                                                                                       \
     EXTRA                                                                                                             \
   }
-void adamw_fp32(float *p, const float *g, float *m, float *v, bf16 *working, i64 n, float scale, float own_a,
-                float beta_b, float own_b, float keep, float rate, float correct, float eps) {
+void adamw_fp32(float *p, const float *g, float *m, float *v, bf16 *working, uint32_t *largest, i64 n, float scale,
+                float own_a, float beta_b, float own_b, float keep, float rate, float correct, float eps) {
+  uint32_t most = *largest;
   if (working) {
     ADAMW(store_bf16(working + i, p[i]);)
   } else {
     ADAMW()
   }
+  *largest = most;
 }
 
 /* Rounds x (rows, width) in place to bfloat16 numbers, up with a probability that is the distance from the lower one

@@ -9,13 +9,17 @@ from typing import Any
 from fivefold.errors import printable
 
 KINDS = {
+    "destroyed": "update(s) that destroyed weights",
     "nonfinite": "not finite",
     "spike": "spike(s) of the loss",
     "outlier": "outlier(s) of the gradient's norm",
     "overflow": "overflow(s) in fp16",
 }
-"""Figures of a step that are 1 where loss or gradient are not finite; where the loss, or the gradient's norm, is far
-above the usual one; where the gradient overflowed, which a lower factor of the loss may cure."""
+"""Figures of a step that are 1 where the update before it has destroyed weights; where loss or gradient are not finite;
+where the loss, or the gradient's norm, is far above the usual one; where the gradient overflowed, which a lower factor
+of the loss may cure."""
+GROWTH = 1e4
+"""How far the largest weight may grow in one step."""
 USUAL = ("usual_loss", "usual_norm")
 """Figures of a step: the running means of loss and norm."""
 ROLLBACK = "rollback"
@@ -25,6 +29,11 @@ SHOWN = 50
 
 def described(kind: str, figures: Mapping[str, Any]) -> str:
     """A fault of a step in words. figures: those of the step."""
+    if kind == "destroyed":
+        return (
+            f"the update of step {figures['step'] - 1} has destroyed weights: they are not finite, or grew "
+            f"{GROWTH:,.0f}-fold"
+        )
     if kind == "overflow":
         return "the gradient overflowed in fp16"
     if kind == "nonfinite":

@@ -22,7 +22,7 @@ from torch import Tensor
 from fivefold.kernels import native
 from fivefold.kernels.hashing import chunk_on, hash32_, indices, keys
 from fivefold.optim.card import COMPENSATION, OptimizerCard
-from fivefold.optim.updater import Updater
+from fivefold.optim.updater import Updater, largest
 from fivefold.spread.parts import Part, boxes, local_shape
 from fivefold.spread.units import updated_together
 
@@ -73,6 +73,7 @@ class Rounded(Updater):
             self._enter(inner)
             inner.step({name: gradients[name].float() for name in inner.masters}, lr, scale, skip)
             self._leave(inner)
+        self.largest = largest([inner.largest for inner in self.inner if inner.largest is not None])
         self.steps += 1
 
     def states(self) -> dict[str, Tensor]:

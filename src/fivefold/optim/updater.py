@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ class Updater:
     factors of the learning rate by parameter; 1 where one is not listed. compute: the dtype in which the model
     computes. gathering: of the parameters whose pieces have to come together. tokens: of a batch. streamed: True if a
     step goes on beside the next forward, and writes the working weights itself (parallel/offload). working: weights in
-    bf16 that a step may write on its way; written: True if the last one did.
+    bf16 that a step may write on its way; written: True if the last one did. largest: the largest |master| after the
+    last update, a scalar where the update runs, NaN if any is; None before one.
     """
 
     streamed = written = False
+    largest: Tensor | None = None
     working: Mapping[str, Tensor] | None = None
 
     def __init__(
@@ -98,7 +100,16 @@ class Updater:
                 own = {name: gradients[name] for name in self.rules.masters}
                 rates = {name: lr * self.rates.get(name, 1.0) for name in own}
                 self.rules.step(own, rates, None if on_host else skip)
+        self.largest = self._largest()
         self._count()
+
+    def _largest(self) -> Tensor | None:
+        """The largest |master|. A kernel that took it on its way has written it down."""
+        known = self.optimizer.largest if isinstance(self.optimizer, AdamW) else None
+        rest = (
+            self.masters if known is None else {n: w for n, w in self.masters.items() if n not in self.fused}
+        )
+        return largest([*rest.values(), *([] if known is None else [known])])
 
     def _scale(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
         """Scales the gradients, or has them scaled by a kernel that does so on its way."""
@@ -181,3 +192,16 @@ class Updater:
         fused = self.optimizer.state.values() if self.optimizer else ()
         ruled = self.rules.states.values() if self.rules else ()
         return [t for values in (*fused, *ruled) for t in values.values() if isinstance(t, Tensor)]
+
+
+@torch.no_grad()
+def largest(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The largest absolute value of all elements, NaN if any is: an fp32 scalar on their device. None: no elements."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return None
+    if tensors[0].device.type == "cpu":  # PyTorch's norm is slow there
+        both = [each for tensor in tensors for each in torch.aminmax(tensor)]
+    else:
+        both = list(torch._foreach_norm(tensors, torch.inf))
+    return torch.stack(both).abs().amax().float()

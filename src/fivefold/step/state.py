@@ -50,7 +50,8 @@ class State:
 
     counts: (2) fp64, on the device, because the host learns of a step's result while a later one runs: the steps that
     changed the weights, and the steps skipped in a row since then (with loss scaling only those at its lowest factor).
-    usual: statistics of loss and norm up to now (step/judge.py). outer: the outer loop, if there are several sites.
+    usual: statistics of loss and norm up to now (step/judge.py). limit: of the largest weight of this rank
+    (`judge.destroyed`); None: not known. outer: the outer loop, if there are several sites.
     loss_scale: if the mode needs one. left_out: data that the run has left out: (step, sequences) says how many come
     between the batches of this step and the next. rollbacks: (step of a fault, step that the run went back to).
     """
@@ -62,6 +63,7 @@ class State:
     loss_scale: LossScale | None = None
     step: int = 0
     usual: Tensor = field(default_factory=lambda: torch.zeros(2, 3, dtype=torch.float64))
+    limit: Tensor | None = None
     left_out: LeftOut = ()
     rollbacks: Sequence[tuple[int, int]] = ()
     noise: tuple[float, float] = (
@@ -131,11 +133,13 @@ class State:
         return {name: error for replica in self._replicas() for name, error in replica.errors().items()}
 
     def go_to(self, step: int) -> None:
-        """Sets the step, by which compressed sums begin, and random-k and stochastic rounding draw."""
-        self.step = step
+        """Sets the step, by which compressed sums begin, and random-k and stochastic rounding draw. Weights of another
+        step are no measure of an update."""
+        self.step, self.limit = step, None
         for one in self.compressed():
             one.steps = step
         for replica in self.parallel.replicas:
+            replica.updater.largest = None
             if isinstance(replica.updater, Rounded):
                 replica.updater.steps = step
 

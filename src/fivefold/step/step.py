@@ -25,7 +25,7 @@ from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.share import Share
 from fivefold.recipe import OptimSection, Recipe
 from fivefold.spread.seconds import SECONDS, SHARED_EVERY
-from fivefold.step.judge import judge
+from fivefold.step.judge import destroyed, judge
 from fivefold.step.state import State
 
 OWN = ("loss", "norm", "stop", "skipped")
@@ -110,13 +110,13 @@ def take_step(
     share = forward_backward(state, microbatches, recipe.train.seed)
     more = dict(inspect() or {})
     seconds = own_seconds(state.mesh.axis("all"), state.step)
-    loss, own_norm, stop = agree(state, share, stop_wanted(), seconds)
+    loss, own_norm, stop, ruined = agree(state, share, stop_wanted(), seconds)
     scaling = state.loss_scale
     if scaling is not None:
         own_norm = own_norm / scaling.factor
         more["loss_scale"] = scaling.factor
-    loss, norm, stop = mean_over_sites(state, loss, own_norm, stop)
-    verdict = judge(state.usual, loss, norm, recipe.faults)
+    loss, norm, stop, ruined = mean_over_sites(state, loss, own_norm, stop, ruined)
+    verdict = judge(state.usual, loss, norm, recipe.faults, ruined)
     state.usual = verdict.usual
     with span("update"):
         lr, diverging = update(state, recipe.optim, own_norm, verdict.skip, recipe.train.steps, verdict.bad)
@@ -265,27 +265,38 @@ def own_seconds(axis: Axis, step: int) -> Tensor | None:
     return rows.to(axis.device, non_blocking=True)
 
 
+def last_update(state: State) -> Tensor:
+    """1 if the last update has destroyed weights of this rank, else 0: an fp32 scalar."""
+    device, seen = state.mesh.device, [replica.updater.largest for replica in state.parallel.replicas]
+    found = [one.to(device, non_blocking=True) for one in seen if one is not None]
+    if not found:
+        return torch.zeros((), device=device)
+    wrong, state.limit = destroyed(torch.stack(found).amax(), state.limit)
+    return wrong
+
+
 def agree(
     state: State, share: Tensor, stop: bool, seconds: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean loss, norm of the whole gradient, > 0 if any rank was asked to stop), equal on all ranks of a site: fp64
-    scalars.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(mean loss, norm of the whole gradient, > 0 if any rank was asked to stop, > 0 if the last update has destroyed
+    weights of any rank), equal on all ranks of a site: fp64 scalars.
 
     share: this rank's share of the loss. seconds: is summed, too. One message sums everything. Where states are not
     divided, all ranks have the same norm already, and take the mean: no rank may decide by a norm of its own.
     """
     mesh = state.mesh
     square = gradient_square(state.parallel.replicas, mesh)
-    sums = torch.stack([share.double(), torch.full_like(square, float(stop)), square])
+    stopping = torch.full_like(square, float(stop))
+    sums = torch.stack([share.double(), stopping, square, last_update(state).double()])
     if seconds is not None:
         sums = torch.cat([seconds.flatten(), sums])
     mesh.axis("all").all_reduce(sums)
     if seconds is not None:
-        seconds.copy_(sums[:-3].view_as(seconds))
-    loss, stopping, square = sums[-3:].unbind()
+        seconds.copy_(sums[:-4].view_as(seconds))
+    loss, stopping, square, ruined = sums[-4:].unbind()
     if not mesh.layout.divided:
         square = square / mesh.size("all")
-    return loss.float().double(), square.sqrt(), stopping
+    return loss.float().double(), square.sqrt(), stopping, ruined
 
 
 def mean_over_sites(state: State, *figures: Tensor) -> Sequence[Tensor]:

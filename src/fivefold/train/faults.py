@@ -46,6 +46,8 @@ def policy(faults: FaultsSection, kind: str) -> str:
     """What the recipe wants done after a fault of this kind: "tell", "skip", "rollback" or "abort"."""
     if kind == "overflow":
         return "skip"
+    if kind == "destroyed":  # to skip this step would not bring the weights back
+        return "rollback" if faults.on_nonfinite == "rollback" else "abort"
     return faults.on_nonfinite if kind == "nonfinite" else faults.on_spike
 
 
@@ -69,8 +71,11 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
         return Fault(step, said, "abort", step - skipped)
     for kind in found_in(figures):
         if (act := policy(faults, kind)) in ("rollback", "abort"):
-            said = f"step {step}: {described(kind, figures)}; the update is skipped"
-            return Fault(step, said, act, step - 1)
+            said = f"step {step}: {described(kind, figures)}"
+            if kind == "destroyed":
+                said += f". They are not saved. Resume from the last checkpoint with {ADVICE}"
+                return Fault(step, said, act, step - 2, good=False)
+            return Fault(step, f"{said}; the update is skipped", act, step - 1)
     return None
 
 

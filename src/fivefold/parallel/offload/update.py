@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
+from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import OptimizerCard
-from fivefold.optim.updater import Updater
+from fivefold.optim.updater import Updater, largest
 from fivefold.parallel.offload.disk import Disk, File, aligned, alone, wait_for
 from fivefold.spread.tiers import CHUNK, SLOTS, Arena, Chunk, share_of_second
 
@@ -194,6 +195,7 @@ class StreamedUpdater(Updater):
         self.share = self._second.next_share(self.share)
         if skip is not None and skip.item():
             return
+        self.largest = torch.zeros(())
         for group in self.fused_optimizer.param_groups:
             group["lr"] = lr * group["rate"]
         for event in self._done.values():
@@ -368,6 +370,7 @@ class StreamedUpdater(Updater):
                 state[weight] = kept | {name: found[name][number] for name in self._views}
         self._scale({p.name: g for p, g in zip(chunk.pieces, found[GRADIENTS], strict=True)}, scale)
         self.fused_optimizer.step()
+        self._note_largest(found[MASTERS])
         for number, piece in enumerate(chunk.pieces):
             weight = found[MASTERS][number]
             after, weight.grad = state[weight], None
@@ -378,6 +381,12 @@ class StreamedUpdater(Updater):
             if WORKING in found:
                 found[WORKING][number].copy_(weight)
         state.clear()
+
+    def _note_largest(self, masters: Sequence[Tensor]) -> None:
+        known = self.fused_optimizer.largest if isinstance(self.fused_optimizer, AdamW) else None
+        found = largest(masters) if known is None else known
+        if found is not None and self.largest is not None:
+            self.largest = torch.maximum(self.largest, found)
 
     def states(self) -> dict[str, Tensor]:
         self.settle()
