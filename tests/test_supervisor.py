@@ -124,6 +124,23 @@ def test_a_rank_that_has_saved_is_not_the_one_that_failed(tmp_path: Path) -> Non
     assert (found.rank, found.text) == (0, "rank 0 did not end by itself, and was killed")
 
 
+@pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
+def test_a_clock_that_is_set_does_not_change_who_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """Rank 0 raises 2 s after rank 1 was killed, or 2 s before. Then somebody sets the clock."""
+    plain = time.time
+    monkeypatch.setenv(verdict.FOLDER, str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    before = time.monotonic() - 2
+    verdict.leave("failed", "RuntimeError: all is lost")
+    monkeypatch.setattr(time, "time", lambda: plain() + jump_s)
+    after = time.monotonic() + 2
+    for at, first in ((before, 1), (after, 0)):
+        found = verdict.judge(tmp_path, {0: (after, exits.FAILED), 1: (at, -signal.SIGKILL)}, (), False)
+        assert found.rank == first
+
+
 def test_a_pod_without_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setattr(sys, "stdin", None)

@@ -216,7 +216,7 @@ class Supervisor:
             code = process.exitcode
             if code is None:
                 continue
-            self.ended[rank] = time.time(), code
+            self.ended[rank] = time.monotonic(), code
             del self.running[rank]
             process.join()
             if code == 0 or rank in self.killed:

@@ -73,8 +73,15 @@ def leave(kind: str, text: str = "") -> int:
     temporary = path.with_name(f".{path.name}.{own_word()}")
     with suppress(OSError):  # the exit code says the kind, too
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        _date(temporary)
         temporary.replace(path)
     return CODES[kind]
+
+
+def _date(path: Path) -> None:
+    """Dates a file by time.monotonic: nobody sets that clock, and all processes of a machine share it."""
+    now = time.monotonic()
+    os.utime(path, (now, now))
 
 
 MOVED = "moved"  # a file MOVED-RANK: see `get_on`
@@ -88,7 +95,9 @@ def get_on() -> None:
     _moved_at = time.monotonic()
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
-            Path(folder, f"{MOVED}-{os.environ.get('RANK', '0')}").touch()
+            path = Path(folder, f"{MOVED}-{os.environ.get('RANK', '0')}")
+            path.touch()
+            _date(path)
 
 
 def moved_at() -> float:
@@ -136,8 +145,8 @@ def read(folder: Path, kind: str) -> dict[int, str]:
 def judge(
     folder: Path, ended: Mapping[int, tuple[float, int]], killed: Collection[int], memory: bool
 ) -> Failure:
-    """Names the failure of an attempt. ended: when (time.time) and with which code each rank ended. killed: the ranks
-    that the launcher killed. memory: the system has killed a process of ours because memory ran out."""
+    """Names the failure of an attempt. ended: when (time.monotonic) and with which code each rank ended. killed: the
+    ranks that the launcher killed. memory: the system has killed a process of ours because memory ran out."""
     if errors := read(folder, "error"):
         rank = min(errors)
         return Failure(rank, "error", errors[rank])
