@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fivefold import files
 from fivefold.checkpoint.hf import export_run, import_folder
 from fivefold.cli.main import app
 from fivefold.errors import LONGEST_MESSAGE, CheckFailed, CommunicationError, UserError, printable
+from fivefold.files import guarded, reading, writing
 from fivefold.launch import verdict
 from fivefold.recipe import Recipe, change, load
 from fivefold.train.start import run_command
@@ -100,6 +102,38 @@ def test_links_within_a_folder_and_to_it_are_followed(copy: Path, tmp_path: Path
     (tmp_path / "name").symlink_to(copy)
     run_command(longer(copy), out=tmp_path / "name", resume=True, fork=False)
     assert (copy / "checkpoints" / "step-00000003").is_dir()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says where an open file lies")
+@pytest.mark.parametrize("name", ["read", "write", "write on", "append"])
+def test_a_link_that_comes_between_a_look_and_an_open_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Nothing of the file outside is read or changed."""
+    home, secret = tmp_path / "home", tmp_path / "secret"
+    home.mkdir()
+    (home / "file").write_text("ours")
+    secret.write_text("secret")
+    files.guard(home)
+
+    def swap(path: Path, opened: int | None = None) -> Path:
+        found = guarded.inside(path, opened)
+        if opened is None:
+            path.unlink()
+            path.symlink_to(secret)
+        return found
+
+    monkeypatch.setattr(reading, "inside", swap)
+    monkeypatch.setattr(writing, "inside", swap)
+    do = {
+        "read": files.open_file,
+        "write": files.stream,
+        "write on": lambda path: files.stream_on(path, 2),
+        "append": lambda path: files.Lines(path).write("more"),
+    }
+    with pytest.raises(UserError, match="leads out of"):
+        do[name](home / "file")
+    assert secret.read_text() == "secret"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tokenizer.json", "traces/histogram-step-1.json"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from fivefold.checkpoint import store
 from fivefold.checkpoint.manifest import Box
 from fivefold.errors import UserError
-from fivefold.files import MOST_JSON, read_json
+from fivefold.files import MOST_JSON, open_file, read_json
 from fivefold.models.card import card_of
 from fivefold.models.hf import made_from_hf
 from fivefold.models.section import ModelSection
@@ -77,7 +77,9 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in weight_files(source):
         try:
-            weights.update(load_file(source / file))
+            with open_file(source / file) as opened:
+                same = Path(f"/proc/self/fd/{opened.fileno()}")  # whatever has its name by now
+                weights.update(load_file(same if same.exists() else source / file))
         except FileNotFoundError:
             raise UserError(f"{source / file} is missing, though {INDEX} names it") from None
         except SafetensorError as error:

@@ -45,8 +45,9 @@ def _look_through(folder: Path) -> None:
                     raise UserError(f"{path} is neither a file nor a folder. Remove it")
 
 
-def inside(path: Path) -> Path:
-    """Returns `path`, after a check that no link leads it out of a guarded folder.
+def inside(path: Path, opened: int | None = None) -> Path:
+    """Returns `path`, after a check that no link leads it out of a guarded folder. opened: the descriptor of the file
+    that was found there: then its place counts, so nobody can have put a link there after the check.
 
     Raises:
         UserError: one does.
@@ -56,10 +57,20 @@ def inside(path: Path) -> Path:
     absolute = Path(os.path.abspath(path))
     for home, allowed in _guarded.items():
         if home in absolute.parents:
-            real = Path(os.path.realpath(absolute))
+            real = _place(opened) if opened is not None else None
+            real = real or Path(os.path.realpath(absolute))
             if not any(place == real or place in real.parents for place in allowed):
                 raise UserError(
                     f"{path} leads out of {home}, to {real}. Links in run folders and models are not followed: put "
                     "the file itself there"
                 )
     return path
+
+
+def _place(descriptor: int) -> Path | None:
+    """Where an open file lies, or lay before it was removed; None if the system does not say."""
+    try:
+        place = os.readlink(f"/proc/self/fd/{descriptor}")
+        return Path(place if os.fstat(descriptor).st_nlink else place.removesuffix(" (deleted)"))
+    except OSError:
+        return None

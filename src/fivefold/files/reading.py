@@ -32,6 +32,7 @@ def open_file(path: Path) -> BinaryIO:
     """
     descriptor = os.open(inside(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        inside(path, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise UserError(f"{path} is not a regular file")
         return open(descriptor, "rb")
