@@ -19,7 +19,7 @@ TO_DOCS := $(VENV)/.installed-docs
 LISTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-chaos check docs audit sbom format clean
+.PHONY: help train test test-all test-chaos check docs audit sbom release format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -61,6 +61,9 @@ audit: $(TO_TEST)  ## installed versions and files against their pins; known vul
 sbom: $(TO_TEST)  ## dist/sbom.json: all components, for a release
 	@mkdir -p dist
 	$(BIN)/python .ci/dependencies.py sbom dist/sbom.json
+
+release: audit sbom  ## dist/: the wheel and its list of components, after the audit
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 format: $(TO_TEST)  ## format the code and mend what ruff can
 	$(BIN)/ruff format .
