@@ -6,7 +6,10 @@ python docs/make_pictures.py runs/quickstart-1    # README's picture of a report
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,8 +18,8 @@ from tempfile import TemporaryDirectory
 
 import loss_pictures
 import terminal_picture
-from loss_pictures import text
 
+from fivefold.cli.main import main as fivefold
 from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
 from fivefold.observe.report import write_report
 from fivefold.optim import OPTIMIZERS
@@ -24,15 +27,12 @@ from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.clusters import parse
 from fivefold.plan.compare import compare
 from fivefold.plan.frontier import as_rows, frontier
-from fivefold.plan.offload import units_of
 from fivefold.plan.pages import criteria_svg
 from fivefold.plan.pages import svg as plan_svg
 from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
 from fivefold.plan.search import search
-from fivefold.plan.software import PAPER
-from fivefold.plan.stage_costs import stage_costs
 from fivefold.plan.sweep_results import results as results_of
 from fivefold.plan.timeline import timeline
 from fivefold.precision.histogram import from_json as histogram_of
@@ -40,18 +40,14 @@ from fivefold.recipe import load, resolve
 from fivefold.recipe.sweep import Row, Sweep
 from fivefold.schedules import collectives
 from fivefold.schedules.collectives import draw
-from fivefold.schedules.offload import WAYS, busy
-from fivefold.schedules.offload import simulate as simulate_offload
 from fivefold.schedules.overlap import from_json
 from fivefold.schedules.overlap_draw import to_svg as timelines_svg
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_svg
 from fivefold.spread.layout import Layout
-from fivefold.spread.parts import token_spans
 from fivefold.trace.depth import timelines as timelines_of_memory
-from fivefold.trace.formulas import Shape, rows
 
-FOLDER = Path(__file__).with_name("parallelism") / "pictures"
-PLAN_FOLDER = Path(__file__).with_name("pictures")
+FOLDER = Path(__file__).absolute().with_name("parallelism") / "pictures"
+PLAN_FOLDER = Path(__file__).absolute().with_name("pictures")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PLAN = ("llama-7b", "pp=4,dp=4,zero=1")  # on 16 H100, drawn in planner.md
 LAYOUTS = {
@@ -73,7 +69,25 @@ TIMELINES = {
 }
 DEVICES = ("dp=8", "dp=8,bucket_mib=0", "dp=8,zero=3", "dp=4,tp=2,zero=3")  # drawn on 8 H100
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # per rank
-COLORS = ("#1f5a9e", "#2c7a5a", "#b5651d", "#7b4fa3")
+OFFLOADED = (
+    "dp=1,offload=states:host,recompute=full --set train.global_batch_size=8 --set train.microbatch_size=4"
+)
+COMMANDS = {
+    PLAN_FOLDER / "lecture_zero.svg": (
+        "plan llama2-7b --layout dp=64 --psi 7.5e9 --states paper --svg states.svg",
+        "states.svg",
+    ),
+    PLAN_FOLDER / "lecture_activations.svg": (
+        "plan gpt3-175b --layout tp=8 --set train.microbatch_size=1 --formulas --svg activations.svg",
+        "activations.svg",
+    ),
+    FOLDER / "context.svg": ("draw llama2-7b --layout cp=4 --out .", "context.svg"),
+    PLAN_FOLDER / "offload.svg": (
+        f"draw llama2-13b --cluster h100:1 --layout {OFFLOADED} --out .",
+        "offload.svg",
+    ),
+}
+"""Pictures that commands of the lectures' pages draw: (command, the file that it writes)."""
 
 
 def main() -> None:
@@ -88,7 +102,6 @@ def main() -> None:
         picture = layout_picture.to_svg(loaded, Layout.from_recipe(loaded.layout), f"{recipe}: {layout}")
         (FOLDER / f"{name}.svg").write_text(picture, encoding="utf-8")
     (FOLDER / "schedules.svg").write_text(schedules(4, 8), encoding="utf-8")
-    (FOLDER / "context.svg").write_text(context(4), encoding="utf-8")
     for name, (title, shape) in COLLECTIVES.items():
         picture = draw.to_svg(collectives.build("all_reduce", name, shape), title)
         (PLAN_FOLDER / f"collective_{name}.svg").write_text(picture, encoding="utf-8")
@@ -96,7 +109,6 @@ def main() -> None:
         (PLAN_FOLDER / f"server_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in timelines().items():
         (PLAN_FOLDER / f"timeline_{name}.svg").write_text(picture, encoding="utf-8")
-    (PLAN_FOLDER / "offload.svg").write_text(offloads(), encoding="utf-8")
     found = json.loads((RESULTS / "histogram.json").read_text())
     picture = number_formats.histogram_svg(
         histogram_of(found["kinds"]), f"quickstart, step {found['step']}: numbers by exponent"
@@ -112,8 +124,8 @@ def main() -> None:
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
     (PLAN_FOLDER / "first_run.svg").write_text(terminal_picture.first_run(), encoding="utf-8")
-    for name, picture in lectures().items():
-        (PLAN_FOLDER / f"lecture_{name}.svg").write_text(picture, encoding="utf-8")
+    for path, (command, drawn) in COMMANDS.items():
+        by_command(command, drawn, path)
 
 
 def report(run: Path, picture: Path) -> None:
@@ -129,54 +141,15 @@ def report(run: Path, picture: Path) -> None:
         subprocess.run([browser, *options], check=True, capture_output=True, timeout=60)
 
 
-def lectures() -> dict[str, str]:
-    """States under ZeRO (arXiv 1910.02054, figure 1), and activations of a block (arXiv 2205.05198, figure 7)."""
-    psi, ranks = 7.5e9, 64
-    kinds = {
-        "weights": PAPER.working,
-        "gradients": PAPER.gradient,
-        "masters, moments": PAPER.master + PAPER.moments,
-    }
-    first = {"weights": 3, "gradients": 2, "masters, moments": 1}  # the stage that shards them
-    stages = {
-        f"ZeRO {stage}" if stage else "data parallel": {
-            kind: size * psi / (ranks if stage >= first[kind] else 1) / 1e9 for kind, size in kinds.items()
-        }
-        for stage in range(4)
-    }
-    saved = {row.name: row for row in rows(Shape(2048, 1, 12288, 96, 8))}
-    names = ("a block (1)", "selective", "tp (2)", "tp, sp (4)", "tp, sp, selective (6)", "full")
-    blocks = {
-        f"{name.partition(' (')[0]}: {saved[name].formula}": {"": saved[name].bytes / 1e6} for name in names
-    }
-    return {
-        "zero": bars("States of 7.5 billion parameters on 64 devices, per device", stages, "GB", 130),
-        "activations": bars("Activations of a block of GPT-3, 16 bits, t = 8", blocks, "MB", 340),
-    }
-
-
-def bars(title: str, rows: dict[str, dict[str, float]], unit: str, left: int) -> str:
-    """A bar for each row, of the values of its kinds, with their sum."""
-    longest = max(sum(row.values()) for row in rows.values())
-    kinds = list(next(iter(rows.values())))
-    width, top, high = 760, 66 if len(kinds) > 1 else 44, 30
-    parts = [text(20, 24, title, "600")]
-    for number, kind in enumerate(kinds if len(kinds) > 1 else []):
-        parts.append(f'<rect x="{20 + 170 * number}" y="38" width="12" height="12" fill="{COLORS[number]}"/>')
-        parts.append(text(38 + 170 * number, 49, kind))
-    for line, (name, row) in enumerate(rows.items()):
-        x, y = float(left), top + line * high
-        parts.append(text(20, y + 15, name))
-        for color, value in zip(COLORS, row.values(), strict=False):
-            wide = value / longest * (width - left - 90)
-            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="20" fill="{color}"/>')
-            x += wide
-        parts.append(text(x + 8, y + 15, f"{sum(row.values()):,.4g} {unit}"))
-    height = top + len(rows) * high + 10
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f'<rect width="100%" height="100%" fill="#fdfcf8"/>{"".join(parts)}</svg>\n'
-    )
+def by_command(command: str, drawn: str, path: Path) -> None:
+    """Runs a command of `COMMANDS` in a folder of its own, and keeps the picture `drawn` that it writes there."""
+    with TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            fivefold(shlex.split(command))
+        except SystemExit as stop:
+            if stop.code:
+                raise
+        path.write_text(Path(drawn).read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def compared() -> dict[str, str]:
@@ -184,20 +157,6 @@ def compared() -> dict[str, str]:
     recipe = load("llama-7b", ["train.microbatch_size=1"], "dp=1")
     rows, title = compare(recipe, parse("h100:8"), 8), "llama-7b on h100:8"
     return {"criteria": criteria_svg.criteria(rows, title), "overlap": criteria_svg.overlap(rows, title)}
-
-
-def offloads() -> str:
-    """The ways to update on the host, with a 13B model's blocks, by their planned seconds on an H100."""
-    sets = [
-        "model.layers=40", "model.dim=5120", "model.heads=40", "model.kv_heads=40", "model.ffn_dim=13824",
-        "model.vocab_size=32000", "model.seq_len=2048", "train.global_batch_size=8", "train.microbatch_size=8",
-        "layout.recompute=full", "layout.offload=states:host", "precision.mode=bf16",
-    ]  # fmt: skip
-    planned = predict(load("quickstart", sets, "dp=1"), parse("h100"))
-    units = units_of(planned.setting, stage_costs(planned.setting)[0], 8)
-    lines = {name: simulate_offload(units, way) for name, way in WAYS.items()}
-    drawn = [(f"{name}: device busy {busy(line):.0%}", line) for name, line in lines.items()]
-    return timelines_svg(drawn, "Updates on the host: 13B parameters in 8 units, one H100 with PCIe 4.0")
 
 
 def memory() -> str:
@@ -304,40 +263,6 @@ def stack(pictures: list[str]) -> str:
         top, width = top + high, max(width, wide)
     size = f'width="{width:g}" height="{top:g}" viewBox="0 0 {width:g} {top:g}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "\n</svg>\n"
-
-
-def context(ranks: int) -> str:
-    """Queries down, keys across, a square for each pair of chunks that attention computes, coloured by the rank that
-    computes it: neighbouring parts on the left, zig-zag on the right."""
-    cell, chunks = 22, 2 * ranks
-    zigzag = Layout(cp=ranks)
-    owner = {a: rank for rank in range(ranks) for a, _ in token_spans(zigzag, chunks, rank)}
-    plans = [("neighbouring parts", [chunk // 2 for chunk in range(chunks)])]
-    plans.append(("zig-zag", [owner[chunk] for chunk in range(chunks)]))
-    parts = []
-    for column, (title, ranks_of) in enumerate(plans):
-        left, top = 20 + column * (chunks * cell + 130), 50
-        parts.append(text(left, 20, title, "600"))
-        work = [0.0] * ranks
-        for q in range(chunks):
-            for k in range(q + 1):
-                half = 0.5 if k == q else 1.0  # on the diagonal half of the pairs are seen
-                work[ranks_of[q]] += half
-                x, y, color = left + k * cell, top + q * cell, COLORS[ranks_of[q] % len(COLORS)]
-                parts.append(
-                    f'<rect x="{x}" y="{y}" width="{cell - 2}" height="{cell - 2}" fill="{color}" opacity="{half}"/>'
-                )
-        for rank, amount in enumerate(work):
-            y = top + 20 + rank * 22
-            x = left + chunks * cell + 8
-            parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLORS[rank]}"/>')
-            parts.append(text(x + 18, y, f"rank {rank}: {amount / sum(work):.0%}"))
-    width, height = 2 * (chunks * cell + 130) + 20, 60 + chunks * cell
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f'<rect width="100%" height="100%" fill="#fdfcf8"/>{"".join(parts)}'
-        f"{text(20, height - 4 - chunks * cell - 20, 'queries down, keys across; work of each rank')}</svg>\n"
-    )
 
 
 if __name__ == "__main__":

@@ -4,13 +4,20 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from fivefold.cli.main import main
+from fivefold.observe import context_picture, worker_picture
 from fivefold.observe.holding import holding
 from fivefold.observe.layout_picture import to_svg, to_text
+from fivefold.plan.clusters import parse
+from fivefold.plan.offload import ways
+from fivefold.plan.predict import predict
 from fivefold.recipe import count_parameters, load, resolve
+from fivefold.schedules.offload import busy
+from fivefold.schedules.priority import Layer, Line, Simulation
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import equation
 
@@ -136,3 +143,138 @@ def main_(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code in (0, None)
+
+
+def drawn(capsys, out: Path, *arguments: str) -> tuple[str, dict[str, ET.Element]]:
+    """(text, pictures by name) of a command."""
+    main_(["draw", *arguments, "--out", str(out), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    return found["text"], {name: ET.parse(path).getroot() for name, path in found["pictures"].items()}
+
+
+def texts(root: ET.Element) -> list[str]:
+    return [node.text or "" for node in root.findall(".//{*}text")]
+
+
+def test_who_computes_which_queries_and_keys(tmp_path, capsys):
+    """4 x 4 chunks under a causal mask: rank 0 has the first and the last one."""
+    text, pictures = drawn(capsys, tmp_path, "llama-7b", "--layout", "cp=2")
+    assert "share of each rank, zig-zag: 50%, 50%" in text
+    assert "neighbouring parts: 25%, 75%" in text
+    root = pictures["context"]
+    tiles = [node.find("{*}title") for node in root.findall(".//{*}rect")]
+    names = Counter(node.text for node in tiles if node is not None)
+    assert len(names) == 16, "of 10 tiles the plans agree on 4"
+    assert names["rank 0: queries 3, keys 0"] == 1
+    assert names["rank 1: queries 3, keys 0"] == 1
+    assert names["rank 0: queries 0, keys 0"] == 2
+    halves = [node for node in root.findall(".//{*}rect") if node.get("opacity") == "0.5"]
+    assert len(halves) == 2 * 4
+    assert "rank 1: 75%" in texts(root)
+    for layout in ("dp=2", "cp=2,cp_method=ulysses"):
+        assert "context" not in drawn(capsys, tmp_path, "llama-7b", "--layout", layout)[1]
+
+
+def test_attention_without_a_mask_is_even_in_both():
+    found = context_picture.plans(Layout(cp=4))
+    assert [context_picture.work(owners, False) for owners in found.values()] == [[0.25] * 4] * 2
+    assert context_picture.work(found["zig-zag"], True) == pytest.approx([0.25] * 4)
+    assert context_picture.work(found["neighbouring parts"], True) == pytest.approx(
+        [1 / 16, 3 / 16, 5 / 16, 7 / 16]
+    )
+
+
+OFFLOADED = [
+    "llama2-13b", "--cluster", "h100:1", "--set=train.global_batch_size=8", "--layout",
+    "dp=1,recompute=full,offload=",
+]  # fmt: skip
+
+
+def test_offload_is_drawn_as_it_is_planned(tmp_path, capsys):
+    """The lanes of the link and of the host's update, the whole step's seconds, and each way with its device's
+    share."""
+    *options, layout = OFFLOADED
+    text, pictures = drawn(capsys, tmp_path, *options, f"{layout}states:host")
+    plan = predict(load("llama2-13b", ["train.global_batch_size=8"], f"{layout}states:host"), parse("h100:1"))
+    assert f"3 of 8 microbatches of a step of {plan.step.seconds:.4g} s" in text
+    names = [node.text for node in pictures["timeline"].findall(".//{*}title")]
+    assert sum(str(name).startswith("link of backward: ") for name in names) == 3
+    assert sum(str(name).startswith("host of forward: ") for name in names) == 1
+    found = ways(plan.setting)
+    shown = " ".join(texts(pictures["offload"]))
+    for name, line in found.items():
+        assert f"{name}: device busy {busy(line):.0%}" in shown
+        assert f"{name}: device busy {busy(line):.0%}, {line.seconds:.3g} s" in text
+    assert busy(found["after"]) < busy(found["beside"]) < busy(found["early"])
+    assert text.count("(the trainer)") == 1
+    text, pictures = drawn(capsys, tmp_path, *options, f"{layout}states:disk")
+    assert re.search(r"(?m)^disk +│", text)
+    assert "offload" not in pictures, "the ways are those of states in host memory"
+
+
+def test_a_planned_worker_is_drawn_in_both_orders(tmp_path, capsys):
+    options = [
+        "gpt2-124m",
+        "--layout",
+        "dp=3",
+        "--set=sync.method=server",
+        "--set=train.global_batch_size=24",
+    ]
+    text, pictures = drawn(capsys, tmp_path, *options, "--cluster", "h100:4")
+    sets = ["sync.method=server", "train.global_batch_size=24"]
+    for order in ("fifo", "priority"):
+        plan = predict(load("gpt2-124m", [*sets, f"sync.order={order}"], "dp=3"), parse("h100:4"))
+        assert f"sync.order = {order}: {plan.step.seconds:.4g} s per step" in text
+        assert f"sync.order = {order}" in texts(pictures["workers"])
+    boxes = [node.get("class") for node in pictures["workers"].findall(".//{*}rect")]
+    blocks = 12
+    assert boxes.count("a") >= 2 * 2 * blocks, "forward of each block: two orders, two steps"
+    assert boxes.count("b") >= 2 * 2 * blocks
+    assert boxes.count("push") > 2 * blocks
+    assert boxes.count("pull") > 2 * blocks
+
+
+def test_a_simulated_worker_does_everything_once_per_step():
+    layers = [Layer(1, 2, 4, 4), Layer(1, 2, 4, 4)]
+    run = Simulation(layers, Line(1, 1, partition=4), iterations=6)
+    rows = worker_picture.simulated(run, steps=2)
+    assert [box.label for box in rows["computing"] if box.kind == "a"] == ["0", "1"] * 2
+    assert [box.label for box in rows["computing"] if box.kind == "b"] == ["1", "0"] * 2
+    assert max(box.end for box in rows["computing"]) == pytest.approx(run.ends[-1] - run.ends[-3])
+    assert worker_picture.to_text({"computing": rows["computing"]}, 10, 2 * run.ends[-1]).count(" ") > 5
+
+
+def test_a_run_with_servers_is_drawn(tmp_path, capsys):
+    """The last steps; who waits how long."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").touch()
+    rows = [
+        {
+            "worker": w,
+            "step": step,
+            "share": w,
+            "begin": 100.0 + step + w / 4,
+            "end": 101.0 + step,
+            "waited_s": w / 4,
+        }
+        for step in range(1, 21)
+        for w in (0, 1)
+    ]
+    path = run / worker_picture.WORKERS
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, pictures = drawn(capsys, tmp_path, str(run))
+    steps = worker_picture.STEPS
+    assert f"worker 0: {steps} shares, waits 0%; worker 1: {steps} shares, waits 50%" in text
+    first, second = (text[text.index(f"worker {w} │") :].splitlines()[0] for w in (0, 1))
+    assert set(first[len("worker 0 │") : -1]) == {"A", "B"}
+    assert "." in second
+    boxes = Counter(node.get("class") for node in pictures["workers"].findall(".//{*}rect"))
+    assert (boxes["a"], boxes["b"], boxes["wait"]) == (steps, steps, steps)
+    titles = [node.text for node in pictures["workers"].findall(".//{*}title")]
+    assert "20: 11.000 to 12.000 s" in titles
+    assert not [title for title in titles if str(title).startswith("8: ")]
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit):
+        main(["draw", str(run)])
+    assert f"{path} is damaged" in capsys.readouterr().err

@@ -1,10 +1,13 @@
 """The paper's formulas beside what autograd saves: equal but for the statistics of two norms."""
 
 import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from fivefold.cli.formulas import DRAWN
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.trace.formulas import STATISTICS, Shape, rows
@@ -37,6 +40,35 @@ def test_options_that_formulas_ignore_are_refused(option: str) -> None:
     result = CliRunner().invoke(app, ["plan", "gpt2-124m", "--formulas", *option.split()])
     assert isinstance(result.exception, UserError)
     assert f"{option.split()[0]} has no effect with --formulas" in str(result.exception)
+
+
+def test_formulas_are_drawn(tmp_path: Path) -> None:
+    """Bars as long as their bytes, of the recipe's sizes; without tensor ranks only those of one."""
+    lengths = {}
+    for tp in (8, 1):
+        path = tmp_path / f"{tp}.svg"
+        command = [
+            "plan",
+            "gpt3-175b",
+            "--layout",
+            f"tp={tp}",
+            "--formulas",
+            "--set",
+            "train.microbatch_size=1",
+        ]
+        result = CliRunner().invoke(app, [*command, "--svg", str(path)])
+        assert result.output.endswith(f"{path}\n"), result.output
+        bars = [node for node in ET.parse(path).findall(".//{*}rect") if node.get("class") == "activations"]
+        lengths[tp] = [float(bar.get("width", 0)) for bar in bars]
+        words = " ".join(node.text or "" for node in ET.parse(path).findall(".//{*}text"))
+        assert "a block (1): 34 s b h + 5 a b s^2" in words
+        assert "2.9 GB" in words
+    found = {row.name: row.bytes for row in rows(Shape(2048, 1, 12288, 96, 8))}
+    wanted = [found[name] for name in DRAWN]
+    assert [one / lengths[8][0] for one in lengths[8]] == pytest.approx(
+        [one / wanted[0] for one in wanted], abs=1e-3
+    )
+    assert len(lengths[1]) == 3
 
 
 def test_command_prints_those_of_gpt3() -> None:

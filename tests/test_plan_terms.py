@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -97,6 +98,47 @@ def test_numbers_of_the_courses(command: str, section: str, values: dict[str, fl
     found = conventions(command)[section]
     for name, value in values.items():
         assert found[name]["value"] == pytest.approx(value, rel=0.003), name
+
+
+@pytest.mark.parametrize("layout", ["dp=64", "dp=4,tp=2,pp=2", "dp=2,zero=1"])
+@pytest.mark.parametrize("how", ["paper", "fivefold"])
+def test_drawn_states_are_the_terms(layout: str, how: str, tmp_path: Path) -> None:
+    """The bars of a stage add up to its term: weights, gradients, and the optimizer's, of which each stage shards
+    one more."""
+    path = tmp_path / "states.svg"
+    found = json.loads(run(f"llama2-7b --layout {layout} --psi 7.5e9 --states {how} --svg {path} --json"))
+    assert found["svg"] == str(path)
+    wanted = [found["conventions"]["states"][f"ZeRO {zero}"]["value"] for zero in range(4)]
+    kinds = ("params", "gradients", "optimizer")
+    bars = [
+        node for node in ElementTree.parse(path).findall(".//{*}rect") if node.find("{*}title") is not None
+    ]
+    assert [bar.get("class") for bar in bars] == [*kinds] * 4
+    lengths = [float(bar.get("width", 0)) for bar in bars]
+    stages = [sum(lengths[3 * zero : 3 * zero + 3]) for zero in range(4)]
+    assert [one / stages[0] for one in stages] == pytest.approx([one / wanted[0] for one in wanted], abs=2e-3)
+    if (layout, how) == ("dp=64", "paper"):
+        assert lengths[:3] == pytest.approx([stages[0] / 8, stages[0] / 8, stages[0] * 3 / 4], abs=0.02)
+        assert lengths[5] == pytest.approx(lengths[2] / 64, abs=0.02)
+        words = [node.text for node in ElementTree.parse(path).findall(".//{*}text")]
+        assert {"120.0 GB", "31.4 GB", "16.6 GB", "1.9 GB", "weights"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    ("options", "nearest"),
+    [
+        ("", "add --terms, --states CONVENTION or --formulas"),
+        ("--bubble step", "add --terms"),
+        ("--search --terms", "leave out --search"),
+    ],
+)
+def test_pictures_of_terms_that_there_are_not(options: str, nearest: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["plan", "gpt2-124m", *options.split(), "--svg", str(tmp_path / "x.svg")]
+    )
+    assert isinstance(result.exception, UserError)
+    assert nearest in str(result.exception)
+    assert not (tmp_path / "x.svg").exists()
 
 
 def test_text_has_the_courses_digits() -> None:

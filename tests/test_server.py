@@ -36,7 +36,7 @@ from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.servers import Servers, Shares, messages, pieces, units
 from fivefold.train import served as train_served
 from fivefold.train.job import Job
-from fivefold.train.served import WORKERS, run_served
+from fivefold.train.served import run_served
 from fivefold.train.share import batches_of
 
 SERVER = ["sync.method=server", "observe.tensorboard=false"]
@@ -196,7 +196,7 @@ def _process(rank: int, world: int, folder: str, *arguments: Any) -> None:
 
 
 def told(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / WORKERS).read_text().splitlines()]
+    return [json.loads(line) for line in (run / worker_picture.WORKERS).read_text().splitlines()]
 
 
 def test_asynchronous_training_goes_on_without_a_worker(room: Path, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from fivefold.schedules.overlap_draw import to_svg, to_text
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import parse as fields
 from fivefold.spread.layout_text import to_text as to_text_of
+from fivefold.spread.tiers import OFFLOADS
 from fivefold.step.recorder import Recorder
 from fivefold.step.step import take_step
 from fivefold.train.share import share_of
@@ -294,6 +295,38 @@ def test_the_planned_timeline_is_the_planned_step(device: str, microbatches: int
             assert drawn.waited == pytest.approx(sum(step.exposed.values()), abs=1e-12), text
         ET.fromstring(to_svg([("planned", drawn)], text))
         assert to_text(drawn, 60).count("│") == 2 * len(drawn.lanes)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_the_planned_timeline_has_what_offload_waits_for(device: str, microbatches: int) -> None:
+    """It takes the planned step, and waits as long. Gradient sums of replicas hide a little more than in the plan,
+    which adds them to a phase that waits."""
+    cluster = parse("h100") if device == "gpu" else of_table(table())
+    cluster = replace(cluster, device=replace(cluster.device, spread=0.0))
+    sizes = ModelSection(layers=8, dim=1024, heads=8, ffn_dim=4096, seq_len=1024)
+    model, waits = resolve_model(sizes, vocab_size=2048), 0
+    for away in OFFLOADS:
+        for axes in ("dp=1", "tp=2", "dp=2", "dp=2,zero=2"):
+            if away == "all:disk" and "zero" in axes:
+                continue  # refused
+            s = setting(
+                model, layout_of(f"{axes},offload={away}"), cluster, 2, microbatches, software=of(cluster)
+            )
+            step, drawn = time.step(s), timeline(s)
+            assert drawn is not None
+            exact = axes in ("dp=1", "tp=2")
+            assert drawn.seconds == pytest.approx(step.seconds, rel=1e-6 if exact else 0.05), (away, axes)
+            if exact and device == "gpu":
+                assert drawn.waited == pytest.approx(sum(step.exposed.values()), rel=1e-6, abs=1e-6), (
+                    away,
+                    axes,
+                )
+            waits += step.exposed.get("offload", 0) > 0
+            lanes = {"host", "link", "disk"} & {*drawn.lanes}
+            none = away == "none" or (away == "states:host" and device == "cpu")  # whose host is the device
+            assert bool(lanes) != none, (away, axes)
+    assert waits >= (8 if device == "gpu" else 1), "not everything is hidden"
 
 
 def test_buckets_hide_what_one_message_does_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,8 @@ from fivefold.errors import UserError
 from fivefold.files import guard, make_folder, understood, write
 
 if TYPE_CHECKING:
+    from fivefold.plan.cost import Setting
+    from fivefold.plan.servers import Service
     from fivefold.recipe import Recipe
     from fivefold.schedules.pipeline import Timeline
     from fivefold.spread.layout import Layout
@@ -23,6 +26,8 @@ EXAMPLES = [
     "fivefold draw quickstart --layout dp=2,tp=2,zero=3",
     "fivefold draw llama-7b --layout pp=4,schedule=zbv,virtual_stages=2,tp=2 --out pictures",
     "fivefold draw llama-7b --layout dp=8,zero=3 --cluster h100:8 --out pictures",
+    "fivefold draw llama-7b --layout cp=4 --out pictures",
+    "fivefold draw llama2-13b --layout dp=1,offload=states:host,recompute=full --cluster h100:1 --out pictures",
     "fivefold draw runs/quickstart-1",
 ]
 DRAWN = 3  # microbatches of a planned timeline
@@ -36,7 +41,8 @@ def draw(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Also write layout.svg, schedule.svg, timeline.svg and memory.svg to DIR."
+            metavar="DIR",
+            help="Also write the pictures to DIR: layout, schedule, context, timeline, offload, memory, workers.svg.",
         ),
     ] = None,
     cluster: Annotated[
@@ -50,8 +56,11 @@ def draw(
 ) -> None:
     """Draw a layout: what each rank computes and stores, and timelines of a step.
 
+    With cp > 1 also which queries see which keys on each rank. On a --cluster also the planned step: with offload the
+    link and the ways to order updates on the host, with parameter servers what a worker pushes and pulls.
+
     For the folder of a run: computing and messages of its measured step (observe.trace_step), and the plan; memory over
-    a step (observe.memory_step).
+    a step (observe.memory_step); with parameter servers the shares of each worker.
     """
     if (Path(recipe) / "recipe.toml").is_file():
         guard(Path(recipe))
@@ -76,9 +85,11 @@ def draw(
         text += f"\nschedule {wanted.schedule}: {words}\n"
         text += to_text(timeline, _columns(24), color)
         pictures["schedule"] = to_svg(timeline, wanted.schedule)
+    words, drawn = context(loaded, wanted, title)
+    text, pictures = text + words, pictures | drawn
     if cluster is not None:
-        words, pictures["timeline"] = planned(loaded, cluster, title)
-        text += "\n" + words
+        words, drawn = planned(loaded, cluster, title)
+        text, pictures = f"{text}\n{words}", pictures | drawn
     pictures["layout"] = layout_picture.to_svg(loaded, wanted, title)
     _show(text, pictures, out, json)
 
@@ -105,12 +116,13 @@ def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> 
 
 
 def of_run(run: Path) -> tuple[str, dict[str, str]]:
-    """(text, pictures) of the measured steps of a run: computing and messages beside the plan, and memory.
+    """(text, pictures) of a run: computing and messages of its measured step beside the plan, memory, and the shares of
+    workers.
 
     Raises:
         UserError: no step was measured.
     """
-    from fivefold.observe import memory_picture, step_timeline
+    from fivefold.observe import memory_picture, step_timeline, worker_picture
     from fivefold.schedules.overlap_draw import LEGEND, to_svg
 
     name, texts, pictures = run.resolve().name, [], {}
@@ -123,6 +135,13 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
         pictures["memory"] = memory_picture.to_svg(
             held, f"{name}: bytes of the tensors of rank 0 over a step"
         )
+    if workers := worker_picture.read(run):
+        text = worker_picture.to_text(workers, _columns(16))
+        texts.append(
+            f"shares of the last steps, A and B in turn, . waits; {worker_picture.waited(workers)}\n{text}"
+        )
+        title = f"{name}: shares of each worker with their step"
+        pictures["workers"] = worker_picture.to_svg({"": workers}, title)
     if not texts:
         raise UserError(
             f"{run}: no step was measured. Train with --set observe.trace_step=N, such as 3, or "
@@ -131,8 +150,8 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
     return "\n".join(texts), pictures
 
 
-def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, str]:
-    """(text, picture) of the planned timeline on a cluster. Of many microbatches, the first ones are drawn.
+def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, str]]:
+    """(text, pictures) of the planned step on a cluster. Of many microbatches, the first ones are drawn.
 
     Raises:
         UserError: the layout has a pipeline, whose timeline is drawn without --cluster, or does not fit the cluster.
@@ -144,9 +163,7 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, str]:
 
     plan = predict(recipe, parse(cluster))
     if plan.service is not None:
-        raise UserError(
-            "--cluster: there is no such timeline with parameter servers; RUN/workers.jsonl has that of a run"
-        )
+        return served(plan.service, cluster, title)
     found = plan.setting
     drawn, most = timeline(found, DRAWN), found.microbatches
     if drawn is None:
@@ -154,9 +171,60 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, str]:
             "--cluster: with pp > 1 the timeline is that of the pipeline; `fivefold plan --html FILE` draws it with "
             "planned times, `fivefold draw` without --cluster with equal ones"
         )
-    words = f"planned on {cluster}" + (f", {DRAWN} of {most} microbatches" if most > DRAWN else "")
+    words = f"planned on {cluster}"
+    if most > DRAWN:
+        words += f", {DRAWN} of {most} microbatches of a step of {plan.step.seconds:.4g} s"
     text = f"{words}: {summary(drawn)}\n{to_text(drawn, _columns(48))}{LEGEND}\n"
-    return text, to_svg([(words, drawn)], f"{title}: computing and messages")
+    picture = to_svg([(words, drawn)], f"{title}: computing and messages")
+    more, pictures = offloaded(found, title)
+    return text + more, {"timeline": picture} | pictures
+
+
+def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
+    """(text, picture) of the ways to order updates on the host; neither if the host does not update."""
+    from fivefold.plan.offload import ways
+    from fivefold.schedules.offload import WAYS, busy
+    from fivefold.schedules.overlap_draw import to_svg
+
+    if not (found := ways(s)):
+        return "", {}
+    lines = [(f"{name}: device busy {busy(line):.0%}", line) for name, line in found.items()]
+    text = "ways to order updates on the host, a step of one microbatch:\n"
+    for (name, line), way in zip(lines, found, strict=True):
+        text += f"  {name}, {line.seconds:.3g} s{' (the trainer)' * WAYS[way].runs}\n"
+    return text, {"offload": to_svg(lines, f"{title}: updates on the host, a step of one microbatch")}
+
+
+def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
+    """(text, picture) of two planned steps of a worker, in each order of its messages."""
+    from fivefold.observe.worker_picture import end_of, one_at_a_time, simulated, to_svg, to_text
+    from fivefold.plan.servers import simulation, step
+    from fivefold.schedules.priority import ORDERS
+
+    ways = {order: replace(s, servers=replace(s.servers, order=order)) for order in ORDERS}
+    rows = {order: one_at_a_time(simulated(simulation(one))) for order, one in ways.items()}
+    seconds, text = max(map(end_of, rows.values())), ""
+    for order, one in ways.items():
+        text += f"planned on {cluster}, sync.order = {order}: {step(one).seconds:.4g} s per step; two steps\n"
+        text += to_text(rows[order], _columns(16), seconds)
+    text += "A forward, B backward, > push, < pull\n"
+    named = {f"sync.order = {order}": found for order, found in rows.items()}
+    return text, {"workers": to_svg(named, f"{title}: two steps of a worker, planned")}
+
+
+def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, str]]:
+    """(text, picture) of who computes which queries and keys in ring attention; neither without it."""
+    from fivefold.models.card import card_of
+    from fivefold.observe import context_picture
+
+    found, causal = context_picture.plans(layout), card_of(recipe.model).causal
+    if not found:
+        return "", {}
+    text = "\n" + context_picture.to_text(found, causal)
+    if layout.cp > context_picture.MOST:
+        return text, {}
+    words = f"{title}: attention of a sequence on {layout.cp} ranks of the ring"
+    return text, {"context": context_picture.to_svg(found, causal, words)}
 
 
 def pipeline(recipe: Recipe, layout: Layout) -> Timeline | None:

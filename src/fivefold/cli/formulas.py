@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from fivefold.cli.options import print_json
+from fivefold.files import write
+
+DRAWN = ("a block (1)", "selective", "tp (2)", "tp, sp (4)", "tp, sp, selective (6)", "full")
 
 
-def print_formulas(name: str, sets: list[str], layout: str | None, json: bool) -> None:
-    """Prints the formulas for the sizes of a recipe: of one block and one microbatch."""
+def print_formulas(name: str, sets: list[str], layout: str | None, json: bool, svg: Path | None) -> None:
+    """Prints the formulas for the sizes of a recipe: of one block and one microbatch. svg: a file for their bars."""
     from fivefold.host.devices import GIB
     from fivefold.recipe import load
     from fivefold.trace.formulas import Shape, rows
@@ -17,10 +21,16 @@ def print_formulas(name: str, sets: list[str], layout: str | None, json: bool) -
     model, tp = recipe.model, recipe.layout.tp
     shape = Shape(model.seq_len, recipe.train.microbatch_size or 1, model.dim, model.heads, tp)
     found = rows(shape)
-    if json:
-        print_json({"sizes": asdict(shape), "formulas": [asdict(row) for row in found]})
-        return
     sizes = ", ".join(f"{key} {value}" for key, value in asdict(shape).items())
+    if svg is not None:
+        from fivefold.plan.pages.terms_svg import activations
+
+        by_name = {row.name: (row.formula, row.bytes) for row in found}
+        drawn = {one: by_name[one] for one in DRAWN if one in by_name}
+        write(svg, activations(drawn, f"{Path(name).stem}: activations of a block in 16 bits, {sizes}"))
+    if json:
+        print_json({"sizes": asdict(shape), "formulas": [asdict(row) for row in found], "svg": svg})
+        return
     print(f"activations of one block and one microbatch in 16 bits: {sizes}")
     print(f"  {'':24}{'formula':42}{'bytes':>20}{'measured':>20}  more")
     for row in found:
@@ -29,3 +39,5 @@ def print_formulas(name: str, sets: list[str], layout: str | None, json: bool) -
         print(f"  {row.name:24}{row.formula:42}{row.bytes:20,.0f}{row.measured:20,}  {cause}".rstrip())
     total = found[3].bytes * model.layers
     print(f"  {model.layers} blocks without recomputation (5): {total / GIB:,.2f} GiB per microbatch")
+    if svg is not None:
+        print(svg)

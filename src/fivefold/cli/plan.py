@@ -47,7 +47,7 @@ EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3 --exact",
     "fivefold plan llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
     "fivefold plan gpt2-124m --layout tp=4 --formulas",
-    "fivefold plan llama2-7b --layout dp=64 --psi 7.5e9 --states paper",
+    "fivefold plan llama2-7b --layout dp=64 --psi 7.5e9 --states paper --svg states.svg",
 ]
 
 
@@ -84,6 +84,7 @@ def plan(
     bubble: plan_options.BubbleOption = None,
     flops: plan_options.FlopsOption = None,
     psi: plan_options.PsiOption = None,
+    svg: plan_options.SvgOption = None,
     json: JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
@@ -99,9 +100,10 @@ def plan(
         return
     if more:
         raise UserError(f"plan takes one recipe and options; unexpected argument '{more[0]}'")
+    require_writable("--svg", svg)
     if formulas:
-        _alone(context, "--formulas", {"recipe", "set_", "layout", "formulas", "json"})
-        print_formulas(recipe, set_ or [], layout, json)
+        _alone(context, "--formulas", {"recipe", "set_", "layout", "formulas", "svg", "json"})
+        print_formulas(recipe, set_ or [], layout, json, svg)
         return
     exact = exact or dry_run  # its name in earlier versions
     _agree(search, layout, exact, memory_timeline, rank)
@@ -113,11 +115,14 @@ def plan(
     require_writable("--html", html)
     require_writable("--memory-timeline", memory_timeline)
     how = plan_terms.conventions(terms, states, activations, bubble, flops, psi)
+    plan_terms.require_states(svg, how, search)
     ensure_measured(cluster)
     typed = (recipe, set_ or [], cluster)
     loaded, machine, software = _read(typed, "dp=1" if search else layout, search, params, *assumed)
     asked = budget.questions(loaded, tokens, deadline, price, noise_scale)
-    request = Request(recipe, loaded, machine, software, asked, explain, save, json, memory_timeline, how)
+    request = Request(
+        recipe, loaded, machine, software, asked, explain, save, json, memory_timeline, how, svg
+    )
     if search:
         draw_search(_search(request, top, precision), wanted, loaded, typed)
     else:
@@ -182,6 +187,7 @@ class Request:
     json: bool
     timeline: Path | None = None
     how: Conventions | None = None
+    svg: Path | None = None
 
 
 def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -> Plan:
@@ -195,6 +201,9 @@ def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -
         _save(request.save, request.recipe, result)
     traced = _exact(request.recipe, result, rank) if traces else None
     drawn = _timelines(request.timeline, request.recipe, result, rank) if request.timeline else []
+    if request.svg is not None and request.how is not None:
+        states = plan_terms.drawn_states(request.how, result, request.recipe, request.asked, request.name)
+        _write("--svg", request.svg, states)
     if request.json:
         besides = ({"terms": dict(result.step.terms)} if request.explain else {}) | answers
         besides |= plan_terms.answers(request.how, result, request.recipe, request.asked)
@@ -204,6 +213,7 @@ def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -
             | besides
             | ({name: traced.as_json() for name in names} if traced else {})
             | ({"memory_timeline": [t.as_json() | {"name": name} for name, t in drawn]} if drawn else {})
+            | ({"svg": request.svg} if request.svg else {})
         )
     else:
         print("\n".join(_text(request.name, result, request.explain, traced)))
@@ -214,6 +224,8 @@ def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -
 
             columns = max(40, min(160, shutil.get_terminal_size().columns) - 12)
             print(f"\nmemory over a step, as traced; {request.timeline}\n{to_text(drawn, columns)}", end="")
+        if request.svg:
+            print(request.svg)
     return result
 
 

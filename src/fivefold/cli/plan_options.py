@@ -150,3 +150,11 @@ PsiOption = Annotated[
         "--psi", metavar="N", help="Count terms with N parameters, such as 175e9, instead of the recipe's."
     ),
 ]
+SvgOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--svg",
+        metavar="FILE",
+        help="Draw the states of --terms or --states by ZeRO stage, or the activations of --formulas.",
+    ),
+]

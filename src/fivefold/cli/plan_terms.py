@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import UserError, did_you_mean
@@ -66,6 +67,29 @@ def print_terms(how: Conventions | None, plan: Plan, recipe: Recipe, questions: 
 
     asked = _asked(how, plan, recipe, questions)
     print("\n".join(f"  {line}".rstrip() for line in lines(asked, terms(asked))))
+
+
+def require_states(svg: Path | None, how: Conventions | None, search: bool) -> None:
+    """Refuses --svg where no states are among the terms.
+
+    Raises:
+        UserError: they are not, or --search has no layout yet.
+    """
+    if svg is not None and (search or how is None or "states" not in how.sections):
+        other = "leave out --search" if search else "add --terms, --states CONVENTION or --formulas"
+        raise UserError(f"--svg draws the states of one layout, or the activations of --formulas; {other}")
+
+
+def drawn_states(how: Conventions, plan: Plan, recipe: Recipe, questions: Questions | None, name: str) -> str:
+    """The picture of the states on a rank by ZeRO stage."""
+    from fivefold.observe.format import short_number
+    from fivefold.plan.pages import terms_svg
+    from fivefold.plan.terms import sharing, states_by_stage
+
+    asked = _asked(how, plan, recipe, questions)
+    of = f"{short_number(asked.symbols['Psi'])} parameters, n = {sharing(asked.setting.layout)}"
+    title = f"{Path(name).stem}: states of {of}, convention {how.states}"
+    return terms_svg.states(states_by_stage(asked), title)
 
 
 def _asked(how: Conventions, plan: Plan, recipe: Recipe, questions: Questions | None) -> Asked:

@@ -1,11 +1,20 @@
-"""Draws runs with parameter servers as SVG: who computes when, and what a worker sends while it computes."""
+"""Draws runs with parameter servers as text and SVG: who computes when, and what a worker sends while it computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from fivefold.files import understood
+from fivefold.observe.metrics import read_metrics
+from fivefold.schedules.priority import Simulation
+
+WORKERS = "workers.jsonl"
+"""A file of the run folder: a line per share, with who computed it when."""
+STEPS = 12  # of a run that are drawn: the last ones
+LETTERS = {"a": "A", "b": "B", "wait": ".", "push": ">", "pull": "<"}
 LEFT, TOP, ROW, GAP = 92, 34, 24, 6  # pixels: names of rows, title, height of a row, space between rows
 STYLE = """
 .workers { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
@@ -49,6 +58,32 @@ def shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Box]]:
     return found
 
 
+def read(run: Path) -> dict[str, list[Box]]:
+    """The rows of the last steps of a run. Empty without RUN/workers.jsonl.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = run / WORKERS
+    lines = read_metrics(path) if path.is_file() else []
+    last = max((line["step"] for line in lines), default=0)
+    with understood(path):
+        return shares(line for line in lines if line["step"] > last - STEPS)
+
+
+def simulated(run: Simulation, steps: int = 2) -> dict[str, list[Box]]:
+    """The rows of a simulated worker, from the backward that ends before its last steps to that of the last one."""
+    kinds = {"forward": ("computing", "a"), "backward": ("computing", "b")}
+    kinds |= {"push": ("pushes", "push"), "pull": ("pulls", "pull")}
+    found: dict[str, list[Box]] = {"computing": [], "pushes": [], "pulls": []}
+    origin, end = run.ends[-steps - 1], run.ends[-1]
+    for what, layer, start, stop in run.events:
+        row, kind = kinds[what]
+        if origin <= start < end:
+            found[row].append(Box(start - origin, min(stop, end) - origin, kind, str(layer)))
+    return found
+
+
 def exchange(trace: Iterable[Sequence[Any]], steps: int = 2) -> dict[str, list[Box]]:
     """The rows of a worker's trace (parallel/worker.py): forward and backward of each unit, pushes and pulls, in the
     last steps."""
@@ -89,17 +124,43 @@ def one_at_a_time(rows: Rows) -> dict[str, list[Box]]:
     return found
 
 
+def end_of(rows: Rows) -> float:
+    """When the last box ends."""
+    return max((box.end for row in rows.values() for box in row), default=0.0)
+
+
+def to_text(rows: Rows, columns: int = 100, seconds: float | None = None) -> str:
+    """A line for each row in the letters of `LETTERS`. seconds: the time that `columns` stand for."""
+    scale, lines = columns / (seconds or end_of(rows) or 1.0), list[str]()
+    wide = max(map(len, rows), default=0)
+    for name, row in rows.items():
+        line = [" "] * columns
+        for box in row:
+            first = min(columns - 1, int(box.start * scale))
+            for column in range(first, min(columns, max(first + 1, round(box.end * scale)))):
+                line[column] = LETTERS[box.kind]
+        lines.append(f"{name:{wide}} │{''.join(line)}│")
+    return "\n".join(lines) + "\n"
+
+
+def waited(rows: Rows) -> str:
+    """`worker 0: 6 shares, waits 12%`, for each worker: the share of the time in which it computes nothing."""
+    end, found = end_of(rows), list[str]()
+    for name, row in rows.items():
+        computes = [box.end - box.start for box in row if box.kind != "wait"]
+        found.append(f"{name}: {len(computes)} shares, waits {1 - sum(computes) / (end or 1):.0%}")
+    return "; ".join(found)
+
+
 def to_svg(pictures: Mapping[str, Rows], title: str, width: int = 920) -> str:
     """Several pictures one under the other, by their titles, on one scale of time."""
-    seconds = max(
-        (box.end for rows in pictures.values() for row in rows.values() for box in row), default=1.0
-    )
+    seconds = max(map(end_of, pictures.values()), default=0.0) or 1.0
     scale, top, parts = (width - LEFT - 70) / seconds, TOP, list[str]()
     for name, rows in pictures.items():
-        last = max((box.end for row in rows.values() for box in row), default=0.0)
+        last = end_of(rows)
         parts.append(f'<text x="{LEFT}" y="{top + 14}">{escape(name)}</text>')
         parts.append(
-            f'<text class="soft" x="{LEFT + last * scale + 6:.1f}" y="{top + 38}">{last:.2f} s</text>'
+            f'<text class="soft" x="{LEFT + last * scale + 6:.1f}" y="{top + 38}">{last:.3g} s</text>'
         )
         top += 22
         for row, boxes in rows.items():

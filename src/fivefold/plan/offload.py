@@ -6,7 +6,7 @@ The tiers and the streams are those of spread/tiers.py, which parallel/offload e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.models.card import card_of
@@ -17,8 +17,10 @@ from fivefold.plan.devices import Cluster
 from fivefold.plan.memory import Memory, microbatch, sums
 from fivefold.plan.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold.plan.software import States
+from fivefold.plan.stage_costs import stage_costs
 from fivefold.precision import DTYPES, MASTER
-from fivefold.schedules.offload import Unit
+from fivefold.schedules.offload import WAYS, Unit, simulate
+from fivefold.schedules.overlap import StepTimeline
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stages_of
 from fivefold.spread.tiers import (
@@ -39,15 +41,34 @@ from fivefold.spread.tiers import (
 EXPOSED = "offload"
 """The key of exposed I/O in `time.Step.exposed`."""
 FP32 = DTYPES[MASTER].bytes
+UNITS = 8  # of the model, in pictures
+
+
+LINK, DISK, HOST = LANES = ("link", "disk", "host")
+"""What runs beside computing: the link between device and host memory, the disk, updates on the host."""
 
 
 @dataclass(frozen=True)
 class Computing:
-    """Seconds of one microbatch's forward and backward, and of the update, where nothing is offloaded."""
+    """Seconds of one microbatch's forward and backward, and of the update by the device (`updates_here`)."""
 
     forward: float
     backward: float
     update: float
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Seconds on each of `LANES` that a step's phases need.
+
+    alone: of an update beside which the device computes nothing else. forward, backward: beside those of the first
+    microbatch, and of each other one. hidden: the update runs beside the first forward, and on CPUs with its cores.
+    """
+
+    alone: Mapping[str, float]
+    forward: tuple[Mapping[str, float], Mapping[str, float]]
+    backward: tuple[Mapping[str, float], Mapping[str, float]]
+    hidden: bool
 
 
 def of(s: Setting) -> Tiers:
@@ -126,15 +147,32 @@ def fits(s: Setting, memory: Sequence[Memory]) -> bool:
     return most * min(s.layout.ranks, s.cluster.per_node) <= s.cluster.host_memory
 
 
+def updates_here(s: Setting) -> bool:
+    """True if the device updates: always on CPUs, whose cores are the host's, too."""
+    return s.cluster.on_cpu or not of(s).streams
+
+
 def exposed(s: Setting, computing: Computing, own: Elements) -> float:
     """Seconds that a rank's step takes longer because of its I/O, beyond computing."""
     if s.layout.offload == NOT_OFFLOADED:
         return 0.0
-    return seconds(s, computing, own) - seconds(s, computing, None)
+    whole = s.microbatches * (computing.forward + computing.backward) + computing.update
+    return seconds(s, computing, own) - whole
+
+
+def ways(s: Setting) -> dict[str, StepTimeline]:
+    """A step of one microbatch by each of `schedules.offload.WAYS`, with the model in equal units. Empty unless one
+    device has gradients, masters and states in host memory."""
+    t = of(s)
+    if s.cluster.on_cpu or s.layout.ranks > 1 or {t.gradients, t.masters, t.states} != {"host"}:
+        return {}
+    units = units_of(s, stage_costs(s)[0], min(UNITS, s.model.layers))
+    return {name: simulate(units, way) for name, way in WAYS.items()}
 
 
 def units_of(s: Setting, cost: Cost, count: int) -> list[Unit]:
-    """A model on one rank with one microbatch, in so many equal units, for `schedules.offload`. cost: of the whole."""
+    """A model on one device with one microbatch, in so many equal units, for `schedules.offload`. cost: of the
+    whole."""
     own = rank_elements(s.model, s.layout, s.software.partition)[0]
     part, b = own.computes / count, s.states
     out = s.cluster.host_link.seconds(0.0, part * b.gradient)
@@ -143,51 +181,62 @@ def units_of(s: Setting, cost: Cost, count: int) -> list[Unit]:
     return [Unit(cost.forward / count, (cost.input + cost.weight) / count, out, update, back)] * count
 
 
-def seconds(s: Setting, computing: Computing, own: Elements | None) -> float:
-    """Seconds of a rank's microbatches and update. own: its parameters; None: without I/O.
+def seconds(s: Setting, computing: Computing, own: Elements) -> float:
+    """Seconds of a rank's microbatches and update. A phase takes as long as its computing or its slowest lane."""
+    found, others = loads(s, computing.backward, own), s.microbatches - 1
+    alone, beside = (0.0, computing.update) if found.hidden else (computing.update, 0.0)
+    total = _longest(alone, found.alone) + _longest(computing.forward + beside, found.forward[0])
+    total += others * _longest(computing.forward, found.forward[1])
+    total += _longest(computing.backward, found.backward[0])
+    return total + others * _longest(computing.backward, found.backward[1])
 
-    The update runs beside the forward of the first microbatch, and shares its cores on a CPU; elsewhere the host's
-    memory bounds it. A share of it may run again beside the first backward (`tiers.runs_twice`): as much as backward
-    hides. A phase takes as long as its computing or its slowest link.
+
+def _longest(computing: float, load: Mapping[str, float]) -> float:
+    return max([computing, *load.values()])
+
+
+def loads(s: Setting, backward: float, own: Elements) -> Loads:
+    """What runs beside a rank's computing. own: its parameters. backward: seconds of a microbatch's.
+
+    The update runs beside the forward of the first microbatch; elsewhere than on CPUs the host's memory bounds it. A
+    share of it may run again beside the first backward (`tiers.runs_twice`): as much as backward hides.
     """
-    t, m = of(s), s.microbatches
-    if own is None or not t.streams:
-        found = m * (computing.forward + computing.backward) + computing.update
-        if own is not None and t.activations != "device":
-            found += _activations(s, computing)
-        return found
+    t, cluster = of(s), s.cluster
+    if not t.streams:
+        size = _saved(s) if t.activations != "device" else 0.0
+        out, back = ({LINK: cluster.host_link.seconds(*way)} for way in ((0.0, size), (size, 0.0)))
+        return Loads({}, (out, out), (back, back), hidden=False)
     keeps = own.keeps if s.layout.zero else own.computes
-    cluster, on_cpu = s.cluster, s.cluster.on_cpu
     ranks = min(s.layout.ranks, cluster.per_node)
-    update = computing.update
-    if not on_cpu:  # the CPU reads and writes masters and moments, and reads gradients
-        update = keeps * ranks * (2 * (s.states.moments + FP32) + FP32) / cluster.host_bandwidth
-    beside = not s.layout.zero  # FSDP2 gathers ahead, so its update is not beside a forward
 
-    def io(*phases: Phase, share: float = 0.0) -> float:
+    def io(*phases: Phase, share: float = 0.0) -> dict[str, float]:
         return _io([flow for flow in streams(s, share) if flow.phase in phases], keeps, cluster, ranks)
 
-    share, back = 0.0, max(computing.backward, io("backward"))
-    if runs_twice(t, on_cpu):
-        share = share_of_second(back - io("backward"), io("again", share=1.0))
-    first = (computing.forward if beside else 0.0) + (update if on_cpu else 0.0)
-    phases = ("update", "forward") if beside else ("update",)
-    total = max(first, io(*phases, share=share), 0.0 if on_cpu else update)
-    total += (m - beside) * max(computing.forward, io("forward"))
-    return total + max(computing.backward, io("backward", "again", share=share)) + (m - 1) * back
+    share, other = 0.0, io("backward")
+    if runs_twice(t, cluster.on_cpu):
+        busy = _longest(0.0, other)
+        share = share_of_second(max(backward, busy) - busy, _longest(0.0, io("again", share=1.0)))
+    update = {HOST: 0.0}
+    if not cluster.on_cpu:  # the CPU reads and writes masters and moments, and reads gradients
+        moved = 2 * (s.states.moments + FP32) + FP32
+        update = {HOST: keeps * ranks * moved / cluster.host_bandwidth}
+    forward, again = io("forward"), io("backward", "again", share=share)
+    if s.layout.zero:  # FSDP2 gathers ahead, so its update is not beside a forward
+        return Loads(io("update", share=share) | update, (forward, forward), (again, other), hidden=False)
+    return Loads({}, (io("update", "forward", share=share) | update, forward), (again, other), hidden=True)
 
 
-def _io(found: Sequence[Flow], elements: float, cluster: Cluster, ranks: int) -> float:
-    """Seconds of I/O over all links at once. The ranks of a node share its disk. On CPUs there is no link between
-    device and host memory."""
-    longest, links = 0.0, {"disk": cluster.storage.shared(ranks)}
+def _io(found: Sequence[Flow], elements: float, cluster: Cluster, ranks: int) -> dict[str, float]:
+    """Seconds of I/O by link. The ranks of a node share its disk. On CPUs there is no link between device and host
+    memory."""
+    links, seconds = [(DISK, "disk", cluster.storage.shared(ranks))], dict[str, float]()
     if not cluster.on_cpu:
-        links["host"] = cluster.host_link
-    for name, link in links.items():
-        into = elements * sum(flow.bytes for flow in found if flow.link == name and not flow.out)
-        out = elements * sum(flow.bytes for flow in found if flow.link == name and flow.out)
-        longest = max(longest, link.seconds(into, out))
-    return longest
+        links.append((LINK, "host", cluster.host_link))
+    for lane, name, link in links:
+        flows = [flow for flow in found if flow.link == name]
+        into, out = (elements * sum(flow.bytes for flow in flows if flow.out == way) for way in (False, True))
+        seconds[lane] = link.seconds(into, out)
+    return seconds
 
 
 def _saved(s: Setting) -> float:
@@ -197,10 +246,3 @@ def _saved(s: Setting) -> float:
     ones = {mode: microbatch(s.sizes, found, mode, s.software) for mode in modes}
     blocks = sum(max(ones[mode].plain, ones[mode].mixed) for mode in modes) / s.model.layers
     return math.ceil(s.model.layers / s.layout.pp) * blocks + ones[modes[0]].begin + ones[modes[-1]].end
-
-
-def _activations(s: Setting, computing: Computing) -> float:
-    """Exposed seconds of activations that travel to host memory in forward, and back in backward."""
-    size, link = _saved(s), s.cluster.host_link
-    out, back = link.seconds(0.0, size), link.seconds(size, 0.0)
-    return s.microbatches * (max(0.0, out - computing.forward) + max(0.0, back - computing.backward))

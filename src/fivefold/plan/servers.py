@@ -146,11 +146,17 @@ def _by_unit(s: Service, begin: Cost, block: Cost, end: Cost) -> list[Cost]:
     return found
 
 
+def simulation(s: Service) -> Simulation:
+    """What a worker computes and exchanges in several steps, but for the fixed time of each (`time.fixed`)."""
+    return Simulation(layers(s), line(s), iterations=8)
+
+
 def step(s: Service) -> time.Step:
     """The time of a step: of as many shares as there are workers."""
-    some = layers(s)
+    run = simulation(s)
+    some = run.layers
     compute = sum(one.forward + one.backward for one in some) + time.fixed(s.worker)
-    seconds = Simulation(some, line(s), iterations=8).seconds + time.fixed(s.worker)
+    seconds = run.seconds + time.fixed(s.worker)
     bytes_up, bytes_down = (sum(getattr(one, name) for one in some) for name in ("pushed", "pulled"))
     terms = [
         ("a worker's forward and backward", compute),

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -142,20 +142,44 @@ def states(asked: Asked) -> Iterator[Term]:
         if size:
             yield asked.term(name, f"{size:g} Psi", "bytes")
     yield asked.term("all states", f"{b.working + b.gradient + b.optimizer:g} Psi", "bytes")
+    for zero in range(4):
+        where = f"a rank, n = {sharing(layout)}"
+        yield asked.term(f"ZeRO {zero}", held_formula(asked, b, zero), "bytes", where)
+    most = max(one.params + one.gradients + one.optimizer for one in asked.plan.memory)
+    yield Term("this plan", most, "bytes", note="predicted, the rank with most")
+
+
+KINDS = ("params", "gradients", "optimizer")
+"""What `model_states.state_bytes` returns, in its order: weights, gradients, masters and moments."""
+
+
+def held_formula(asked: Asked, b: States, zero: int, kinds: Sequence[str] = KINDS) -> str:
+    """The formula of the bytes of these kinds of states on a rank, at a ZeRO stage; "0" without any."""
+    layout = asked.setting.layout
     held = "(Psi - Psi_e + Psi_e / e)" if layout.ep > 1 else "Psi"
     share = "Psi"
     if layout.tp * layout.pp > 1:
         held, share = f"{held} / (t p)", "Psi / (t p)"
-    for zero in range(4):
-        each = partial(
-            model_states.state_bytes, b, zero, microbatches=asked.setting.microbatches, pp=layout.pp
-        )
-        whole, shared = sum(each(computes=1, keeps=0)), sum(each(computes=0, keeps=1))
-        terms = [f"{whole:g} {held}"] * bool(whole) + [f"{shared:g} {share} / n"] * bool(shared)
-        where = f"a rank, n = {sharing(layout)}"
-        yield asked.term(f"ZeRO {zero}", " + ".join(terms), "bytes", where)
-    most = max(one.params + one.gradients + one.optimizer for one in asked.plan.memory)
-    yield Term("this plan", most, "bytes", note="predicted, the rank with most")
+
+    def each(computes: float, keeps: float) -> float:
+        m = asked.setting.microbatches
+        found = model_states.state_bytes(b, zero, computes, keeps, m, layout.pp)
+        return sum(size for kind, size in zip(KINDS, found, strict=True) if kind in kinds)
+
+    whole, shared = each(computes=1, keeps=0), each(computes=0, keeps=1)
+    terms = [f"{whole:g} {held}"] * bool(whole) + [f"{shared:g} {share} / n"] * bool(shared)
+    return " + ".join(terms) or "0"
+
+
+def states_by_stage(asked: Asked) -> dict[str, dict[str, float]]:
+    """Bytes of each of `KINDS` on a rank, by ZeRO stage: what `states` adds up."""
+    b, _ = states_of(asked)
+    return {
+        f"ZeRO {zero}": {
+            kind: evaluate(held_formula(asked, b, zero, (kind,)), asked.symbols) for kind in KINDS
+        }
+        for zero in range(4)
+    }
 
 
 @dataclass
@@ -457,7 +481,7 @@ def _value(term: Term) -> str:
     """A value with its unit. Bytes are decimal, as in the papers, and binary, as in the rest of a plan."""
     match term.unit:
         case "bytes":
-            return f"{_scaled(term.value, 1000, 'B')} ({_scaled(term.value, 1024, 'iB')})"
+            return f"{scaled(term.value, 1000, 'B')} ({scaled(term.value, 1024, 'iB')})"
         case "parameters" | "elements" | "devices":
             return f"{term.value:,.0f} {term.unit}"
         case "share":
@@ -472,8 +496,9 @@ def _value(term: Term) -> str:
             return f"{term.value:.4g} {term.unit}"
 
 
-def _scaled(size: float, base: int, unit: str) -> str:
-    """Bytes with a prefix. Giga stays until ten tera: the papers' states are thousands of GB."""
+def scaled(size: float, base: int, unit: str) -> str:
+    """Bytes with a prefix, decimal (base 1000, unit "B") or binary (1024, "iB"). Giga stays until ten tera: the papers'
+    states are thousands of GB."""
     for prefix, power, least in (("T", 4, 10), ("G", 3, 1), ("M", 2, 0.1), ("K", 1, 0)):
         if size >= least * base**power:
             return f"{size / base**power:,.1f} {prefix}{unit}"

@@ -37,6 +37,11 @@ def optimizer(s: Setting, own: Elements) -> float:
     return update(s, own) + message_seconds(volume.control(s), s)
 
 
+def on_device(s: Setting, own: Elements, position: int) -> float:
+    """Seconds of the update on the device of a pipeline rank; 0 if the host updates."""
+    return optimizer(s, own) + whole_matrices(s, position) if offload.updates_here(s) else 0.0
+
+
 def update(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update and refreshing the weights. They read and write all bytes of the states."""
     b = s.states
@@ -73,7 +78,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
         forward -= outside_blocks(s, stages_of(s.layout, position), len(costs)).sent_forward
         r, g = per_step(s, ranks[position], backward, forward)
-        u = optimizer(s, ranks[position]) + whole_matrices(s, position)
+        u = on_device(s, ranks[position], position)
         away = offload.exposed(s, offload.Computing(forward, backward, u), ranks[position])
         waits[position] = m * (
             sum(c.sent for c in mine) - (hidden_by_pairs(s, costs, position) if p > 1 else 0.0)
@@ -91,8 +96,8 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
     exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})
     if s.layout.offload != NOT_OFFLOADED:
-        exposed[offload.EXPOSED] = max(0.0, moved)
-    compute = busy[worst] - waits[worst] + updated + min(0.0, moved) + besides
+        exposed[offload.EXPOSED] = moved
+    compute = busy[worst] - waits[worst] + updated + besides
     bubble = seconds - compute - sum(exposed.values())
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
@@ -106,7 +111,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         ("exposed weight gathers", gathered),
         *([("encoding of gradients, part of their sums", encoding)] if s.layout.compress != NONE else []),
         ("optimizer", updated),
-        *([("offload: exposed I/O, less what the update saves", moved)] if moved else []),
+        *([("offload: exposed I/O", moved)] if moved else []),
         ("gradient sums over the tensor axis", tensor_sums),
         ("sum of tied embeddings", tied_sums),
         ("fixed per step", besides),

@@ -7,13 +7,24 @@ that is slower, the simulation hides a little more: it also computes longer besi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
 from fivefold.models.recomputation import of_blocks
-from fivefold.plan import communication, cost, model_states, outer, rates, stage_costs, sync_costs, time
+from fivefold.plan import (
+    communication,
+    cost,
+    model_states,
+    offload,
+    outer,
+    rates,
+    stage_costs,
+    sync_costs,
+    time,
+)
 from fivefold.plan.cost import Cost, Setting
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.overlap import Message, StepTimeline, Work, simulate
@@ -25,6 +36,8 @@ ONCE = "once"
 
 EACH = "each"
 """The queue of ZeRO's messages of every microbatch."""
+BEGUN = 1e-9
+"""The share of a phase's work after which it has begun."""
 SCATTER = "reduce_scatter, {} of {}"
 
 
@@ -67,6 +80,8 @@ class _Step:
         end = _Part("head", _priced(work.end, s), self.shared.end)
         blocks = [self._block(number) for number in range(s.model.layers)]
         self.parts = [begin, *blocks, end]
+        whole = stage_costs.stage_costs(s, self.shared)[0]
+        self.loads = offload.loads(s, whole.input + whole.weight, self.own)
 
     def timeline(self) -> StepTimeline:
         once = [one for one in sync_costs.synced(self.own, self.s) if not one[0].each]
@@ -75,14 +90,18 @@ class _Step:
         unplaced = self._unplaced()
         self.slower = rates.slowest(self.s.layout.ranks, self.s.cluster.device.spread)
         self.slower *= self.s.cluster.oversubscription
+        self._load("update", self.loads.alone, self.done)
         first = self.done
         for number in range(self.shown):
             first = self.done
+            if number == 0 and self.loads.hidden:
+                self._update()
             self.compute("forward", "host", unplaced.forward)
             self._alone(self.outside.gathers, "all_gather, outside of blocks", EACH if number else ONCE)
             self.compute("forward", "copies", self.outside.into)
             for index, part in enumerate(self.parts):
                 self._forward(index, part)
+            self._load("forward", self.loads.forward[number > 0], first)
             if number == 0:
                 self._spread(
                     [("all_gather, {} of {}", g.group, t) for g, t, _ in gathers], first, before=True
@@ -94,6 +113,7 @@ class _Step:
                 self._backward(index, part)
             self._alone(self.outside.scatters, "reduce_scatter, outside of blocks")
             self.compute("backward", "host", unplaced.input + unplaced.weight)
+            self._load("backward", self.loads.backward[number > 0], first)
         self.slower = 1.0
         self._sums([one for one in once if one[0].what != "gather"], first)
         self._rest()
@@ -103,6 +123,16 @@ class _Step:
         if seconds > 0:
             self.work.append(Work(kind, name, seconds * self.slower))
             self.done += seconds * self.slower
+
+    def _update(self) -> None:
+        self.compute("update", "update", time.on_device(self.s, self.own, 0))
+
+    def _load(self, phase: str, load: Mapping[str, float], first: float) -> None:
+        """Adds what runs on the lanes of offload beside the work since `first`. It begins with that work, not while the
+        rank still waits for the phase before."""
+        begins = first + BEGUN * (self.done - first)
+        for lane, seconds in load.items():
+            self.sent.append(Message(lane, f"{lane} of {phase}", seconds, begins, self.done))
 
     def send(self, lane: str, name: str, seconds: float) -> None:
         """Adds a message with which nothing overlaps."""
@@ -282,7 +312,8 @@ class _Step:
         tensor, tied = sync_costs.shared_sums(s, 0)
         self.send("tp", "sums of shared gradients", tensor)
         self.send("pp", "sum of the tied embedding", tied)
-        self.compute("update", "update", time.optimizer(s, self.own) + time.whole_matrices(s, 0))
+        if not self.loads.hidden:
+            self._update()
         self.compute("other", "fixed", time.fixed(s))
         self.send("sites", "outer step, on average", outer.seconds(s) / s.sites.every)
 

@@ -198,7 +198,7 @@ IDLE = (
     Idle(
         "observe.trace_step",
         lambda r: r.servers.count > 0,
-        "RUN/workers.jsonl has what the workers do, and when",
+        "RUN/workers.jsonl has what the workers do, and when; `fivefold draw RUN` draws it",
     ),
     Idle(
         "observe.profile_steps",

@@ -106,7 +106,7 @@ def _timeline(timeline: StepTimeline, top: int, scale: float) -> tuple[str, int]
             f'<text class="soft" x="{LEFT - 10}" y="{middle}" text-anchor="end">{escape(lane)}</text>'
             f'<rect class="idle" x="{LEFT}" y="{top}" width="{end:.2f}" height="{high}"/>{cells}'
         )
-        if lane != COMPUTE:
+        if timeline.under_way(lane):  # the host's lane may have updates only
             words = f"{timeline.hidden(lane):.0%} hidden"
             parts.append(f'<text class="soft" x="{LEFT + end + 8:.2f}" y="{middle}">{words}</text>\n')
         top += high + GAP

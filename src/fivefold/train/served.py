@@ -29,6 +29,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.observe.console import Console
 from fivefold.observe.metrics import MetricsWriter, drop_after
+from fivefold.observe.worker_picture import WORKERS
 from fivefold.parallel.link import Kind, Note, links
 from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.server import Event, Server
@@ -51,8 +52,6 @@ from fivefold.train.saved import identity
 from fivefold.train.saver import Saver
 from fivefold.train.share import batches_of, share_of, validation_sets
 
-WORKERS = "workers.jsonl"
-"""A file of the run folder: a line per share, with who computed it when."""
 STEP, SAVE, END = range(3)  # what the first server has the others do
 
 
