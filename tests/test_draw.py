@@ -241,7 +241,8 @@ def test_a_simulated_worker_does_everything_once_per_step():
     assert [box.label for box in rows["computing"] if box.kind == "a"] == ["0", "1"] * 2
     assert [box.label for box in rows["computing"] if box.kind == "b"] == ["1", "0"] * 2
     assert max(box.end for box in rows["computing"]) == pytest.approx(run.ends[-1] - run.ends[-3])
-    assert worker_picture.to_text({"computing": rows["computing"]}, 10, 2 * run.ends[-1]).count(" ") > 5
+    shown = worker_picture.to_text(rows, 20, 2 * worker_picture.end_of(rows))
+    assert [line[-11:] for line in shown.splitlines()] == [" " * 10 + "│"] * 3
 
 
 def test_a_run_with_servers_is_drawn(tmp_path, capsys):
