@@ -297,6 +297,10 @@ PROOFS = (
         lambda p: (["model.arch=deepseek"], p["layout"]),
     ),
     Proof("test_precision", "test_layouts_compute_what_one_process_computes", lambda p: ([_mode(p)], p["layout"])),
+    Proof(
+        "test_precision", "test_rules_compute_what_one_process_computes",
+        lambda p: (["precision.mode=bf16_pure", f"optim.name={p['name']}"], p["layout"]),
+    ),
     Proof("test_fp8", "test_layouts_round_as_one_process_does", lambda p: (["precision.mode=fp8"], p["layout"])),
     Proof("test_optim", "test_equals_one_process", lambda p: ([f"optim.name={p['name']}"], p["layout"])),
     Proof("test_optim", "test_options_equal_one_process", lambda p: (_tests("test_optim").OPTIONS, p["layout"])),

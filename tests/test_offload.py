@@ -91,6 +91,8 @@ QUICK = [
     ("states:host", "bf16", "tp=2", []),
     ("activations", "bf16", "dp=1", []),
     ("activations", "bf16", "tp=2,recompute=full", []),
+    ("all:disk", "bf16", "dp=1", ["optim.name=adamsage", "optim.grad_clip=0.1"]),
+    ("states:disk", "fp32", "dp=2,zero=1", ["optim.name=sophia", "optim.estimate_every=2"]),
 ]
 SLOW = [
     ("states:host", "bf16", "pp=2", []),
@@ -111,6 +113,21 @@ SLOW = [
     ("states:host", "bf16", "pp=2,schedule=zbv,virtual_stages=2", []),
     ("states:disk", "bf16", "dp=2,ep=2", []),
     ("states:disk", "bf16", "dp=2,ep=2,zero=3", []),
+    ("states:host", "bf16", "dp=1", ["optim.name=adagrad", "optim.lr=0.05"]),
+    ("all:disk", "fp32", "dp=1", ["optim.name=adagrad", "optim.lr=0.05"]),
+    ("states:disk", "fp32", "dp=1", ["optim.name=rmsprop", "optim.lr=1e-4"]),
+    ("all:disk", "bf16", "tp=2", ["optim.name=rmsprop", "optim.lr=1e-4"]),
+    ("states:host", "bf16", "pp=2", ["optim.name=radam"]),
+    ("all:disk", "bf16", "dp=2", ["optim.name=radam"]),
+    ("states:disk", "bf16", "dp=2,zero=3", ["optim.name=nadam"]),
+    ("all:disk", "bf16", "dp=1", ["optim.name=nadam"]),
+    ("states:host", "bf16", "tp=2", ["optim.name=adamsage"]),
+    ("states:disk", "bf16", "dp=2,zero=3", ["optim.name=lion"]),
+    ("all:disk", "bf16", "cp=2", ["optim.name=lion"]),
+    ("states:host", "fp32", "dp=1", ["optim.name=sophia"]),
+    ("all:disk", "bf16", "dp=2,ep=2", ["optim.name=sophia", "optim.estimate_every=2"]),
+    ("states:disk", "bf16", "dp=1", ["optim.name=adam"]),
+    ("states:host", "bf16", "dp=1", ["optim.name=sgd", "optim.lr=0.05"]),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
@@ -120,9 +137,26 @@ def test_equals_in_memory_bit_for_bit(tmp_path, offload, mode, layout, sets):
     compared(tiny(tmp_path, layout, *sets, mode=mode), offload, tmp_path)
 
 
-def test_a_run_resumes_exactly_whatever_its_tier(tmp_path):
+RULES = ("adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ["optim.name=adamw"],
+        ["optim.name=sophia", "optim.estimate_every=2"],
+        *(pytest.param([f"optim.name={name}"], marks=pytest.mark.slow) for name in RULES),
+    ],
+)
+def test_a_run_resumes_exactly_whatever_its_tier(tmp_path, optimizer):
     """Saved in memory, resumed on disk, saved there, resumed in host memory: the bits of a run that never stopped."""
-    sets = ["train.steps=3", "optim.schedule=constant", "observe.tensorboard=false", "train.val_every=2"]
+    sets = [
+        "train.steps=3",
+        "optim.schedule=constant",
+        "observe.tensorboard=false",
+        "train.val_every=2",
+        *optimizer,
+    ]
     base = change(tiny(tmp_path, "dp=1", mode="bf16"), sets)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_rank(0, 1, base, whole)

@@ -215,6 +215,28 @@ def test_layouts_compute_what_one_process_computes(tmp_path, mode, layout):
     assert report.passed, report
 
 
+RULES = [
+    ("adagrad", "dp=2,zero=2"), ("rmsprop", "tp=2"), ("radam", "dp=2,zero=1"), ("nadam", "pp=2"),
+    ("adamsage", "dp=2,tp=2,zero=3"), ("lion", "cp=2"), ("sophia", "dp=2,zero=3"),
+]  # fmt: skip
+LR = {"adagrad": 0.05, "rmsprop": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if name == "adamsage" else pytest.mark.slow)
+        for name, one in RULES
+        for layout in ("dp=1", one)
+    ],
+)
+def test_rules_compute_what_one_process_computes(tmp_path, name, layout):
+    """In bf16_pure, the optimizers without a kernel."""
+    sets = ["precision.mode=bf16_pure", f"optim.name={name}", f"optim.lr={LR.get(name, 1e-3)}"]
+    report = compared(tiny(tmp_path, layout, *sets, mode="bf16_pure"))
+    assert report.passed, report
+
+
 def after_a_step(rank: int, world: int, recipe: Recipe, draws: int = 0) -> dict[str, Any]:
     """The masters after a step: the pieces that this rank owns, and all that it keeps. draws: of the rounding before
     it."""
@@ -270,6 +292,14 @@ RESUMED = ["optim.schedule=constant", "observe.tensorboard=false", "model.layers
     [
         ("dp=2,zero=1", ["precision.mode=bf16_pure", "precision.rounding=kahan"]),
         pytest.param("tp=2", ["precision.mode=bf16_pure"], marks=pytest.mark.slow),
+        *(
+            pytest.param(
+                layout,
+                ["precision.mode=bf16_pure", f"optim.name={name}"],
+                marks=[] if name == "sophia" else pytest.mark.slow,
+            )
+            for name, layout in RULES
+        ),
         ("dp=1", ["precision.mode=fp16", "precision.loss_scale=16777216", "precision.loss_scale_every=2"]),
     ],
 )
@@ -290,7 +320,9 @@ def test_resumes_with_the_same_bits(tmp_path, layout, sets):
         assert scales[-1] == 2.0 ** (24 - skipped[-2])
     else:
         assert {t.dtype for t in found.model.values()} == {torch.bfloat16}
-        assert any(name.startswith("compensation.") for name in found.optimizer) == (len(sets) == 2)
+        assert any(name.startswith("compensation.") for name in found.optimizer) == (
+            "precision.rounding=kahan" in sets
+        )
         other = trained(recipe, "dp=1", tmp_path / "parts", 5, resume=True)  # another layout
         again = trained(recipe, "dp=1", tmp_path / "whole", 5, resume=True)
         assert_same_tensors(other.model, again.model)

@@ -125,8 +125,8 @@ class OptimizerCard:
 
     @property
     def elementwise(self) -> bool:
-        """True if one kernel updates any part of any parameter, so that an update can run in chunks."""
-        return self.build is not None
+        """True if any part of any parameter is updated alone, so that an update can run in chunks."""
+        return self.build is not None or self.needs == "elements"
 
     @property
     def uniform(self) -> bool:
@@ -170,7 +170,7 @@ COMPENSATION = "compensation"
 
 
 def kept_in(card: OptimizerCard, mode: Mode, rounding: str) -> OptimizerCard:
-    """The card with its states as a mode keeps them. Only fused optimizers are rounded (recipe/rules/arithmetic.py)."""
+    """The card with its states as a mode keeps them. Only elementwise cards are rounded."""
     if not mode.rounds or not card.elementwise:
         return card
     states = [replace(state, dtype=mode.state) if state.dtype == MASTER else state for state in card.states]

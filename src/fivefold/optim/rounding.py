@@ -39,7 +39,7 @@ class Rounding:
 
 
 class Rounded(Updater):
-    """Updates masters that are kept in a lower precision, with any fused optimizer.
+    """Updates masters that are kept in a lower precision, with any optimizer that updates element by element.
 
     make: the optimizer over some fp32 masters. It has them and its states only while it runs. steps: how often `step`
     was called; it seeds stochastic rounding.
@@ -93,6 +93,11 @@ class Rounded(Updater):
                     self.rounded[key] = (
                         torch.zeros_like(weight) if found is None else found.to(weight, copy=True)
                     )
+
+    def begin(self, number: int) -> None:
+        self.rounded.clear()
+        for inner in self.inner:
+            inner.begin(number)
 
     def clear(self) -> None:
         self.rounded.clear()

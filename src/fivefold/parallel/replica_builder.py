@@ -128,7 +128,8 @@ class ReplicaBuilder:
                 view.copy_(self._initial(name))
                 if masters is not None and offload is not None:
                     offload.disk.touched(view.nbytes)
-            placed = {name: nn.Parameter(views[name]) for name in params}
+            # Autograd counts the changes of `.data` apart: an update beside forward changes masters of later units.
+            placed = {name: nn.Parameter(views[name].data) for name in params}
         _place(stages, placed)
         return placed, flat, masters
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
 from fivefold.plan.memory import Memory, microbatch, sums
@@ -177,7 +178,7 @@ def units_of(s: Setting, cost: Cost, count: int) -> list[Unit]:
     part, b = own.computes / count, s.states
     out = s.cluster.host_link.seconds(0.0, part * b.gradient)
     back = s.cluster.host_link.seconds(part * b.working, 0.0)
-    update = part * (2 * (b.moments + FP32) + FP32) / s.cluster.host_bandwidth
+    update = _update_on_host(s, part)
     return [Unit(cost.forward / count, (cost.input + cost.weight) / count, out, update, back)] * count
 
 
@@ -218,12 +219,17 @@ def loads(s: Setting, backward: float, own: Elements) -> Loads:
         share = share_of_second(max(backward, busy) - busy, _longest(0.0, io("again", share=1.0)))
     update = {HOST: 0.0}
     if not cluster.on_cpu:  # the CPU reads and writes masters and moments, and reads gradients
-        moved = 2 * (s.states.moments + FP32) + FP32
-        update = {HOST: keeps * ranks * moved / cluster.host_bandwidth}
+        update = {HOST: _update_on_host(s, keeps * ranks)}
     forward, again = io("forward"), io("backward", "again", share=share)
     if s.layout.zero:  # FSDP2 gathers ahead, so its update is not beside a forward
         return Loads(io("update", share=share) | update, (forward, forward), (again, other), hidden=False)
     return Loads({}, (io("update", "forward", share=share) | update, forward), (again, other), hidden=True)
+
+
+def _update_on_host(s: Setting, count: float) -> float:
+    """Seconds of an update of so many parameters in host memory, whose bandwidth bounds it."""
+    once = count * (2 * (s.states.moments + FP32) + FP32) / s.cluster.host_bandwidth
+    return once * OPTIMIZERS[s.software.optimizer].reads
 
 
 def _io(found: Sequence[Flow], elements: float, cluster: Cluster, ranks: int) -> dict[str, float]:

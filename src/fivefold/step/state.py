@@ -238,6 +238,7 @@ def with_optimizer(
     rounding = Rounding(how, torch_dtype(mode.state), recipe.train.seed, kept_in(card, mode, how))
     model = own or card_of(recipe.model)
     found = ways(card, model, mesh.layout, mesh.rank) if mesh.layout.divided else {}
+    tokens = targets_per_step(recipe) // recipe.sites.count
     for replica in parallel.replicas:
         mine = {name: way for name, way in found.items() if name in replica.masters}
         gathering = Gathered(mine, mesh) if mine else None
@@ -258,7 +259,7 @@ def with_optimizer(
                 rates=rates,
                 compute=compute,
                 gathering=gathering,
-                tokens=targets_per_step(recipe) // recipe.sites.count,
+                tokens=tokens,
             )
             replica.updater = (
                 Rounded(rounding, trained, replica.parts, make) if mode.rounds else make(trained)
@@ -266,7 +267,16 @@ def with_optimizer(
         else:
             working = replica.working if isinstance(replica, (DataParallel, Paged)) else None
             replica.updater = offload.update_by(
-                card, replica.masters, replica.gradients, working, optim.lr, decays, fields, rates
+                card,
+                replica.masters,
+                replica.gradients,
+                working,
+                optim.lr,
+                decays,
+                fields,
+                rates,
+                compute,
+                tokens,
             )
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, brought=brought)

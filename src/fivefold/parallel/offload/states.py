@@ -61,8 +61,11 @@ class Offload:
         weight_decay: float | Mapping[str, float],
         fields: Mapping[str, Any],
         rates: Mapping[str, float] | None = None,
+        compute: torch.dtype = torch.float32,
+        tokens: int = 1,
     ) -> StreamedUpdater:
-        """The optimizer over this replica's masters. gradients, working: on the device, unless they have a home."""
+        """The optimizer over this replica's masters (see `Updater`). gradients, working: on the device, unless they
+        have a home."""
         away = InPlace if self.tiers.states == "disk" and self.device.type == "cpu" else Copied
         self.homes.setdefault(MASTERS, away(masters))
         self.homes.setdefault(GRADIENTS, away(gradients))
@@ -75,7 +78,7 @@ class Offload:
         }
         self.updater = StreamedUpdater(
             card, masters, lr, weight_decay, fields, self.arena, self.homes, states, self.disk, rates,
-            runs_twice(self.tiers, self.device.type == "cpu"),
+            runs_twice(self.tiers, self.device.type == "cpu"), compute, tokens,
         )  # fmt: skip
         return self.updater
 

@@ -131,8 +131,8 @@ class StreamedUpdater(Updater):
 
     Chunks are read ahead, updated and written behind, in the order in which forward needs their weights. A unit's
     forward waits for its own update only (`ready`). The results are those of `Updater` bit for bit: an elementwise
-    optimizer does not see where a chunk ends. homes: of "masters", "gradients", each state, and of "working" weights
-    where they are not the masters. Slots of constant size hold the chunks that are under way.
+    optimizer, a fused kernel or a rule, does not see where a chunk ends. homes: of "masters", "gradients", each state,
+    and of "working" weights where they are not the masters. Slots of constant size hold the chunks that are under way.
 
     twice: forward waits for as little I/O as possible. Of a `share` of the chunks only the working weights are written
     then. A second pass beside backward, in its order, updates these chunks again, and writes masters and states. The
@@ -155,20 +155,18 @@ class StreamedUpdater(Updater):
         disk: Disk,
         rates: Mapping[str, float] | None = None,
         twice: bool = False,
+        compute: torch.dtype = torch.float32,
+        tokens: int = 1,
     ):
         """states: {state: {parameter: its tensor in the shape of the parameter}}, as views of their homes."""
-        super().__init__(card, masters, lr, weight_decay, fields, rates)
-        assert self.optimizer is not None
-        assert card.elementwise, f"{card.name} is no fused kernel"
-        self.fused_optimizer = self.optimizer
+        super().__init__(card, masters, lr, weight_decay, fields, rates, compute, tokens=tokens)
+        assert card.elementwise, f"{card.name} needs more of a parameter than a chunk"
         self.arena, self.homes, self.disk, self._views = arena, dict(homes), disk, states
         self.scalars: dict[str, dict[str, Tensor]] = {}  # per parameter, once there are states
         of = {id(weight): name for name, weight in masters.items()}
-        self._group = {
-            of[id(weight)]: group for group in self.fused_optimizer.param_groups for weight in group["params"]
-        }
-        for group in self.fused_optimizer.param_groups:
-            group["params"] = []
+        self._groups = self.optimizer.param_groups if self.optimizer is not None else []
+        self._group = {of[id(weight)]: group for group in self._groups for weight in group["params"]}
+        self._lr = lr
         self._chunks = list(arena.chunks())
         self._slots: queue.Queue[dict[str, memoryview]] = queue.Queue()
         self._running: Future[None] | None = None
@@ -194,10 +192,9 @@ class StreamedUpdater(Updater):
         self.settle()
         self.share = self._second.next_share(self.share)
         if skip is not None and skip.item():
+            self._count()
             return
-        self.largest = torch.zeros(())
-        for group in self.fused_optimizer.param_groups:
-            group["lr"] = lr * group["rate"]
+        self._lr, self.largest = lr, torch.zeros(())
         for event in self._done.values():
             event.clear()
         later = self._chunks[: math.ceil(self.share * len(self._chunks))]
@@ -256,6 +253,7 @@ class StreamedUpdater(Updater):
         try:
             with torch.no_grad():
                 self._update(scale, later)
+            self._count()
         except BaseException as error:
             self._error = error
         finally:
@@ -357,33 +355,55 @@ class StreamedUpdater(Updater):
         scalars: dict[str, dict[str, Tensor]],
     ) -> None:
         found = {kind: home.pieces(chunk, slot[kind]) for kind, home in homes.items()}
-        for group in self.fused_optimizer.param_groups:
-            group["params"] = []
-        state = self.fused_optimizer.state
-        state.clear()
-        for number, piece in enumerate(chunk.pieces):
-            weight = found[MASTERS][number]
-            weight.grad = found[GRADIENTS][number]
-            self._group[piece.name]["params"].append(weight)
-            if self.scalars:
-                kept = {key: value.clone() for key, value in self.scalars[piece.name].items()}
-                state[weight] = kept | {name: found[name][number] for name in self._views}
-        self._scale({p.name: g for p, g in zip(chunk.pieces, found[GRADIENTS], strict=True)}, scale)
-        self.fused_optimizer.step()
+        weights = dict(zip((p.name for p in chunk.pieces), found[MASTERS], strict=True))
+        gradients = dict(zip(weights, found[GRADIENTS], strict=True))
+        states: dict[str, dict[str, Tensor]] = {}  # none before the first update
+        for number, name in enumerate(weights if self.scalars else ()):
+            kept = {key: value.clone() for key, value in self.scalars[name].items()}
+            states[name] = kept | {key: found[key][number] for key in self._views}
+        self._scale(gradients, scale)
+        run = self._fused if self.rules is None else self._ruled
+        after = run(weights, gradients, states)
         self._note_largest(found[MASTERS])
-        for number, piece in enumerate(chunk.pieces):
-            weight = found[MASTERS][number]
-            after, weight.grad = state[weight], None
-            scalars[piece.name] = {key: t for key, t in after.items() if key not in self._views}
-            for name in self._views:
-                if after[name] is not found[name][number]:
-                    found[name][number].copy_(after[name])
+        for number, (name, weight) in enumerate(weights.items()):
+            scalars[name] = {key: t for key, t in after[name].items() if key not in self._views}
+            for key in self._views:
+                if after[name][key] is not found[key][number]:
+                    found[key][number].copy_(after[name][key])
             if WORKING in found:
                 found[WORKING][number].copy_(weight)
-        state.clear()
+
+    def _fused(
+        self, weights: dict[str, Tensor], gradients: dict[str, Tensor], states: dict[str, dict[str, Tensor]]
+    ) -> dict[str, dict[str, Tensor]]:
+        """Updates pieces of parameters by the kernel. Returns their states."""
+        assert self.optimizer is not None
+        for group in self._groups:
+            group["params"], group["lr"] = [], self._lr * group["rate"]
+        for name, weight in weights.items():
+            weight.grad = gradients[name]
+            self._group[name]["params"].append(weight)
+            if name in states:
+                self.optimizer.state[weight] = states[name]
+        self.optimizer.step()
+        after = {name: dict(self.optimizer.state[weight]) for name, weight in weights.items()}
+        self.optimizer.state.clear()
+        for weight in weights.values():
+            weight.grad = None
+        return after
+
+    def _ruled(
+        self, weights: dict[str, Tensor], gradients: dict[str, Tensor], states: dict[str, dict[str, Tensor]]
+    ) -> dict[str, dict[str, Tensor]]:
+        """The same by the rule."""
+        assert self.rules is not None
+        self.rules.masters, self.rules.states = weights, states
+        self.rules.step(gradients, {name: self._lr * self.rates.get(name, 1.0) for name in weights}, None)
+        self.rules.masters, self.rules.states = {}, {}
+        return states
 
     def _note_largest(self, masters: Sequence[Tensor]) -> None:
-        known = self.fused_optimizer.largest if isinstance(self.fused_optimizer, AdamW) else None
+        known = self.optimizer.largest if isinstance(self.optimizer, AdamW) else None
         found = largest(masters) if known is None else known
         if found is not None and self.largest is not None:
             self.largest = torch.maximum(self.largest, found)
@@ -398,6 +418,8 @@ class StreamedUpdater(Updater):
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
         self.settle()
+        if self.rules is not None:
+            self.rules.number = steps if number is None else number
         for name in self.masters:
             for state, views in self._views.items():
                 views[name].copy_(tensors[f"{state}.{name}"])

@@ -43,8 +43,9 @@ def precision(recipe: Sections) -> Iterator[Contradiction]:
     if mode.rounds and not card.elementwise:
         yield (
             {"precision.mode", "optim.name"},
-            f'precision.mode = "{name}" is not supported with the optimizer "{card.name}", whose states are not '
-            f'rounded. Nearest valid: optim.name = "{DEFAULT}", or mode = "bf16"',
+            f'precision.mode = "{name}" is not supported with the optimizer "{card.name}", which updates whole '
+            f'{card.needs}: only states of single elements are rounded. Nearest valid: optim.name = "{DEFAULT}", or '
+            'mode = "bf16"',
         )
     if mode.rounds and OFFLOADS[recipe.layout.offload].streams:
         yield (
@@ -96,8 +97,8 @@ def offload(recipe: Sections) -> Iterator[Contradiction]:
     if not card.elementwise:
         yield (
             {"layout.offload", "optim.name"},
-            f'layout.offload = "{layout.offload}" updates chunks of parameters, and the optimizer "{card.name}" is '
-            'no fused kernel. Nearest valid: optim.name = "adamw", or layout.offload = "activations"',
+            f'layout.offload = "{layout.offload}" updates chunks of parameters, and the optimizer "{card.name}" '
+            f'needs whole {card.needs}. Nearest valid: optim.name = "adamw", or layout.offload = "activations"',
         )
     mode = PRECISIONS.get(recipe.precision.mode)
     if mode is not None and {mode.master, mode.gradient, mode.state} != {MASTER}:
