@@ -153,7 +153,10 @@ def test_a_mistake_is_one_message_that_names_the_fix(
         (["optim.name=lion", "optim.lr=0.02"], "lion is used with 1e-06 to 0.005"),
         (["optim.lr=1e-9"], "the weights will hardly change"),
         (["train.steps=50", "train.val_every=100"], "train.val_every = 100 is more than the run's 50 steps"),
-        (["train.steps=50", "checkpoint.every=100"], "only the end is saved"),
+        (
+            ["train.steps=50", "checkpoint.every=100"],
+            "only the end is saved, beside what is due by checkpoint.minutes",
+        ),
         (["train.steps=50", "optim.warmup_steps=40"], "the learning rate is below its peak most of the run"),
         (["train.steps=5000"], "passes over the same text: beyond 4"),
     ],

@@ -276,6 +276,12 @@ def test_checkpoints_and_data_hold_up_a_run() -> None:
     assert found.saving == pytest.approx(found.checkpoint / 1e9)
     assert found.per_step == pytest.approx(found.saving / 10)
     assert found.waiting == 0
+    by_time = plan("dp=2", "checkpoint.minutes=1", "train.steps=100000")
+    assert by_time.stalls is not None
+    assert by_time.stalls.every == pytest.approx(60 / by_time.step.seconds, abs=1)
+    short = plan("dp=2", "train.steps=2").stalls
+    assert short is not None
+    assert short.every == 0, "it ends before"
     slow = replace(table(), disk=1000.0)
     waits = predict(recipe("dp=2"), of_table(slow)).stalls
     assert waits is not None

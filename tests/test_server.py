@@ -166,6 +166,27 @@ def test_resumes_exactly_and_in_other_methods(room: Path, tmp_path: Path, pools)
     assert train_rank(0, 1, plain(recipe, "train.steps=5"), cut, True) is None
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_saves_by_time(room: Path, tmp_path: Path, pools, staleness: int) -> None:
+    """No further step is handed out before it is saved, so synchronous workers compute the same bits."""
+    steps = [
+        "train.steps=6",
+        "optim.schedule=constant",
+        f"sync.staleness={staleness}",
+        "checkpoint.keep_last=9",
+    ]
+    recipe = served(room, 2, "sync.servers=2", *steps)
+    whole, timed = tmp_path / "whole", tmp_path / "timed"
+    pools(4, rank_of_run, change(recipe, ["checkpoint.minutes=1e-9"]), timed)
+    folders = store.checkpoints(timed)
+    assert len(folders) > 2
+    assert store.step_in(folders[-1]) == 6
+    assert len(lines(timed, "loss")) == 6
+    if staleness == 0:
+        pools(4, rank_of_run, recipe, whole)
+        assert_same_tensors(saved(timed, 6), saved(whole, 6))
+
+
 def processes(world: int, folder: Path, *arguments: Any) -> list[int | None]:
     """Runs `rank_of_run` on processes that may end as they like. Returns their exit codes."""
     started = [

@@ -287,14 +287,20 @@ def test_a_step_that_is_not_finite_is_skipped(text, tmp_path, hidden, capsys):
 class Recorder:
     """Hooks of the loop that write down what is called, and fail where there are no more batches."""
 
-    def __init__(self, batches):
-        self.batches, self.calls = iter(batches), []
+    def __init__(self, batches, due=0, wanted=0):
+        self.batches, self.calls, self.due, self.wanted = iter(batches), [], due, wanted
 
     def next_batch(self):
         return [next(self.batches)], 0.0
 
     def stop_wanted(self):
         return False
+
+    def save_due(self, step):
+        return step == self.due
+
+    def save_wanted(self):
+        return self.calls.count("begin") == self.wanted
 
     def begin_step(self, microbatches):
         self.calls.append("begin")
@@ -315,14 +321,14 @@ class Recorder:
         return lambda step, **_: self.calls.append(f"{name} {step}")
 
 
-def test_a_step_is_read_while_the_next_one_runs(text):
-    """So that a GPU does not wait for the host. Before a checkpoint, and after an error, nothing is left unread."""
-    recipe = resolve(
-        tiny(text, "train.microbatch_size=8", "checkpoint.every=3", "train.val_every=100"), vocab_size=257
-    )
+@pytest.mark.parametrize("saves", [{"due": 3}, {"wanted": 2}])
+def test_a_step_is_read_while_the_next_one_runs(text, saves):
+    """So that a GPU does not wait for the host. Before a checkpoint, and after an error, nothing is left unread. That
+    one is due by time is learned a step late."""
+    recipe = resolve(tiny(text, "train.microbatch_size=8", "train.val_every=100"), vocab_size=257)
     state = build_state(recipe, ranks_of(0, 1))
     tokens = torch.ones(8, 16, dtype=torch.int64)
-    hooks: Any = Recorder([(tokens, tokens)] * 5)
+    hooks: Any = Recorder([(tokens, tokens)] * 5, **saves)
     with pytest.raises(StopIteration):
         train_loop(state, recipe, hooks, behind=1)
     first = ["begin", "begin", "record 1", "begin", "record 2", "record 3", "save 3"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ class Stalls:
     """Stalls of a run.
 
     checkpoint: bytes of one checkpoint, which all nodes write at once. saving: seconds that the run waits for it.
-    every: steps between checkpoints; 0: one at the end. reading: seconds to read a step's tokens, overlapped with the
-    step before. waiting: the exposed part of it. slowest: time of the slowest device over the mean.
+    every: steps between checkpoints, also if they are due by time; 0: one at the end. reading: seconds to read a step's
+    tokens, overlapped with the step before. waiting: the exposed part of it. slowest: time of the slowest device over
+    the mean.
     """
 
     checkpoint: int
@@ -57,6 +59,13 @@ class Stalls:
         ]
 
 
+def steps_between(recipe: Recipe, step: float) -> int:
+    """Steps between the checkpoints of a run whose steps take `step` seconds; 0: there is one at the end."""
+    section = recipe.checkpoint
+    by_time = math.ceil(60 * section.minutes / step) if section.minutes and step else 0
+    return min((n for n in (section.every, by_time) if 0 < n < (recipe.train.steps or n + 1)), default=0)
+
+
 def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     """The stalls of a resolved recipe whose steps take `step` seconds."""
     nodes = max(1, s.cluster.nodes)
@@ -69,7 +78,7 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     return Stalls(
         checkpoint=size,
         saving=size / nodes / s.cluster.disk,
-        every=recipe.checkpoint.every,
+        every=steps_between(recipe, step),
         reading=reading,
         waiting=max(0.0, reading - step),
         slowest=rates.slowest(s.layout.ranks, s.cluster.device.spread),

@@ -402,9 +402,9 @@ def matrix_flops(s: Setting, position: int) -> list[tuple[Shape, float]]:
 
 
 def control(s: Setting) -> list[Sent]:
-    """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop, and the squared norm;
-    and expert loads (with four more numbers per block). Sites agree on the means of loss and norm, and whether to
-    stop."""
+    """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop or save, and the squared
+    norm; and expert loads (with four more numbers per block). Sites agree on the means of loss and norm, and whether
+    to stop or save."""
     apart = [("all_reduce", "sites", 24.0)] if s.sites.count > 1 else []
     if s.layout.ranks == 1:
         return apart

@@ -356,9 +356,11 @@ class PrecisionSection(Section):
 
 class CheckpointSection(Section):
     every: int = Field(default=0, ge=0, le=LARGEST)
-    """Steps between checkpoints. 0: only at the end of the run, and when it is interrupted."""
+    """Steps between checkpoints. 0: only by `minutes`, at the end of the run, and when it is interrupted."""
+    minutes: float = Field(default=15.0, ge=0, le=LARGEST, allow_inf_nan=False)
+    """Minutes since the last checkpoint, or since the start, after which there is another one. 0: never."""
     keep_last: int = Field(default=2, ge=1, le=LARGEST)
-    """Number of checkpoints to keep. Older ones are removed."""
+    """Number of checkpoints to keep, whatever they were saved for. Older ones are removed."""
     keep_every: int = Field(default=0, ge=0, le=LARGEST)
     """Checkpoints of steps that this number divides stay, too. 0: none."""
     frozen: bool = True

@@ -42,11 +42,15 @@ def _rates(recipe: Recipe) -> Iterator[str]:
 
 def _intervals(recipe: Recipe) -> Iterator[str]:
     train, steps = recipe.train, total_steps(recipe)
-    warmup = recipe.optim.warmup_steps
+    warmup, timed = recipe.optim.warmup_steps, recipe.checkpoint.minutes > 0
     for key, every, what in (
         ("train.val_every", train.val_every, "it is validated at the end only"),
         ("train.sample_every", train.sample_every, "a sample is written at the end only"),
-        ("checkpoint.every", recipe.checkpoint.every, "only the end is saved"),
+        (
+            "checkpoint.every",
+            recipe.checkpoint.every,
+            "only the end is saved" + ", beside what is due by checkpoint.minutes" * timed,
+        ),
     ):
         if every > steps:
             yield f"{key} = {every:,} is more than the run's {steps:,} steps: {what}"

@@ -28,7 +28,9 @@ from fivefold.spread.seconds import SECONDS, SHARED_EVERY
 from fivefold.step.judge import destroyed, judge
 from fivefold.step.state import State
 
-OWN = ("loss", "norm", "stop", "skipped")
+OWN = ("loss", "norm", "asked", "skipped")
+STOP, SAVE = 1.0, 2.0**-20
+"""What a rank asks the others for. A sum tells both apart: only the first rank asks for a save, each stop saves."""
 
 
 class Done:
@@ -74,7 +76,12 @@ class Done:
     @property
     def stop(self) -> bool:
         """True if any rank was asked to stop."""
-        return self._figures["stop"] > 0
+        return self._figures["asked"] > SAVE
+
+    @property
+    def save(self) -> bool:
+        """True if the state is to be saved: a checkpoint is due by time, or the run stops."""
+        return self._figures["asked"] > 0
 
     @property
     def skipped(self) -> int:
@@ -99,23 +106,26 @@ def take_step(
     microbatches: list[Microbatch],
     stop_wanted: Callable[[], bool] = lambda: False,
     inspect: Callable[[], Mapping[str, Tensor] | None] = lambda: None,
+    save_wanted: Callable[[], bool] = lambda: False,
 ) -> Done:
     """Takes one step of a resolved recipe: gradients, clipping, update, and the outer steps that are due. The host
     waits for no result. A site clips by its own norm.
 
     stop_wanted: returns True if this rank was asked to stop. inspect: called when `state` has the whole gradient,
     before it is clipped. It may return further figures of the step: scalars on the device, equal on all ranks.
+    save_wanted: returns True on the first rank if a checkpoint is due by time.
     """
     assert recipe.train.steps, "a resolved recipe has steps"
     share = forward_backward(state, microbatches, recipe.train.seed)
     more = dict(inspect() or {})
     seconds = own_seconds(state.mesh.axis("all"), state.step)
-    loss, own_norm, stop, ruined = agree(state, share, stop_wanted(), seconds)
+    asks = STOP if stop_wanted() else SAVE if save_wanted() else 0.0
+    loss, own_norm, asked, ruined = agree(state, share, asks, seconds)
     scaling = state.loss_scale
     if scaling is not None:
         own_norm = own_norm / scaling.factor
         more["loss_scale"] = scaling.factor
-    loss, norm, stop, ruined = mean_over_sites(state, loss, own_norm, stop, ruined)
+    loss, norm, asked, ruined = mean_over_sites(state, loss, own_norm, asked, ruined)
     verdict = judge(state.usual, loss, norm, recipe.faults, ruined)
     state.usual = verdict.usual
     with span("update"):
@@ -126,7 +136,7 @@ def take_step(
         more |= {"overflow": verdict.bad - diverging, "skipped_steps": scaling.overflows}
     if state.outer is not None:
         state.outer.step(state.step, recipe.train.steps)
-    own = zip(OWN, (loss, norm, stop, state.counts[1]), strict=True)
+    own = zip(OWN, (loss, norm, asked, state.counts[1]), strict=True)
     balance = state.parallel.balance
     return Done(lr, {**dict(own), **(balance.figures if balance else {}), **more}, seconds)
 
@@ -276,27 +286,26 @@ def last_update(state: State) -> Tensor:
 
 
 def agree(
-    state: State, share: Tensor, stop: bool, seconds: Tensor | None = None
+    state: State, share: Tensor, asks: float, seconds: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(mean loss, norm of the whole gradient, > 0 if any rank was asked to stop, > 0 if the last update has destroyed
-    weights of any rank), equal on all ranks of a site: fp64 scalars.
+    """(mean loss, norm of the whole gradient, the sum of what ranks ask for: STOP, SAVE; > 0 if the last update has
+    destroyed weights of any rank), equal on all ranks of a site: fp64 scalars.
 
     share: this rank's share of the loss. seconds: is summed, too. One message sums everything. Where states are not
     divided, all ranks have the same norm already, and take the mean: no rank may decide by a norm of its own.
     """
     mesh = state.mesh
     square = gradient_square(state.parallel.replicas, mesh)
-    stopping = torch.full_like(square, float(stop))
-    sums = torch.stack([share.double(), stopping, square, last_update(state).double()])
+    sums = torch.stack([share.double(), torch.full_like(square, asks), square, last_update(state).double()])
     if seconds is not None:
         sums = torch.cat([seconds.flatten(), sums])
     mesh.axis("all").all_reduce(sums)
     if seconds is not None:
         seconds.copy_(sums[:-4].view_as(seconds))
-    loss, stopping, square, ruined = sums[-4:].unbind()
+    loss, asked, square, ruined = sums[-4:].unbind()
     if not mesh.layout.divided:
         square = square / mesh.size("all")
-    return loss.float().double(), square.sqrt(), stopping, ruined
+    return loss.float().double(), square.sqrt(), asked, ruined
 
 
 def mean_over_sites(state: State, *figures: Tensor) -> Sequence[Tensor]:

@@ -119,6 +119,12 @@ class RunHooks:
         self.stop_wanted = lambda: bool(self.callbacks.stopped) or wanted()
         self.saver = Saver(self.state, self.job, self.alarm, self.flush, self.ranks.local_world)
 
+    def save_due(self, step: int) -> bool:
+        return due(self.job.recipe.checkpoint.every, step) or self.saver.tries_again(step)
+
+    def save_wanted(self) -> bool:
+        return self.ranks.first and self.saver.is_time()
+
     def begin_step(self, microbatches: list[Microbatch]) -> None:
         self.saver.poll()
         if self.noise:

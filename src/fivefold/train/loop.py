@@ -32,6 +32,14 @@ class Hooks(Protocol):
     next_batch: Callable[[], tuple[list[Microbatch], float]]  # this rank's microbatches, seconds waited
     stop_wanted: Callable[[], bool]  # was this rank asked to stop?
 
+    def save_due(self, step: int) -> bool:
+        """True if the state is saved after this step; the same on all ranks."""
+        ...
+
+    def save_wanted(self) -> bool:
+        """True on the first rank if a checkpoint is due by time."""
+        ...
+
     def begin_step(self, microbatches: list[Microbatch]) -> None:
         """This rank's microbatches are there; the step is about to run."""
         ...
@@ -85,13 +93,15 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
                 with span("wait for data"):
                     microbatches, waited = hooks.next_batch()  # the first may open files
                 hooks.begin_step(microbatches)
-                done = take_step(state, recipe, microbatches, hooks.stop_wanted, hooks.inspect)
+                done = take_step(
+                    state, recipe, microbatches, hooks.stop_wanted, hooks.inspect, hooks.save_wanted
+                )
             first = False
-            last, saving = state.step == train.steps, due(recipe.checkpoint.every, state.step)
+            last, saving = state.step == train.steps, hooks.save_due(state.step)
             validating = last or due(train.val_every, state.step)
             sampling = last or due(train.sample_every, state.step)
             late.add(state.step, done, waited, at_once=saving or validating or sampling or traced)
-            ends = late.stop or last
+            ends, saving = late.stop or last, saving or late.save
             fault = late.fault or hooks.compare(state.step)
             if (ends or saving or late.bad) and (fault is None or (fault.act == "abort" and fault.good)):
                 fault = weights_fault(state, recipe.faults) or fault
@@ -129,13 +139,13 @@ class _Late:
     On a GPU the host runs ahead, and reading a step's figures is its only wait for the device. So it learns one step
     late that it shall stop, or that something is wrong. A step takes from the end of the one before, or from its start
     if no other is under way, until it is done. fault: the first one. bad: True if loss or gradient of the last step
-    that was read were not finite.
+    that was read were not finite. save: a checkpoint is due by time, in a step that was read last.
     """
 
     def __init__(self, hooks: Hooks, behind: int, faults: FaultsSection) -> None:
         self.hooks, self.behind, self.faults, self.began = hooks, behind, faults, 0.0
         self.queued: deque[tuple[dict[str, Any], Done]] = deque()
-        self.stop, self.bad = False, False
+        self.stop, self.save, self.bad = False, False, False
         self.fault: Fault | None = None
 
     def start(self) -> None:
@@ -147,11 +157,11 @@ class _Late:
         """Queues a step, and records those before it. at_once: its own figures, too."""
         line: dict[str, Any] = {"step": step, "lr": done.lr, "data_wait_s": waited}
         self.queued.append((line, done))
-        left = 0 if at_once else self.behind
+        left, self.save = 0 if at_once else self.behind, False
         self._wait(left)
         line |= self.hooks.end_step()
         self._record(left)
-        if self.stop or self.fault is not None:
+        if self.stop or self.save or self.fault is not None:
             self._record(0)
 
     def _wait(self, left: int) -> None:
@@ -168,7 +178,8 @@ class _Late:
         self._wait(left)
         while len(self.queued) > left:
             line, done = self.queued.popleft()
-            self.stop, self.bad = self.stop or done.stop, done.skipped > 0
+            self.stop, self.save = self.stop or done.stop, self.save or done.save
+            self.bad = done.skipped > 0
             found = {"step": line["step"], "loss": done.loss, "grad_norm": done.norm, **line, **done.more}
             if done.seconds:
                 found["rank_seconds"] = done.seconds

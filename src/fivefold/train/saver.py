@@ -1,11 +1,12 @@
 """Saves a run's state when it is due: beside the steps that follow, or at once.
 
-A save that fails is an alarm. The run goes on, the checkpoints before stay, and the next save tries again. At the end
-of the run it is an error, because nothing would be saved.
+A save that fails is an alarm. The run goes on, the checkpoints before stay, and it is tried again after the next step,
+then after 2, 4, 8 ... more. At the end of the run it is an error, because nothing would be saved.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,7 @@ class Saver:
     alarm: says on the console and in the report what failed in a step. flush: forces to the disk what a checkpoint
     needs beside itself; the first rank calls it before the checkpoint gets its name. beside: False where the state
     changes outside of updates, so every save is complete before the run goes on. seconds: for which steps waited for
-    the copies of saves.
+    the copies of saves. retry_at: the step after which a failed save is tried again; the same on all ranks.
     """
 
     def __init__(
@@ -54,6 +55,9 @@ class Saver:
         self.axis = state.mesh.axis("run")
         self.under_way: Background | None = None
         self.seconds = 0.0
+        self.retry_at: int | None = None
+        self._failures = 0  # in a row
+        self._began = time.monotonic()  # the last save, or the run
         self._asked: Started | None = None
         self._awaited = False  # the answer is on its way to the host
         self._answer: tuple[float, float] | None = None
@@ -65,11 +69,13 @@ class Saver:
             UserError: it failed, and the run ends.
         """
         self.settle()
+        self._began = time.monotonic()
         try:
             hooks = {"before": self.flush, "after": partial(prune, self.job)}
             writing = replace(prepare(self.state, self.job.out, meta), **hooks)
             if ends or not self._beside(writing):
                 writing.save()
+                self._succeeded()
             else:
                 writing.begin()
                 self.under_way = self._start(writing)
@@ -132,11 +138,21 @@ class Saver:
             save.join()  # of the first rank, which waits for parts that are all there
             with all_or_none(self.axis):
                 _raise(save)
+            self._succeeded()
         except UserError as error:
             save.cancel()
             save.join()
             save.writing.abandon()
             self._failed(error)
+
+    def is_time(self) -> bool:
+        """True if a save is due by time. Ranks differ in this: the first one decides."""
+        minutes = self.job.recipe.checkpoint.minutes
+        return minutes > 0 and self.under_way is None and time.monotonic() - self._began >= 60 * minutes
+
+    def tries_again(self, step: int) -> bool:
+        """True if a save that has failed is tried again after this step."""
+        return self.retry_at is not None and step >= self.retry_at
 
     def close(self) -> None:
         """The run ends, perhaps by an error: a part that is being written is finished, but nobody waits for others."""
@@ -167,7 +183,12 @@ class Saver:
         return save
 
     def _failed(self, error: UserError) -> None:
-        self.alarm(self.state.step, f"{error}. Training goes on; the next save tries again")
+        self.retry_at = self.state.step + 2**self._failures
+        self._failures += 1
+        self.alarm(self.state.step, f"{error}. Training goes on; step {self.retry_at} tries again")
+
+    def _succeeded(self) -> None:
+        self.retry_at, self._failures = None, 0
 
     @property
     def _settled(self) -> bool:

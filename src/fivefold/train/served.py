@@ -234,6 +234,7 @@ class Leader:
                 self._wait()
                 if self.interrupt.wanted():
                     self._stop()
+                self._save_by_time()
                 while len(self.applied) >= self.count:
                     self._end_step()
         complete = self.state.step == self.steps
@@ -258,7 +259,19 @@ class Leader:
     def _set_limit(self) -> None:
         """No share beyond the next checkpoint is handed out before it is saved."""
         every, step = self.job.recipe.checkpoint.every, self.state.step
-        self.shares.limit = min(self.steps, (step // every + 1) * every) if every else self.steps
+        again = self.saver.retry_at or self.steps
+        self.shares.limit = min(
+            self.steps, (step // every + 1) * every if every else self.steps, max(again, step + 1)
+        )
+
+    def _save_by_time(self) -> None:
+        """If a checkpoint is due by time, hands out no further step before it is saved."""
+        if self.stopping or not self.saver.is_time() or self.shares.highest + 1 >= self.shares.limit:
+            return
+        self.shares.limit = max(self.state.step, self.shares.highest + 1)
+        if self.shares.limit == self.state.step:
+            self._save(ends=False)
+            self._set_limit()
 
     def _stop(self) -> None:
         if not self.stopping:
