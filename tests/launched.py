@@ -90,9 +90,16 @@ def command(log: Path, *words: str, folder: Path | str = ".", **environment: str
     return Launched(log, _main, words, os.path.abspath(folder), {**os.environ, **environment})
 
 
-def _main(words: tuple[str, ...], folder: str, environment: dict[str, str]) -> None:
+def typed(log: Path, *words: str) -> Launched:
+    """`fivefold WORDS` in a process group of its own, as a terminal starts it: a signal to the group is its Ctrl-C."""
+    return Launched(log, _main, words, os.getcwd(), dict(os.environ), True)
+
+
+def _main(words: tuple[str, ...], folder: str, environment: dict[str, str], own_group: bool = False) -> None:
     from fivefold.cli.main import main
 
+    if own_group:
+        os.setsid()
     os.chdir(folder)
     os.environ.update(environment)
     sys.argv = ["fivefold", *words]

@@ -58,12 +58,14 @@ def after_each_step(change_: Callable[[State, str], None]) -> Iterator[None]:
     """change_(state, when) runs in each step, when its gradient is whole ("gradient"), and after it ("end")."""
     plain = loop.take_step
 
-    def changed(state: State, recipe: Recipe, share: Any, stop: Any, inspect: Callable[[], Any]) -> Any:
+    def changed(
+        state: State, recipe: Recipe, share: Any, stop: Any, inspect: Callable[[], Any], *more: Any
+    ) -> Any:
         def inside() -> Any:
             change_(state, "gradient")
             return inspect()
 
-        done = plain(state, recipe, share, stop, inside)
+        done = plain(state, recipe, share, stop, inside, *more)
         change_(state, "end")
         return done
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -14,13 +15,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from launched import Launched, command, last_step
+from launched import Launched, command, last_step, typed
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, train_rank
 from test_train import TINY
@@ -377,6 +379,52 @@ def test_a_signal_at_any_moment(text: Path, tmp_path: Path, layout: str, which: 
         assert "Traceback" not in run.said
         if code == exits.DONE:
             assert last_step(out) == 12
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_ctrl_c_in_the_last_moments(text: Path, tmp_path: Path, moment: int) -> None:
+    """It comes to the launcher and to all ranks at once. From the last step, and from the last validation on."""
+    out, steps = tmp_path / "run", 12
+    run = typed(tmp_path / "log", *words(out, text, f"train.steps={steps}"))
+    if moment % 2:
+        run.until(lambda: last_step(out) == steps)
+    else:
+        run.until(lambda: f"validation  step {steps}" in run.said)
+    time.sleep(random.uniform(0, 0.1) + 0.1 * moment)
+    ctrl_c(run)
+    assert run.wait(20) in (exits.DONE, exits.STOPPED), run.said
+    assert "Traceback" not in run.said
+    assert store.load(store.latest(out)).meta["step"] == last_step(out) == steps
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)
+
+
+def ctrl_c(run: Launched) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.killpg(run.pid, signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [True, False])
+def test_ctrl_c_twice_while_a_rank_is_suspended(text: Path, tmp_path: Path, again: bool) -> None:
+    """The first one continues it, and all save. If it is suspended again at once, the second one ends all."""
+    out = tmp_path / "run"
+    run = typed(tmp_path / "log", *words(out, text, "train.steps=100000"))
+    run.until(lambda: last_step(out) > 2)
+    rank, began = run.ranks()[1], time.monotonic()
+    run.send(signal.SIGSTOP, rank)
+    time.sleep(0.5)
+    ctrl_c(run)
+    while run.process.is_alive() and time.monotonic() - began < interrupt.PATIENCE_S + 2:
+        if again:
+            with suppress(ProcessLookupError):
+                run.send(signal.SIGSTOP, rank)
+        time.sleep(0.001)
+    ctrl_c(run)
+    assert run.wait(20) == (exits.unsaved(signal.SIGINT) if again else exits.STOPPED), run.said
+    assert "Traceback" not in run.said
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)
 
 
 class Dying:
