@@ -390,7 +390,7 @@ def test_ctrl_c_in_the_last_moments(text: Path, tmp_path: Path, moment: int) -> 
         run.until(lambda: last_step(out) == steps)
     else:
         run.until(lambda: f"validation  step {steps}" in run.said)
-    time.sleep(random.uniform(0, 0.1) + 0.1 * moment)
+    time.sleep(random.uniform(0, 0.06) + 0.06 * moment)
     ctrl_c(run)
     assert run.wait(20) in (exits.DONE, exits.STOPPED), run.said
     assert "Traceback" not in run.said
