@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from fivefold.data import DataSet, prepare
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, resolve
+from fivefold.step.state import State
+from fivefold.train import loop
 from fivefold.train.job import Job
 from fivefold.train.own import WITHOUT, Own
 from fivefold.train.run import run_rank
@@ -36,6 +39,29 @@ def train_rank(
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     job = Job(recipe, out, data, resume=resume, resume_command="resume", own=own)
     return run_rank(job, ranks_of(rank, world))
+
+
+@contextmanager
+def after_each_step(change_: Callable[[State, str], None]) -> Iterator[None]:
+    """change_(state, when) runs in each step, when its gradient is whole ("gradient"), and after it ("end")."""
+    plain = loop.take_step
+
+    def changed(
+        state: State, recipe: Recipe, share: Any, stop: Any, inspect: Callable[[], Any], *more: Any
+    ) -> Any:
+        def inside() -> Any:
+            change_(state, "gradient")
+            return inspect()
+
+        done = plain(state, recipe, share, stop, inside, *more)
+        change_(state, "end")
+        return done
+
+    loop.take_step = changed
+    try:
+        yield
+    finally:
+        loop.take_step = plain
 
 
 def lines(run: Path, key: str) -> list[Any]:

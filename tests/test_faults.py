@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from runs import lines, train_rank
+from runs import after_each_step, lines, train_rank
 from torch import Tensor
 
 from fivefold.checkpoint import store
@@ -26,7 +25,7 @@ from fivefold.recipe import FaultsSection, Recipe, change, leave_out, load, plac
 from fivefold.spread.layout import Layout
 from fivefold.step.judge import destroyed, judge
 from fivefold.step.state import State
-from fivefold.train import loop, run
+from fivefold.train import run
 from fivefold.train.start import run_command
 
 TINY = [
@@ -51,29 +50,6 @@ def run_on(recipe: Recipe, out: Path, work: Callable[..., Any] = train_rank, *ar
     if ranks == 1:
         return [work(0, 1, recipe, out, *arguments)]
     return run_ranks(ranks, work, recipe, out, *arguments, timeout_s=60)
-
-
-@contextmanager
-def after_each_step(change_: Callable[[State, str], None]) -> Iterator[None]:
-    """change_(state, when) runs in each step, when its gradient is whole ("gradient"), and after it ("end")."""
-    plain = loop.take_step
-
-    def changed(
-        state: State, recipe: Recipe, share: Any, stop: Any, inspect: Callable[[], Any], *more: Any
-    ) -> Any:
-        def inside() -> Any:
-            change_(state, "gradient")
-            return inspect()
-
-        done = plain(state, recipe, share, stop, inside, *more)
-        change_(state, "end")
-        return done
-
-    loop.take_step = changed
-    try:
-        yield
-    finally:
-        loop.take_step = plain
 
 
 def poisoned_rank(

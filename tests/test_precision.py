@@ -1,6 +1,7 @@
 """Precision modes: what is rounded, how, and the same on every layout; resuming; loss scaling; states in the plan."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from layouts import compared, tiny
 from parity import joined, pieces
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, ranks_of, train_rank
+from runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
 from steps import planned
 
 from fivefold.checkpoint import store
@@ -26,9 +27,10 @@ from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Part, whole
-from fivefold.step.state import build_state
+from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
 from fivefold.trace.step import trace
+from fivefold.train.verify import TIMES
 
 
 def rounded(x: torch.Tensor, keys: tuple[int, int], box=None, shape=None) -> torch.Tensor:
@@ -326,6 +328,77 @@ def test_resumes_with_the_same_bits(tmp_path, layout, sets):
         other = trained(recipe, "dp=1", tmp_path / "parts", 5, resume=True)  # another layout
         again = trained(recipe, "dp=1", tmp_path / "whole", 5, resume=True)
         assert_same_tensors(other.model, again.model)
+
+
+def overflowing_rank(
+    rank: int, world: int, recipe: Recipe, out: Path, at: list[int], resume: bool = False
+) -> dict[str, Any]:
+    """A run in which one gradient of the last rank alone is not finite in these steps. Returns what this rank knows
+    after each step, the scale with its history and the number of updates, and its masters at the end."""
+    found: dict[str, Any] = {"scales": [], "updates": []}
+
+    def after(state: State, when: str) -> None:
+        if when == "gradient" and rank == world - 1 and state.step + 1 in at:
+            state.parallel.replicas[-1].gradients["blocks.3.mlp.down.weight"].fill_(math.inf)
+        if when == "end":
+            found["scales"].append(state.loss_scale.values.tolist() if state.loss_scale else [])
+            found["updates"].append(state.updates)
+            found["masters"] = {name: w.clone() for name, w in state.masters().items()}
+            if state.loss_scale is None:
+                state.set_counts(state.updates, 0)  # in fp32 five such steps in a row would end the run
+
+    with after_each_step(after):
+        train_rank(rank, world, recipe, out, resume)
+    return found
+
+
+def apart(a: Path, b: Path) -> float:
+    """The relative difference of two runs' last weights, all together."""
+    mine, theirs = (store.load(store.latest(out)).model for out in (a, b))
+    square = sum((mine[name] - w).double().square().sum() for name, w in theirs.items())
+    return float((square / sum(w.double().square().sum() for w in theirs.values())).sqrt())
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Recipe, dict[str, Any], float]:
+    """Steps from a scale of 2^24, at which gradients overflow by themselves, as they do when it grows again; in step 11
+    those of one parameter are made to. And how far the last weights are from those in fp32 with the same steps skipped.
+    """
+    folder = tmp_path_factory.mktemp("overflows")
+    sets = ["precision.loss_scale=16777216", "precision.loss_scale_every=2", "train.steps=14", *RESUMED[:2]]
+    recipe = change(tiny(folder, "dp=1", mode="fp16"), sets)
+    found = overflowing_rank(0, 1, recipe, folder / "fp16", [11])
+    updates = [0, *found["updates"]]
+    skipped = [step for step in range(1, 15) if updates[step] == updates[step - 1]]
+    assert skipped[0] == 1, "gradients of a loss of 2^24 overflow"
+    assert 11 in skipped
+    assert len(skipped) < 11
+    in_fp32 = change(tiny(folder, "dp=1"), sets[2:])
+    overflowing_rank(0, 1, in_fp32, folder / "fp32", skipped)
+    return folder, recipe, found, apart(folder / "fp16", folder / "fp32")
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=2", "tp=2", pytest.param("pp=2", marks=pytest.mark.slow)])
+def test_ranks_decide_on_the_loss_scale_together(one_process, tmp_path, layout):
+    """Also where one of them alone overflows: scales and weights are those of one process, which resumes the run."""
+    folder, recipe, one, own = one_process
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    ranks = run_ranks(2, overflowing_rank, change(recipe, [], layout), run, [11], timeout_s=60)
+    for found in ranks:
+        assert found["scales"] == one["scales"]
+        assert found["updates"] == one["updates"]
+    a, b = (found["masters"] for found in ranks)
+    both = [name for name in a.keys() & b.keys() if a[name].shape == one["masters"][name].shape]
+    assert len(both) == {"dp=2,zero=2": 0, "tp=2": 9, "pp=2": 1}[layout], "norms, or the tied embedding"
+    assert all(torch.equal(a[name], b[name]) for name in both)
+    assert 0 < apart(run, folder / "fp16") < TIMES * own
+    shutil.copytree(run, alone)
+    longer = change(recipe, ["train.steps=16"])
+    resumed = overflowing_rank(0, 1, longer, alone, [], True)
+    for found in run_ranks(2, overflowing_rank, change(longer, [], layout), run, [], True, timeout_s=60):
+        assert found["scales"] == resumed["scales"]
+        assert found["updates"] == resumed["updates"]
+    assert 0 < apart(run, alone) < TIMES * own
 
 
 def test_sites(tmp_path):
