@@ -301,7 +301,10 @@ PROOFS = (
         "test_precision", "test_rules_compute_what_one_process_computes",
         lambda p: (["precision.mode=bf16_pure", f"optim.name={p['name']}"], p["layout"]),
     ),
-    Proof("test_fp8", "test_layouts_round_as_one_process_does", lambda p: (["precision.mode=fp8"], p["layout"])),
+    Proof(
+        "test_fp8", "test_layouts_round_as_one_process_does",
+        lambda p: (["precision.mode=fp8", *p["sets"]], p["layout"]),
+    ),
     Proof("test_optim", "test_equals_one_process", lambda p: ([f"optim.name={p['name']}"], p["layout"])),
     Proof("test_optim", "test_options_equal_one_process", lambda p: (_tests("test_optim").OPTIONS, p["layout"])),
     Proof(
@@ -329,6 +332,10 @@ PROOFS = (
         lambda p: ([_mode(p)], f"dp=4,zero=3,ranks_per_node=2,zeropp={p['text']}"),
     ),
     Proof("test_sites", "test_equals_the_simulation", lambda p: (p["sync"], p["layout"])),
+    Proof(
+        "test_sites", "test_local_sgd_in_every_step_is_data_parallelism",
+        lambda p: (["sync.method=local", "sync.every=1", "optim.name=sgd", _mode(p)], "dp=2"),
+    ),
     Proof(
         "test_server", "test_synchronous_equals_one_process",
         lambda p: (["sync.method=server", f"sync.servers={p['servers']}", *_but(p["sets"], "train.")], "dp=2"),
@@ -460,6 +467,7 @@ refused, and the parameters of the tests say what was compared. A test checks th
 
 Pairs are not all: three options may be refused although each two of them combine. `fivefold check RECIPE` answers for a
 whole recipe. The sizes here are such that every axis divides them. All of this ran on CPUs; see [GPUs](gpu.md).
+With `sync.method=server`, fp8 has no self-test at the start: no layer falls back to bf16, and the run says so.
 """
 PROVEN_IN = """The comparisons are those of {tests}, and the [layouts that are verified](layouts_verified.md).
 `make test` runs a part of them, `make test-all` all. `fivefold verify RECIPE --layout L` compares a recipe of yours.

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native
 from fivefold.kernels.fp8 import E4M3, Fp8, encode, round_tiles
 from fivefold.kernels.mixture import grouped_linear
+from fivefold.models.init import init_part
 from fivefold.optim import OPTIMIZERS
-from fivefold.parallel import products
+from fivefold.parallel import products, replica_builder
 from fivefold.precision import PRECISIONS, Mode
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.recipe.warnings import warnings
 from fivefold.step.self_test import fall_back, self_test
 from fivefold.step.state import build_state
 from fivefold.train.verify import _differences
@@ -159,6 +162,18 @@ QUICK = {
     "dp=2,ep=2",
     "pp=2,schedule=zbv,virtual_stages=2,recompute=full",
 }
+CASES = [
+    *(pytest.param(one, [], marks=[] if one in QUICK else pytest.mark.slow) for one in LAYOUTS),
+    ("tp=2", ["precision.fp8_scaling=tensor"]),  # each rank has the largest number of its part
+    *(
+        pytest.param(layout, [f"precision.fp8_{set_}"], marks=pytest.mark.slow)
+        for layout, set_ in (
+            ("dp=2", "scaling=row"), ("dp=2,zero=2", "scaling=row"), ("cp=2,cp_method=ulysses", "scaling=row"),
+            ("dp_replicate=2,dp_shard=2,zero=3", "scaling=tensor"), ("tp=2,sp=true", "backward=e4m3"),
+            ("pp=2", "backward=e4m3"),
+        )
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -174,16 +189,16 @@ def side_in_fp32(rank: int, world: int, recipe: Recipe, steps: int, folder: Path
         PRECISIONS["fp8"] = own
 
 
-@pytest.mark.parametrize(
-    "layout", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
-)
-def test_layouts_round_as_one_process_does(room: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layout", "sets"), CASES)
+def test_layouts_round_as_one_process_does(
+    room: Path, layout: str, sets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the same numbers: otherwise the errors of both would be independent, and their difference larger than either.
     Now and then fp32's rounding tips a number to its neighbour, and the layers behind enlarge that, to about a tenth of
     fp8's own error."""
     monkeypatch.setitem(PRECISIONS, "fp8", IN_FP32)
-    recipe, model = tiny(room, layout, mode="fp8"), "moe" if "ep=" in layout else "dense"
-    folder = room / f"{model}-fp32"
+    recipe, model = change(tiny(room, layout, mode="fp8"), sets), "moe" if "ep=" in layout else "dense"
+    folder = room / "-".join([model, "fp32", *sets])
     compared(recipe, folder=folder, part=side_in_fp32)
     second = OPTIMIZERS[recipe.optim.name].second_moment
     found = dict(_differences(folder / "layout", folder / "fp8", second, together=True))
@@ -266,6 +281,28 @@ def test_layers_that_fail_fall_back_on_all_ranks(room: Path) -> None:
         assert len(before) == 4 * 4
 
 
+def test_a_run_says_which_layers_fell_back(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the console and in fp8.json, and again when it resumes."""
+    recipe = run_of(room, "dp=1", "precision.fp8_scaling=tensor")
+
+    def with_an_outlier(seed: int, name: str, *rest: Any) -> torch.Tensor:
+        made = init_part(seed, name, *rest)
+        if name == "blocks.2.mlp.down.weight":
+            made[0, 0] = 2.0**28
+        return made
+
+    monkeypatch.setattr(replica_builder, "init_part", with_an_outlier)
+    train_rank(0, 1, change(recipe, ["train.steps=1"]), tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "WARNING: blocks.2.mlp.down failed the self-test of fp8 and computes in bf16: the " in said
+    assert said.count("failed the self-test") == 1
+    assert [*json.loads((tmp_path / "run" / "fp8.json").read_text())["in_bf16"]] == ["blocks.2.mlp.down"]
+    train_rank(0, 1, change(recipe, ["train.steps=2"]), tmp_path / "run", True)
+    assert "fp8, except in blocks.2.mlp.down, as before" in " ".join(capsys.readouterr().out.split())
+
+
 def test_blocks_and_sensitive_layers_stay_in_bf16(room: Path) -> None:
     recipe = run_of(room, "dp=1", "model.arch=moe", "model.experts=4", "precision.fp8_skip_first=1")
     state = build_state(
@@ -273,6 +310,12 @@ def test_blocks_and_sensitive_layers_stay_in_bf16(room: Path) -> None:
     )
     names = {name for name, _ in products.layers(state.module)}
     assert names == {"blocks.1.attention.qkv", "blocks.1.attention.out", "blocks.1.mlp.experts"}
+
+
+def test_servers_say_that_nothing_is_tested() -> None:
+    for sets, said in ((["sync.method=server"], 1), ([], 0)):
+        recipe = load("quickstart", ["precision.mode=fp8", *sets], "dp=2")
+        assert sum("without the self-test" in text for text in warnings(recipe)) == said
 
 
 def test_what_fp8_refuses() -> None:

@@ -128,6 +128,8 @@ SLOW = [
     ("all:disk", "bf16", "dp=2,ep=2", ["optim.name=sophia", "optim.estimate_every=2"]),
     ("states:disk", "bf16", "dp=1", ["optim.name=adam"]),
     ("states:host", "bf16", "dp=1", ["optim.name=sgd", "optim.lr=0.05"]),
+    ("states:disk", "fp8", "dp=2", []),
+    ("all:disk", "fp8", "dp=1", []),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 

@@ -424,13 +424,13 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def judge_an_outlier(usual, loss, norm, faults):
+def judge_an_outlier(usual, loss, norm, *more):
     """Judges the second step's norm beside sixty steps with a thousandth of it."""
-    verdict = judge(usual, loss, norm, faults)
+    verdict = judge(usual, loss, norm, *more)
     if usual[NORM, 0] == 1:
         before = usual.clone()
         before[NORM] = torch.tensor([60.0, norm.log() - 7, 0.0])
-        verdict = judge(before, loss, norm, faults)._replace(usual=verdict.usual)
+        verdict = judge(before, loss, norm, *more)._replace(usual=verdict.usual)
         assert verdict.skip == 1
     return verdict
 

@@ -185,9 +185,10 @@ def test_equals_the_simulation(room: Path, layout: str, sync: list[str]) -> None
     assert_simulated(answers, simulated(recipe, recipe.sites.count, 7))
 
 
-def test_local_sgd_in_every_step_is_data_parallelism(room: Path) -> None:
+@pytest.mark.parametrize("mode", ["fp32", "fp8"])
+def test_local_sgd_in_every_step_is_data_parallelism(room: Path, mode: str) -> None:
     """Plain SGD is linear in the gradient: the mean of the updated weights is the update by the mean gradient."""
-    sgd = ["optim.name=sgd", "optim.lr=0.1", "optim.grad_clip=0"]
+    sgd = ["optim.name=sgd", "optim.lr=0.1", "optim.grad_clip=0", f"precision.mode={mode}"]
     apart = resolved(room, "dp=2", "sync.method=local", "sync.every=1", *sgd)
     (one, other), (wanted, _) = (
         run_ranks(2, trained, recipe, 3) for recipe in (apart, resolved(room, "dp=2", *sgd))
