@@ -11,7 +11,9 @@ from commands import REPO
 
 PROGRAM = observe_browser.find()
 SITE = REPO / "build" / "site"
-PAGES = ["index", "docs/recipes", "docs/parallelism/index", "reference/comm", "examples/own_model.py"]
+LECTURES = ["docs/lectures/11_communication", "docs/lectures/13_scaling_laws"]  # with formulas
+PAGES = ["index", "docs/recipes", "docs/parallelism/index", "reference/comm", "examples/own_model.py",
+         "docs/lectures/index", *LECTURES]  # fmt: skip
 pytestmark = pytest.mark.skipif(
     PROGRAM is None or not (SITE / "index.html").exists(),
     reason="no site in build/site: make docs" if PROGRAM else observe_browser.MISSING,
@@ -37,6 +39,22 @@ def test_pages_are_drawn(browser: observe_browser.Browser, name: str) -> None:
         assert browser.evaluate("[...document.images].every(e => e.complete && e.naturalWidth > 0)")
         background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, background[4:-1].split(",")[:3])) < 200) == dark, background
+
+
+@pytest.mark.parametrize("name", LECTURES)
+def test_formulas_are_drawn(browser: observe_browser.Browser, name: str) -> None:
+    """As MathML with a size, in sentences and in lines of their own. No TeX is left outside of code."""
+    browser.open(SITE / f"{name}.html")
+    drawn = "[...document.querySelectorAll('{} math')].map(e => e.getBoundingClientRect().width)"
+    for kind in ("span.arithmatex", "div.arithmatex"):
+        widths = browser.evaluate(drawn.replace("{}", kind))
+        assert widths, kind
+        assert min(widths) > 0, kind
+    text = browser.evaluate(
+        "(() => { const page = document.querySelector('article').cloneNode(true);"
+        " page.querySelectorAll('pre, code').forEach(e => e.remove()); return page.textContent; })()"
+    )
+    assert [mark for mark in ("$", r"\(", r"\[", r"\frac", "arithmatex") if mark in text] == []
 
 
 def test_the_search_of_a_site_opened_as_files(browser: observe_browser.Browser) -> None:

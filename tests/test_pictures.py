@@ -1,0 +1,65 @@
+"""The pictures of docs are what docs/make_pictures.py draws now."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from commands import REPO
+
+DOCS = REPO / "docs"
+SLOW = "optimizers.svg"  # hundreds of paths for each surface
+AGAIN = "run: python docs/make_pictures.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOCS))
+        yield importlib.import_module("make_pictures")
+
+
+@pytest.fixture(scope="module")
+def drawn(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all pictures but the slow one, at their places in docs."""
+    folder = tmp_path_factory.mktemp("docs")
+
+    def moved(path: Path) -> Path:
+        return folder / path.absolute().relative_to(DOCS)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["make_pictures.py"])
+        patch.setattr(script, "tuned", lambda *_: None)
+        patch.setattr(script, "optimizer_paths", SimpleNamespace(to_svg=lambda _: ""))
+        for name in ("FOLDER", "PLAN_FOLDER"):
+            patch.setattr(script, name, moved(getattr(script, name)))
+            getattr(script, name).mkdir(parents=True)
+        script.main()
+    return folder
+
+
+def test_pictures_are_drawn_as_committed(drawn: Path) -> None:
+    made = {path: DOCS / path.relative_to(drawn) for path in drawn.rglob("*.svg") if path.name != SLOW}
+    kept = {path: committed for path, committed in made.items() if committed.exists()}
+    assert len(kept) > 30
+    assert [c.name for path, c in kept.items() if path.read_bytes() != c.read_bytes()] == [], AGAIN
+
+
+def test_every_picture_of_the_lectures_is_drawn(drawn: Path) -> None:
+    pages = (page.read_text(encoding="utf-8") for page in (DOCS / "lectures").glob("*.md"))
+    shown = {name for page in pages for name in re.findall(r"!\[[^\]]*\]\(\.\./(\S+?)\)", page)}
+    assert len(shown) > 20
+    assert {name for name in shown if not (drawn / name).is_file()} == set()
+
+
+@pytest.mark.slow
+def test_paths_of_optimizers_are_drawn_as_committed(script: ModuleType) -> None:
+    paths = {
+        name: {one: script.tuned(one, surface) for one in script.OPTIMIZERS}
+        for name, surface in script.SURFACES.items()
+    }
+    committed = (DOCS / "pictures" / SLOW).read_text(encoding="utf-8")
+    assert script.optimizer_paths.to_svg(paths) == committed, AGAIN
