@@ -37,6 +37,7 @@ def drawn(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("FOLDER", "PLAN_FOLDER"):
             patch.setattr(script, name, moved(getattr(script, name)))
             getattr(script, name).mkdir(parents=True)
+        patch.setattr(script, "COMMANDS", {moved(path): how for path, how in script.COMMANDS.items()})
         script.main()
     return folder
 
