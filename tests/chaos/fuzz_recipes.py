@@ -51,7 +51,8 @@ NEAREST = re.compile(r"Nearest valid: (\w+\.\w+) ?= ?(\"[^\"]*\"|[\w.]+)")
 
 @dataclass
 class Case:
-    """What is loaded. touched: names of the fields that were changed; empty if the text itself is damaged."""
+    """What is loaded. touched: the fields that were changed, as `section.field`; empty if the text itself is
+    damaged."""
 
     text: str | None
     name: str
@@ -142,7 +143,11 @@ def case(seed: int) -> Case:
         known = key(at)
         pairs.append((known, fitting(known, at) if known in KEYS and at.random() < 0.7 else literal(at)))
     chosen = layout(at) if at.random() < 0.3 else None
-    touched = {part for known, _ in pairs for part in known.split(".")} | ({"layout"} if chosen else set())
+    touched = {known for known, _ in pairs}
+    names = {part.partition("=")[0] for part in (chosen or "").split(",") if part}
+    touched |= {
+        f"layout.{name}" for name in names | ({"dp_replicate", "dp_shard"} if "dp" in names else set())
+    }
     if at.random() < 0.5:  # in the file: the changed keys stand in its sections, in place of what was there
         text = source(name)
         for known, value in pairs:
@@ -168,14 +173,27 @@ def outcome(one: Case, folder: Path, more: list[str] | None = None) -> str:
     return ""
 
 
+def named(one: Case, message: str) -> bool:
+    """True if a message says where to look: a touched field by its full name, as `--layout` has it in a sentence on the
+    layout, or the recipe's file with a line. A damaged text has touched any field."""
+    fields = set(one.touched or KEYS)
+    if any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", message) for name in fields):
+        return True
+    parts = [name.removeprefix("layout.") for name in fields if name.startswith("layout.")]
+    sentences = re.findall(r"(?m)\blayout(?: '|: ).*", message)
+    if any(re.search(rf"\b{re.escape(part)}\b", text) for part in parts for text in sentences):
+        return True
+    return bool(re.search(r"\.toml:(\d+| line \d+)|(?m:^  \d+\. line \d+)", message))
+
+
 def problem(one: Case, message: str) -> str:
     """What is wrong with a message."""
-    if printable(message) != message or len(message) > LONGEST_MESSAGE:
-        return "not printable or too long"
+    if printable(message) != message or len(message) >= LONGEST_MESSAGE:
+        return "not printable, or cut"
     if not HINTS.search(message):
         return "no hint"
-    if one.touched and not any(name in message for name in (*one.touched, *KEYS)) and "toml:" not in message:
-        return "names no key"
+    if not named(one, message):
+        return "names no key that was touched, and no line"
     return ""
 
 

@@ -94,10 +94,10 @@ WORDS = {
 
 
 def lacks(model: ModelSection, fact: str, use: str = "") -> str:
-    """The error text for a field that needs a fact: `llama has no experts (only moe has them)`."""
+    """The error text for a field that needs a fact: `llama has no experts (model.arch: only moe has them)`."""
     others = having(fact)
     verb = "have" if " " in others else "has"
-    return f"{model.arch} has no {WORDS[fact]}{use and f' {use}'} (only {others} {verb} them)"
+    return f"{model.arch} has no {WORDS[fact]}{use and f' {use}'} (model.arch: only {others} {verb} them)"
 
 
 def meaning(name: str, text: str) -> str:

@@ -172,7 +172,14 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         ValueError,
         RecursionError,
     ):  # beyond what Python reads: numbers of 4300 digits, 1000 nested lists
-        raise UserError(f"{path}: a number is too long, or lists are nested too deeply") from None
+        line = _line_of_the_longest(text)
+        raise UserError(f"{path}:{line}: a number is too long, or lists are nested too deeply") from None
+
+
+def _line_of_the_longest(text: str) -> int:
+    """The line with the most digits or brackets."""
+    counts = [len(re.findall(r"[\w\[{]", line)) for line in text.splitlines()]
+    return counts.index(max(counts)) + 1
 
 
 def _lines(text: str) -> dict[str, str]:
@@ -181,7 +188,8 @@ def _lines(text: str) -> dict[str, str]:
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+\s*([\w.-]+)\s*\]", line):
             section = header[1]
-            found.setdefault(section, f"line {number}")
+            for name in (section, section.partition(".")[0]):
+                found.setdefault(name, f"line {number}")
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             found.setdefault(f"{section}.{key[1]}" if section else key[1], f"line {number}")
     return found

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fivefold.errors import did_you_mean
+from fivefold.errors import LONGEST_MESSAGE, LONGEST_WORD, did_you_mean, printable, shortened
 from fivefold.models.rules import meaning
 from fivefold.models.section import LARGEST
 from fivefold.precision.formats import FORMATS
@@ -31,6 +31,8 @@ KEYS: dict[str, FieldInfo] = {
     for name, field in cls.model_fields.items()
 }
 
+LONGEST_PROBLEM = 1500
+"""Characters of one problem of a recipe, as a message lists it."""
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _SECTION_NAMES = f"; valid sections: {', '.join(SECTIONS)}"
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -158,6 +160,7 @@ def bad_entries(key: str, value: Any) -> list[str]:
 def unknown_key(key: str, value: Any) -> str:
     """A key that its section does not have."""
     section, _, name = key.partition(".")
+    key = shortened(key, LONGEST_WORD)
     today = f"; did you mean '{RENAMED[key]}'?" if key in RENAMED else ""
     near = today or _home(name) or did_you_mean(name, SECTIONS[section].model_fields)
     return f"{key} = {short(value)}: unknown key" + (
@@ -168,8 +171,11 @@ def unknown_key(key: str, value: Any) -> str:
 def unknown_section(name: str, value: Any) -> str:
     """An unknown section, or a key outside of any section."""
     if isinstance(value, dict):
-        return f"[{name}]: unknown section" + (did_you_mean(name, SECTIONS) or _SECTION_NAMES)
-    return f"{name} = {short(value)}: this key is in no section" + (_home(name) or _SECTION_NAMES)
+        return f"[{shortened(name, LONGEST_WORD)}]: unknown section" + (
+            did_you_mean(name, SECTIONS) or _SECTION_NAMES
+        )
+    said = f"{shortened(name, LONGEST_WORD)} = {short(value)}: this key is in no section"
+    return said + (_home(name) or _SECTION_NAMES)
 
 
 def not_a_section(name: str, value: Any) -> str:
@@ -178,7 +184,9 @@ def not_a_section(name: str, value: Any) -> str:
 
 
 def list_problems(name: str, problems: Sequence[str]) -> str:
-    """All problems in one message."""
+    """All problems in one message that is not cut: a longer one is shortened in its middle, beside what it quotes."""
+    most = max(100, min(LONGEST_PROBLEM, (LONGEST_MESSAGE - len(name) - 40) // len(problems) - 10))
+    problems = [shortened(printable(problem), most) for problem in problems]
     if len(problems) == 1:
         return f"{name}: {problems[0]}"
     listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))

@@ -39,11 +39,13 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
     train, count = recipe.train, recipe.layout.microbatches
     size, micro = train.global_batch_size, train.microbatch_size
     dp = recipe.layout.dp_replicate * recipe.layout.dp_shard
+    sizes = {name: getattr(recipe.layout, name) for name in ("dp_replicate", "dp_shard")}
+    ranks = " x ".join(f"layout.{name} {n}" for name, n in sizes.items() if n > 1)
     equal = count or recipe.servers.count or recipe.sites.count > 1
     factors = {
-        "layout.dp_replicate": (dp if equal else 1, f"{dp} data-parallel ranks"),
-        "train.microbatch_size": (micro or 1, f"microbatch_size {micro}"),
-        "layout.microbatches": (count or 1, f"{count} microbatches"),
+        "layout.dp_replicate": (dp if equal else 1, ranks),
+        "train.microbatch_size": (micro or 1, f"train.microbatch_size {micro}"),
+        "layout.microbatches": (count or 1, f"layout.microbatches {count}"),
     }
     keys = {"train.global_batch_size", "layout.dp_replicate", "layout.dp_shard"}
     keys |= {key for key, (factor, _) in factors.items() if factor > 1}
@@ -63,9 +65,9 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
         smaller = next((n for n in range(min(size // dp, 4096), 0, -1) if size % n == 0), None)
         yield (
             keys,
-            f"train.global_batch_size = {size}{f' in microbatches of {micro}' if micro else ''}: {dp} data-parallel "
-            f"ranks need at least one {'microbatch' if micro else 'sequence'} each. Nearest valid: {near}"
-            + (f", or train.microbatch_size = {smaller}" if micro and smaller else ""),
+            f"train.global_batch_size = {size}{f' with train.microbatch_size = {micro}' if micro else ''}: {dp} "
+            f"data-parallel ranks need at least one {'microbatch' if micro else 'sequence'} each ({ranks}). Nearest "
+            f"valid: {near}" + (f", or train.microbatch_size = {smaller}" if micro and smaller else ""),
         )
     for size in _ramped(recipe):
         if size > recipe.train.global_batch_size:
@@ -80,7 +82,7 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
             yield (
                 keys | {"train.batch_ramp"},
                 f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences must be {multiple}at least {least} '
-                f"({dp} data-parallel ranks{f' x microbatch_size {micro}' if micro else ''}). Nearest valid: "
+                f"({' x '.join(filter(None, [ranks, micro and factors['train.microbatch_size'][1]]))}). Nearest valid: "
                 f"{max(least, round(size / each) * each)}",
             )
     if recipe.train.batch_ramp:

@@ -147,7 +147,8 @@ def generates(recipe: Sections) -> Iterator[Contradiction]:
     if not card_of(recipe.model).causal and recipe.train.sample_every:
         yield (
             {"train.sample_every"},
-            f"train.sample_every: {recipe.model.arch} is bidirectional and generates no text",
+            f"train.sample_every: {recipe.model.arch} is bidirectional and generates no text. Nearest valid: "
+            "train.sample_every = 0",
         )
 
 
