@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -173,14 +174,30 @@ def test_a_real_limit_of_the_address_space(tmp_path: Path, layout: str) -> None:
     assert "--set train.microbatch_size=" in done.stderr
 
 
+def group_of(size: int) -> Path | None:
+    """A new control group with a limit of memory, of cgroup v1 or v2; None if none can be made here."""
+    name = f"fivefold-{uuid.uuid4().hex[:8]}"
+    for home, limit in ((memory.CGROUPS / "memory", "memory.limit_in_bytes"), (memory.CGROUPS, "memory.max")):
+        with suppress(OSError):
+            (home / name).mkdir()
+            try:
+                if not (home / name / limit).exists():  # in v2 the parent may not have handed it on
+                    raise OSError
+                (home / name / limit).write_text(str(size))
+            except OSError:
+                (home / name).rmdir()
+                continue
+            with suppress(OSError):
+                (home / name / "memory.swap.max").write_text("0")
+            return home / name
+    return None
+
+
 @pytest.mark.slow
 def test_ranks_that_the_system_kills(tmp_path: Path) -> None:
-    """In a control group of this test's own (cgroup v1)."""
-    group = memory.CGROUPS / "memory" / f"fivefold-{uuid.uuid4().hex[:8]}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(1_000 * 2**20))
-    except OSError:
+    """In a control group of this test's own."""
+    group = group_of(1_000 * 2**20)
+    if group is None:
         pytest.skip("control groups of memory cannot be made here")
 
     def enter() -> None:
