@@ -126,6 +126,36 @@ def test_a_rank_that_has_saved_is_not_the_one_that_failed(tmp_path: Path) -> Non
     assert (found.rank, found.text) == (0, "rank 0 did not end by itself, and was killed")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a mount namespace")
+def test_two_ranks_in_a_folder_that_is_read_only(tmp_path: Path) -> None:
+    """A run that starts there, and one that resumes: one message, at once. root may write in spite of modes, so the
+    folder is mounted read-only."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a mount namespace, which is not permitted here")
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("".join(f"{i} squared is {i * i}. " for i in range(2000)))
+    sets = [one for one in TINY if not one.startswith("layout.")]
+    sets += [f"data.source={text}", f"data.cache={tmp_path / 'cache'}", "optim.schedule=constant"]
+    recipe = load("quickstart", [*sets, "train.steps=2"], "dp=2")
+    (tmp_path / "empty").mkdir()
+    run_ranks(2, train_rank, recipe, run)
+    train = [sys.executable, "-m", "fivefold", "train"]
+    new = [*train, "quickstart", "--layout", "dp=2", "--out", str(tmp_path / "empty")]
+    new += [word for one in sets for word in ("--set", one)]
+    old = [*train, str(run), "--resume", "--set", "train.steps=4"]
+    for folder, words in ((tmp_path / "empty", new), (run, old)):
+        mount = f'mount --bind {folder} {folder} && mount -o remount,bind,ro {folder} && exec "$@"'
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", mount, "sh", *words],
+            capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode in (exits.USER, exits.BUSY), done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Read-only file system" in done.stderr
+        assert len(done.stderr.splitlines()) < 15, done.stderr
+    assert store.latest(run).name == "step-00000002"  # pyright: ignore[reportOptionalMemberAccess]
+
+
 @pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
 def test_a_clock_that_is_set_does_not_change_who_failed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
