@@ -69,7 +69,7 @@ def test_the_scale_of_a_known_problem(microbatch: int) -> None:
 
 
 def norm_of(state: State) -> float:
-    return agree(state, torch.zeros(()), False)[1].item()
+    return agree(state, torch.zeros(()), 0.0)[1].item()
 
 
 def tokens() -> Tensor:

@@ -129,7 +129,7 @@ def test_what_is_sent_follows_from_what_is_counted(room: Path) -> None:
     found = volume.counted(s)
     assert {axis for _, axis in found} == {"shard"}
     size = {what: size for (what, _), (_, size) in found.items()}
-    assert size["all_reduce"] == 24, "three numbers on which all agree"
+    assert size["all_reduce"] == 32, "four numbers on which all agree"
     states = int(3 / 4 * size["all_gather"]) + int(3 / 4 * size["all_to_all"])
     assert volume.sent(s) == {"dp": states}
     assert volume.sent(s, as_counted=True) == {"dp": states + 36}, "all ranks are those of the axis"

@@ -250,6 +250,6 @@ def test_dropout_is_the_same_on_whole_activations(tmp_path):
 def whole_weights(rank: int, world: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     state = state_of(rank, world, recipe)
     forward_backward(state, [Source("gpt2").batch(0, range(ROWS))], seed=0)
-    norm = agree(state, torch.zeros(()), False)[1]
+    norm = agree(state, torch.zeros(()), 0.0)[1]
     update(state, recipe.optim, norm, torch.zeros(()), 6)
     return {n: w.clone() for n, w in state.masters().items() if "norm" in n or n == "embed_positions.weight"}

@@ -402,13 +402,13 @@ def matrix_flops(s: Setting, position: int) -> list[tuple[Shape, float]]:
 
 
 def control(s: Setting) -> list[Sent]:
-    """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop or save, and the squared
-    norm; and expert loads (with four more numbers per block). Sites agree on the means of loss and norm, and whether
-    to stop or save."""
-    apart = [("all_reduce", "sites", 24.0)] if s.sites.count > 1 else []
+    """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop or save, the squared norm,
+    and whether the last update has destroyed weights; and expert loads (with four more numbers per block). Sites agree
+    on the means of the first four."""
+    apart = [("all_reduce", "sites", 32.0)] if s.sites.count > 1 else []
     if s.layout.ranks == 1:
         return apart
-    card, sizes = card_of(s.model), [24.0]
+    card, sizes = card_of(s.model), [32.0]
     if card.has_experts:
         sizes.append(8.0 * math.prod(card.load_sums))
     return [*(("all_reduce", "all", size) for size in sizes), *apart]
