@@ -367,7 +367,7 @@ def test_an_average_step_sends_its_share(room: Path) -> None:
     """Two sites: a ring sends as many bytes as it sums. Fragments change when, and int8 how much."""
     s = planned(resolved(room, "dp=2", "sync.method=diloco", "sync.every=8"))
     every = planned(resolved(room, "dp=2"))
-    size, control = 4 * sum(volume.outer_elements(s, 0, 0)), 24
+    size, control = 4 * sum(volume.outer_elements(s, 0, 0)), 32
     assert volume.sent(every)["dp"] == size
     assert volume.sent(s) == {"sites": control + size // 8}
     assert volume.sent(replace(s, sites=replace(s.sites, fragments=4))) == volume.sent(s)
