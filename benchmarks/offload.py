@@ -4,8 +4,7 @@
 
 Each run is a process of its own. The offloaded one is in a memory cgroup (version 1, which must be writable) with the
 limit, page cache included. `--gbps` throttles the disk by a blkio cgroup, reads and writes alike. The disk's bandwidth
-is measured inside the same limit: direct I/O on a file larger than the limit, with fsync, by as many threads as the
-engine has.
+is measured inside the same limit, on a file of 1.5 times the limit (bench/disk.py).
 """
 
 from __future__ import annotations
@@ -50,7 +49,9 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker == "disk":
-        return print(json.dumps(bandwidth(args.dir, args.limit_mib << 20)))
+        from fivefold.bench.disk import bandwidth
+
+        return print(json.dumps(bandwidth(args.dir, int(1.5 * (args.limit_mib << 20)))))
     if args.worker:
         return print(json.dumps(work(args)))
     found: dict[str, Any] = {
@@ -170,35 +171,6 @@ def run(args: argparse.Namespace, worker: str, enter: str) -> dict[str, Any]:
     if done.returncode:
         return {"failed": done.returncode}
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def bandwidth(folder: Path, limit: int) -> dict[str, float]:
-    """Bytes per second of direct I/O on a file of 1.5 times the limit: writing (with fsync), reading, and both at
-    once."""
-    from fivefold.parallel.offload.disk import SPAN, Disk, wait_for
-
-    disk = Disk(folder)
-    size = int(1.5 * limit) // (2 * SPAN) * 2 * SPAN
-    file, spans = disk.file(size, "a test file"), range(0, size, SPAN)
-
-    def read(at: int) -> None:
-        file.read(at, disk.staging())
-
-    def write(at: int) -> None:
-        file.write(at, disk.staging())
-
-    def timed(*work: Any) -> float:
-        began = time.perf_counter()
-        wait_for([disk.submit(one, at) for one, at in work])
-        os.fsync(file._file)
-        return len(work) * SPAN / (time.perf_counter() - began)
-
-    found = {"write": timed(*((write, at) for at in spans))}
-    found["read"] = timed(*((read, at) for at in spans))
-    half = [*zip(spans[: len(spans) // 2], spans[len(spans) // 2 :], strict=True)]
-    found["both"] = timed(*(one for a, b in half for one in ((read, a), (write, b))))
-    disk.close()
-    return found
 
 
 def recipe_of(args: argparse.Namespace, offload: str) -> Recipe:

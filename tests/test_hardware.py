@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -11,12 +12,14 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from fivefold.bench import hardware, links, overhead
+from fivefold.bench import hardware, links, machine, overhead
+from fivefold.bench.disk import bandwidth
 from fivefold.bench.machine import _axes
 from fivefold.host import tables
 from fivefold.launch.ranks import Ranks
 from fivefold.models.operations import Rate
 from fivefold.observe.prediction import read, rows, section, step_seconds
+from fivefold.parallel.offload.disk import SPAN, File
 from fivefold.plan import measured
 from fivefold.plan.assumed import table
 from fivefold.plan.devices import of_table
@@ -130,6 +133,37 @@ def test_the_first_steps_do_not_count() -> None:
     assert step_seconds(lines[:2]) is None
 
 
+def test_the_disk_is_measured_by_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the file both ways, then a half of it each way at once; nothing is left behind."""
+    seen: list[tuple[str, int, int]] = []
+
+    def slow(name: str, seconds: float) -> None:
+        own = getattr(File, name)
+
+        def slower(file: File, at: int, data: memoryview) -> None:
+            time.sleep(seconds)
+            seen.append((name, at, len(data)))
+            own(file, at, data)
+
+        monkeypatch.setattr(File, name, slower)
+
+    slow("read", 0.04)
+    slow("write", 0.01)
+    found = bandwidth(tmp_path, 9 * SPAN)
+    spans = [at * SPAN for at in range(8)]
+    rows = [("read", at) for at in spans + spans[:4]] + [("write", at) for at in spans + spans[4:]]
+    assert sorted((name, at) for name, at, _ in seen) == sorted(rows)
+    assert {size for *_, size in seen} == {SPAN}
+    for what, seconds in (("read", 0.08), ("write", 0.02), ("both", 0.05)):  # 8 spans by 4 threads
+        assert 0 < found[what] < 8 * SPAN / seconds
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr(machine, "bandwidth", lambda folder: bandwidth(tmp_path / "text" / "below"))
+    (tmp_path / "text").write_text("not a folder")
+    said: list[str] = []
+    assert set(machine._disk(said.append).values()) == {2e9}
+    assert said[0].startswith("the disk is assumed, not measured: ")
+
+
 @pytest.mark.slow
 def test_bench_hardware_then_a_run_that_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +174,9 @@ def test_bench_hardware_then_a_run_that_was_predicted(
     done = subprocess.run(
         [*command, "bench", "hardware", "--busy", "--json"], check=True, capture_output=True, text=True
     )
-    assert json.loads(done.stdout)["machine"] == tables.key()
+    found = json.loads(done.stdout)
+    assert found["machine"] == tables.key()
+    assert min(found["disk"], found["disk_read"], found["disk_both"]) > 0
     (tmp_path / "text.txt").write_text("To be, or not to be: that is the question.\n" * 400, encoding="utf-8")
     sets = [
         f"data.source={tmp_path / 'text.txt'}",

@@ -12,6 +12,7 @@ from fivefold.host.devices import BY_NAME, PCIE
 from fivefold.plan import communication, measured
 from fivefold.plan.assumed import table
 from fivefold.plan.clusters import PRESETS, of_gpu, parse
+from fivefold.plan.devices import Storage
 from fivefold.plan.predict import mode_of, predict
 from fivefold.plan.topology import topology
 from fivefold.precision import DTYPES
@@ -195,6 +196,9 @@ def test_own_cluster(tmp_path: Path) -> None:
     assert (cluster.device.memory, cluster.inter.bandwidth) == (40e9, 12.5e9)
     assert cluster.device.peak["bf16"] == 312e12
     assert parse(f"{file}:2x4").devices == 8
+    assert cluster.storage == Storage(2e9, 2e9, 2e9)
+    file.write_text('base = "a100"\ndisk_read_gb_s = 1\ndisk_write_gb_s = 3\ndisk_both_gb_s = 1.5\n')
+    assert parse(str(file)).storage == Storage(read=1e9, write=3e9, both=1.5e9)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fivefold.plan.assumed import FLOPS, table
 from fivefold.plan.calibrate import FinishedRun, fit
 from fivefold.plan.clusters import parse
 from fivefold.plan.communication import Group
-from fivefold.plan.devices import of_table
+from fivefold.plan.devices import Storage, of_table
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search import search
 from fivefold.recipe import Recipe, load
@@ -288,6 +288,28 @@ def test_checkpoints_and_data_hold_up_a_run() -> None:
     assert waits.waiting == pytest.approx(
         waits.reading - predict(recipe("dp=2"), of_table(slow)).step.seconds
     )
+
+
+def test_each_way_of_the_disk_has_its_rate() -> None:
+    """Also for hosts like this machine. A table of an older version has one rate for all."""
+    old = {k: v for k, v in measured.as_json(replace(table(), disk=2e9)).items() if not k.startswith("disk_")}
+    loaded = measured.from_json(json.loads(json.dumps(old)))
+    assert loaded is not None
+    assert of_table(loaded).for_ranks(2).storage == Storage(2e9, 2e9, 2e9)
+    new = replace(table(), disk=2.03e9, disk_read=1.08e9, disk_both=1.53e9)
+    cluster = of_table(new).for_ranks(2)
+    assert cluster.storage == Storage(read=1.08e9, write=2.03e9, both=1.53e9)
+    reading = [predict(recipe("dp=2"), of_table(one)).stalls.reading for one in (new, replace(new, disk=1e3))]
+    assert reading[0] == reading[1] > 0, "data are read"
+    away = recipe("dp=1", "layout.offload=all:disk")
+    quick = replace(table(), disk=1e12, disk_read=1e12, disk_both=1e12)
+    fast = predict(away, of_table(quick)).step.seconds
+    slower = [
+        predict(away, of_table(one)).step.seconds
+        for one in (replace(quick, disk=1e6), replace(quick, disk_read=1e6), replace(quick, disk_both=1e6))
+    ]
+    assert min(slower) > 2 * fast
+    assert slower[2] == max(slower)
 
 
 def test_the_search_knows_the_machine() -> None:

@@ -6,8 +6,6 @@ wait for messages have fallen asleep. Back-to-back collectives take a fraction o
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from statistics import fmean, median
@@ -120,15 +118,3 @@ def _computing(device: torch.device) -> Callable[[], object]:
             torch.mm(x, w)
 
     return compute
-
-
-def disk(size: int = 64 << 20) -> float:
-    """bytes/s written to the working folder's disk, flush included."""
-    block = os.urandom(1 << 20)
-    with tempfile.NamedTemporaryFile(dir=".") as file:
-        began = time.perf_counter()
-        for _ in range(size >> 20):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return size / (time.perf_counter() - began)

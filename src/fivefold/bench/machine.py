@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from fivefold.bench import hardware, links, overhead
+from fivefold.bench.disk import bandwidth
 from fivefold.bench.encoding import encodings
-from fivefold.errors import BusyError
+from fivefold.errors import BusyError, UserError
 from fivefold.files import write
 from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.machine import has_fast_bf16
@@ -29,6 +30,7 @@ from fivefold.host.memory import keep_freed_memory
 from fivefold.kernels.peak import UNDISTURBED, device_peak, measure_apart
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
+from fivefold.parallel.offload.disk import folder_of
 from fivefold.plan import devices, measured
 from fivefold.plan.measured import Measured, Share
 from fivefold.plan.predict import predict
@@ -61,7 +63,7 @@ def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) 
             file = Path(folder, f"{world}.json")
             start_ranks(partial(_measure_rank, file, dtypes, world <= units), world, fork=not gpus)
             found[world] = json.loads(file.read_text())
-    table = _table(found, units, bool(gpus), dtypes)
+    table = _table(found, units, bool(gpus), dtypes, _disk(say))
     table = replace(table, axes=_axes(table, found, dtypes[-1]))
     if not busy:
         _require_cores(dtypes[-1])
@@ -84,7 +86,9 @@ def _require_cores(dtype: str) -> None:
         )
 
 
-def _table(found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list[str]) -> Measured:
+def _table(
+    found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list[str], disk: dict[str, float]
+) -> Measured:
     shares = {n: Share(n, **part["share"]) for n, part in found.items() if "share" in part}
     device = "cuda" if gpu else "cpu"
     two = found.get(2, {"free": 0.0, "added": {}, "spread": 0.0})
@@ -93,7 +97,7 @@ def _table(found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list
         device=device,
         cores=units,
         memory=torch.cuda.get_device_properties(0).total_memory * units if gpu else float(memory_bytes()),
-        disk=links.disk(),
+        disk=disk["write"],
         peak={dtype: device_peak(device, dtype) * (units if gpu else 1) for dtype in dtypes},
         shares=shares,
         links={n: part["links"] for n, part in found.items() if "links" in part},
@@ -101,7 +105,18 @@ def _table(found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list
         host=found[1]["plain"] | two["added"],
         axes={},
         spread=two["spread"],
+        disk_read=disk["read"],
+        disk_both=disk["both"],
     )
+
+
+def _disk(say: Callable[[str], None]) -> dict[str, float]:
+    """Of the folder where offload keeps its files by default. Where it cannot, the rates of a usual disk."""
+    try:
+        return bandwidth(folder_of(""))
+    except UserError as error:
+        say(f"the disk is assumed, not measured: {error}")
+        return dict.fromkeys(("write", "read", "both"), devices.DISK)
 
 
 def _axes(

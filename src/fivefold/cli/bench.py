@@ -158,6 +158,9 @@ def _links(table: Measured) -> list[str]:
 
 
 def _host(table: Measured) -> list[str]:
+    from fivefold.plan.devices import of_table
+
+    disk = of_table(table).storage
     cells = [f"{name} {1e3 * seconds:.2f}" for name, seconds in table.host.items()]
     waits = [
         f"{axis} {' / '.join(f'{1e3 * seconds:.2f}' for _, seconds in points)}"
@@ -168,6 +171,7 @@ def _host(table: Measured) -> list[str]:
     return [
         "Python and dispatch, ms: " + ", ".join(cells),
         *(["ranks wait for each other, ms per block, small / large: " + ", ".join(waits)] if waits else []),
-        f"memory {table.memory / 2**30:.1f} GiB, disk writes {table.disk / 1e9:.2f} GB/s, "
+        f"memory {table.memory / 2**30:.1f} GiB, disk writes {disk.write / 1e9:.2f}, reads {disk.read / 1e9:.2f}, "
+        f"both at once {disk.both / 1e9:.2f} GB/s, "
         + ", ".join(f"{dtype} peak {rate / 1e9:.0f} GFLOP/s" for dtype, rate in table.peak.items()),
     ]

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fivefold.files import cache_folder
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import Card, card_of
 from fivefold.models.own import OwnModel
@@ -26,7 +24,7 @@ from fivefold.parallel import context, expert, products, recompute, tensor
 from fivefold.parallel.frozen import stop_gradients
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.activations import Activations
-from fivefold.parallel.offload.disk import Disk
+from fivefold.parallel.offload.disk import Disk, folder_of
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Replica
@@ -124,9 +122,7 @@ def parallelize(
     table = held(card, layout, mesh.rank)
     found = Parallel(list(stages), [], computes=compute_dtype)
     if OFFLOADS[layout.offload] != Tiers():
-        found.disk = Disk(
-            Path(layout.offload_dir).expanduser() if layout.offload_dir else cache_folder() / "offload"
-        )
+        found.disk = Disk(folder_of(layout.offload_dir))
     for stage in stages if own is None else ():
         products.apply(stage, recipe)
     _divide(found, recipe, mesh, card, table)

@@ -110,7 +110,12 @@ def links(cluster: Cluster) -> list[Row]:
         found.append(
             Row("host memory", cluster.host_bandwidth, note=f"{_memory(cluster.host_memory)} per node")
         )
-    return [*found, Row("disk, reading", disk.read), Row("disk, writing", disk.write)]
+    return [
+        *found,
+        Row("disk, reading", disk.read),
+        Row("disk, writing", disk.write),
+        Row("disk, both at once", disk.both),
+    ]
 
 
 def _between(cluster: Cluster) -> Row:

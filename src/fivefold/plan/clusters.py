@@ -255,6 +255,7 @@ _KEYS = {
     "host_bandwidth_gb_s": _Key(GB),
     "disk_read_gb_s": _Key(GB),
     "disk_write_gb_s": _Key(GB),
+    "disk_both_gb_s": _Key(GB),
 }
 _SHARES = {"matmul": "matmul_share", "ring": "intra_share"}
 """Keys that replace what a preset assumes."""
@@ -309,6 +310,8 @@ def _based(path: Path, base: str, values: dict[str, float], torus: tuple[int, ..
         "intra": cluster.intra,
         "machine": cluster.machine,
         "disk": cluster.disk,
+        "disk_read": cluster.disk_read,
+        "disk_both": cluster.disk_both,
         "device": cluster.device,
     }
     return replace(changed, hosts=int(values.get("hosts_per_machine", 1)), **kept)
@@ -407,6 +410,7 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
         disk=values.get("disk_write_gb_s", cluster.disk),
         wiring=_wiring(values, torus, cluster.wiring.cards),
         disk_read=values.get("disk_read_gb_s", cluster.disk_read),
+        disk_both=values.get("disk_both_gb_s", cluster.disk_both),
         host_link=_host_link(values, cluster),
         host_memory=values.get("host_memory_gb", cluster.host_memory),
         host_bandwidth=values.get("host_bandwidth_gb_s", cluster.host_bandwidth),

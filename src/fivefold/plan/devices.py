@@ -107,6 +107,10 @@ class Wiring:
     torus: tuple[int, ...] = ()
 
 
+DISK = 2 * GB
+"""Bytes/s of a local NVMe drive, sustained."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`devices` equal devices, `per_node` on each node.
@@ -125,7 +129,7 @@ class Cluster:
     intra: Link
     inter: Link
     machine: Measured | None = None
-    disk: float = 2 * GB  # a local NVMe drive's, sustained
+    disk: float = DISK
     wiring: Wiring = Wiring()
     hosts: int = 1
     disk_read: float = 0.0
@@ -202,8 +206,11 @@ def of_table(table: Measured) -> Cluster:
 def shared(cluster: Cluster, ranks: int, devices: int | None = None) -> Cluster:
     """The cluster shared by `ranks` ranks. Each gets its share of its machine's cores and memory."""
     assert cluster.machine is not None
-    sized = replace(cluster, disk=cluster.machine.disk, devices=ranks if devices is None else devices)
-    return replace(sized, device=_device(cluster.machine, min(ranks, cluster.per_node * cluster.hosts)))
+    table, count = cluster.machine, ranks if devices is None else devices
+    sized = replace(
+        cluster, disk=table.disk, disk_read=table.disk_read, disk_both=table.disk_both, devices=count
+    )
+    return replace(sized, device=_device(table, min(ranks, cluster.per_node * cluster.hosts)))
 
 
 def _device(table: Measured, ranks: int) -> Device:

@@ -112,7 +112,8 @@ class Measured:
     """A machine.
 
     device: "cpu", whose cores the ranks share, or "cuda", of which each rank has one. cores: of either, how many.
-    memory: bytes, of all. disk: bytes/s written. peak: FLOP/s of all cores by dtype. shares: by number of ranks. links:
+    memory: bytes, of all. disk, disk_read, disk_both: bytes/s written, read, and of both at once;
+    0: not measured. peak: FLOP/s of all cores by dtype. shares: by number of ranks. links:
     by number of ranks and collective, [bytes, seconds] of some sizes. free: share of a message's time in which the
     processor is free to compute. host: seconds of Python and dispatch (see bench/overhead.py). axes: by number of ranks
     and axis, [elements of a rank's activations, seconds] that a block and microbatch take beyond the sum of its parts;
@@ -132,6 +133,8 @@ class Measured:
     host: dict[str, float]
     axes: dict[int, dict[str, list[list[float]]]]
     spread: float
+    disk_read: float = 0.0
+    disk_both: float = 0.0
     factors: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FACTORS, 1.0))
     fitted: list[dict[str, Any]] = field(default_factory=list)
 

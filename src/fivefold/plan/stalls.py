@@ -74,10 +74,10 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     states = sum(kept.state_bytes(name, shape) for name, shape in shapes.items())
     size = round((s.states.master or s.states.working) * count_parameters(recipe.model) + states)
     tokens = recipe.train.global_batch_size * recipe.model.seq_len
-    reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.disk
+    reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.storage.read
     return Stalls(
         checkpoint=size,
-        saving=size / nodes / s.cluster.disk,
+        saving=size / nodes / s.cluster.storage.write,
         every=steps_between(recipe, step),
         reading=reading,
         waiting=max(0.0, reading - step),

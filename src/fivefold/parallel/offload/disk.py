@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.files import make_folder
+from fivefold.files import cache_folder, make_folder
 from fivefold.host.cpu import compute_alone
 
 PAGE = 4096
@@ -32,6 +32,11 @@ SPAN = 2 << 20
 
 MAPPED = 64 << 20
 """Bytes of mapped tensors that are written before their memory is given back."""
+
+
+def folder_of(setting: str) -> Path:
+    """The folder that `layout.offload_dir` names, or the default."""
+    return Path(setting).expanduser() if setting else cache_folder() / "offload"
 
 
 class Meter:
@@ -187,6 +192,10 @@ class File:
             done += os.pwritev(self._file, [data[done:]], offset + done)
         self.disk.meter.count(written=size)
         self._forget(offset, size)
+
+    def sync(self) -> None:
+        """Waits until all that was written is on the disk."""
+        os.fsync(self._file)
 
     def _forget(self, offset: int, size: int) -> None:
         if (
