@@ -53,7 +53,7 @@ def trained(rank: int, world: int, recipe):
         **{f"gradient of {n}": t for n, t in state.gradients().items()},
     }
     found = {name: t.clone() for name, t in kept.items()}
-    if state.parallel.activations is not None:
+    if isinstance(state.parallel.activations, Activations):
         assert state.parallel.activations.moved > 0
         assert state.parallel.activations.held == 0, "every copy is given back"
     state.parallel.close()
@@ -91,11 +91,14 @@ QUICK = [
     ("states:host", "bf16", "tp=2", []),
     ("activations", "bf16", "dp=1", []),
     ("activations", "bf16", "tp=2,recompute=full", []),
+    ("activations:tp", "bf16", "tp=2,recompute=full", []),
     ("all:disk", "bf16", "dp=1", ["optim.name=adamsage", "optim.grad_clip=0.1"]),
     ("states:disk", "fp32", "dp=2,zero=1", ["optim.name=sophia", "optim.estimate_every=2"]),
 ]
 SLOW = [
     ("states:host", "bf16", "pp=2", []),
+    ("activations:tp", "fp32", "tp=2,pp=2,recompute=full", []),
+    ("activations:tp", "bf16", "tp=2,dp=2,zero=3,recompute=full", ["model.dropout=0.1"]),
     ("activations", "bf16", "pp=2", []),
     ("activations", "fp32", "dp=1,recompute=full", []),
     ("activations", "bf16", "dp=1,recompute=ops:attention+gate+norm", []),
@@ -180,6 +183,9 @@ def test_a_run_resumes_exactly_whatever_its_tier(tmp_path, optimizer):
         ("dp=2,zero=1", ["layout.offload=all:disk"], "Nearest valid: offload=states:disk"),
         ("pp=2", ["layout.offload=all:disk"], "Nearest valid: offload=states:disk"),
         ("dp=1", ["layout.offload=states:disk", "optim.name=muon"], 'Nearest valid: optim.name = "adamw"'),
+        ("dp=2", ["layout.offload=activations:tp"], "Nearest valid: offload=none"),
+        ("tp=2", ["layout.offload=activations:tp"], "it needs recompute=full and tp > 1 without sp"),
+        ("tp=2,sp=true,recompute=full", ["layout.offload=activations:tp"], "Nearest valid: offload=none"),
         ("dp=2,compress=int8", ["layout.offload=states:host"], "Nearest valid: offload=states:disk"),
         (
             "dp=2",
@@ -299,9 +305,10 @@ def sent(rank: int, world: int, recipe):
     return counted(rank, world, recipe).sent
 
 
-def test_inputs_of_recomputed_blocks_leave_in_parts(tmp_path):
+@pytest.mark.parametrize("offload", ["activations", "activations:tp"])
+def test_inputs_of_recomputed_blocks_are_divided(tmp_path, offload):
     """Tensor-parallel ranks gather them before a block runs again: the messages that the planner counts."""
-    recipe = change(tiny(tmp_path, "tp=2,recompute=full", mode="bf16"), ["layout.offload=activations"])
+    recipe = change(tiny(tmp_path, "tp=2,recompute=full", mode="bf16"), [f"layout.offload={offload}"])
     assert run_ranks(2, sent, recipe, timeout_s=60) == [volume.counted(planned(recipe))] * 2
 
 

@@ -113,6 +113,14 @@ def test_limits_of_control_groups_are_read(tmp_path: Path, monkeypatch: pytest.M
     assert memory.oom_kills() == 3
 
 
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_ALLOC_CONF": "own"}, {"PYTORCH_CUDA_ALLOC_CONF": "own"}])
+def test_segments_grow_unless_the_user_says_otherwise(monkeypatch, own):
+    found = dict(own)
+    monkeypatch.setattr(memory.os, "environ", found)
+    memory.let_segments_grow()
+    assert found == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
 def test_few_compiled_matmuls_are_kept_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     monkeypatch.setenv(name, "7")

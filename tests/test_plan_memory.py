@@ -242,6 +242,7 @@ def test_the_error_is_the_one_that_plans_state() -> None:
         ("moe", "fp8", "dp=2,ep=2,zero=2"),
         ("moe", "fp32", "dp=2,ep=2,expert_chunks=4"),
         ("moe", "bf16", "tp=2,sp=true,recompute=full"),
+        ("llama", "bf16", "tp=2,recompute=full,offload=activations:tp"),
     ],
     ids=" ".join,
 )

@@ -43,6 +43,17 @@ def keep_few_primitives() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
+def let_segments_grow() -> None:
+    """Lets PyTorch's allocator on GPUs grow and shrink its segments, unless the user has settings of their own. Call it
+    before the first allocation.
+
+    A segment of fixed size keeps the hole that a freed tensor leaves, and a larger tensor does not fit into it. A
+    growing one is mapped page by page, so holes at its end are given back (ZeRO-R's M_D, arXiv 1910.02054).
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def keep_freed_memory() -> bool:
     """Keeps freed blocks of up to 1 GiB in the process. Returns False if the C library is not glibc.
 

@@ -23,7 +23,7 @@ from fivefold.models.recomputation import of_blocks
 from fivefold.parallel import context, expert, products, recompute, tensor
 from fivefold.parallel.frozen import stop_gradients
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.offload.activations import Activations
+from fivefold.parallel.offload.activations import Activations, Parts
 from fivefold.parallel.offload.disk import Disk, folder_of
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.pipeline import Pipeline
@@ -32,7 +32,7 @@ from fivefold.parallel.replica_builder import ReplicaBuilder
 from fivefold.parallel.stages import keep, split, sum_tied
 from fivefold.recipe import Recipe
 from fivefold.spread.parts import TIED, Part, held
-from fivefold.spread.tiers import OFFLOADS, Tiers, partitions
+from fivefold.spread.tiers import OFFLOADS, partitions
 from fivefold.spread.units import Keeping, keepings, tensor_sums
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
@@ -57,7 +57,7 @@ class Parallel:
     balance: expert.Balance | None = None
     offloads: dict[int, Offload] = field(default_factory=dict)
     disk: Disk | None = None
-    activations: Activations | None = None
+    activations: Activations | Parts | None = None
     computes: torch.dtype = torch.float32
 
     def saving(self) -> AbstractContextManager[object]:
@@ -121,7 +121,7 @@ def parallelize(
     stages = list(numbered.values())
     table = held(card, layout, mesh.rank)
     found = Parallel(list(stages), [], computes=compute_dtype)
-    if OFFLOADS[layout.offload] != Tiers():
+    if not OFFLOADS[layout.offload].stays:
         found.disk = Disk(folder_of(layout.offload_dir))
     for stage in stages if own is None else ():
         products.apply(stage, recipe)
@@ -143,8 +143,7 @@ def parallelize(
         of_stage = build.replicas(numbered, kept, units)
     found.replicas += build.made  # the list that `reductions` know
     found.offloads = build.offloads
-    if found.disk is not None and OFFLOADS[layout.offload].activations != "device":
-        found.activations = _offloaded_activations(stages, mesh, found.disk)
+    found.activations = _activations(stages, mesh, found.disk)
     if found.pipeline is not None:
         found.pipeline.replicas = of_stage
         if card.tied and TIED not in card.frozen:
@@ -208,8 +207,11 @@ def _shard(
     return found
 
 
-def _offloaded_activations(stages: Sequence[nn.Module], mesh: Mesh, disk: Disk) -> Activations:
+def _activations(stages: Sequence[nn.Module], mesh: Mesh, disk: Disk | None) -> Activations | Parts | None:
+    """Where activations lie in host memory or in parts; None: whole on the device."""
     layout = mesh.layout
-    weights = [p for stage in stages for p in stage.parameters()]
     alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
-    return Activations(disk, mesh.device, weights, mesh.axis("tp") if alike else None)
+    axis = mesh.axis("tp") if alike else None
+    if disk is not None and OFFLOADS[layout.offload].activations != "device":
+        return Activations(disk, mesh.device, (p for stage in stages for p in stage.parameters()), axis)
+    return Parts(axis) if axis is not None else None

@@ -30,6 +30,7 @@ from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stages_of
+from fivefold.spread.tiers import partitions
 
 ERROR = 0.015
 """Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""
@@ -95,24 +96,31 @@ def sums(s: Sizes, work: Work) -> Sums:
     return operations.sums(work, s.e, any(card_of(s.model).mixed), s.narrow)
 
 
-def microbatch(s: Sizes, found: Sums, recompute: str, software: Software) -> MicrobatchBytes:
-    """Bytes of one microbatch on a rank under a recomputation mode."""
+def microbatch(s: Sizes, found: Sums, recompute: str, software: Software, parts: int = 1) -> MicrobatchBytes:
+    """Bytes of one microbatch on a rank under a recomputation mode. parts: into which the inputs of recomputed blocks
+    are divided. One that runs again is whole."""
     kept = {kind: operations.kept(block, recompute, software) for kind, block in found.block.items()}
     again, inside = operations.largest_backward(found, recompute, software)
     stream = s.n * s.model.dim * s.e
+    others = stream * (1 - 1 / parts)
     return MicrobatchBytes(
-        kept.get(False, 0.0),
-        kept.get(True, 0.0),
+        max(0.0, kept.get(False, 0.0) - others),
+        max(0.0, kept.get(True, 0.0) - others),
         operations.kept(found.begin, "none", software),  # not in a block
         operations.kept(found.end, "none", software),
         found.owed.get(False, 0.0),
         found.owed.get(True, 0.0),
         again,
-        inside + stream,  # with the gradient of the residual stream
+        inside + stream * (2 if parts > 1 else 1),  # with the gradient of the residual stream
         found.loss,
         stream,
         2 * 8 * s.N,
     )
+
+
+def parts_of(layout: Layout) -> int:
+    """Into how many parts tensor-parallel ranks divide the inputs of recomputed blocks."""
+    return layout.tp if partitions(layout.offload, layout.recompute, layout.tp, layout.sp) else 1
 
 
 def transfers(one: MicrobatchBytes, layout: Layout, microbatches: int) -> float:
@@ -206,7 +214,7 @@ class Predictor:
     def microbatch(self, mode: str) -> MicrobatchBytes:
         """Bytes of a microbatch whose blocks all have this mode."""
         if mode not in self._modes:
-            self._modes[mode] = microbatch(self.sizes, self.sums, mode, self.software)
+            self._modes[mode] = microbatch(self.sizes, self.sums, mode, self.software, parts_of(self.layout))
         return self._modes[mode]
 
     def kept(self, mode: str, number: int) -> float:
@@ -221,6 +229,8 @@ class Predictor:
         owed = [
             sum(one.owed_mixed if self.mixed(i) else one.owed_plain for i in part) for part in self.by_stage
         ]
+        if (parts := parts_of(self.layout)) > 1:  # a pipeline holds what a stage has received whole
+            kept[1:] = [size + one.stream * (1 - 1 / parts) for size in kept[1:]]
         kept[0] += one.begin
         kept[-1] += one.end
         live = [self.times * size for size in peak_live(self.schedule, kept, owed)] if self.schedule else kept

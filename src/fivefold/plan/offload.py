@@ -15,7 +15,7 @@ from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
-from fivefold.plan.memory import Memory, microbatch, sums
+from fivefold.plan.memory import Memory, microbatch, parts_of, sums
 from fivefold.plan.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold.plan.software import States
 from fivefold.plan.stage_costs import stage_costs
@@ -27,7 +27,6 @@ from fivefold.spread.parts import stages_of
 from fivefold.spread.tiers import (
     AHEAD,
     CHUNK,
-    NOT_OFFLOADED,
     READ_AHEAD,
     SLOTS,
     Flow,
@@ -85,7 +84,7 @@ def streams(s: Setting, share: float = 0.0) -> tuple[Flow, ...]:
 
 def held(s: Setting, found: list[Memory]) -> list[Memory]:
     """The memory of each pipeline position, by tier."""
-    if s.layout.offload == NOT_OFFLOADED:
+    if of(s).stays:
         return found
     blocks = elements(s.model, s.layout)[0]
     ranks = rank_elements(s.model, s.layout, s.software.partition)
@@ -155,7 +154,7 @@ def updates_here(s: Setting) -> bool:
 
 def exposed(s: Setting, computing: Computing, own: Elements) -> float:
     """Seconds that a rank's step takes longer because of its I/O, beyond computing."""
-    if s.layout.offload == NOT_OFFLOADED:
+    if of(s).stays:
         return 0.0
     whole = s.microbatches * (computing.forward + computing.backward) + computing.update
     return seconds(s, computing, own) - whole
@@ -249,6 +248,6 @@ def _saved(s: Setting) -> float:
     """Bytes that a rank saves for the backward of one microbatch."""
     found = sums(s.sizes, card_of(s.model).work(s.sizes, s.software))
     modes = of_blocks(s.layout.recompute, s.model.layers)
-    ones = {mode: microbatch(s.sizes, found, mode, s.software) for mode in modes}
+    ones = {mode: microbatch(s.sizes, found, mode, s.software, parts_of(s.layout)) for mode in modes}
     blocks = sum(max(ones[mode].plain, ones[mode].mixed) for mode in modes) / s.model.layers
     return math.ceil(s.model.layers / s.layout.pp) * blocks + ones[modes[0]].begin + ones[modes[-1]].end

@@ -81,5 +81,7 @@ def _kinds(recipe: Recipe, room: float, gpu: bool) -> Iterator[list[list[str]]]:
     if layout.offload == NOT_OFFLOADED:
         # On CPUs host memory is the memory that ran out.
         yield [
-            [f"layout.offload={how}"] for how in OFFLOADS if how != NOT_OFFLOADED and (gpu or "disk" in how)
+            [f"layout.offload={how}"]
+            for how, away in OFFLOADS.items()
+            if away.disk or (how != NOT_OFFLOADED and (gpu or away.stays))
         ]

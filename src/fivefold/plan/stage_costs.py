@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fivefold.models.card import card_of
-from fivefold.models.operations import Operation, Work
+from fivefold.models.operations import Message, Operation, Work
 from fivefold.models.recomputation import of_blocks, region
 from fivefold.plan import communication, model_states, operations, partition, rates
 from fivefold.plan.communication import held
-from fivefold.plan.cost import Cost, Setting, operation, part, together
+from fivefold.plan.cost import Cost, Setting, message, operation, part, together
 from fivefold.plan.measured import Measured
 from fivefold.plan.pipeline import transfers
 from fivefold.plan.sync_costs import accumulate, per_microbatch
 from fivefold.schedules.pipeline import splits_backward
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stages_of
+from fivefold.spread.tiers import partitions
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,18 @@ def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
 def computed(s: Setting, mixed: bool, shared: Parts, mode: str) -> Cost:
     """Cost of a block with this mode of recomputation for one microbatch, with the host time to issue its
     operations."""
-    cost = shared.block(mixed, s, mode)
+    cost = shared.block(mixed, s, mode) + _gathered(s)
     if s.cluster.machine and s.cluster.machine.on_cpu:
         return cost + (_host(s.cluster.machine, s.layout, mode) + _waits(cost, s, mode))
     return (cost + Cost(host=s.software.host)).bound
+
+
+def _gathered(s: Setting) -> Cost:
+    """Seconds to gather the input of a block that runs again, where tensor-parallel ranks keep a part each."""
+    if not partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
+        return Cost()
+    seconds = message(Message("all_gather", "tp", s.sizes.n * s.model.dim * s.sizes.e), s, True)
+    return Cost(input=seconds, sent_backward=seconds)
 
 
 def saves_late(layout: Layout) -> bool:

@@ -14,7 +14,6 @@ from fivefold.plan.stage_costs import Parts, outside_blocks, stage_costs
 from fivefold.plan.sync_costs import compressed_sums, message_seconds, per_step, shared_sums
 from fivefold.schedules.compression import NONE
 from fivefold.spread.parts import stages_of
-from fivefold.spread.tiers import NOT_OFFLOADED
 
 
 @dataclass
@@ -95,7 +94,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     seconds = inner + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
     exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})
-    if s.layout.offload != NOT_OFFLOADED:
+    if not offload.of(s).stays:
         exposed[offload.EXPOSED] = moved
     compute = busy[worst] - waits[worst] + updated + besides
     bubble = seconds - compute - sum(exposed.values())

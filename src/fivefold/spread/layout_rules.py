@@ -12,7 +12,7 @@ from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import SCHEDULES, stages_per_rank
 from fivefold.spread.layout import AXES, Layout, groups, summing_groups
 from fivefold.spread.layout_text import to_text
-from fivefold.spread.tiers import OFFLOADS
+from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS, partitions
 from fivefold.spread.zeropp import zeropp
 
 MOST_RANKS = 1_000_000
@@ -82,6 +82,12 @@ def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         yield {"offload"}, f"offload={layout.offload} is unknown{near} (valid: {', '.join(OFFLOADS)})"
         return
     away = OFFLOADS[layout.offload]
+    if away.divided and away.stays and not partitions(layout.offload, layout.recompute, layout.tp, layout.sp):
+        yield (
+            {"offload", "recompute", "tp", "sp"},
+            f"offload={layout.offload} divides the inputs of recomputed blocks over tensor-parallel ranks, so it needs "
+            f"recompute=full and tp > 1 without sp. Nearest valid: offload={NOT_OFFLOADED}",
+        )
     if away.working != "device" and (layout.zero or layout.pp > 1):
         other = f"zero={layout.zero}" if layout.zero else f"pp={layout.pp}"
         why = (

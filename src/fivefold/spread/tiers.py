@@ -34,18 +34,25 @@ NOT_OFFLOADED = "none"
 @dataclass(frozen=True)
 class Tiers:
     """The tier of each kind of tensor. working: weights that compute; of blocks only, as the embeddings and the end of
-    the model stay. gradients: fp32 sums. masters: fp32 weights, where others compute. states: the optimizer's."""
+    the model stay. gradients: fp32 sums. masters: fp32 weights, where others compute. states: the optimizer's. divided:
+    tensor-parallel ranks keep a part each of what they have alike (see `partitions`)."""
 
     working: Tier = "device"
     gradients: Tier = "device"
     masters: Tier = "device"
     states: Tier = "device"
     activations: Tier = "device"
+    divided: bool = False
 
     @property
     def streams(self) -> bool:
         """True if the optimizer's states are elsewhere, so that its update is streamed."""
         return self.states != "device"
+
+    @property
+    def stays(self) -> bool:
+        """True if nothing leaves the device."""
+        return not self.streams and self.activations == "device"
 
     @property
     def disk(self) -> bool:
@@ -54,12 +61,14 @@ class Tiers:
 
 OFFLOADS: dict[str, Tiers] = {
     NOT_OFFLOADED: Tiers(),
-    "activations": Tiers(activations="host"),
+    "activations:tp": Tiers(divided=True),
+    "activations": Tiers(activations="host", divided=True),
     "states:host": Tiers(gradients="host", masters="host", states="host"),
     "states:disk": Tiers(masters="disk", states="disk"),
     "all:disk": Tiers("disk", "disk", "disk", "disk"),
 }
-"""ZeRO-Offload (arXiv 2101.06840) is "states:host", ZeRO-Infinity (arXiv 2104.07857) "all:disk"."""
+"""ZeRO-R (arXiv 1910.02054) is "activations:tp" (Pa) and "activations" (Pa+cpu), ZeRO-Offload (arXiv 2101.06840)
+"states:host", ZeRO-Infinity (arXiv 2104.07857) "all:disk"."""
 
 
 def tiers(offload: str, sharded: bool = False, own_masters: bool = True) -> Tiers:
@@ -157,10 +166,10 @@ def flows(
 
 
 def partitions(offload: str, recompute: str, tp: int, sp: bool) -> bool:
-    """True if the inputs of recomputed blocks, which tensor-parallel ranks have all alike, leave in parts, a part of
-    each on each rank, and are gathered before the block runs again (ZeRO-R's Pa+cpu). With sp they are in parts
-    already."""
-    return OFFLOADS[offload].activations != "device" and recompute == "full" and tp > 1 and not sp
+    """True if the inputs of recomputed blocks, which tensor-parallel ranks have all alike, are kept in parts, a part of
+    each on each rank, and are gathered before the block runs again (ZeRO-R's Pa, and Pa+cpu where the parts leave the
+    device). With sp they are in parts already."""
+    return OFFLOADS[offload].divided and recompute == "full" and tp > 1 and not sp
 
 
 def unit_of(name: str) -> str:

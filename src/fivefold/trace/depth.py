@@ -30,7 +30,7 @@ from fivefold.spread.layout_nearest import validate
 from fivefold.spread.layout_text import to_text
 from fivefold.spread.parts import stage_blocks, stages_of
 from fivefold.spread.sites import in_site, site_layout
-from fivefold.spread.tiers import NOT_OFFLOADED
+from fivefold.spread.tiers import OFFLOADS
 from fivefold.trace.cache import CachedFigures
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
@@ -165,7 +165,7 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
         raise UserError('steps with sync.method = "server" are not traced; leave out --exact')
-    if layout.offload != NOT_OFFLOADED:
+    if not OFFLOADS[layout.offload].stays:
         raise UserError(
             f'the trace knows one tier of memory, so layout.offload = "{layout.offload}" is not '
             "traced; leave out --exact"

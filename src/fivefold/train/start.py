@@ -22,7 +22,12 @@ from fivefold.errors import CommunicationError, UserError
 from fivefold.files import guard, numbered_folder, owned
 from fivefold.host.files import ensure_open_files
 from fivefold.host.machine import cores
-from fivefold.host.memory import keep_few_primitives, keep_freed_memory, return_large_memory
+from fivefold.host.memory import (
+    keep_few_primitives,
+    keep_freed_memory,
+    let_segments_grow,
+    return_large_memory,
+)
 from fivefold.kernels.peak import ensure_matmul_rate
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
@@ -273,6 +278,7 @@ def _set_up_process(job: Job, caller: Caller) -> None:
     """Sets the allocator, and measures the matmul rate before the run disturbs it."""
     offload = Layout.from_recipe(job.recipe.layout).offload
     return_large_memory() if OFFLOADS[offload].disk else keep_freed_memory()
+    let_segments_grow()
     if job.module is None and card_of(job.recipe.model).has_experts:
         keep_few_primitives()
     if not torch.cuda.is_available() and caller.world is None:

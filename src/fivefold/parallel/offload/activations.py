@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,37 @@ class Part:
     shape: torch.Size
 
 
+def _alike(tensor: Tensor) -> bool:
+    """True if a tensor has the shape of activations: tensor-parallel ranks have such inputs of blocks alike."""
+    return tensor.dim() == 3 and tensor.is_floating_point()
+
+
+class Parts:
+    """Inputs of recomputed blocks on the device: of each, every rank of `axis` keeps a part (ZeRO-R's Pa)."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+
+    def saving(self) -> AbstractContextManager[object]:
+        """The context of forward and backward. Whatever else is saved stays whole."""
+        return nullcontext()
+
+    def partitioned(self) -> saved_tensors_hooks:
+        """The context in which inputs of recomputed blocks are saved."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.Size]:
+        if not _alike(tensor):
+            return tensor
+        return tensor.detach().reshape(self.axis.size, -1)[self.axis.index].clone(), tensor.shape
+
+    def _unpack(self, packed: Tensor | tuple[Tensor, torch.Size]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        part, shape = packed
+        return self.axis.all_gather(part).view(shape)
+
+
 class Activations:
     """Host memory for the activations of one rank.
 
@@ -106,7 +137,7 @@ class Activations:
             free.append(buffer)
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved | Part:
-        if self._alike and tensor.dim() == 3 and tensor.is_floating_point():
+        if self._alike and _alike(tensor):
             assert self.axis is not None
             mine = tensor.detach().reshape(self.axis.size, -1)[self.axis.index]
             saved = self._save(mine)
