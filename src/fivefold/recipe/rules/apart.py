@@ -11,6 +11,7 @@ from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
 from fivefold.spread.divisors import largest_divisor
 from fivefold.spread.servers import SERVER
+from fivefold.spread.tiers import OFFLOADS
 
 
 def sites(recipe: Sections) -> Iterator[Contradiction]:
@@ -124,7 +125,7 @@ def replays(recipe: Sections) -> Iterator[Contradiction]:
     for key, value, none in (
         ("layout.pp", layout.pp, 1),
         ("layout.ep", layout.ep, 1),
-        ("layout.offload", "none" if layout.offload == "activations" else layout.offload, "none"),
+        ("layout.offload", layout.offload if OFFLOADS[layout.offload].streams else "none", "none"),
     ):
         if value != none:
             yield (
