@@ -4,7 +4,7 @@ RUN/traces."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
 from fivefold.observe.format import size
 from fivefold.observe.scale import linear_scale
-from fivefold.schedules.memory_timeline import CATEGORIES, PHASES, MemoryTimeline, from_json
+from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, PHASES, MemoryTimeline, from_json
 
 LETTERS = {"params": "W", "gradients": "G", "optimizer": "S", "activations": "A", "buffers": "b"}
 PHASE_LETTERS = {"forward": "F", "backward": "B", "update": "U", "other": "-"}
@@ -27,22 +27,27 @@ WIDTH, LEFT, RIGHT, TOP, HIGH, BAND, GAP = 960, 84, 24, 62, 200, 14, 58  # pixel
 STYLE = f"""
 .held {{ color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
   --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --rule: #d8d3c8; --on: #ffffff;
-  --forward: #6f9ccb; --backward: #77ab94; --update: #ab8cc6; --other: #b9b3a8; {LIGHT} }}
+  --forward: #6f9ccb; --backward: #77ab94; --update: #ab8cc6; --other: #b9b3a8; --host: #b3262e; --disk: #22211f;
+  {LIGHT} }}
 @media (prefers-color-scheme: dark) {{ .held {{ --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --rule: #45423b;
-  --on: #171614; --forward: #47729f; --backward: #437460; --update: #715490; --other: #5d594f; {DARK} }} }}
+  --on: #171614; --forward: #47729f; --backward: #437460; --update: #715490; --other: #5d594f; --host: #ff8a85;
+  --disk: #e9e6df; {DARK} }} }}
 .held .paper {{ fill: var(--paper); }} .held text {{ fill: var(--ink); font-variant-numeric: tabular-nums; }}
 .held .soft {{ fill: var(--soft); }} .held .title {{ font-size: 15px; font-weight: 600; }}
 .held .end {{ text-anchor: end; }} .held .middle {{ text-anchor: middle; }}
 .held .grid {{ stroke: var(--rule); fill: none; }}
 .held .peak {{ stroke: var(--ink); stroke-dasharray: 3 3; fill: none; }}
+.held .host {{ stroke: var(--host); stroke-width: 2; fill: none; }}
+.held .disk {{ stroke: var(--disk); stroke-width: 2; fill: none; }}
 """ + "\n".join(f".held .{name} {{ fill: var(--{name}); }}" for name in (*CATEGORIES, *PHASES))
 Named = Sequence[tuple[str, MemoryTimeline]]
 
 
 def summary(timeline: MemoryTimeline) -> str:
-    """`peak 84.6 MiB in backward: weights 12.1 MiB, ...`."""
+    """`peak 84.6 MiB in backward: weights 12.1 MiB, ...; beside it, host memory 96.0 MiB`."""
     parts = ", ".join(f"{CATEGORIES[name]} {size(held)}" for name, held in timeline.at_peak.items() if held)
-    return f"peak {size(timeline.peak)} in {timeline.peak_phase}: {parts}"
+    away = "".join(f"; beside it, {AWAY[name]} {size(max(sizes))}" for name, sizes in timeline.away.items())
+    return f"peak {size(timeline.peak)} in {timeline.peak_phase}: {parts}{away}"
 
 
 def to_text(timelines: Named, columns: int = 100, rows: int = 12) -> str:
@@ -74,9 +79,9 @@ def _stack(timeline: MemoryTimeline, column: int, columns: int, scale: float) ->
 
 
 def to_svg(timelines: Named, title: str = "") -> str:
-    """Timelines under each other on one scale of bytes."""
-    most = max((timeline.peak for _, timeline in timelines), default=0) or 1
-    parts, top = [_legend()], TOP
+    """Timelines under each other on one scale of bytes. What is offloaded is a line: it is not part of the sum."""
+    most = max((max(t.peak, *map(max, t.away.values()), 0) for _, t in timelines), default=0) or 1
+    parts, top = [_legend({name for _, timeline in timelines for name in timeline.away})], TOP
     for name, timeline in timelines:
         parts.append(f'<text x="{LEFT}" y="{top + 12}">{escape(f"{name}: {summary(timeline)}")}</text>\n')
         parts.append(_timeline(timeline, top + 22, most))
@@ -114,6 +119,9 @@ def _timeline(timeline: MemoryTimeline, top: float, most: int) -> str:
                 "</title></path>\n"
             )
         below = above
+    for name, sizes in timeline.away.items():
+        points = "L".join(f"{x:.1f} {at:.1f}" for x, at in _edge(sizes, y, wide))
+        parts.append(f'<path class="{name}" d="M{points}"><title>{AWAY[name]}</title></path>\n')
     parts.append(f'<path class="peak" d="M{LEFT} {y(timeline.peak):.1f}H{LEFT + wide}"/>')
     for phase in timeline.phases:
         x, end = (LEFT + wide * at / timeline.length for at in (phase.start, phase.end))
@@ -138,10 +146,15 @@ def _edge(values: Sequence[float], y: Callable[[float], float], wide: float) -> 
     return points
 
 
-def _legend() -> str:
+def _legend(away: Set[str]) -> str:
+    """The categories, and what is offloaded."""
     left, parts = LEFT, []
-    for name, words in CATEGORIES.items():
-        parts.append(f'<rect class="{name}" x="{left}" y="33" width="12" height="12"/>')
+    shown = CATEGORIES | {name: words for name, words in AWAY.items() if name in away}
+    for name, words in shown.items():
+        if name in AWAY:
+            parts.append(f'<path class="{name}" d="M{left} 39h12"/>')
+        else:
+            parts.append(f'<rect class="{name}" x="{left}" y="33" width="12" height="12"/>')
         parts.append(f'<text class="soft" x="{left + 18}" y="43">{words}</text>')
         left += 42 + 6.5 * len(words)
     return "".join(parts) + "\n"

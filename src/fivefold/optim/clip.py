@@ -36,15 +36,19 @@ def sum_of_squares(
     gradients: Sequence[Tensor], device: torch.device | str = "cpu", found: Sequence[Norms] = ()
 ) -> Tensor:
     """Sum of squares over all elements of these gradients, wherever they are: a scalar in fp64 on `device`. found: the
-    norms of others, computed before; they come first."""
-    parts = [*found, norms(gradients)]
-    rows = [row.to(device) for some, _ in parts for row in some]
-    small = [one.to(device) for _, some in parts for one in some]
-    if small:
-        rows.append(torch.stack(small))
-    if not rows:
+    norms of others, computed before; they come first. Those of another device travel as one message."""
+    places: dict[torch.device, Norms] = {}
+    for rows, small in (*found, norms(gradients)):
+        for kind, some in enumerate((rows, small)):
+            for one in some:
+                places.setdefault(one.device, ([], []))[kind].append(one)
+    all_of_them = [
+        torch.cat([*rows, torch.stack(small)] if small else rows).to(device)
+        for rows, small in places.values()
+    ]
+    if not all_of_them:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.cat(rows).double().square().sum()
+    return torch.cat(all_of_them).double().square().sum()
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor | None:

@@ -41,10 +41,11 @@ class DataParallel:
         compressor: Compressor | None = None,
         bucket_bytes: float = math.inf,
         masters: dict[str, Tensor] | None = None,
+        device: torch.device | None = None,
     ):
-        """flat_master, masters: see `Weights`. compressor: see `GradientSum`. bucket_bytes: see `buckets`."""
+        """flat_master, masters, device: see `Weights`. compressor: see `GradientSum`. bucket_bytes: see `buckets`."""
         self.parts = {name: parts[name] for name in params}
-        self.weights = Weights(params, compute_dtype, flat_master, masters)
+        self.weights = Weights(params, compute_dtype, flat_master, masters, device)
         self.sum = GradientSum(self.weights, sums, reduce, bucket_bytes, compressor)
         self.masters, self.gradients = self.weights.master, self.weights.grads
         separate = self.weights.flat_working is not self.weights.flat_master

@@ -41,9 +41,9 @@ class Weights:
 
     flat_master: the buffer that `allocate` made for them and that they are views of. None: the parameters have memory
     of their own, as in a user's module, and are copied. masters: they lie elsewhere, in host memory or on disk, and
-    do not compute (parallel/offload). master, grads: {parameter name: view of the flat buffer,
-    in the parameter's shape}. on_gradient: called with a parameter's index (in buffer order) after its gradient of this
-    backward has been added. seen: called with the index and the gradient before it is added.
+    do not compute (parallel/offload); device: of the weights that do. master, grads: {parameter name: view of the
+    flat buffer, in the parameter's shape}. on_gradient: called with a parameter's index (in buffer order) after its
+    gradient of this backward has been added. seen: called with the index and the gradient before it is added.
     """
 
     def __init__(
@@ -52,13 +52,14 @@ class Weights:
         compute_dtype: torch.dtype,
         flat_master: Tensor | None = None,
         masters: dict[str, Tensor] | None = None,
+        device: torch.device | None = None,
     ):
         self.names, self.params = buffer_order(list(params)), buffer_order(list(params.values()))
         (dtype,) = {p.dtype for p in self.params}
         self.offsets = [0]
         for p in self.params:
             self.offsets.append(self.offsets[-1] + p.numel())
-        device = self.params[0].device
+        device = device or self.params[0].device
         by_name = dict(zip(self.names, self.params, strict=True))
         self.flat_grads = torch.zeros(self.offsets[-1], dtype=dtype, device=device)
         if masters is None:

@@ -95,7 +95,7 @@ class ReplicaBuilder:
         shared = params, self.table, self.compute_dtype, sums, self.reduce
         if offload is None or offload.tiers.gradients == "device":
             compress, size = compressor(layout.compress), buffer.bucket_bytes
-            found = DataParallel(*shared, flat, compress, size, masters)
+            found = DataParallel(*shared, flat, compress, size, masters, self.mesh.device)
         else:
             assert masters is not None
             found = Paged(*shared, masters, offload, layout.tp > 1 or layout.pp > 1)

@@ -6,7 +6,7 @@ It is measured in a run or on tensors without memory (`trace/memory.Tracker`) an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 CATEGORIES = {
@@ -18,6 +18,8 @@ CATEGORIES = {
 }
 """The categories of memory, with their names in pictures. The planner predicts them (`plan/memory.Memory`), and the
 tracker measures them."""
+AWAY = {"host": "host memory", "disk": "files on disk"}
+"""Where `layout.offload` keeps what it takes off the device; no sum counts it. A CPU's own memory is not a host's."""
 PHASES = ("forward", "backward", "update", "other")
 BINS = 240
 """Parts of a step of which the largest sum is kept."""
@@ -45,6 +47,7 @@ class MemoryTimeline:
 
     bytes: of each category, in equal parts of the step; each part shows the moment with most bytes in it. So the step's
     peak is exact. length: of the step, in `unit`: "s", or "changes" (tensors allocated or freed) if no time passed.
+    away: the most bytes in each part of the step, of those of AWAY that the step has.
     """
 
     bytes: dict[str, tuple[int, ...]]
@@ -53,6 +56,7 @@ class MemoryTimeline:
     unit: str
     rank: int = 0
     step: int = 0
+    away: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def totals(self) -> list[int]:
@@ -88,6 +92,7 @@ class MemoryTimeline:
             "unit": self.unit,
             "phases": [list(phase) for phase in self.phases],
             "bytes": {name: list(sizes) for name, sizes in self.bytes.items()},
+            **({"away": {name: list(sizes) for name, sizes in self.away.items()}} if self.away else {}),
         }
 
 
@@ -97,6 +102,7 @@ def from_json(found: dict[str, Any]) -> MemoryTimeline:
         {name: tuple(found["bytes"][name]) for name in CATEGORIES},
         tuple(Phase(*phase) for phase in found["phases"]),
         found["length"], found["unit"], found["rank"], found["step"],
+        {name: tuple(sizes) for name, sizes in found.get("away", {}).items()},
     )  # fmt: skip
 
 
@@ -104,11 +110,14 @@ def of_changes(
     changes: Iterable[Change], phases: Sequence[Phase], length: float, unit: str, rank: int = 0, step: int = 0
 ) -> MemoryTimeline:
     """The timeline of changes in order of time."""
-    now, total = dict.fromkeys(CATEGORIES, 0), 0
+    now, total = dict.fromkeys((*CATEGORIES, *AWAY), 0), 0
+    away = {name: [0] * BINS for name in AWAY}
     most: list[tuple[int, dict[str, int]] | None] = [None] * BINS
     part, width = 0, length / BINS or 1.0
 
     def note(number: int) -> None:
+        for name, sizes in away.items():
+            sizes[number] = max(sizes[number], now[name])
         kept = most[number]
         if kept is None or total > kept[0]:
             most[number] = total, dict(now)
@@ -119,7 +128,7 @@ def of_changes(
             part += 1
             note(part)
         now[change.category] += change.size
-        total += change.size
+        total += change.size * (change.category in CATEGORIES)
         note(part)
     for number in range(part + 1, BINS):
         note(number)
@@ -127,4 +136,5 @@ def of_changes(
     return MemoryTimeline(
         {name: tuple(sizes[name] for sizes in filled) for name in CATEGORIES},
         tuple(phases), length, unit, rank, step,
+        {name: tuple(sizes) for name, sizes in away.items() if any(sizes)},
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -190,7 +190,7 @@ def assemble(
         own, embeddings = own_model(recipe, module, card), embeddings_of(module, recipe.model.vocab_size)
         make_equal(module.float().to(mesh.device), mesh)
     parallel = parallelize(recipe, mesh, dtype, reduce, memory, masters, own)
-    state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings, brought)
+    state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings, brought, memory)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
@@ -221,8 +221,10 @@ def with_optimizer(
     own: OwnModel | None = None,
     embeddings: frozenset[str] | None = None,
     brought: Brought = NOTHING,
+    memory: AbstractContextManager[object] | None = None,
 ) -> State:
-    """The state at step 0, ready to train. own: a user's own module. embeddings: as in `rate_of`."""
+    """The state at step 0, ready to train. own: a user's own module. embeddings: as in `rate_of`. memory: see
+    `parallelize`."""
     for stage in parallel.stages:
         stage.train()
         for module in stage.modules():
@@ -266,18 +268,9 @@ def with_optimizer(
             )
         else:
             working = replica.working if isinstance(replica, (DataParallel, Paged)) else None
-            replica.updater = offload.update_by(
-                card,
-                replica.masters,
-                replica.gradients,
-                working,
-                optim.lr,
-                decays,
-                fields,
-                rates,
-                compute,
-                tokens,
-            )
+            given = card, replica.masters, replica.gradients, working, optim.lr, decays, fields, rates
+            with memory or nullcontext():
+                replica.updater = offload.update_by(*given, compute, tokens)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, brought=brought)
     if mode.scaled:

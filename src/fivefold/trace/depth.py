@@ -10,7 +10,7 @@ parameter that fills it (their bytes are linear). A peak is not, if it occurs at
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +23,13 @@ from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
-from fivefold.schedules.memory_timeline import CATEGORIES, MemoryTimeline
+from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_nearest import validate
 from fivefold.spread.layout_text import to_text
 from fivefold.spread.parts import stage_blocks, stages_of
 from fivefold.spread.sites import in_site, site_layout
-from fivefold.spread.tiers import OFFLOADS
 from fivefold.trace.cache import CachedFigures
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
@@ -70,7 +69,12 @@ class Exact:
             "layout": self.layout,
             "rank": self.rank,
             "device": self.device,
-            "memory": {"peak_bytes": memory.total, "at_peak": memory.at_peak, "highest": memory.highest},
+            "memory": {
+                "peak_bytes": memory.total,
+                "at_peak": memory.at_peak,
+                "highest": memory.highest,
+                "away": memory.away,
+            },
             "communication": [
                 {"operation": operation, "axis": axis, "calls": calls, "bytes": size}
                 for (operation, axis), (calls, size) in sent.items()
@@ -92,7 +96,7 @@ class Exact:
         memory = found["memory"]
         sent = {(e["operation"], e["axis"]): (e["calls"], e["bytes"]) for e in found["communication"]}
         syncs = {(e["operation"], e["at"]): e["times"] for e in found["host_syncs"]}
-        peak = Peak(memory["peak_bytes"], memory["at_peak"], memory["highest"])
+        peak = Peak(memory["peak_bytes"], memory["at_peak"], memory["highest"], memory["away"])
         traced = [(e["layers"], e["microbatches"]) for e in found["traced"]]
         step = Traced(peak, sent, found["flops"], syncs)
         layout, rank, device = found["layout"], found["rank"], found["device"]
@@ -165,11 +169,6 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
         raise UserError('steps with sync.method = "server" are not traced; leave out --exact')
-    if not OFFLOADS[layout.offload].stays:
-        raise UserError(
-            f'the trace knows one tier of memory, so layout.offload = "{layout.offload}" is not '
-            "traced; leave out --exact"
-        )
     validate(layout, layout.ranks)
     if not 0 <= rank < layout.ranks:
         nearest = min(max(rank, 0), layout.ranks - 1)
@@ -267,6 +266,7 @@ def _figures(step: Traced) -> Figures:
     found = {"flops": step.flops, "total": memory.total}
     found |= {f"at_peak {name}": memory.at_peak[name] for name in CATEGORIES}
     found |= {f"highest {name}": memory.highest[name] for name in CATEGORIES}
+    found |= {f"away {name}": memory.away[name] for name in AWAY}
     found |= {f"sync {operation} {place}": times for (operation, place), times in step.syncs.items()}
     for (operation, axis), (calls, size) in step.sent.items():
         found |= {f"calls {operation} {axis}": calls, f"bytes {operation} {axis}": size}
@@ -274,8 +274,8 @@ def _figures(step: Traced) -> Figures:
 
 
 def _traced(figures: Figures) -> Traced:
-    def memory(kind: str) -> dict[str, int]:
-        return {name: figures[f"{kind} {name}"] for name in CATEGORIES}
+    def memory(kind: str, names: Iterable[str] = CATEGORIES) -> dict[str, int]:
+        return {name: figures[f"{kind} {name}"] for name in names}
 
     messages = sorted(tuple(name.split()[1:]) for name in figures if name.startswith("calls "))
     sent = {
@@ -287,7 +287,7 @@ def _traced(figures: Figures) -> Traced:
         for name, times in figures.items()
         if name.startswith("sync ")
     }
-    peak = Peak(figures["total"], memory("at_peak"), memory("highest"))
+    peak = Peak(figures["total"], memory("at_peak"), memory("highest"), memory("away", AWAY))
     return Traced(peak, sent, figures["flops"], syncs)
 
 

@@ -18,6 +18,8 @@ Hollow tensors work, too, though they allocate nothing: enter the tracker inside
 | optimizer | moments and counts; fp32 masters of weights that compute in another dtype |
 | activations | made by forward, or by its recomputation, and still live when backward continues; kept by a deferred W |
 | buffers | the rest: workspace, gathered weights under ZeRO 3, sent and received tensors, inputs |
+| host | CPU memory beside another device: what `layout.offload` keeps there. Not in the sum |
+| disk | files that are mapped as tensors, of any kind. Not in the sum |
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from fivefold.kernels.hollow import FROM_DATA, Hollow, Hollowing
 from fivefold.kernels.private import done_work
 from fivefold.parallel.offload.activations import Activations
-from fivefold.schedules.memory_timeline import CATEGORIES, Change, MemoryTimeline, Phase, of_changes
+from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, Change, MemoryTimeline, Phase, of_changes
 from fivefold.trace import private
 
 if TYPE_CHECKING:
@@ -53,13 +55,22 @@ _TRANSFERS = ("send", "recv_", "recv_any_source_")  # not waited for: they compl
 
 def states_of(state: State) -> LiveTensors:
     """Returns the categories of a trainer's state."""
-    replicas, pipeline = state.parallel.replicas, state.parallel.pipeline
+    parallel = state.parallel
+    replicas, pipeline, disk = parallel.replicas, parallel.pipeline, parallel.disk
+
+    def buffers() -> list[Tensor]:
+        saved, streamed = parallel.activations, [offload.updater for offload in parallel.offloads.values()]
+        pool = saved.pool() if saved is not None else []
+        return [*kept("buffers"), *pool, *(t for updater in streamed if updater for t in updater.slots())]
 
     def kept(kind: str) -> list[Tensor]:
         return [tensor for replica in replicas for tensor in replica.kept().get(kind, [])]
 
     return {
-        "params": lambda: kept("params"),  # first: where masters compute, they are params
+        "disk": lambda: (
+            [file.flat for file in disk.files] if disk is not None else []
+        ),  # first: whatever they are
+        "params": lambda: kept("params"),  # before masters: where they compute, they are params
         "gradients": lambda: [
             *(g for replica in replicas for g in replica.gradients.values()),
             *kept("gradients"),
@@ -69,18 +80,20 @@ def states_of(state: State) -> LiveTensors:
             *(t for replica in replicas for t in replica.updater.kept()),
             *(state.outer.kept() if state.outer else []),
         ],
-        "buffers": lambda: kept("buffers"),
+        "buffers": buffers,
         "activations": lambda: pipeline.deferred.kept() if pipeline else [],
     }
 
 
 @dataclass(frozen=True)
 class Peak:
-    """total: the most bytes at once. at_peak: bytes of each category then. highest: the most of each, at any time."""
+    """total: the most bytes at once. at_peak: bytes of each category then. highest: the most of each, at any time.
+    away: the same of AWAY, which the total leaves out."""
 
     total: int
     at_peak: dict[str, int]
     highest: dict[str, int]
+    away: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AWAY, 0))
 
 
 @dataclass(eq=False)
@@ -96,11 +109,12 @@ class _Memory:
 
 class Tracker(TorchDispatchMode):
     """Counts from entry to exit. states: tensors of known categories; other memory is activations or buffers. on: the
-    type of the device whose memory counts. Track one step only: gradients are recognised while they are live."""
+    type of the device whose memory counts. host: another device's, with the CPU's tensors beside it. Track one step
+    only: gradients are recognised while they are live."""
 
-    def __init__(self, states: LiveTensors | None = None, on: str = "cpu") -> None:
+    def __init__(self, states: LiveTensors | None = None, on: str = "cpu", host: bool = False) -> None:
         super().__init__()
-        self.on = on
+        self.on, self.host = on, "cpu" if host and on != "cpu" else None
         self.states = states or {}
         self.there: dict[int, _Memory] = {}  # by the storage's address
         self.before = 0  # number of changes that only found what was there
@@ -153,16 +167,17 @@ class Tracker(TorchDispatchMode):
 
     def peak(self) -> Peak:
         """The figures of everything so far."""
-        now, total = dict.fromkeys(CATEGORIES, 0), 0
+        now, total = dict.fromkeys((*CATEGORIES, *AWAY), 0), 0
         highest, at_peak, most = dict(now), dict(now), 0
         for memory, change, _ in self.changes:
             category = memory.category or "buffers"
             now[category] += change
-            total += change
+            total += change * (category in CATEGORIES)
             highest[category] = max(highest[category], now[category])
             if total > most:
                 most, at_peak = total, dict(now)
-        return Peak(most, at_peak, highest)
+        device, besides = ({name: one[name] for name in CATEGORIES} for one in (at_peak, highest))
+        return Peak(most, device, besides, {name: highest[name] for name in AWAY})
 
     def begin_update(self) -> None:
         """The gradient is whole; the rest of the step is its update."""
@@ -234,15 +249,15 @@ class Tracker(TorchDispatchMode):
     def _mark(self, category: str) -> None:
         for tensor in self.states.get(category, list)():
             for memory in self._see(tensor, made=False):
-                if memory.category in (None, "activations"):
+                if memory.category in (None, "activations") or category == "disk":
                     memory.category = category
 
     def _walk(self, found: Any, made: bool) -> None:
         """Sees all tensors in nested tuples, lists and dictionaries."""
         kind = type(found)
         if kind is Hollow:
-            if found.on.type == self.on:
-                self._count(found.meta.untyped_storage(), made)
+            if found.on.type in (self.on, self.host):
+                self._count(found.meta.untyped_storage(), made, found.on.type)
         elif kind is tuple or kind is list:
             for item in found:
                 self._walk(item, made)
@@ -255,22 +270,22 @@ class Tracker(TorchDispatchMode):
     def _see(self, tensor: Tensor, made: bool) -> list[_Memory]:
         """The memory of a tensor; from now on it counts."""
         return [
-            self._count(plain.untyped_storage(), made)
+            self._count(plain.untyped_storage(), made, plain.device.type)
             for plain in _plain(tensor)
-            if plain.device.type == self.on
+            if plain.device.type in (self.on, self.host)
             and not isinstance(plain, private.FakeTensor)  # these have shapes only
         ]
 
-    def _count(self, storage: torch.UntypedStorage, made: bool) -> _Memory:
+    def _count(self, storage: torch.UntypedStorage, made: bool, device: str | None) -> _Memory:
         memory = self.there.get(storage._cdata)
         if memory is None:
-            return self._add(storage, made)
+            return self._add(storage, made, "host" if device == self.host else None)
         if memory.size != (size := storage.nbytes()):
             self._change(memory, size)
         return memory
 
-    def _add(self, storage: torch.UntypedStorage, made: bool) -> _Memory:
-        memory = _Memory(storage._cdata, storage.nbytes(), made)
+    def _add(self, storage: torch.UntypedStorage, made: bool, category: str | None) -> _Memory:
+        memory = _Memory(storage._cdata, storage.nbytes(), made, category)
         memory.reference = weakref.ref(storage, lambda _: self._gone(memory))
         self.there[memory.address] = memory
         self._note(memory, memory.size)

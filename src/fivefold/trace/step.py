@@ -29,6 +29,7 @@ from fivefold.launch.ranks import Ranks, threads_of
 from fivefold.models.card import card_of
 from fivefold.models.objective import predicted
 from fivefold.models.section import ModelSection
+from fivefold.optim.updater import Updater
 from fivefold.parallel.context import take
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
@@ -36,10 +37,11 @@ from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.step.state import State, assemble
-from fivefold.step.step import take_step
+from fivefold.step.step import forward_backward, take_step
 from fivefold.trace import private, standins
+from fivefold.trace.files import hollow_files
 from fivefold.trace.flops import Flops
-from fivefold.trace.memory import Peak, Tracker, states_of
+from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
 from fivefold.trace.traffic import Collectives
 
 aten = torch.ops.aten
@@ -89,17 +91,21 @@ def probe(
         if device != CPU:
             stack.enter_context(standins.a_gpu())
             stack.enter_context(standins.Creating(hollow))
+        stack.enter_context(hollow_files())
         state = assemble(recipe, ranks, memory=hollow)
         state.go_to(layout.compress_after or 0)
         try:
             _share_evenly(state)
             with hollow:
-                if first:
-                    _update_always(state)
-                else:
+                if not first:
                     _prime(state)
                     state.step = recipe.sites.traced(recipe.train.steps or 1) - 1
+                _update_always(state, first)
                 batch = _batch(recipe, state.mesh, microbatches)
+                if state.parallel.activations is not None and not first:
+                    forward_backward(
+                        state, batch, recipe.train.seed
+                    )  # makes the host's buffers, as a first step does
                 with Probe(state, hollow) as found:
                     done = take_step(state, recipe, batch, inspect=found.begin_update)
                     assert done.loss, "read as a loop does"
@@ -112,7 +118,13 @@ def _prime(state: State) -> None:
     """Creates the optimizer's states, as a first step does. The loss scale becomes hollow like all else."""
     for replica in state.parallel.replicas:
         gradients = {name: torch.zeros_like(master) for name, master in replica.masters.items()}
+        if (
+            none := not replica.gradients
+        ):  # as FSDP2 has them before a backward; a streamed update reads them there
+            replica.gradients.update(gradients)
         replica.updater.step(gradients, 0.0)
+        if none:
+            replica.gradients.clear()
         for master in replica.masters.values():
             master.grad = None
     if state.outer is not None:
@@ -121,14 +133,29 @@ def _prime(state: State) -> None:
         scaling.values = torch.empty(3, dtype=scaling.values.dtype, device=scaling.values.device)
 
 
-def _update_always(state: State) -> None:
-    """Leaves out the read that decides on the host whether the first update is skipped: a trace cannot answer it."""
+def _update_always(state: State, first: bool) -> None:
+    """Updates although a trace cannot answer whether the host skips the update: the first one, and each that is
+    streamed."""
 
-    def always(step: Callable[..., None], gradients: Any, lr: float, scale: Any, _skip: Any) -> None:
-        step(gradients, lr, scale)
+    def always(
+        updater: Updater, step: Callable[..., None], gradients: Any, lr: float, scale: Any, skip: Any
+    ) -> None:
+        step(gradients, lr, scale, _No(skip) if updater.streamed else None)
 
     for replica in state.parallel.replicas:
-        replica.updater.step = partial(always, replica.updater.step)  # pyright: ignore[reportAttributeAccessIssue]
+        updater = replica.updater
+        if first or updater.streamed:
+            updater.step = partial(always, updater, updater.step)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _No:
+    """A scalar that the host reads, which waits, and finds to be 0."""
+
+    def __init__(self, scalar: Tensor) -> None:
+        self.scalar = scalar
+
+    def item(self) -> float:
+        return 0.0 * self.scalar.item()
 
 
 class Probe(Tracker):
@@ -136,7 +163,7 @@ class Probe(Tracker):
     the operations itself."""
 
     def __init__(self, state: State, hollow: Hollowing) -> None:
-        super().__init__(states_of(state), state.mesh.device.type)
+        super().__init__(states_of(state), state.mesh.device.type, host=state.parallel.disk is not None)
         self.hollow, self.sent, self.flops = hollow, Collectives(state.mesh), Flops()
         self.syncs: Counter[tuple[str, str]] = Counter()
 
@@ -153,6 +180,8 @@ class Probe(Tracker):
 
     def execute(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.sent.see(func, args)
+        if func.namespace == "c10d" and any(t.device.type != self.on for t in tensors_in(args)):
+            raise RuntimeError(f"{func} does not send from host memory")
         if self._waits(func, args, kwargs):
             self._waited(_name(func))
         out = self.hollow.__torch_dispatch__(func, types, args, kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fivefold.host.devices import GIB
 from fivefold.plan.predict import Plan
-from fivefold.schedules.memory_timeline import CATEGORIES
+from fivefold.schedules.memory_timeline import AWAY, CATEGORIES
 from fivefold.spread.sites import in_site
 from fivefold.trace.depth import Exact
 
@@ -43,10 +43,12 @@ def _memory(plan: Plan, exact: Exact) -> Iterator[str]:
     site = plan.setting.layout
     position = site.coordinates(in_site(site, exact.rank)[1])["pp"]
     predicted, memory = plan.memory[position], exact.step.memory
-    yield "  memory, GiB    " + "".join(f"{name:>12}" for name in (*CATEGORIES, "total"))
+    away = [name for name in AWAY if memory.away[name]]
+    names = (*CATEGORIES, "total", *away)
+    yield "  memory, GiB    " + "".join(f"{name:>12}" for name in names)
     rows = {
-        "at the peak": [*memory.at_peak.values(), memory.total],
-        "predicted": [getattr(predicted, name) for name in (*CATEGORIES, "total")],
+        "at the peak": [*memory.at_peak.values(), memory.total, *(memory.away[name] for name in away)],
+        "predicted": [getattr(predicted, name) for name in names],
     }
     for name, values in rows.items():
         yield f"    {name:13}" + "".join(f"{value / GIB:12.4g}" for value in values)

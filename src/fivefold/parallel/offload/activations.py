@@ -128,6 +128,10 @@ class Activations:
             free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
         )
 
+    def pool(self) -> list[Tensor]:
+        """The buffers that hold nothing now."""
+        return [buffer for free in self._pool.values() for buffer in free]
+
     def give_back(self, buffer: Tensor, copies: list[Future[None]]) -> None:
         free = self._pool[buffer.numel()]
         self.held -= buffer.numel()

@@ -23,6 +23,7 @@ from torch import Tensor
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, make_folder
 from fivefold.host.cpu import compute_alone
+from fivefold.parallel import private
 
 PAGE = 4096
 THREADS = 4
@@ -95,6 +96,7 @@ class Disk:
         self._own = threading.local()
         self.files: list[File] = []
         self._touched = 0
+        self._under_way: tuple[Any, ...] = ()
 
     def file(self, size: int, what: str) -> File:
         """A new file of `size` bytes. what: names it in messages.
@@ -123,7 +125,10 @@ class Disk:
         return sum(file.size for file in self.files)
 
     def submit(self, work: Callable[..., object], *arguments: Any) -> Future[None]:
-        """Runs `work` on one of the threads. It counts as I/O."""
+        """Runs `work` on one of the threads, or here if a trace sees this thread only. It counts as I/O."""
+        if private.watched():
+            self._under_way = arguments  # as if it lasted until the next one begins: their memory counts
+            return at_once(self._run, work, *arguments)
         return self._pool.submit(self._run, work, *arguments)
 
     def _run(self, work: Callable[..., object], *arguments: Any) -> None:
@@ -134,10 +139,10 @@ class Disk:
         finally:
             self.meter.end()
 
-    def staging(self) -> memoryview:
+    def staging(self) -> Tensor:
         """An aligned buffer of this thread, of SPAN bytes."""
         if not hasattr(self._own, "buffer"):
-            self._own.buffer = memoryview(aligned(SPAN))
+            self._own.buffer = aligned(SPAN)
         return self._own.buffer
 
     def close(self) -> None:
@@ -160,12 +165,19 @@ class File:
         except OSError as error:
             raise UserError(_why(disk.folder, size, what, error)) from None
         self._map = mmap.mmap(self._file, size) if size else None
+        self.flat = self._flat()
+
+    def _flat(self) -> Tensor:
+        """The bytes of the file, mapped: reading and writing them goes through the page cache."""
+        return (
+            torch.empty(0, dtype=torch.uint8)
+            if self._map is None
+            else torch.frombuffer(self._map, dtype=torch.uint8)
+        )
 
     def tensor(self, dtype: torch.dtype, count: int) -> Tensor:
-        """The first elements of the file, mapped: reading and writing them goes through the page cache."""
-        if self._map is None:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count)
+        """The first elements of the file."""
+        return self.flat[: count * dtype.itemsize].view(dtype)
 
     def drop(self) -> None:
         """Writes mapped pages that have changed, and gives back their memory."""
@@ -174,22 +186,22 @@ class File:
             self._map.madvise(mmap.MADV_DONTNEED)
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fills an aligned buffer from a multiple of PAGE on. Blocks."""
-        done, size = 0, len(into)
+    def read(self, offset: int, into: Tensor) -> None:
+        """Fills aligned bytes from a multiple of PAGE on. Blocks."""
+        done, size, memory = 0, into.numel(), into.numpy().data
         while done < size:
-            count = os.preadv(self._file, [into[done:]], offset + done)
+            count = os.preadv(self._file, [memory[done:]], offset + done)
             if count <= 0:
                 raise OSError(errno.EIO, f"{self.what}: the file ends at byte {offset + done}")
             done += count
         self.disk.meter.count(read=size)
         self._forget(offset, size)
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Writes an aligned buffer at a multiple of PAGE. Blocks."""
-        done, size = 0, len(data)
+    def write(self, offset: int, data: Tensor) -> None:
+        """Writes aligned bytes at a multiple of PAGE. Blocks."""
+        done, size, memory = 0, data.numel(), data.numpy().data
         while done < size:
-            done += os.pwritev(self._file, [data[done:]], offset + done)
+            done += os.pwritev(self._file, [memory[done:]], offset + done)
         self.disk.meter.count(written=size)
         self._forget(offset, size)
 
@@ -221,20 +233,33 @@ class File:
     def _load(self, offset: int, into: Tensor) -> None:
         size, staging = into.numel(), self.disk.staging()
         self.read(offset, staging[: -(-size // PAGE) * PAGE])
-        into.copy_(torch.frombuffer(staging, dtype=torch.uint8, count=size))
+        into.copy_(staging[:size])
 
     def _store(self, offset: int, tensor: Tensor) -> None:
         size, staging = tensor.numel(), self.disk.staging()
-        torch.frombuffer(staging, dtype=torch.uint8, count=size).copy_(tensor)
+        staging[:size].copy_(tensor)
         self.write(offset, staging[: -(-size // PAGE) * PAGE])
 
     def close(self) -> None:
         os.close(self._file)  # the mapping lives until its last tensor is gone
 
 
-def aligned(size: int) -> mmap.mmap:
-    """Memory that begins at a page."""
-    return mmap.mmap(-1, size)
+def aligned(size: int) -> Tensor:
+    """Bytes of memory (size) that begin at a page."""
+    memory = torch.empty(size + PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + size]
+
+
+def at_once(work: Callable[..., object], *arguments: Any) -> Future[None]:
+    """Runs `work` in this thread. Returns what a thread would have."""
+    done: Future[None] = Future()
+    try:
+        work(*arguments)
+        done.set_result(None)
+    except BaseException as error:
+        done.set_exception(error)
+    return done
 
 
 def wait_for(futures: Sequence[Future[None]]) -> None:

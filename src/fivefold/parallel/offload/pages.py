@@ -377,11 +377,11 @@ class _ByUnit:
     def __init__(self, away: Home, resident: dict[str, Tensor], dtype: torch.dtype):
         self.away, self.here, self.dtype = away, InPlace(resident, dtype), dtype
 
-    def fetch(self, chunk: Chunk, buffer: memoryview) -> None: ...
+    def fetch(self, chunk: Chunk, buffer: Tensor) -> None: ...
 
-    def store(self, chunk: Chunk, buffer: memoryview) -> None:
+    def store(self, chunk: Chunk, buffer: Tensor) -> None:
         if chunk.unit:
             self.away.store(chunk, buffer)
 
-    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
         return (self.away if chunk.unit else self.here).pieces(chunk, buffer)

@@ -18,7 +18,8 @@ from fivefold.errors import UserError
 from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import OptimizerCard
 from fivefold.optim.updater import Updater, largest
-from fivefold.parallel.offload.disk import Disk, File, aligned, alone, wait_for
+from fivefold.parallel import private
+from fivefold.parallel.offload.disk import Disk, File, aligned, alone, at_once, wait_for
 from fivefold.spread.tiers import CHUNK, SLOTS, Arena, Chunk, share_of_second
 
 MASTERS, GRADIENTS, WORKING = "masters", "gradients", "working"
@@ -33,9 +34,9 @@ class Home(Protocol):
     moves: bool
     dtype: torch.dtype
 
-    def fetch(self, chunk: Chunk, buffer: memoryview) -> None: ...
-    def store(self, chunk: Chunk, buffer: memoryview) -> None: ...
-    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+    def fetch(self, chunk: Chunk, buffer: Tensor) -> None: ...
+    def store(self, chunk: Chunk, buffer: Tensor) -> None: ...
+    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
         """The chunk's pieces, flat, once they are fetched."""
         ...
 
@@ -51,9 +52,9 @@ class InPlace:
         """flat: the memory of them all, in the order of the arena, if there is such."""
         self.tensors, self.dtype, self.flat = tensors, dtype, flat
 
-    def fetch(self, chunk: Chunk, buffer: memoryview) -> None: ...
-    def store(self, chunk: Chunk, buffer: memoryview) -> None: ...
-    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+    def fetch(self, chunk: Chunk, buffer: Tensor) -> None: ...
+    def store(self, chunk: Chunk, buffer: Tensor) -> None: ...
+    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
         return [self.tensors[p.name].view(-1)[p.start : p.stop] for p in chunk.pieces]
 
 
@@ -62,15 +63,15 @@ class Copied(InPlace):
 
     moves = True
 
-    def fetch(self, chunk: Chunk, buffer: memoryview) -> None:
+    def fetch(self, chunk: Chunk, buffer: Tensor) -> None:
         for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
             here.copy_(there)
 
-    def store(self, chunk: Chunk, buffer: memoryview) -> None:
+    def store(self, chunk: Chunk, buffer: Tensor) -> None:
         for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
             there.copy_(here)
 
-    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
         return _pieces(chunk, buffer, self.dtype)
 
 
@@ -82,21 +83,21 @@ class OnDisk:
     def __init__(self, file: File, dtype: torch.dtype = torch.float32):
         self.file, self.dtype = file, dtype
 
-    def fetch(self, chunk: Chunk, buffer: memoryview) -> None:
+    def fetch(self, chunk: Chunk, buffer: Tensor) -> None:
         self.file.read(*self._bytes(chunk, buffer))
 
-    def store(self, chunk: Chunk, buffer: memoryview) -> None:
+    def store(self, chunk: Chunk, buffer: Tensor) -> None:
         self.file.write(*self._bytes(chunk, buffer))
 
-    def _bytes(self, chunk: Chunk, buffer: memoryview) -> tuple[int, memoryview]:
+    def _bytes(self, chunk: Chunk, buffer: Tensor) -> tuple[int, Tensor]:
         return chunk.start * self.dtype.itemsize, buffer[: chunk.size * self.dtype.itemsize]
 
-    def pieces(self, chunk: Chunk, buffer: memoryview) -> list[Tensor]:
+    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
         return _pieces(chunk, buffer, self.dtype)
 
 
-def _pieces(chunk: Chunk, buffer: memoryview, dtype: torch.dtype) -> list[Tensor]:
-    flat = torch.frombuffer(buffer, dtype=dtype, count=chunk.size)
+def _pieces(chunk: Chunk, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    flat = buffer.view(dtype)
     return [flat[p.at : p.at + p.stop - p.start] for p in chunk.pieces]
 
 
@@ -168,7 +169,7 @@ class StreamedUpdater(Updater):
         self._group = {of[id(weight)]: group for group in self._groups for weight in group["params"]}
         self._lr = lr
         self._chunks = list(arena.chunks())
-        self._slots: queue.Queue[dict[str, memoryview]] = queue.Queue()
+        self._slots: queue.Queue[dict[str, Tensor]] = queue.Queue()
         self._running: Future[None] | None = None
         beside = alone if twice else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-update", initializer=beside)
@@ -203,7 +204,8 @@ class StreamedUpdater(Updater):
         if not self._made:
             self._make_slots()
         scale = None if scale is None else scale.to("cpu")
-        self._running = self._thread.submit(self._run, scale, later)
+        start = at_once if private.watched() else self._thread.submit
+        self._running = start(self._run, scale, later)
 
     def is_ready(self, unit: str) -> bool:
         return self._done[unit].is_set()
@@ -238,13 +240,17 @@ class StreamedUpdater(Updater):
         if self._error is not None:
             raise self._error
 
+    def slots(self) -> list[Tensor]:
+        """The memory of chunks under way, while no update runs."""
+        return [memory for slot in self._slots.queue for memory in slot.values() if memory.numel()]
+
     def _make_slots(self) -> None:
         """Memory for SLOTS chunks of everything that moves."""
         self._made = True
         for _ in range(SLOTS):
             self._slots.put(
                 {
-                    kind: memoryview(aligned(CHUNK * home.dtype.itemsize) if home.moves else b"")
+                    kind: aligned(CHUNK * home.dtype.itemsize if home.moves else 0)
                     for kind, home in self.homes.items()
                 }
             )
@@ -292,10 +298,10 @@ class StreamedUpdater(Updater):
 
     def _fetched(
         self, chunks: Sequence[Chunk], kinds: Sequence[str]
-    ) -> Iterator[tuple[Chunk, dict[str, memoryview]]]:
+    ) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
         """Each chunk with its slot, which holds what is read of it. Reads ahead."""
         rest = iter(chunks)
-        ahead: deque[tuple[Chunk, dict[str, memoryview], list[Future[None]]]] = deque()
+        ahead: deque[tuple[Chunk, dict[str, Tensor], list[Future[None]]]] = deque()
         while True:
             while len(ahead) < SLOTS // 2 and (not ahead or not self._slots.empty()):
                 chunk = next(rest, None)
@@ -309,7 +315,7 @@ class StreamedUpdater(Updater):
             wait_for(fetched)
             yield chunk, slot
 
-    def _store(self, chunk: Chunk, slot: dict[str, memoryview], kinds: Sequence[str]) -> list[Future[None]]:
+    def _store(self, chunk: Chunk, slot: dict[str, Tensor], kinds: Sequence[str]) -> list[Future[None]]:
         """Writes a chunk behind. Then its slot is free."""
         stored = self._move(chunk, slot, kinds, "store")
         for each in stored:
@@ -338,7 +344,7 @@ class StreamedUpdater(Updater):
             future.add_done_callback(one)
 
     def _move(
-        self, chunk: Chunk, slot: dict[str, memoryview], kinds: Sequence[str], how: str
+        self, chunk: Chunk, slot: dict[str, Tensor], kinds: Sequence[str], how: str
     ) -> list[Future[None]]:
         def work() -> None:
             for kind in kinds:
@@ -349,7 +355,7 @@ class StreamedUpdater(Updater):
     def _update_chunk(
         self,
         chunk: Chunk,
-        slot: dict[str, memoryview],
+        slot: dict[str, Tensor],
         homes: Mapping[str, Home],
         scale: Tensor | None,
         scalars: dict[str, dict[str, Tensor]],
