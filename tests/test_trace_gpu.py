@@ -2,6 +2,7 @@
 a kernel for GPUs, and the host waits only where docs/gpu.md says."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.hollow import CPU, Hollow, Hollowing
 from fivefold.models.card import card_of
+from fivefold.optim.registry import OPTIMIZERS
 from fivefold.plan.clusters import parse
 from fivefold.plan.memory import Memory
 from fivefold.plan.predict import predict
@@ -87,9 +89,10 @@ WIDE = [
     "model.dim=1024",
     "model.ffn_dim=4096",
     "model.vocab_size=32000",
-    "layout.recompute=full",
     "model.seq_len=128",
+    "layout.recompute=full",
 ]
+"""A model of which the plan and the trace are compared."""
 LARGE = ["model.seq_len=512", "model.dim=64", "model.vocab_size=4096"]
 """A model of which some activations are large enough to leave the device."""
 OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
@@ -102,8 +105,20 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "fp8 blocks": ("tp=2,sp=true", "llama", ["precision.mode=fp8", *(f"model.{x}" for x in FOR_BLOCKS)]),
     "fp8 rows": ("dp=2,zero=3", "moe", ["precision.mode=fp8", "precision.fp8_scaling=row"]),
     "fp8 tensors": ("dp=1", "llama", ["precision.mode=fp8", "precision.fp8_scaling=tensor"]),
+    "tf32": ("dp=2", "llama", ["precision.mode=tf32"]),
+    "fp16": ("dp=1", "llama", ["precision.mode=fp16"]),
+    "fp16 rows": ("dp=2,zero=3", "llama", ["precision.mode=fp16"]),
+    **{
+        f"bf16_pure {how}": (layout, "llama", ["precision.mode=bf16_pure", f"precision.rounding={how}"])
+        for how, layout in (("nearest", "dp=1"), ("stochastic", "dp=2,zero=2"), ("kahan", "tp=2"))
+    },
     "no clipping": ("dp=1", "llama", ["optim.grad_clip=0"]),
-    **{name: ("dp=2,zero=2", "llama", [f"optim.name={name}"]) for name in ("sgd", "momentum", "nesterov")},
+    **{
+        name: ("dp=1" if card.rule else "dp=2,zero=2", "llama", [f"optim.name={name}"])
+        for name, card in OPTIMIZERS.items()
+    },
+    "whole matrices": ("dp=2,zero=2", "llama", ["optim.name=muon"]),
+    "new bases": ("tp=2", "llama", ["optim.name=soap", "optim.basis_every=1"]),
     "capacity": ("dp=1", "moe", ["model.capacity_factor=1.0"]),
     **{
         f"{offload}, {layout}": (layout, "llama", [f"layout.offload={offload}", *LARGE])
@@ -118,10 +133,9 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
             ("all:disk", "dp=1"),
         )
     },
-    **{
-        f"{offload}, as planned": ("dp=1", "llama", [f"layout.offload={offload}", *WIDE])
-        for offload in PLANNED
-    },
+}
+AS_PLANNED = {
+    f"{offload}, as planned": ("dp=1", "llama", [f"layout.offload={offload}", *WIDE]) for offload in PLANNED
 }
 pytestmark = pytest.mark.skipif(bool(gpu.why_not()), reason=gpu.why_not())
 
@@ -148,7 +162,8 @@ def traced(request: pytest.FixtureRequest) -> dict:
     cases = [(one["arch"], one["layout"]) for one in given if {"arch", "layout"} <= one.keys()]
     cases += [("llama", layout) for layout in COMPARED if ("llama", layout) not in cases]
     recipes = {(arch, layout): recipe_of(layout, arch) for arch, layout in cases}
-    recipes |= {name: recipe_of(layout, arch, *sets) for name, (layout, arch, sets) in OTHERS.items()}
+    others = {one["name"]: OTHERS[one["name"]] for one in given if "name" in one} | AS_PLANNED
+    recipes |= {name: recipe_of(layout, arch, *sets) for name, (layout, arch, sets) in others.items()}
     began = time.perf_counter()
     found = gpu.on_gpu((r, Layout.from_recipe(r.layout).ranks - 1) for r in recipes.values())
     print(f"{len(found)} traces of the GPU's path: {time.perf_counter() - began:.0f} s")
@@ -217,7 +232,13 @@ def test_every_layout_and_architecture(traced, arch: str, layout: str) -> None:
     check(*traced[arch, layout])
 
 
-@pytest.mark.parametrize("name", OTHERS)
+LIKE = {"adam", "momentum", "adagrad", "rmsprop", "radam", "nadam", "adamsage", "fp16 rows", "soap", "muon"}
+"""Others resemble them: `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE else name for name in OTHERS]
+)
 def test_other_settings(traced, name: str) -> None:
     check(*traced[name])
 
@@ -291,17 +312,20 @@ def test_messages_and_flops_are_those_of_a_cpu(traced) -> None:
 
 
 def test_offload_takes_off_the_device_what_the_plan_says(traced) -> None:
-    """Without torch.compile, which the plan counts on, a step takes more: the same with offload and without."""
+    """Without torch.compile, which the plan counts on, a step takes more: the same with offload and without. The plan
+    also counts blocks under way, which the peak need not have: gradients in fp32 and weights in bf16 of two."""
 
     def both(offload: str) -> tuple[dict, Memory]:
         recipe, answer = traced[f"{offload}, as planned"]
         return answer["exact"]["memory"], predict(recipe, parse("h100")).memory[0]
 
     whole, planned = both("none")
+    table = card_of(traced["none, as planned"][0].model).table()
+    block = sum(math.prod(shape) for name, shape in dict(table).items() if name.startswith("blocks.0."))
     for offload in PLANNED[1:]:
         found, less = both(offload)
         saved = whole["peak_bytes"] - found["peak_bytes"]
-        assert saved == pytest.approx(planned.total - less.total, rel=0.02), offload
+        assert 0 <= saved - (planned.total - less.total) <= 12 * block, offload
         for tier in AWAY:
             assert found["away"][tier] == pytest.approx(getattr(less, tier), rel=0.01, abs=80e6), offload
 
@@ -334,18 +358,24 @@ def clumsy(*given):
     loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
     torch.tensor([0, 1]).to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
     counts = torch.ones(3, device=DEVICE, dtype=torch.int64)
+    torch.linalg.eigh(torch.ones(2, 2, device=DEVICE))
     torch.stack([loss, norm]).isnan().nonzero(), counts.repeat_interleave(counts, output_size=3)
     return loss, norm, stop, ruined
 
 agree, trained.agree = trained.agree, clumsy
 recipe = recipe_of("dp=1", "bert")  # a model of which masks choose tokens
 found = step.trace(recipe, 0, 1, DEVICE).syncs
+trained.agree = agree
+assert torch.get_float32_matmul_precision() == "highest"
+step.trace(recipe_of("dp=1", "llama", "precision.mode=tf32"), 0, 1, DEVICE)
+assert torch.get_float32_matmul_precision() == "high"
 print(json.dumps([[name, times] for (name, place), times in found.items()]))
 """
 
 
 def test_what_waits_is_found() -> None:
-    """Reading a value, copies in both directions unless they say that nobody waits, and waiting itself."""
+    """Reading a value, copies in both directions unless they say that nobody waits, and waiting itself. tf32 is set
+    where a GPU computes."""
     libraries = [str(gpu.TORCH / "lib" / "libtorch_cpu.so"), str(gpu._library())]
     done = subprocess.run(
         [sys.executable, "-c", WAITS, *libraries],
@@ -358,7 +388,15 @@ def test_what_waits_is_found() -> None:
     found = Counter()
     for name, times in json.loads(done.stdout.splitlines()[-1]):
         found[name] += times
-    assert found == {"event": 1, "item": 1, "to_copy": 3, "device": 1, "stream": 1, "nonzero": 2}
+    assert found == {
+        "event": 1,
+        "item": 1,
+        "to_copy": 3,
+        "device": 1,
+        "stream": 1,
+        "nonzero": 2,
+        "linalg_eigh": 1,
+    }
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

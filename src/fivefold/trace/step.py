@@ -47,7 +47,7 @@ from fivefold.trace.traffic import Collectives
 aten = torch.ops.aten
 SYNCS = (
     aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default, aten.masked_select.default,
-    aten.bincount.default, aten._unique2.default,
+    aten.bincount.default, aten._unique2.default, aten._linalg_eigh.default,
 )  # fmt: skip
 COPIES = (aten._to_copy.default, aten.copy_.default)
 MASKED = (
