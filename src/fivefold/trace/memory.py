@@ -60,7 +60,7 @@ def states_of(state: State) -> LiveTensors:
 
     def buffers() -> list[Tensor]:
         saved, streamed = parallel.activations, [offload.updater for offload in parallel.offloads.values()]
-        pool = saved.pool() if saved is not None else []
+        pool = saved.pool() if isinstance(saved, Activations) else []
         return [*kept("buffers"), *pool, *(t for updater in streamed if updater for t in updater.slots())]
 
     def kept(kind: str) -> list[Tensor]:

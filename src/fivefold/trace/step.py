@@ -34,6 +34,7 @@ from fivefold.parallel.context import take
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.offload.activations import Activations
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.step.state import State, assemble
@@ -102,7 +103,7 @@ def probe(
                     state.step = recipe.sites.traced(recipe.train.steps or 1) - 1
                 _update_always(state, first)
                 batch = _batch(recipe, state.mesh, microbatches)
-                if state.parallel.activations is not None and not first:
+                if isinstance(state.parallel.activations, Activations) and not first:
                     forward_backward(
                         state, batch, recipe.train.seed
                     )  # makes the host's buffers, as a first step does
