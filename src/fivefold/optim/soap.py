@@ -28,8 +28,9 @@ def soap(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     if u.fresh:
         left.copy_(g @ g.mT * (1 - b2))
         right.copy_(g.mT @ g * (1 - b2))
-        ql.copy_(torch.linalg.eigh(left).eigenvectors)
-        qr.copy_(torch.linalg.eigh(right).eigenvectors)
+        # The largest eigenvalue first: the iteration below turns the first columns to the largest ones.
+        ql.copy_(torch.linalg.eigh(left).eigenvectors.flip(-1))
+        qr.copy_(torch.linalg.eigh(right).eigenvectors.flip(-1))
         return torch.zeros_like(g)
     t = u.step - 1  # the first step left the moments alone
     mean.lerp_(g, 1 - b1)
