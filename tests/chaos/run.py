@@ -36,16 +36,20 @@ def main() -> int:
     parser.add_argument("--number", type=int, help="kills, damages, steps, or runs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="no new trial begins after so many")
+    parser.add_argument(
+        "--first", type=int, default=0, help="kills: number of the first trial, by which its layout goes"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no process behind
     number, seed = options.number or NUMBERS[options.what], options.seed
     command = f"python tests/chaos/run.py {options.what} --number {number} --seed {seed}"
+    command += f" --first {options.first}" if options.first else ""
     path = options.results / f"chaos_{options.what}.json"
     folder = Path(tempfile.gettempdir(), "fivefold-chaos")
     folder.mkdir(exist_ok=True)
     if options.what == "kills":
-        return kills(path, command, number, seed, options.seconds, folder)
+        return kills(path, command, number, (seed, options.first), options.seconds, folder)
     if options.what == "elastic":
         import elastic
 
@@ -61,15 +65,20 @@ def main() -> int:
     return int(bool(found.get("accepted")))
 
 
-def kills(path: Path, command: str, number: int, seed: int, seconds: float, folder: Path) -> int:
+def kills(
+    path: Path, command: str, number: int, trials: tuple[int, int], seconds: float, folder: Path
+) -> int:
+    """trials: seed, and number of the first one."""
     import kills
+
+    seed, first = trials
 
     return pieces(
         path,
         command,
         seconds,
         lambda runs: sum(len(run["kills"]) for run in runs) >= number,
-        lambda trial: kills.trial(seed, trial, folder),
+        lambda trial: kills.trial(seed, first + trial, folder),
         kills.figures,
     )
 
