@@ -91,7 +91,7 @@ def test_a_folder_is_all_that_a_fifth_architecture_takes(tmp_path: Path) -> None
     D, F, V, T, L = 32, 64, 320, 16, 2
     assert found["flops"] == 6 * (L * (4 * D * D + 3 * D * F) + V * D) + 6 * L * D * T
     assert found["tp"] == [1, 2, 4]
-    assert f"tiny has no rotary positions (only {having('rotary')} have them)" in found["refused"]
+    assert f"tiny has no rotary positions (model.arch: only {having('rotary')} have them)" in found["refused"]
     assert 0 < found["step_s"] < 1
     first, last = found["losses"][0], found["losses"][-1]
     assert last < first < 7

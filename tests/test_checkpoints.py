@@ -143,7 +143,7 @@ SAVES_BY_TIME = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", SAVES_BY_TIME)
 def test_saves_are_due_by_time_on_all_ranks_at_once(recipe, tmp_path, layout, asynchronous):
     """The first rank's time decides. A run resumes exactly from such a save."""
@@ -227,6 +227,23 @@ def test_a_failed_save_is_tried_again_after_1_2_and_4_steps(recipe, tmp_path, mo
     assert [int(name[5:]) for name in names(tmp_path / "run")] == [
         s for s in tried if s not in range(8, 13) and s != 24
     ]
+
+
+def test_a_retry_that_is_under_way_does_not_begin_again(recipe, tmp_path, monkeypatch):
+    part, tried = write.Writing.write_part, list[int]()
+
+    def slow(writing):
+        tried.append(writing.meta["step"])
+        with writing._explained():
+            full() if writing.meta["step"] == 8 else part(writing)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(write.Writing, "write_part", slow)
+    sets = ["train.steps=14", "checkpoint.every=8"]
+    assert train_rank(0, 1, change(recipe, sets), tmp_path / "run") is None
+    assert len(tried) == 3, tried
+    assert tried[0] == 8
+    assert tried[-1] == 14
 
 
 def test_a_failed_save_at_the_end_is_an_error(recipe, tmp_path, monkeypatch):

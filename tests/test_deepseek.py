@@ -312,10 +312,16 @@ def test_layouts_compute_what_one_process_computes(room, layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        "tp=2,sp=true,recompute=selective",
         *(
             pytest.param(layout, marks=pytest.mark.slow)
-            for layout in ("dp=2,zero=2", "tp=2", "pp=2,schedule=zbv,virtual_stages=2", "cp=2", "dp=2,ep=2")
+            for layout in (
+                "tp=2,sp=true,recompute=selective",
+                "dp=2,zero=2",
+                "tp=2",
+                "pp=2,schedule=zbv,virtual_stages=2",
+                "cp=2",
+                "dp=2,ep=2",
+            )
         ),
     ],
 )

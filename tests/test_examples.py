@@ -59,8 +59,9 @@ CHECKS = {
 }
 
 
-LONG = {"lora.py", "torchrun_script.py"}
-"""Run by `make test-all`. test_own.py trains adapters on several ranks, and the README has a torchrun command."""
+LONG = {"lora.py", "own_model.py", "torchrun_script.py"}
+"""Run by `make test-all`. test_own.py trains adapters and own models on several ranks; the README has a command for
+torchrun."""
 
 
 @pytest.mark.parametrize(

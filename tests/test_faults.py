@@ -228,7 +228,26 @@ def destroyed_rank(rank: int, world: int, recipe: Recipe, out: Path, value: floa
     return ""
 
 
-@pytest.mark.parametrize("value", [1e8, math.inf, math.nan])
+@pytest.mark.parametrize("value", [1e8, pytest.param(math.nan, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=1", "tp=2"])
+def test_an_update_that_destroys_weights_is_never_saved(
+    base: Recipe, tmp_path: Path, layout: str, value: float
+) -> None:
+    """A save is due right after it."""
+    recipe = change(base, ["train.steps=5", "checkpoint.every=1"], layout)
+    for said in run_on(recipe, tmp_path / "one", destroyed_rank, value):
+        assert said.startswith(
+            "after step 3 weights or optimizer states are not finite, beyond 1e+30, or grew"
+        )
+    assert [folder.name for folder in store.checkpoints(tmp_path / "one")] == [
+        "step-00000001",
+        "step-00000002",
+    ]
+
+
+@pytest.mark.parametrize(
+    "value", [1e8, *(pytest.param(one, marks=pytest.mark.slow) for one in (math.inf, math.nan))]
+)
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=1", "tp=2"])
 def test_an_update_that_destroys_weights_is_found_in_the_next_step(
     base: Recipe, tmp_path: Path, layout: str, value: float

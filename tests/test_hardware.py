@@ -82,6 +82,7 @@ def _blocks(rank: int, world: int) -> dict[str, list[list[float]]]:
     return overhead.blocks(Ranks(rank, world, rank, world, CPU), "fp32", steps=2)
 
 
+@pytest.mark.slow
 def test_what_axes_take_beyond_the_sum_of_a_block_s_parts() -> None:
     """The table with what was found predicts the very seconds that were found; here made-up ones in their place."""
     blocks = run_ranks(2, _blocks, timeout_s=120)[0]

@@ -27,9 +27,9 @@ QUICK = [
     "dp=4",
     "dp=4,all_reduce=library",
     "tp=2,dp=2",
-    "dp=4,zero=3,zeropp=hier",
 ]
 SLOW = [
+    "dp=4,zero=3,zeropp=hier",
     "dp_replicate=2,dp_shard=2,zero=3",
     "pp=2,tp=2,schedule=zbv",
     "dp=4,zero=1",

@@ -176,6 +176,7 @@ def run_recipe(folder: Path) -> Recipe:
     return load("quickstart", sets, "dp=1")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_average(tmp_path: Path) -> None:
     """Stopped behind step 4, it measures what an unbroken run does. A checkpoint of before has no average: it starts
     anew."""

@@ -65,6 +65,7 @@ def test_memory_and_bytes_are_those_predicted(tmp_path: Path, layout: str, mode:
     assert list(pictures) == ["memory"]
 
 
+@pytest.mark.slow
 def test_bytes_are_counted_where_tensors_are_not_followed(tmp_path: Path) -> None:
     wanted = ["precision.mode=fp32", "observe.memory_step=0"]
     recipe, out = recipe_of(tmp_path, "tp=2,sp=true", *wanted), tmp_path / "run"

@@ -168,7 +168,14 @@ def check_python(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fivefold, "load", load)
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+LONG = {"communication.md", "training.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page.name in LONG else ()) for page in RUN],
+    ids=lambda page: page.name,
+)
 def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if "fivefold bench collectives" in page.read_text():  # training goes by its table; other tests must not

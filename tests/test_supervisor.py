@@ -126,6 +126,7 @@ def test_a_rank_that_has_saved_is_not_the_one_that_failed(tmp_path: Path) -> Non
     assert (found.rank, found.text) == (0, "rank 0 did not end by itself, and was killed")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a mount namespace")
 def test_two_ranks_in_a_folder_that_is_read_only(tmp_path: Path) -> None:
     """A run that starts there, and one that resumes: one message, at once. root may write in spite of modes, so the
@@ -411,7 +412,7 @@ def test_a_signal_at_any_moment(text: Path, tmp_path: Path, layout: str, which: 
             assert last_step(out) == 12
 
 
-@pytest.mark.parametrize("moment", range(5))
+@pytest.mark.parametrize("moment", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
 def test_ctrl_c_in_the_last_moments(text: Path, tmp_path: Path, moment: int) -> None:
     """It comes to the launcher and to all ranks at once. From the last step, and from the last validation on."""
     out, steps = tmp_path / "run", 12

@@ -218,7 +218,7 @@ def test_a_size_known_after_the_data_is_refused_too():
         resolve(recipe, vocab_size=100)
 
 
-@pytest.mark.parametrize("sp", ["false", "true"])
+@pytest.mark.parametrize("sp", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_a_run_goes_on_in_one_process(tmp_path, sp):
     """Four steps at tp 2, saved; two more by one process: losses, norms, validation and weights of a run by one."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)

@@ -138,7 +138,9 @@ def test_trace_of_offload(offload: str, layout: str, tmp_path: Path) -> None:
     assert (found.memory.away["disk"] > 0, found.memory.away["host"]) == ("disk" in offload, 0)
 
 
-@pytest.mark.parametrize("layout", EIGHT)
+@pytest.mark.parametrize(
+    "layout", [EIGHT[-1], *(pytest.param(one, marks=pytest.mark.slow) for one in EIGHT[:-1])]
+)
 def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:
     compare(recipe_of(layout, "bf16"))
 
@@ -152,7 +154,9 @@ def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:
         ("dp=2", ["model.arch=bert", "model.kv_heads=4"]),
         pytest.param("tp=2", ["model.arch=qwen3", "model.head_dim=12"], marks=pytest.mark.slow),
         pytest.param("tp=2,sp=true,recompute=selective", ["model.arch=olmo2"], marks=pytest.mark.slow),
-        ("tp=2,sp=true", [*DEEPSEEK, "model.nope_dim=7", "model.value_dim=5"]),
+        pytest.param(
+            "tp=2,sp=true", [*DEEPSEEK, "model.nope_dim=7", "model.value_dim=5"], marks=pytest.mark.slow
+        ),
     ],
     ids=["gpt2", "untied", "moe", "bert", "qwen3", "olmo2", "deepseek"],
 )

@@ -20,7 +20,7 @@ from fivefold.train.verify import Figure, prepared
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "deepseek"])
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_one_rank_passes(tmp_path, arch, mode):
     """The trainer on one rank against plain autograd."""
     report = compared(tiny(tmp_path, "dp=1", *(MOE if arch == "moe" else [f"model.arch={arch}"]), mode=mode))

@@ -109,6 +109,7 @@ def test_power_loss_at_any_write(
     assert checked > 50
 
 
+@pytest.mark.slow
 def test_power_loss_while_data_is_prepared(recipe: Recipe, tmp_path: Path) -> None:
     """A cache that lost writes is read as the same tokens, or made again."""
     cache = tmp_path / "all" / "cache"

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from fivefold.parallel.offload.disk import SPAN, Disk, aligned, wait_for
 
 SIZE = 1 << 30
@@ -29,8 +31,8 @@ def bandwidth(folder: Path, size: int = SIZE) -> dict[str, float]:
 
 
 def _measured(disk: Disk, spans: range) -> dict[str, float]:
-    file, data = disk.file(len(spans) * SPAN, "a test file"), memoryview(aligned(SPAN))
-    data[:] = os.urandom(SPAN)  # a disk may compress zeros
+    file, data = disk.file(len(spans) * SPAN, "a test file"), aligned(SPAN)
+    data.copy_(torch.frombuffer(bytearray(os.urandom(SPAN)), dtype=torch.uint8))  # a disk may compress zeros
 
     def read(at: int) -> None:
         file.read(at, disk.staging())

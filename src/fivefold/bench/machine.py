@@ -54,6 +54,7 @@ def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) 
     keep_freed_memory()
     if not busy:
         _require_cores(dtypes[-1])
+    disk = _disk(say)
     found: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="fivefold-") as folder:
         for world in WORLDS:
@@ -63,7 +64,7 @@ def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) 
             file = Path(folder, f"{world}.json")
             start_ranks(partial(_measure_rank, file, dtypes, world <= units), world, fork=not gpus)
             found[world] = json.loads(file.read_text())
-    table = _table(found, units, bool(gpus), dtypes, _disk(say))
+    table = _table(found, units, bool(gpus), dtypes, disk)
     table = replace(table, axes=_axes(table, found, dtypes[-1]))
     if not busy:
         _require_cores(dtypes[-1])
@@ -114,7 +115,7 @@ def _disk(say: Callable[[str], None]) -> dict[str, float]:
     """Of the folder where offload keeps its files by default. Where it cannot, the rates of a usual disk."""
     try:
         return bandwidth(folder_of(""))
-    except UserError as error:
+    except (UserError, OSError) as error:
         say(f"the disk is assumed, not measured: {error}")
         return dict.fromkeys(("write", "read", "both"), devices.DISK)
 

@@ -33,8 +33,8 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.largest = None  # a step that is skipped, too, has none of its own
         if not self.one_pass:
-            self.largest = None
             super().step(closure)
             return
         if self.found_inf is not None and _value(self.found_inf, 0.0):

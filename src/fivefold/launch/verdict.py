@@ -81,7 +81,8 @@ def leave(kind: str, text: str = "") -> int:
 def _date(path: Path) -> None:
     """Dates a file by time.monotonic: nobody sets that clock, and all processes of a machine share it."""
     now = time.monotonic()
-    os.utime(path, (now, now))
+    with suppress(OSError):  # the file counts all the same
+        os.utime(path, (now, now))
 
 
 MOVED = "moved"  # a file MOVED-RANK: see `get_on`

@@ -149,7 +149,7 @@ class Updater:
         Raises:
             KeyError: a state is missing.
         """
-        self.begun = True
+        self.begun, self.largest = True, None
         for name, weight in self.fused.items():
             assert self.optimizer is not None
             assert self.kernel is not None
@@ -181,7 +181,7 @@ class Updater:
 
     def clear(self) -> None:
         """Forgets the states."""
-        self.begun = False
+        self.begun, self.largest = False, None
         if self.optimizer is not None:
             self.optimizer.state.clear()
         if self.rules is not None:

@@ -33,12 +33,17 @@ class Step:
 
 def optimizer(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update and refreshing the weights, and of what all ranks agree on."""
-    return update(s, own) + message_seconds(volume.control(s), s)
+    return update(s, own) + agreement(s)
+
+
+def agreement(s: Setting) -> float:
+    """Seconds of what all ranks agree on."""
+    return message_seconds(volume.control(s), s)
 
 
 def on_device(s: Setting, own: Elements, position: int) -> float:
-    """Seconds of the update on the device of a pipeline rank; 0 if the host updates."""
-    return optimizer(s, own) + whole_matrices(s, position) if offload.updates_here(s) else 0.0
+    """Seconds of the update on the device of a pipeline rank. If the host updates, only what all ranks agree on."""
+    return optimizer(s, own) + whole_matrices(s, position) if offload.updates_here(s) else agreement(s)
 
 
 def update(s: Setting, own: Elements) -> float:

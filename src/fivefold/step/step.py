@@ -275,14 +275,13 @@ def own_seconds(axis: Axis, step: int) -> Tensor | None:
     return rows.to(axis.device, non_blocking=True)
 
 
-def last_update(state: State) -> Tensor:
-    """1 if the last update has destroyed weights of this rank, else 0: an fp32 scalar."""
+def last_update(state: State) -> tuple[Tensor, Tensor | None]:
+    """(1 if the last update has destroyed weights of this rank, else 0: an fp32 scalar; `State.limit` after it)."""
     device, seen = state.mesh.device, [replica.updater.largest for replica in state.parallel.replicas]
     found = [one.to(device, non_blocking=True) for one in seen if one is not None]
     if not found:
-        return torch.zeros((), device=device)
-    wrong, state.limit = destroyed(torch.stack(found).amax(), state.limit)
-    return wrong
+        return torch.zeros((), device=device), state.limit
+    return destroyed(torch.stack(found).amax(), state.limit)
 
 
 def agree(
@@ -296,7 +295,8 @@ def agree(
     """
     mesh = state.mesh
     square = gradient_square(state.parallel.replicas, mesh)
-    sums = torch.stack([share.double(), torch.full_like(square, asks), square, last_update(state).double()])
+    ruined, state.limit = last_update(state)
+    sums = torch.stack([share.double(), torch.full_like(square, asks), square, ruined.double()])
     if seconds is not None:
         sums = torch.cat([seconds.flatten(), sums])
     mesh.axis("all").all_reduce(sums)

@@ -13,9 +13,10 @@ import torch
 
 from fivefold.checkpoint.store import LARGEST
 from fivefold.errors import UserError
-from fivefold.observe.faults import described, found_in
+from fivefold.observe.faults import GROWTH, described, found_in
 from fivefold.recipe import FaultsSection
 from fivefold.step.state import State
+from fivefold.step.step import last_update
 
 MAX_SKIPPED = 5  # steps in a row with a non-finite loss or gradient before the run stops
 ADVICE = "a smaller optim.lr or optim.grad_clip"
@@ -80,12 +81,14 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
 
 
 def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
-    """A fault if a weight or a state of the optimizer is not finite, on any rank. All ranks call it."""
+    """A fault if the last update has destroyed weights (step/judge.py), or if a weight or a state of the optimizer is
+    not finite, on any rank. All ranks call it."""
     if finite(state):
         return None
     said = (
-        f"after step {state.step} weights or optimizer states are not finite, or beyond {LARGEST:.0e}: an update since "
-        f"the last checkpoint has destroyed them. They are not saved. Resume from that checkpoint with {ADVICE}"
+        f"after step {state.step} weights or optimizer states are not finite, beyond {LARGEST:.0e}, or grew "
+        f"{GROWTH:,.0f}-fold in a step: an update since the last checkpoint has destroyed them. They are not saved. Resume "
+        f"from that checkpoint with {ADVICE}"
     )
     act = "rollback" if faults.on_nonfinite == "rollback" else "abort"
     return Fault(state.step, said, act, state.step - 1, good=False)
@@ -93,8 +96,8 @@ def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
 
 @torch.no_grad()
 def finite(state: State) -> bool:
-    """True if all weights and states of the optimizer are finite, and not beyond LARGEST, on all ranks. All ranks call
-    it."""
+    """True if all weights and states of the optimizer are finite and not beyond LARGEST, and the last update has not
+    destroyed weights, on all ranks. All ranks call it."""
     common = state.outer.weights if state.outer is not None else {}
     worst = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
     for tensors in (state.masters(), state.moments(), common):
@@ -104,5 +107,5 @@ def finite(state: State) -> bool:
                 worst = torch.maximum(worst, largest)
                 if state.parallel.disk is not None:
                     state.parallel.disk.touched(tensor.nbytes)
-    wrong = (~(worst <= LARGEST)).float()
+    wrong = torch.maximum((~(worst <= LARGEST)).float(), last_update(state)[0])
     return not state.mesh.axis("run").all_reduce(wrong, "max").item()

@@ -69,7 +69,7 @@ class Saver:
             UserError: it failed, and the run ends.
         """
         self.settle()
-        self._began = time.monotonic()
+        self._began, self.retry_at = time.monotonic(), None  # this one is the next try
         try:
             hooks = {"before": self.flush, "after": partial(prune, self.job)}
             writing = replace(prepare(self.state, self.job.out, meta), **hooks)

@@ -35,7 +35,7 @@ from fivefold.launch.exits import STOPPED, unsaved
 from fivefold.launch.interrupt import Interrupt, run_complete
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
-from fivefold.launch.restarted import may_be_again, restarted_by
+from fivefold.launch.restarted import LAUNCH, may_be_again, restarted_by
 from fivefold.launch.supervisor import Attempt
 from fivefold.models.card import card_of
 from fivefold.models.own import ModuleCard, OwnModel
@@ -455,8 +455,12 @@ def _run_folder(out: Path | None, name: str, resuming: Resuming, caller: Caller)
     if not resuming and any(
         (out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")
     ):
+        elastic = (
+            "; torchrun with --max-restarts 1, or more, resumes by itself" if LAUNCH in os.environ else ""
+        )
         raise UserError(
             f"{out} already holds a run; add --resume to resume it (fivefold.resume in Python), or choose another --out"
+            + elastic
         )
     return out
 

@@ -147,6 +147,7 @@ class Disk:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._under_way = ()
         for file in self.files:
             file.close()
         self.files.clear()
