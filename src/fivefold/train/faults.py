@@ -87,8 +87,8 @@ def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
         return None
     said = (
         f"after step {state.step} weights or optimizer states are not finite, beyond {LARGEST:.0e}, or grew "
-        f"{GROWTH:,.0f}-fold in a step: an update since the last checkpoint has destroyed them. They are not saved. Resume "
-        f"from that checkpoint with {ADVICE}"
+        f"{GROWTH:,.0f}-fold in a step: an update since the last checkpoint has destroyed them. They are not saved. "
+        f"Resume from that checkpoint with {ADVICE}"
     )
     act = "rollback" if faults.on_nonfinite == "rollback" else "abort"
     return Fault(state.step, said, act, state.step - 1, good=False)
