@@ -134,7 +134,7 @@ def is_right(verdict: str, who: int) -> bool:
     waits = re.search(
         r"waits? in [\w ]+ over axis \w+ .*?, at fivefold/[^\s,]+(, waited for at (\S+))?", verdict
     )
-    return bool(named and waits) and (waits[2] or "fivefold/").startswith("fivefold/")
+    return named is not None and waits is not None and (waits[2] or "fivefold/").startswith("fivefold/")
 
 
 def hangs(ranks: Ranks, recipe: Recipe, run: Path, who: int, how: str, where: str, step: int) -> None:

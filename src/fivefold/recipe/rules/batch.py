@@ -82,7 +82,7 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
             yield (
                 keys | {"train.batch_ramp"},
                 f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences must be {multiple}at least {least} '
-                f"({' x '.join(filter(None, [ranks, micro and factors['train.microbatch_size'][1]]))}). Nearest valid: "
+                f"({' x '.join(filter(None, [ranks, factors['train.microbatch_size'][1] if micro else '']))}). Nearest valid: "
                 f"{max(least, round(size / each) * each)}",
             )
     if recipe.train.batch_ramp:
