@@ -79,11 +79,11 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
         elif size % (unit // (count or 1)) or size < dp * (micro or 1):
             each, least = unit // (count or 1), dp * (micro or 1)
             multiple = f"a multiple of {each}, and " if each > 1 else ""
+            product = " x ".join(filter(None, [ranks, factors["train.microbatch_size"][1] if micro else ""]))
             yield (
                 keys | {"train.batch_ramp"},
                 f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences must be {multiple}at least {least} '
-                f"({' x '.join(filter(None, [ranks, factors['train.microbatch_size'][1] if micro else '']))}). Nearest valid: "
-                f"{max(least, round(size / each) * each)}",
+                f"({product}). Nearest valid: {max(least, round(size / each) * each)}",
             )
     if recipe.train.batch_ramp:
         yield from _grows(recipe)
