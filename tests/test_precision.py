@@ -229,7 +229,7 @@ LR = {"adagrad": 0.05, "rmsprop": 1e-4}
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=[] if name == "adamsage" else pytest.mark.slow)
+        pytest.param(name, layout, marks=[] if name == "sophia" else pytest.mark.slow)
         for name, one in RULES
         for layout in ("dp=1", one)
     ],
