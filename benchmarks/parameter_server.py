@@ -229,11 +229,11 @@ def part(folder: Path, rounds: int, steps: int) -> None:
     from fivefold.comm import everyone
     from fivefold.launch import ranks as ranks_
     from fivefold.observe.metrics import read_metrics
-    from fivefold.train import served
+    from fivefold.train import served, served_worker
     from fivefold.train.job import Job
 
     found: dict[str, Any] = {"steps": [], "traces": []}
-    keep, traces = served.worker_state, []
+    keep, traces = served_worker.worker_state, []
 
     def traced(*arguments: Any) -> Any:
         state, replica = keep(*arguments)
@@ -243,7 +243,7 @@ def part(folder: Path, rounds: int, steps: int) -> None:
         traces.append(replica.exchange.trace)
         return state, replica
 
-    served.worker_state = traced
+    served_worker.worker_state = traced
     with ranks_.join(timeout_s=120) as ranks:
         found["link"] = link(everyone(ranks))
         for number in range(rounds):

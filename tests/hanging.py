@@ -103,7 +103,7 @@ def serve(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
     from fivefold.comm.progress import progress
     from fivefold.data import prepare
     from fivefold.parallel.server import Shard
-    from fivefold.train import served
+    from fivefold.train import served, served_worker
     from fivefold.train.job import Job
 
     def hooked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +117,7 @@ def serve(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
 
         return inner
 
-    served.forward_backward = hooked(served.forward_backward)
+    served_worker.forward_backward = hooked(served_worker.forward_backward)
     Shard.update = hooked(Shard.update)
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)

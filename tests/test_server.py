@@ -34,7 +34,7 @@ from fivefold.plan.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.servers import Servers, Shares, messages, pieces, units
-from fivefold.train import served as train_served
+from fivefold.train import served_worker
 from fivefold.train.job import Job
 from fivefold.train.served import run_served
 from fivefold.train.share import batches_of
@@ -329,11 +329,11 @@ def test_an_error_of_a_worker_says_its_step(room: Path, tmp_path: Path, monkeypa
         raise OSError("the data are away for a moment")
 
     state, exchange = SimpleNamespace(step=7), SimpleNamespace(order=lambda: Note(Kind.TRAIN))
-    monkeypatch.setattr(train_served, "links", lambda *_: [])
-    monkeypatch.setattr(train_served, "worker_state", lambda *_: (state, SimpleNamespace(exchange=exchange)))
-    monkeypatch.setattr(train_served, "_train", fails)
+    monkeypatch.setattr(served_worker, "links", lambda *_: [])
+    monkeypatch.setattr(served_worker, "worker_state", lambda *_: (state, SimpleNamespace(exchange=exchange)))
+    monkeypatch.setattr(served_worker, "_train", fails)
     with pytest.raises(OSError, match="away") as found:
-        train_served._work(Job(served(room, 2), tmp_path, None), ranks_of(1, 2), None, lambda: None)
+        served_worker.work(Job(served(room, 2), tmp_path, None), ranks_of(1, 2), None, lambda: None)
     assert found.value.__notes__ == ["after step 7"]
 
 

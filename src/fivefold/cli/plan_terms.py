@@ -63,7 +63,8 @@ def answers(
 def print_terms(how: Conventions | None, plan: Plan, recipe: Recipe, questions: Questions | None) -> None:
     if how is None:
         return
-    from fivefold.plan.terms import lines, terms
+    from fivefold.plan.terms import terms
+    from fivefold.plan.terms_text import lines
 
     asked = _asked(how, plan, recipe, questions)
     print("\n".join(f"  {line}".rstrip() for line in lines(asked, terms(asked))))

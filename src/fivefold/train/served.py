@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from queue import Empty
 from statistics import fmean
@@ -23,7 +23,6 @@ from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
 from fivefold.errors import CommunicationError, UserError
 from fivefold.files import Lines, guard
-from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
@@ -31,16 +30,15 @@ from fivefold.observe.console import Console
 from fivefold.observe.metrics import MetricsWriter, drop_after
 from fivefold.observe.worker_picture import WORKERS
 from fivefold.parallel.link import Kind, Note, links
-from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.server import Event, Server
-from fivefold.parallel.worker import Served
 from fivefold.recipe import to_toml
 from fivefold.spread.servers import Shares
-from fivefold.step.served import assert_possible, server_state, worker_state
+from fivefold.step.served import assert_possible, server_state
 from fivefold.step.state import State
-from fivefold.step.step import forward_backward, rate, validate
+from fivefold.step.step import rate
+from fivefold.train import served_worker
 from fivefold.train.faults import MAX_SKIPPED
-from fivefold.train.hooks import Speed, sampled
+from fivefold.train.hooks import Speed
 from fivefold.train.job import Job
 from fivefold.train.loop import due, names_step
 from fivefold.train.out_of_memory import told as told_of_memory
@@ -50,7 +48,6 @@ from fivefold.train.rollback import FILE, read
 from fivefold.train.run import conclude, introduce, open_metrics, write_run_files
 from fivefold.train.saved import identity
 from fivefold.train.saver import Saver
-from fivefold.train.share import batches_of, share_of, validation_sets
 
 STEP, SAVE, END = range(3)  # what the first server has the others do
 
@@ -74,7 +71,7 @@ def run_served(job: Job, ranks: Ranks) -> int | None:
         progress.role = _role(ranks.rank, job.recipe.servers.count)
         starting.enter_context(progress.phase("starting"))
         _assert_same_recipe(job, ranks)
-        part = _serve if ranks.rank < job.recipe.servers.count else _work
+        part = _serve if ranks.rank < job.recipe.servers.count else served_worker.work
         complete = part(job, ranks, interrupt, starting.close)
         return None if complete else interrupt.signal or 15
 
@@ -439,67 +436,3 @@ class Leader:
         """Says on the console and in the report what must not be missed."""
         self.console.alarm(f"step {step}: {text}")
         self.metrics.write({"step": step, "alarm": text})
-
-
-def _work(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], None]) -> bool:
-    """A worker's part: does what the first server orders. begun: called when it has started. Returns True if the run is
-    complete."""
-    worker_links = links(ranks, job.recipe.servers.count)
-    state, served = worker_state(job.recipe, ranks, worker_links)
-    exchange, trained, validated = served.exchange, False, False
-    begun()
-    while (note := exchange.order()).kind != Kind.END:
-        if note.kind == Kind.TRAIN:
-            slower = nullcontext() if trained else progress.phase("a slower step")  # it may compile
-            with slower, names_step(state):
-                _train(job, ranks, state, served, note, interrupt)
-            trained = True
-        elif note.kind == Kind.VALIDATE:
-            with nullcontext() if validated else progress.phase("the first validation"):
-                found = validate(state, validation_sets(job, state.mesh))
-            validated = True
-            exchange.report(note.first, json.dumps(found))
-        else:
-            exchange.need_all()
-            assert job.data
-            assert job.data.tokenizer
-            try:
-                with progress.phase("sampling"):
-                    text = sampled(state, job, note.first, job.data.tokenizer)
-                exchange.report(note.first, text)
-            except UserError as error:  # a diverged model cannot write; the run continues
-                exchange.report(note.first, str(error), (1.0,))
-    exchange.close()
-    served.close()
-    return bool(note.first)
-
-
-def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, interrupt: Interrupt) -> None:
-    """Computes the gradient of a share."""
-    recipe, train = job.recipe, job.recipe.train
-    begin, clock = (
-        time.time(),
-        time.perf_counter(),
-    )  # the hosts' common clock, which may jump, and one that does not
-    step, share, before = order.first, order.second, served.exchange.waited
-    batches = job.batches
-    if batches is None:
-        assert job.data is not None
-        batches = batches_of(recipe, job.data, module=job.module)
-    count = ranks.world - recipe.servers.count
-    microbatches = share_of(
-        batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh, share=(share, count)
-    )
-    read = time.perf_counter() - clock
-    state.step = served.step = step
-    loss = forward_backward(state, microbatches, train.seed).item()
-    square = 0.0
-    if not recipe.servers.synchronous:
-        square = gradient_square(state.parallel.replicas, state.mesh).item()
-        if loss - loss != 0:  # not finite: then no server takes the gradient
-            square = float("nan")
-    waited, memory = served.exchange.waited - before, float(peak_memory_bytes("cpu"))
-    end = begin + time.perf_counter() - clock
-    figures = loss, square, float(interrupt.wanted()), begin, end, waited, read, memory
-    served.exchange.computed(step, share, figures)
-    progress.end_step(step + 1, time.perf_counter() - clock, read)
