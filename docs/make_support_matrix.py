@@ -468,7 +468,6 @@ refused, and the parameters of the tests say what was compared. A test checks th
 
 Pairs are not all: three options may be refused although each two of them combine. `fivefold check RECIPE` answers for a
 whole recipe. The sizes here are such that every axis divides them. All of this ran on CPUs; see [GPUs](gpu.md).
-With `sync.method=server`, fp8 has no self-test at the start: no layer falls back to bf16, and the run says so.
 """
 PROVEN_IN = """The comparisons are those of {tests}, and the [layouts that are verified](layouts_verified.md).
 `make test` runs a part of them, `make test-all` all. `fivefold verify RECIPE --layout L` compares a recipe of yours.

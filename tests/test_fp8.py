@@ -10,6 +10,7 @@ from layouts import compared, side, tiny
 from ranks import run_ranks
 from runs import lines, ranks_of, train_rank
 
+from fivefold.comm import everyone
 from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native
 from fivefold.kernels.fp8 import E4M3, Fp8, encode, round_tiles
@@ -21,7 +22,6 @@ from fivefold.precision import PRECISIONS, Mode
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.recipe.warnings import warnings
 from fivefold.step.self_test import fall_back, self_test
 from fivefold.step.state import build_state
 from fivefold.train.verify import _differences
@@ -257,12 +257,13 @@ def test_a_run_resumes_exactly_and_keeps_its_layers(room: Path, tmp_path: Path) 
 def broken(rank: int, world: int, recipe: Recipe) -> tuple[dict[str, str], list[str], list[str]]:
     """Rank 1's weights of block 2 are such that fp8 cannot hold them: one is far larger than the others."""
     recipe = resolve(recipe, vocab_size=256)
-    state = build_state(recipe, ranks_of(rank, world))
+    ranks = ranks_of(rank, world)
+    state = build_state(recipe, ranks)
     before = [name for stage in state.parallel.stages for name, _ in products.layers(stage)]
     if rank == 1:
         master = state.masters()["blocks.2.mlp.down.weight"]
         master[0, 0] = 2.0**28
-    tested = self_test(state, recipe)
+    tested = self_test(state, recipe, everyone(ranks))
     assert tested is not None
     fall_back(state, set(tested.failed))
     return (
@@ -310,12 +311,6 @@ def test_blocks_and_sensitive_layers_stay_in_bf16(room: Path) -> None:
     )
     names = {name for name, _ in products.layers(state.module)}
     assert names == {"blocks.1.attention.qkv", "blocks.1.attention.out", "blocks.1.mlp.experts"}
-
-
-def test_servers_say_that_nothing_is_tested() -> None:
-    for sets, said in ((["sync.method=server"], 1), ([], 0)):
-        recipe = load("quickstart", ["precision.mode=fp8", *sets], "dp=2")
-        assert sum("without the self-test" in text for text in warnings(recipe)) == said
 
 
 def test_what_fp8_refuses() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -28,12 +30,16 @@ from fivefold.errors import UserError
 from fivefold.launch.local import launch
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.models.card import card_of
+from fivefold.models.init import init_part
 from fivefold.observe import worker_picture
+from fivefold.parallel import products
 from fivefold.parallel.link import Kind, Note
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.servers import Servers, Shares, messages, pieces, units
+from fivefold.step import served as step_served
+from fivefold.step.served import worker_state
 from fivefold.train import served_worker
 from fivefold.train.job import Job
 from fivefold.train.served import run_served
@@ -335,6 +341,54 @@ def test_an_error_of_a_worker_says_its_step(room: Path, tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="away") as found:
         served_worker.work(Job(served(room, 2), tmp_path, None), ranks_of(1, 2), None, lambda: None)
     assert found.value.__notes__ == ["after step 7"]
+
+
+def in_fp8(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> tuple[set[str], str]:
+    """A rank's part of a run whose weights of block 2 are such that fp8 cannot hold them: one is far larger than the
+    others. Returns a worker's layers in fp8, and what the rank said."""
+    kept: list[Any] = []
+
+    def with_an_outlier(seed: int, name: str, *rest: Any) -> Tensor:
+        made = init_part(seed, name, *rest)
+        if name == "blocks.2.mlp.down.weight":
+            made[0, 0] = 2.0**28
+        return made
+
+    def kept_state(*arguments: Any) -> Any:
+        kept.append(worker_state(*arguments))
+        return kept[0]
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(step_served, "init_part", with_an_outlier)
+        patch.setattr(served_worker, "worker_state", kept_state)
+        rank_of_run(rank, world, recipe, out, resume)
+    layers = {name for state, _ in kept for name, _ in products.layers(state.module)}
+    return layers, " ".join(said.getvalue().split())
+
+
+@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_all_workers_test_fp8(room: Path, tmp_path: Path, pools, staleness: int) -> None:
+    """A layer that fails computes in bf16 on all workers, as the console and fp8.json say, and after a resume."""
+    sets = ["precision.mode=fp8", "precision.fp8_scaling=tensor", "optim.schedule=constant", "train.steps=1"]
+    recipe = served(room, 2, "sync.servers=2", f"sync.staleness={staleness}", *sets)
+    all_but_one = {
+        f"blocks.{i}.{name}"
+        for i in range(4)
+        for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    } - {"blocks.2.mlp.down"}
+    for resume, text in (
+        (False, "WARNING: blocks.2.mlp.down failed the self-test of fp8 and computes in bf16: the "),
+        (True, "fp8, except in blocks.2.mlp.down, as before"),
+    ):
+        steps = change(recipe, [f"train.steps={1 + resume}"])
+        (_, said), other, *workers = pools(4, in_fp8, steps, tmp_path / "run", resume)
+        assert text in said
+        assert said.count("self-test") == (0 if resume else 2)
+        assert other == (set(), "")
+        assert workers == [(all_but_one, "")] * 2
+        assert [*json.loads((tmp_path / "run" / "fp8.json").read_text())["in_bf16"]] == ["blocks.2.mlp.down"]
+    assert len(lines(tmp_path / "run", "loss")) == 2
 
 
 def other_recipe(rank: int, world: int, recipe: Recipe, out: Path) -> str:

@@ -276,6 +276,14 @@ class Exchange:
             now = time.perf_counter()
             self.trace.append((what, unit, now if start is None else start, now))
 
+    def look(self) -> None:
+        """Pulls all weights before the first order. With bounded staleness they are pulled again to train."""
+        with self._lock:
+            if self.servers.staleness > 0:
+                self._release(False)
+            self._lock.notify_all()
+        self.need_all()
+
     def need_all(self) -> None:
         self.need(list(self._stale))
 

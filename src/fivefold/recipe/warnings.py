@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.optim import OPTIMIZERS
-from fivefold.precision.fp8 import FP8
 from fivefold.recipe.profiled import steps as profiled_steps
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.resolve import total_steps
@@ -18,7 +17,7 @@ MOST_WARMUP = 0.5
 
 def warnings(recipe: Recipe) -> list[str]:
     """One sentence per value that is most likely not meant, and what to do."""
-    return [*_rates(recipe), *_intervals(recipe), *_untested(recipe)]
+    return [*_rates(recipe), *_intervals(recipe)]
 
 
 def warning_of_passes(passes: float) -> list[str]:
@@ -59,11 +58,3 @@ def _intervals(recipe: Recipe) -> Iterator[str]:
         yield f"observe.profile_steps = {recipe.observe.profile_steps}: the run has {steps:,} steps"
     if warmup and warmup > MOST_WARMUP * steps:
         yield f"optim.warmup_steps = {warmup:,} of {steps:,} steps: the learning rate is below its peak most of the run"
-
-
-def _untested(recipe: Recipe) -> Iterator[str]:
-    if recipe.precision.mode == FP8 and recipe.sync.method == "server":
-        yield (
-            'precision.mode = "fp8" with parameter servers: workers multiply in fp8 without the self-test at start, '
-            "so no layer falls back to bf16. precision.fp8_skip_first and fp8_skip_last keep blocks in bf16"
-        )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fivefold.comm import Axis
 from fivefold.kernels import input_gradient, linear, weight_gradient
 from fivefold.kernels.fp8 import E4M3, Fp8
 from fivefold.models.card import card_of
@@ -56,8 +57,9 @@ def allowed(how: Fp8) -> tuple[float, ...]:
     return math.hypot(forward, forward), math.hypot(backward, forward), math.hypot(backward, forward)
 
 
-def self_test(state: State, recipe: Recipe) -> Tested | None:
-    """Tests the weights that each rank keeps. All ranks get the largest errors. None: the recipe's mode is another."""
+def self_test(state: State, recipe: Recipe, axis: Axis) -> Tested | None:
+    """Tests the weights that each rank keeps. All ranks of the axis get the largest errors. None: the recipe's mode is
+    another."""
     how = products.wanted(recipe)
     if how is None:
         return None
@@ -72,7 +74,7 @@ def self_test(state: State, recipe: Recipe) -> Tested | None:
                     weights = master.to(state.mesh.device, working).reshape(-1, *master.shape[-2:])
                     each = [_errors(weight, how, f"{name} {i}") for i, weight in enumerate(weights)]
                     table[names.index(name)] = torch.tensor(each, dtype=torch.float64).amax(0)
-    found = state.mesh.axis("run").all_reduce(table.to(state.mesh.device), "max").tolist()
+    found = axis.all_reduce(table.to(axis.device), "max").tolist()
     errors = {name: tuple(row) for name, row in zip(names, found, strict=True) if row[0] >= 0}
     return Tested(errors, allowed(how))
 

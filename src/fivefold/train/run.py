@@ -58,7 +58,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             introduce(console, state, job, ranks)
             for note in (*_foretold(predicted, rank), *_beginning(state, job, resumed)):
                 console.note(note)
-            for note in settle(state, job, resumed is not None):
+            for note in settle(state, job, ranks, resumed is not None):
                 console.note(note)
             leaving = _stop_asked(state, interrupt)  # before the first step: there is nothing new to save
             hooks = RunHooks(state, job, ranks, console, metrics, interrupt.wanted, predicted)

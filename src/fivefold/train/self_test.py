@@ -7,7 +7,9 @@ import json
 
 import torch
 
+from fivefold.comm import Axis, everyone
 from fivefold.files import make_folder, read_json, understood, write_atomically
+from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.parallel import products
 from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
@@ -17,17 +19,20 @@ from fivefold.train.job import Job
 FILE = "fp8.json"
 
 
-def settle(state: State, job: Job, resumed: bool) -> list[str]:
-    """Decides which layers multiply in fp8. Returns what the console shall say. All ranks call it together."""
+def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
+    """Decides which layers multiply in fp8. Returns what the console shall say. All ranks call it together.
+
+    resumed: rank 0's counts."""
     if job.module is not None or products.wanted(job.recipe) is None:
         return []
-    if resumed and (kept := _read(state, job)) is not None:
+    axis = everyone(ranks)
+    if (kept := _read(axis, job, resumed)) is not None:
         fall_back(state, kept)
         return [f"fp8, except in {', '.join(sorted(kept))}, as before"] if kept else []
-    tested = self_test(state, job.recipe)
+    tested = self_test(state, job.recipe, axis)
     assert tested is not None
     fall_back(state, set(tested.failed))
-    if state.mesh.axis("run").rank == 0:
+    if ranks.first:
         _write(job, tested)
     return _said(tested)
 
@@ -60,12 +65,13 @@ def _write(job: Job, tested: Tested) -> None:
     write_atomically(job.out / FILE, json.dumps(found, indent=1) + "\n")
 
 
-def _read(state: State, job: Job) -> set[str] | None:
-    """The layers that an earlier part of the run computes in bf16, as rank 0 reads them; None: there is no file."""
-    axis, names = state.mesh.axis("run"), list(card_of(job.recipe.model).parameters)
-    flags = torch.zeros(len(names) + 1, device=state.mesh.device)
+def _read(axis: Axis, job: Job, resumed: bool) -> set[str] | None:
+    """The layers that an earlier part of the run computes in bf16, as rank 0 reads them; None: there is no file, or no
+    such part."""
+    names = list(card_of(job.recipe.model).parameters)
+    flags = torch.zeros(len(names) + 1, device=axis.device)
     path = job.out / FILE
-    if axis.rank == 0 and path.is_file():
+    if axis.rank == 0 and resumed and path.is_file():
         with understood(path):
             kept = {str(name) for name in read_json(path)["in_bf16"]}
         flags[-1] = 1

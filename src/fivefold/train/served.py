@@ -48,6 +48,7 @@ from fivefold.train.rollback import FILE, read
 from fivefold.train.run import conclude, introduce, open_metrics, write_run_files
 from fivefold.train.saved import identity
 from fivefold.train.saver import Saver
+from fivefold.train.self_test import settle
 
 STEP, SAVE, END = range(3)  # what the first server has the others do
 
@@ -120,6 +121,7 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
     server.start(state.step)
     progress.step = state.step
     if not ranks.first:
+        settle(state, job, ranks, resumed is not None)
         begun()
         with names_step(state):
             return _follow(job, state, server, Saver(state, job, lambda step, text: None, beside=False))
@@ -137,6 +139,8 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
             )
         for note in resumed.notes if resumed else ():
+            console.note(note)
+        for note in settle(state, job, ranks, resumed is not None):
             console.note(note)
         leader = Leader(job, ranks, state, server, console, metrics, interrupt)
         for text in resumed.alarms if resumed else ():

@@ -12,6 +12,7 @@ from fivefold.errors import UserError
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
+from fivefold.parallel import products
 from fivefold.parallel.link import Kind, Note, links
 from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.worker import Served
@@ -21,6 +22,7 @@ from fivefold.step.step import forward_backward, validate
 from fivefold.train.hooks import sampled
 from fivefold.train.job import Job
 from fivefold.train.loop import names_step
+from fivefold.train.self_test import settle
 from fivefold.train.share import batches_of, share_of, validation_sets
 
 
@@ -30,6 +32,9 @@ def work(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], None]
     worker_links = links(ranks, job.recipe.servers.count)
     state, served = worker_state(job.recipe, ranks, worker_links)
     exchange, trained, validated = served.exchange, False, False
+    if products.wanted(job.recipe) is not None:
+        exchange.look()
+    settle(state, job, ranks, False)  # the first server knows whether the run is resumed
     begun()
     while (note := exchange.order()).kind != Kind.END:
         if note.kind == Kind.TRAIN:
