@@ -23,6 +23,7 @@ from fivefold.parallel.offload.disk import THREADS, Disk
 from fivefold.parallel.offload.update import _Second
 from fivefold.parallel.parallelize import Parallel
 from fivefold.plan import volume
+from fivefold.plan.offload import streams
 from fivefold.recipe import change, resolve
 from fivefold.spread import tiers
 from fivefold.spread.layout import Layout
@@ -94,6 +95,9 @@ QUICK = [
     ("activations:tp", "bf16", "tp=2,recompute=full", []),
     ("all:disk", "bf16", "dp=1", ["optim.name=adamsage", "optim.grad_clip=0.1"]),
     ("states:disk", "fp32", "dp=2,zero=1", ["optim.name=sophia", "optim.estimate_every=2"]),
+    ("states:disk", "bf16_pure", "dp=2,zero=1", []),
+    ("states:host", "bf16_pure", "tp=2", []),
+    ("all:disk", "bf16_pure", "dp=1", ["precision.rounding=kahan", "optim.grad_clip=0.1"]),
 ]
 SLOW = [
     ("states:host", "bf16", "pp=2", []),
@@ -133,22 +137,31 @@ SLOW = [
     ("states:host", "bf16", "dp=1", ["optim.name=sgd", "optim.lr=0.05"]),
     ("states:disk", "fp8", "dp=2", []),
     ("all:disk", "fp8", "dp=1", []),
+    ("states:disk", "bf16_pure", "dp=1", ["optim.grad_clip=0.1"]),
+    ("states:disk", "bf16_pure", "tp=2,dp=2,zero=3", ["precision.rounding=kahan"]),
+    ("states:host", "bf16_pure", "dp=1", ["precision.rounding=nearest", "optim.name=sophia"]),
+    ("states:host", "bf16_pure", "pp=2", ["optim.name=radam"]),
+    ("all:disk", "bf16_pure", "dp=2,ep=2", ["optim.name=sgd", "optim.lr=0.05"]),
+    ("all:disk", "bf16_pure", "tp=2,recompute=full", ["optim.name=lion", "precision.rounding=kahan"]),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("offload", "mode", "layout", "sets"), CASES)
 def test_equals_in_memory_bit_for_bit(tmp_path, offload, mode, layout, sets):
-    compared(tiny(tmp_path, layout, *sets, mode=mode), offload, tmp_path)
+    compared(tiny(tmp_path, layout, f"precision.mode={mode}", *sets, mode=mode), offload, tmp_path)
 
 
 RULES = ("adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion")
+PURE = "precision.mode=bf16_pure"
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
         ["optim.name=adamw"],
+        [PURE],
+        [PURE, "precision.rounding=kahan", "optim.name=momentum"],
         ["optim.name=sophia", "optim.estimate_every=2"],
         *(pytest.param([f"optim.name={name}"], marks=pytest.mark.slow) for name in RULES),
     ],
@@ -217,29 +230,33 @@ def test_says_where_it_cannot_write(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("offload", "microbatches", "share"),
+    ("offload", "microbatches", "share", "sets"),
     [
-        ("states:disk", 1, 0),
-        ("states:disk", 4, 0),
-        ("all:disk", 1, 1),
-        ("all:disk", 4, 1),
-        ("all:disk", 1, 0.25),
+        ("states:disk", 1, 0, []),
+        ("states:disk", 4, 0, []),
+        ("all:disk", 1, 1, []),
+        ("all:disk", 4, 1, []),
+        ("all:disk", 1, 0.25, []),
+        ("states:disk", 1, 0, [PURE]),
+        ("all:disk", 4, 0.25, [PURE, "precision.rounding=kahan"]),
     ],
 )
-def test_reads_and_writes_what_the_table_says(tmp_path, monkeypatch, offload, microbatches, share):
+def test_reads_and_writes_what_the_table_says(tmp_path, monkeypatch, offload, microbatches, share, sets):
     """`tiers.flows`, by which the planner prices I/O, is what crosses to the disk and back in a step. share: of the
     update that runs twice."""
     monkeypatch.setattr(_Second, "next_share", lambda *_: share)
     recipe = change(
         tiny(tmp_path, "dp=1", mode="bf16"),
         [
+            *sets,
             f"train.microbatch_size={8 // microbatches}",
             f"layout.offload={offload}",
             f"layout.offload_dir={tmp_path}",
         ],
     )
     data = prepare(recipe)
-    state = build_state(resolve(recipe, vocab_size=data.vocab_size), ranks_of(0, 1))
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    state = build_state(recipe, ranks_of(0, 1))
     disk, (away,) = state.parallel.disk, state.parallel.offloads.values()
     tokens = torch.randint(0, 256, (8, 17)).split(8 // microbatches)
     for _ in range(2):
@@ -253,7 +270,7 @@ def test_reads_and_writes_what_the_table_says(tmp_path, monkeypatch, offload, mi
     assert away.updater.share == share
     chunks = list(away.arena.chunks())
     again = sum(chunk.size for chunk in chunks[: math.ceil(share * len(chunks))])
-    for flow in tiers.flows(away.tiers, 2.0, 8.0, microbatches, share=again / away.arena.total):
+    for flow in streams(planned(recipe), again / away.arena.total):
         times = 1 if flow.phase in ("update", "again") else microbatches
         size = blocks + outside * (flow.kind != "working")  # only blocks are paged
         size -= last * (flow.kind == "working" and flow.phase == "backward")

@@ -4,15 +4,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from steps import planned, recipe_of
 
 from fivefold.plan import offload
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import Storage
-from fivefold.plan.predict import predict
+from fivefold.plan.predict import held, predict
 from fivefold.plan.search import search
 from fivefold.recipe import load
 from fivefold.spread import tiers
 from fivefold.spread.tiers import OFFLOADS, flows
+from fivefold.trace.step import trace
 
 GIB = 2**30
 LARGE = [
@@ -40,6 +42,33 @@ def test_each_byte_is_in_one_tier():
     assert plan_of("all:disk").memory[0].total < 0.1 * none.total
     shared = plan_of("states:disk", "dp=8,zero=1").memory[0]
     assert shared.disk == pytest.approx(8 * parameters / 8, rel=1e-3)
+
+
+def test_pure_bf16_takes_half():
+    """Of the 16 bytes that leave the device, 8 do; Kahan's compensation is one state more. The update on the host moves
+    its fp32 copies, too."""
+    pure = "precision.mode=bf16_pure"
+    kahan = plan_of("states:disk", sets=(pure, "precision.rounding=kahan")).memory[0]
+    none, host, disk = (plan_of(away, sets=(pure,)).memory[0] for away in ("none", "states:host", "all:disk"))
+    parameters = none.params / 2
+    assert (host.host, disk.disk) == (8 * parameters, 10 * parameters)
+    assert (kahan.disk, kahan.optimizer) == (6 * parameters, 0)
+    assert (kahan.params, kahan.gradients) == (none.params, none.gradients)
+    assert not plan_of("none", sets=(pure,)).fits
+    assert plan_of("states:host", sets=(pure,)).fits
+
+
+@pytest.mark.parametrize(("away", "rounding"), [("states:disk", "kahan"), ("all:disk", "stochastic")])
+def test_pure_bf16_takes_the_bytes_of_a_traced_step(tmp_path, away, rounding):
+    """Of the plan's total, the fp32 copies of a chunk may be another peak's than the activations."""
+    sets = [f"layout.offload={away}", f"precision.rounding={rounding}", f"layout.offload_dir={tmp_path}"]
+    recipe = recipe_of("llama", "bf16_pure", "dp=1", "model.seq_len=64", *sets)
+    setting = planned(recipe)
+    cluster = replace(setting.cluster, machine=SimpleNamespace(on_cpu=True))
+    expected = held(replace(setting, cluster=cluster))[0]
+    found = trace(recipe, 0, setting.microbatches).memory
+    assert found.away["disk"] == pytest.approx(expected.disk, rel=0.01), "each parameter begins at a page"
+    assert expected.total - 16 * tiers.CHUNK < found.total < 1.01 * expected.total
 
 
 def test_flows_of_zero_infinity():

@@ -115,17 +115,19 @@ LARGE = ["model.dim=64", "model.seq_len=512", "model.vocab_size=512"]
 
 
 @pytest.mark.parametrize(
-    ("offload", "layout"),
+    ("offload", "layout", "mode"),
     [
-        ("activations", "dp=1"),
-        ("states:host", "dp=1"),
-        ("all:disk", "dp=1"),
-        pytest.param("activations", "tp=2,recompute=full", marks=pytest.mark.slow),
-        pytest.param("states:host", "tp=2,sp=true", marks=pytest.mark.slow),
-        pytest.param("states:disk", "dp=2,zero=3", marks=pytest.mark.slow),
+        ("activations", "dp=1", "bf16"),
+        ("states:host", "dp=1", "bf16"),
+        ("all:disk", "dp=1", "bf16"),
+        ("states:disk", "dp=1", "bf16_pure"),
+        pytest.param("activations", "tp=2,recompute=full", "bf16", marks=pytest.mark.slow),
+        pytest.param("states:host", "tp=2,sp=true", "bf16", marks=pytest.mark.slow),
+        pytest.param("states:disk", "dp=2,zero=3", "bf16", marks=pytest.mark.slow),
+        pytest.param("all:disk", "dp=1", "bf16_pure", marks=pytest.mark.slow),
     ],
 )
-def test_trace_of_offload(offload: str, layout: str, tmp_path: Path) -> None:
+def test_trace_of_offload(offload: str, layout: str, mode: str, tmp_path: Path) -> None:
     """On a CPU nothing lies beside the device but files."""
     sets = [
         *LARGE,
@@ -133,7 +135,7 @@ def test_trace_of_offload(offload: str, layout: str, tmp_path: Path) -> None:
         f"layout.offload_dir={tmp_path}",
         "train.global_batch_size=4",
     ]
-    recipe = recipe_of(layout, "bf16", *sets)
+    recipe = recipe_of(layout, mode, *sets)
     found = compare(recipe)
     assert (found.memory.away["disk"] > 0, found.memory.away["host"]) == ("disk" in offload, 0)
 

@@ -21,6 +21,7 @@ from fivefold.optim.registry import OPTIMIZERS
 from fivefold.plan.clusters import parse
 from fivefold.plan.memory import Memory
 from fivefold.plan.predict import predict
+from fivefold.precision import PRECISIONS, chosen
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.schedules.memory_timeline import AWAY
 from fivefold.schedules.pipeline import SCHEDULES
@@ -133,6 +134,14 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
             ("all:disk", "dp=1"),
         )
     },
+    **{
+        f"bf16_pure, {offload}": (
+            "dp=1",
+            "llama",
+            [f"layout.offload={offload}", "precision.mode=bf16_pure", *LARGE],
+        )
+        for offload in ("states:disk", "all:disk")
+    },
 }
 AS_PLANNED = {
     f"{offload}, as planned": ("dp=1", "llama", [f"layout.offload={offload}", *WIDE]) for offload in PLANNED
@@ -200,13 +209,14 @@ def of_offload(recipe: Recipe) -> dict[tuple[str, str], int]:
     """Waits of a streamed update, and copies that the threads of I/O wait for: of each parameter between the device and
     the update, of each unit's gradients and weights."""
     layout, m = Layout.from_recipe(recipe.layout), microbatches_per_step(recipe)
-    away, L = tiers(layout.offload, layout.shards > 1), recipe.model.layers
+    mode = PRECISIONS[chosen(recipe.precision.mode, fast_bf16=True)]
+    away, L = tiers(layout.offload, layout.shards > 1, mode.copies), recipe.model.layers
     if not away.streams:
         return {}
     params, outside = len([*card_of(recipe.model).table()]), 2  # the tied embedding and the last norm
-    moved = params if layout.shards == 1 else 0  # working weights, from the update
+    moved = params if away.masters != "device" else 0  # working weights, from the update
     moved += params * (
-        (away.gradients == "device") + 2 * (layout.shards > 1)
+        (away.gradients == "device") + 2 * (away.masters == "device")
     )  # gradients to it, masters there and back
     found = {("item", "parallel/offload/update.py"): 1, ("to_copy", "parallel/offload/update.py"): 1}
     if away.working != "device":
@@ -234,7 +244,7 @@ def test_every_layout_and_architecture(traced, arch: str, layout: str) -> None:
 
 LIKE = {
     "adam", "momentum", "adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion", "fp16 rows", "soap", "muon",
-    "bf16_pure nearest", "bf16_pure kahan", "fp8 tensors", "activations, dp=2,zero=3",
+    "bf16_pure nearest", "bf16_pure kahan", "bf16_pure, all:disk", "fp8 tensors", "activations, dp=2,zero=3",
     "activations, tp=2,recompute=full", "states:host, tp=2,sp=true", "states:host, dp=2,zero=1",
 }  # fmt: skip
 """Others resemble them: `make test-all`."""

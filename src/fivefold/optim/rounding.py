@@ -23,7 +23,7 @@ from fivefold.kernels import native
 from fivefold.kernels.hashing import chunk_on, hash32_, indices, keys
 from fivefold.optim.card import COMPENSATION, OptimizerCard
 from fivefold.optim.updater import Updater, largest
-from fivefold.spread.parts import Part, boxes, local_shape
+from fivefold.spread.parts import Part, boxes, local_shape, size_of, stretches
 from fivefold.spread.units import updated_together
 
 
@@ -38,14 +38,36 @@ class Rounding:
     card: OptimizerCard
 
 
+class Rounder:
+    """Rounds what a rank keeps of some parameters, whole or in pieces: with the same bits. steps: how many steps have
+    begun; it seeds stochastic rounding."""
+
+    def __init__(self, rounding: Rounding, parts: Mapping[str, Part]):
+        self.rounding, self.parts, self.steps = rounding, parts, 0
+
+    def round(self, exact: Tensor, key: str, name: str, dtype: torch.dtype, start: int = 0) -> Tensor:
+        """exact: fp32, elements of this rank's part of parameter `name` from element `start` on, in their order. It may
+        change. key: of the tensor that is rounded, a weight or a state."""
+        if self.rounding.how != "stochastic":
+            return exact.to(dtype)
+        part, exact = self.parts[name], exact.contiguous()
+        key_a, key_b = keys(f"{self.rounding.seed}/{self.steps}/{key}")
+        rest = exact.view(-1)
+        for ranges in stretches(part.keeps, start, start + rest.numel()):
+            some, rest = rest[: size_of(ranges)].view(local_shape(ranges)), rest[size_of(ranges) :]
+            for where, box in boxes(ranges):
+                round_stochastic_(some[where], part.shape, box, key_a, key_b)
+        return exact.to(dtype)
+
+
 class Rounded(Updater):
     """Updates masters that are kept in a lower precision, with any optimizer that updates element by element.
 
-    make: the optimizer over some fp32 masters. It has them and its states only while it runs. steps: how often `step`
-    was called; it seeds stochastic rounding.
+    make: the optimizer over some fp32 masters. It has them and its states only while it runs.
     """
 
     rules = None
+    rounder: Rounder
 
     def __init__(
         self,
@@ -55,7 +77,7 @@ class Rounded(Updater):
         make: Callable[[Mapping[str, Tensor]], Updater],
     ):
         self.rounding, self.masters, self.parts, self.card = rounding, masters, parts, rounding.card
-        self.steps = 0
+        self.rounder = Rounder(rounding, parts)
         self.rounded: dict[str, Tensor] = {}  # states, by their checkpoint names
         sizes = {name: math.prod(parts[name].shape) for name in masters}
         self.inner = [
@@ -74,7 +96,7 @@ class Rounded(Updater):
             inner.step({name: gradients[name].float() for name in inner.masters}, lr, scale, skip)
             self._leave(inner)
         self.largest = largest([inner.largest for inner in self.inner if inner.largest is not None])
-        self.steps += 1
+        self.rounder.steps += 1
 
     def states(self) -> dict[str, Tensor]:
         kept = {name: t for inner in self.inner for name, t in inner.states().items()}
@@ -128,7 +150,7 @@ class Rounded(Updater):
             exact, weight = copy.data, self.masters[name]
             weight.copy_(self._round(exact, name, name, weight.dtype))
             if self.rounding.how == "kahan":
-                self.rounded[f"{COMPENSATION}.{name}"] = _cut_off(exact, weight)
+                self.rounded[f"{COMPENSATION}.{name}"] = cut_off(exact, weight)
             copy.data, copy.grad = _no_memory(copy), None
         self._leave_states(inner)
 
@@ -145,14 +167,10 @@ class Rounded(Updater):
             state.data = _no_memory(state)
 
     def _round(self, exact: Tensor, key: str, name: str, dtype: torch.dtype) -> Tensor:
-        """Rounds a tensor that has the shape of this rank's part of parameter `name`."""
-        part = self.parts[name]
-        if self.rounding.how != "stochastic" or tuple(exact.shape) != local_shape(part.keeps):
+        """Rounds a weight or a state of parameter `name`, at random only if it has the shape of this rank's part."""
+        if tuple(exact.shape) != local_shape(self.parts[name].keeps):
             return exact.to(dtype)
-        key_a, key_b = keys(f"{self.rounding.seed}/{self.steps}/{key}")
-        for where, box in boxes(part.keeps):
-            round_stochastic_(exact[where], part.shape, box, key_a, key_b)
-        return exact.to(dtype)
+        return self.rounder.round(exact, key, name, dtype)
 
 
 def round_stochastic_(
@@ -195,7 +213,7 @@ def _ranges(shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> tuple[i
     return box[dim - 1][1] - box[dim - 1][0], width, starts, stride
 
 
-def _cut_off(exact: Tensor, rounded: Tensor) -> Tensor:
+def cut_off(exact: Tensor, rounded: Tensor) -> Tensor:
     """What rounding has cut off, itself cut to the dtype of `rounded`. It is less than half a spacing, so rounding the
     sum again gives the same two numbers: a skipped update changes nothing."""
     rest = exact - rounded.float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import OptimizerCard
 from fivefold.optim.rules import Gathering, Rules
+
+if TYPE_CHECKING:
+    from fivefold.optim.rounding import Rounder
 
 
 class Updater:
@@ -23,10 +26,12 @@ class Updater:
     computes. gathering: of the parameters whose pieces have to come together. tokens: of a batch. streamed: True if a
     step goes on beside the next forward, and writes the working weights itself (parallel/offload). working: weights in
     bf16 that a step may write on its way; written: True if the last one did. largest: the largest |master| after the
-    last update, a scalar where the update runs, NaN if any is; None before one.
+    last update, a scalar where the update runs, NaN if any is; None before one. rounder: rounds what is kept in a lower
+    precision than fp32.
     """
 
     streamed = written = False
+    rounder: Rounder | None = None
     largest: Tensor | None = None
     working: Mapping[str, Tensor] | None = None
 

@@ -3,7 +3,7 @@ and updates them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +26,6 @@ from fivefold.spread.units import FlatBuffer, Keeping, syncs
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class ReplicaBuilder:
@@ -78,8 +76,7 @@ class ReplicaBuilder:
         if not self.filled:
             zero.materialize(stages, self.mesh.device, self._initial)
         found = zero.Sharded(stages, self.table, self.compute_dtype, messages, syncs(layout), layout.pp > 1)
-        shapes = {name: tuple(master.shape) for name, master in found.masters.items()}
-        offload = self._offload(shapes, tiers(layout.offload, sharded=True))
+        offload = self._offload(found.masters, tiers(layout.offload, sharded=True))
         if offload is not None:
             self.offloads[id(found)] = offload
         return found
@@ -87,10 +84,10 @@ class ReplicaBuilder:
     def _whole(self, stages: list[nn.Module], buffer: FlatBuffer) -> Replica:
         """The replica of parameters that this rank has whole, in a flat buffer."""
         layout, sums = self.mesh.layout, self.mesh.sums(buffer.group)
-        meta = {name: tuple(p.shape) for stage in stages for name, p in stage.named_parameters()}
-        shapes = {name: meta[name] for name in buffer.names}
-        own_masters = self.compute_dtype != torch.float32
-        offload = self._offload(shapes, tiers(layout.offload, own_masters=own_masters))
+        meta = {name: p for stage in stages for name, p in stage.named_parameters()}
+        like = {name: meta[name] for name in buffer.names}
+        own_masters = any(p.dtype != self.compute_dtype for p in like.values())
+        offload = self._offload(like, tiers(layout.offload, own_masters=own_masters))
         params, flat, masters = self._parameters(stages, buffer.names, offload)
         shared = params, self.table, self.compute_dtype, sums, self.reduce
         if offload is None or offload.tiers.gradients == "device":
@@ -106,11 +103,11 @@ class ReplicaBuilder:
             found.attach(list(stages))
         return found
 
-    def _offload(self, shapes: Shapes, where: Tiers) -> Offload | None:
-        """The tiers of parameters of these shapes; None: all is on the device."""
+    def _offload(self, like: Mapping[str, Tensor], where: Tiers) -> Offload | None:
+        """The tiers of parameters like these (see `Offload`); None: all is on the device."""
         if self.disk is None or not OFFLOADS[self.mesh.layout.offload].streams:
             return None
-        return Offload(self.disk, where, shapes, self.mesh.device)
+        return Offload(self.disk, where, like, self.mesh.device)
 
     def _parameters(
         self, stages: list[nn.Module], names: Sequence[str], offload: Offload | None

@@ -20,6 +20,7 @@ from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout, groups
 from fivefold.spread.matrices import sizes_sent
 from fivefold.spread.parts import sharing_group
+from fivefold.spread.tiers import OFFLOADS
 from fivefold.spread.units import (
     Local,
     buffer_order,
@@ -147,8 +148,9 @@ def sum_scratch(
 def rounding_scratch(
     model: ModelSection, layout: Layout, mine: list[int], by_stage: Sequence[range], b: States
 ) -> float:
-    """Bytes of the fp32 copies that an update with rounding works on (optim/rounding.py), on the first rank."""
-    if not b.copied:
+    """Bytes of the fp32 copies that an update with rounding works on (optim/rounding.py), on the first rank. A streamed
+    one copies chunks (`offload.held`)."""
+    if not b.copied or OFFLOADS[layout.offload].streams:
         return 0.0
     card, most = card_of(model), 0.0
     local, whole = local_parameters(card, layout), card.parameters

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
-from fivefold.optim import OPTIMIZERS
+from fivefold.optim import OPTIMIZERS, rounding_traffic
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.devices import Cluster
 from fivefold.plan.memory import Memory, microbatch, parts_of, sums
 from fivefold.plan.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold.plan.software import States
 from fivefold.plan.stage_costs import stage_costs
-from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.offload import WAYS, Unit, simulate
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.spread.layout import Layout
@@ -40,7 +39,6 @@ from fivefold.spread.tiers import (
 
 EXPOSED = "offload"
 """The key of exposed I/O in `time.Step.exposed`."""
-FP32 = DTYPES[MASTER].bytes
 UNITS = 8  # of the model, in pictures
 
 
@@ -78,8 +76,13 @@ def of(s: Setting) -> Tiers:
 def streams(s: Setting, share: float = 0.0) -> tuple[Flow, ...]:
     """What a rank reads and writes in a step. share: see `flows`."""
     b = s.states
-    master = b.master or (FP32 if of(s).gradients != "device" else 0.0)
-    return flows(of(s), b.working, b.moments, s.microbatches, b.gradient, master, share)
+    return flows(of(s), b.working, b.moments, s.microbatches, b.gradient, _masters_apart(s), share)
+
+
+def _masters_apart(s: Setting) -> float:
+    """Bytes per parameter of masters that are not the working weights: of those that compute, copies leave if gradients
+    do."""
+    return s.states.master or (s.states.working if of(s).gradients != "device" else 0.0)
 
 
 def held(s: Setting, found: list[Memory]) -> list[Memory]:
@@ -114,15 +117,16 @@ def _moved(s: Setting, one: Memory, own: Elements, outside: float, block: float)
     ):  # of a unit that computes, one that is read or written, and what is outside of blocks
         away[t.gradients] += b.gradient * own.computes
         gradients = b.gradient * (outside + min(own.computes - outside, 2 * block))
-    master = b.master or (FP32 if t.gradients != "device" else 0.0)
     if t.masters != "device":
-        away[t.masters] += master * keeps
+        away[t.masters] += _masters_apart(s) * keeps
         optimizer -= b.master * keeps
     if t.streams:
         away[t.states] += b.moments * keeps
         optimizer -= b.moments * keeps
         if t.disk and s.cluster.on_cpu:  # elsewhere the chunks are in host memory
             buffers += SLOTS * CHUNK * slot_bytes(t, b)
+        if s.cluster.on_cpu:
+            buffers += min(CHUNK, max(outside, block) * keeps / own.computes) * b.copied  # of one chunk
     if t.activations != "device":
         kept = min(activations, READ_AHEAD * s.sizes.n * s.model.dim * s.sizes.e)
         away[t.activations] += activations - kept
@@ -137,7 +141,7 @@ def _moved(s: Setting, one: Memory, own: Elements, outside: float, block: float)
 
 def slot_bytes(t: Tiers, b: States) -> float:
     """Bytes per element of a slot: of everything that moves."""
-    sizes = ((t.gradients, b.gradient), (t.masters, b.master or FP32), (t.working, b.working))
+    sizes = ((t.gradients, b.gradient), (t.masters, b.master or b.working), (t.working, b.working))
     return b.moments + sum(size for tier, size in sizes if tier == "disk")
 
 
@@ -227,8 +231,9 @@ def loads(s: Setting, backward: float, own: Elements) -> Loads:
 
 def _update_on_host(s: Setting, count: float) -> float:
     """Seconds of an update of so many parameters in host memory, whose bandwidth bounds it."""
-    once = count * (2 * (s.states.moments + FP32) + FP32) / s.cluster.host_bandwidth
-    return once * OPTIMIZERS[s.software.optimizer].reads
+    b = s.states
+    size = b.gradient + 2 * (b.master or b.working) + 2 * b.moments + rounding_traffic(b.copied)
+    return count * size / s.cluster.host_bandwidth * OPTIMIZERS[s.software.optimizer].reads
 
 
 def _io(found: Sequence[Flow], elements: float, cluster: Cluster, ranks: int) -> dict[str, float]:

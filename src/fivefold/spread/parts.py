@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Protocol
 
 from fivefold.schedules.pipeline import SCHEDULES, cut, place
@@ -289,6 +289,25 @@ def boxes(ranges: Ranges) -> Iterator[tuple[tuple[slice, ...], tuple[Span, ...]]
         placed.append(dim)
     for combination in product(*placed):
         yield tuple(where for where, _ in combination), tuple(box for _, box in combination)
+
+
+def stretches(ranges: Ranges, start: int, stop: int) -> Iterator[Ranges]:
+    """Elements start .. stop of a part, as the holder's tensor has them in memory, as parts that are contiguous there,
+    in order: whole rows, and pieces of the rows at both ends."""
+    if stop - start == size_of(ranges):
+        yield ranges
+        return
+    row = size_of(ranges[1:])
+    ends = -(-start // row) * row, stop // row * row  # of the whole rows
+    cuts = sorted({start, *(at for at in ends if start < at < stop), stop})
+    for first, last in pairwise(cuts):
+        number = first // row
+        if first % row == last % row == 0:
+            yield narrow(ranges, 0, number, last // row)
+        else:
+            one = narrow(ranges, 0, number, number + 1)
+            for inner in stretches(ranges[1:], first - number * row, last - number * row):
+                yield (one[0], *inner)
 
 
 def joined(spans: list[Span]) -> tuple[Span, ...]:

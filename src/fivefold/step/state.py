@@ -24,7 +24,7 @@ from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.optim.loss_scale import LossScale
 from fivefold.optim.outer import OUTER
 from fivefold.optim.placing import gathered, places, state_bytes, ways
-from fivefold.optim.rounding import Rounded, Rounding
+from fivefold.optim.rounding import Rounded, Rounder, Rounding
 from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.matrices import Gathered
@@ -140,8 +140,8 @@ class State:
             one.steps = step
         for replica in self.parallel.replicas:
             replica.updater.largest = None
-            if isinstance(replica.updater, Rounded):
-                replica.updater.steps = step
+            if replica.updater.rounder is not None:
+                replica.updater.rounder.steps = step
 
     def compressed(self) -> list[CompressedSum]:
         """The compressed gradient sums; none without compression."""
@@ -269,8 +269,9 @@ def with_optimizer(
         else:
             working = replica.working if isinstance(replica, (DataParallel, Paged)) else None
             given = card, replica.masters, replica.gradients, working, optim.lr, decays, fields, rates
+            rounder = Rounder(rounding, replica.parts) if mode.rounds else None
             with memory or nullcontext():
-                replica.updater = offload.update_by(*given, compute, tokens)
+                replica.updater = offload.update_by(*given, compute, tokens, rounder)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, brought=brought)
     if mode.scaled:

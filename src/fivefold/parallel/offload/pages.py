@@ -64,7 +64,7 @@ class InHost:
 
 class Unit:
     """The parameters of a unit on the device. working: their flat weights; paged: only while they compute. gradients:
-    the flat fp32 sums, from the first gradient of a backward until they are written. coming, going: I/O under way."""
+    the flat sums, from the first gradient of a backward until they are written. coming, going: I/O under way."""
 
     def __init__(self, name: str, start: int, stop: int, indices: list[int], working: Tensor, paged: bool):
         self.name, self.start, self.size, self.indices = name, start, stop - start, indices
@@ -242,7 +242,7 @@ class Paged:
             for each in unit.going:
                 each.result()
             unit.going = []
-            unit.gradients = torch.empty(unit.size, dtype=torch.float32, device=self.offload.device)
+            unit.gradients = torch.empty(unit.size, dtype=self.offload.dtype, device=self.offload.device)
             if unit.stored:
                 unit.coming += self._gradients.load(unit.start, unit.gradients)
 
@@ -293,7 +293,7 @@ class Paged:
         assert unit.sum is not None
         assert unit.gradients is not None
         found, unit.sum = unit.sum(), None
-        if found.dtype != torch.float32:
+        if found.dtype != unit.gradients.dtype:
             unit.gradients.copy_(found)
         self._write(unit)
 

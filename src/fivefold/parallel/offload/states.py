@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.optim.card import OptimizerCard
+from fivefold.optim.rounding import Rounder
 from fivefold.parallel.offload.disk import Disk
 from fivefold.parallel.offload.update import (
     GRADIENTS,
@@ -25,17 +26,21 @@ from fivefold.spread.tiers import Tiers, arena, runs_twice, unit_of
 
 
 class Offload:
-    """Where one replica keeps what. shapes: of its parameters, in the order of the module."""
+    """Where one replica keeps what. like: tensors in the shapes of its parameters and in the dtype of their masters and
+    of the sums of gradients, in the order of the module. Only these two are read."""
 
-    def __init__(self, disk: Disk, tiers: Tiers, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
-        self.disk, self.tiers, self.shapes, self.device = disk, tiers, dict(shapes), device
-        self.arena = arena({name: torch.Size(shape).numel() for name, shape in shapes.items()})
+    def __init__(self, disk: Disk, tiers: Tiers, like: Mapping[str, Tensor], device: torch.device):
+        self.disk, self.tiers, self.device = disk, tiers, device
+        self.shapes = {name: tuple(t.shape) for name, t in like.items()}
+        (self.dtype,) = {t.dtype for t in like.values()}
+        self.arena = arena({name: t.numel() for name, t in like.items()})
         self.homes: dict[str, Home] = {}
         self.updater: StreamedUpdater | None = None
 
-    def views(self, kind: str, tier: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Memory of a tier for one kind of tensor: its views by name, in the parameters' shapes."""
-        total = self.arena.total
+    def views(self, kind: str, tier: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Memory of a tier for one kind of tensor, in the masters' dtype or another one: its views by name, in the
+        parameters' shapes."""
+        total, dtype = self.arena.total, dtype or self.dtype
         if tier == "disk":
             file = self.disk.file(total * dtype.itemsize, kind)
             flat, self.homes[kind] = file.tensor(dtype, total), OnDisk(file, dtype)
@@ -63,22 +68,24 @@ class Offload:
         rates: Mapping[str, float] | None = None,
         compute: torch.dtype = torch.float32,
         tokens: int = 1,
+        rounder: Rounder | None = None,
     ) -> StreamedUpdater:
         """The optimizer over this replica's masters (see `Updater`). gradients, working: on the device, unless they
-        have a home."""
+        have a home. rounder: if masters are not fp32."""
         away = InPlace if self.tiers.states == "disk" and self.device.type == "cpu" else Copied
-        self.homes.setdefault(MASTERS, away(masters))
-        self.homes.setdefault(GRADIENTS, away(gradients))
+        self.homes.setdefault(MASTERS, away(masters, self.dtype))
+        self.homes.setdefault(GRADIENTS, away(gradients, self.dtype))
         if working:  # else they are the masters, or lie elsewhere
             dtype = next(iter(working.values())).dtype
             self.homes.setdefault(WORKING, away(working, dtype))
+        kept = card if rounder is None else rounder.rounding.card
         states = {
             state.name: self.views(state.name, self.tiers.states, torch_dtype(state.dtype))
-            for state in card.states
+            for state in kept.states
         }
         self.updater = StreamedUpdater(
             card, masters, lr, weight_decay, fields, self.arena, self.homes, states, self.disk, rates,
-            runs_twice(self.tiers, self.device.type == "cpu"), compute, tokens,
+            runs_twice(self.tiers, self.device.type == "cpu"), compute, tokens, rounder,
         )  # fmt: skip
         return self.updater
 

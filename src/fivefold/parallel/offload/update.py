@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.kernels.adamw import AdamW
-from fivefold.optim.card import OptimizerCard
+from fivefold.optim.card import COMPENSATION, OptimizerCard
+from fivefold.optim.rounding import Rounder, cut_off
 from fivefold.optim.updater import Updater, largest
 from fivefold.parallel import private
 from fivefold.parallel.offload.disk import Disk, File, aligned, alone, at_once, wait_for
-from fivefold.spread.tiers import CHUNK, SLOTS, Arena, Chunk, share_of_second
+from fivefold.spread.tiers import CHUNK, SLOTS, Arena, Chunk, Piece, share_of_second
 
 MASTERS, GRADIENTS, WORKING = "masters", "gradients", "working"
 
@@ -132,8 +133,10 @@ class StreamedUpdater(Updater):
 
     Chunks are read ahead, updated and written behind, in the order in which forward needs their weights. A unit's
     forward waits for its own update only (`ready`). The results are those of `Updater` bit for bit: an elementwise
-    optimizer, a fused kernel or a rule, does not see where a chunk ends. homes: of "masters", "gradients", each state,
-    and of "working" weights where they are not the masters. Slots of constant size hold the chunks that are under way.
+    optimizer, a fused kernel or a rule, does not see where a chunk ends. With a rounder they are those of `Rounded`:
+    a chunk is updated in fp32 copies, and what it rounds at random depends on elements' places only. homes: of
+    "masters", "gradients", each state, and of "working" weights where they are not the masters. Slots of constant size
+    hold the chunks that are under way.
 
     twice: forward waits for as little I/O as possible. Of a `share` of the chunks only the working weights are written
     then. A second pass beside backward, in its order, updates these chunks again, and writes masters and states. The
@@ -158,10 +161,14 @@ class StreamedUpdater(Updater):
         twice: bool = False,
         compute: torch.dtype = torch.float32,
         tokens: int = 1,
+        rounder: Rounder | None = None,
     ):
         """states: {state: {parameter: its tensor in the shape of the parameter}}, as views of their homes."""
         super().__init__(card, masters, lr, weight_decay, fields, rates, compute, tokens=tokens)
         assert card.elementwise, f"{card.name} needs more of a parameter than a chunk"
+        self.rounder = rounder
+        if rounder is not None:
+            self.card = rounder.rounding.card
         self.arena, self.homes, self.disk, self._views = arena, dict(homes), disk, states
         self.scalars: dict[str, dict[str, Tensor]] = {}  # per parameter, once there are states
         of = {id(weight): name for name, weight in masters.items()}
@@ -361,23 +368,48 @@ class StreamedUpdater(Updater):
         scalars: dict[str, dict[str, Tensor]],
     ) -> None:
         found = {kind: home.pieces(chunk, slot[kind]) for kind, home in homes.items()}
-        weights = dict(zip((p.name for p in chunk.pieces), found[MASTERS], strict=True))
-        gradients = dict(zip(weights, found[GRADIENTS], strict=True))
+        # What is fp32 is updated where it is; of all else, copies are.
+        weights = {p.name: t.float() for p, t in zip(chunk.pieces, found[MASTERS], strict=True)}
+        gradients = {p.name: t.float() for p, t in zip(chunk.pieces, found[GRADIENTS], strict=True)}
         states: dict[str, dict[str, Tensor]] = {}  # none before the first update
         for number, name in enumerate(weights if self.scalars else ()):
-            kept = {key: value.clone() for key, value in self.scalars[name].items()}
-            states[name] = kept | {key: found[key][number] for key in self._views}
+            states[name] = {key: value.clone() for key, value in self.scalars[name].items()}
+            states[name] |= {key: found[key][number].float() for key in self._views if key != COMPENSATION}
+            if COMPENSATION in self._views:
+                weights[name] += found[COMPENSATION][number]
         self._scale(gradients, scale)
         run = self._fused if self.rules is None else self._ruled
         after = run(weights, gradients, states)
-        self._note_largest(found[MASTERS])
-        for number, (name, weight) in enumerate(weights.items()):
-            scalars[name] = {key: t for key, t in after[name].items() if key not in self._views}
-            for key in self._views:
-                if after[name][key] is not found[key][number]:
-                    found[key][number].copy_(after[name][key])
-            if WORKING in found:
-                found[WORKING][number].copy_(weight)
+        self._note_largest([*weights.values()])
+        for number, piece in enumerate(chunk.pieces):
+            scalars[piece.name] = {key: t for key, t in after[piece.name].items() if key not in self._views}
+            self._keep({kind: some[number] for kind, some in found.items()}, piece, weights, after)
+
+    def _keep(
+        self,
+        found: Mapping[str, Tensor],
+        piece: Piece,
+        weights: Mapping[str, Tensor],
+        after: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """Puts what an update has computed where it is kept. found: a piece of each kind. weights, after: fp32 weights
+        and states, by parameter."""
+        name, weight, exact = piece.name, found[MASTERS], weights[piece.name]
+
+        def put(key: str, exact: Tensor, where: Tensor) -> None:
+            if self.rounder is not None:
+                exact = self.rounder.round(exact, key, name, where.dtype, piece.start)
+            if exact is not where:
+                where.copy_(exact)
+
+        put(name, exact, weight)
+        for state in self._views:
+            if state == COMPENSATION:
+                found[state].copy_(cut_off(exact, weight))
+            else:
+                put(f"{state}.{name}", after[name][state], found[state])
+        if WORKING in found:
+            found[WORKING].copy_(weight)
 
     def _fused(
         self, weights: dict[str, Tensor], gradients: dict[str, Tensor], states: dict[str, dict[str, Tensor]]
@@ -428,9 +460,22 @@ class StreamedUpdater(Updater):
             self.rules.number = steps if number is None else number
         for name in self.masters:
             for state, views in self._views.items():
-                views[name].copy_(tensors[f"{state}.{name}"])
+                self._restore(views[name], state, name, tensors)
             self.scalars[name] = {"step": torch.tensor(float(steps))} if self.card.counts else {}
             self.disk.touched(sum(views[name].nbytes for views in self._views.values()))
+
+    def _restore(self, view: Tensor, state: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Without a compensation, it starts from zero."""
+        key = f"{state}.{name}"
+        found = tensors.get(key, torch.zeros(())) if state == COMPENSATION else tensors[key]
+        if state != COMPENSATION and self.rounder is not None:
+            found = self.rounder.round(found.to(torch.float32, copy=True), key, name, view.dtype)
+        view.copy_(found)
+
+    def _count(self) -> None:
+        super()._count()
+        if self.rounder is not None:
+            self.rounder.steps += 1
 
     def clear(self) -> None:
         self.settle()

@@ -47,12 +47,6 @@ def precision(recipe: Sections) -> Iterator[Contradiction]:
             f'{card.needs}: only states of single elements are rounded. Nearest valid: optim.name = "{DEFAULT}", or '
             'mode = "bf16"',
         )
-    if mode.rounds and OFFLOADS[recipe.layout.offload].streams:
-        yield (
-            {"precision.mode", "layout.offload"},
-            f'precision.mode = "{name}" is not supported with layout.offload = "{recipe.layout.offload}", which keeps '
-            'fp32 states. Nearest valid: layout.offload = "activations", or mode = "bf16"',
-        )
     if mode.rounds and recipe.precision.rounding == "kahan" and recipe.sites.count > 1:
         yield (
             {"precision.rounding", "sync.method"},
@@ -99,13 +93,6 @@ def offload(recipe: Sections) -> Iterator[Contradiction]:
             {"layout.offload", "optim.name"},
             f'layout.offload = "{layout.offload}" updates chunks of parameters, and the optimizer "{card.name}" '
             f'needs whole {card.needs}. Nearest valid: optim.name = "adamw", or layout.offload = "activations"',
-        )
-    mode = PRECISIONS.get(recipe.precision.mode)
-    if mode is not None and {mode.master, mode.gradient, mode.state} != {MASTER}:
-        yield (
-            {"layout.offload", "precision.mode"},
-            f'layout.offload = "{layout.offload}" streams masters, gradients and states in fp32, unlike precision.mode '
-            f'= "{mode.name}". Nearest valid: precision.mode = "bf16", or layout.offload = "activations"',
         )
     if recipe.sites.count > 1:
         yield (
