@@ -34,7 +34,7 @@ NOT_OFFLOADED = "none"
 @dataclass(frozen=True)
 class Tiers:
     """The tier of each kind of tensor. working: weights that compute; of blocks only, as the embeddings and the end of
-    the model stay. gradients: fp32 sums. masters: fp32 weights, where others compute. states: the optimizer's. divided:
+    the model stay. gradients: their sums. masters: weights, where others compute. states: the optimizer's. divided:
     tensor-parallel ranks keep a part each of what they have alike (see `partitions`)."""
 
     working: Tier = "device"
@@ -73,8 +73,8 @@ OFFLOADS: dict[str, Tiers] = {
 
 def tiers(offload: str, sharded: bool = False, own_masters: bool = True) -> Tiers:
     """The tiers of a rank's parameters. sharded: ZeRO divides them; FSDP2 then gathers weights from the masters and
-    scatters gradients to rows, so both stay. own_masters: False if the masters compute, as in fp32; they stay unless
-    gradients leave, too."""
+    scatters gradients to rows, so both stay. own_masters: False if the masters compute (`Mode.copies`); they stay
+    unless gradients leave, too."""
     found = OFFLOADS[offload]
     if not found.streams:
         return found
