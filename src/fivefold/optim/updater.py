@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import OptimizerCard
+from fivefold.optim.rounding import Rounder
 from fivefold.optim.rules import Gathering, Rules
-
-if TYPE_CHECKING:
-    from fivefold.optim.rounding import Rounder
 
 
 class Updater:
@@ -131,6 +129,8 @@ class Updater:
     def _count(self) -> None:
         if self.rules is not None:
             self.rules.number += 1
+        if self.rounder is not None:
+            self.rounder.steps += 1
 
     def settle(self) -> None:
         """Waits until the last step is done. Here it is."""

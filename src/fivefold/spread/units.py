@@ -277,7 +277,7 @@ def scattered_once(zero: int, pp: int) -> bool:
 
 UPDATED = 1 << 18
 """Elements of whole parameters that an update with rounding takes at once, unless one parameter has more: few enough
-that their fp32 copies (optim/rounding.py) are small beside the states."""
+that their fp32 copies (optim/rounded.py) are small beside the states."""
 
 
 def updated_together(sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -24,7 +24,8 @@ from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.optim.loss_scale import LossScale
 from fivefold.optim.outer import OUTER
 from fivefold.optim.placing import gathered, places, state_bytes, ways
-from fivefold.optim.rounding import Rounded, Rounder, Rounding
+from fivefold.optim.rounded import Rounded
+from fivefold.optim.rounding import Rounder, Rounding
 from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.matrices import Gathered

@@ -472,11 +472,6 @@ class StreamedUpdater(Updater):
             found = self.rounder.round(found.to(torch.float32, copy=True), key, name, view.dtype)
         view.copy_(found)
 
-    def _count(self) -> None:
-        super()._count()
-        if self.rounder is not None:
-            self.rounder.steps += 1
-
     def clear(self) -> None:
         self.settle()
         self.scalars.clear()
