@@ -37,8 +37,13 @@ STEPS = 3
 
 def trained(rank: int, world: int, recipe):
     """Losses and norms of some steps, and weights, moments and gradients after them."""
-    activations.SMALLEST = 64
-    tiers.CHUNK = 2048  # several chunks per parameter; slots stay larger
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "SMALLEST", 64)
+        patch.setattr(tiers, "CHUNK", 2048)  # several chunks per parameter; slots stay larger
+        return _trained(rank, world, recipe)
+
+
+def _trained(rank: int, world: int, recipe):
     data = prepare(recipe)
     recipe, train = resolve(recipe, vocab_size=data.vocab_size), recipe.train
     state = build_state(recipe, ranks_of(rank, world))
@@ -318,8 +323,9 @@ def test_backward_is_no_forward_where_activations_leave(tmp_path):
 
 
 def sent(rank: int, world: int, recipe):
-    activations.SMALLEST = 64
-    return counted(rank, world, recipe).sent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "SMALLEST", 64)
+        return counted(rank, world, recipe).sent
 
 
 @pytest.mark.parametrize("offload", ["activations", "activations:tp"])
