@@ -5,17 +5,21 @@ from pathlib import Path
 
 import published  # benchmarks/planner
 import pytest
+import torch
 
+from fivefold.kernels.adamw import AdamW
 from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul
 from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS
+from fivefold.optim.updater import Updater
 from fivefold.plan import communication, pipeline, rates, stage_costs, time, volume
 from fivefold.plan.clusters import parse
 from fivefold.plan.communication import group
 from fivefold.plan.cost import message, operation
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD, Software
-from fivefold.recipe import load, resolve_model
+from fivefold.recipe import count_parameters, load, resolve_model
 from fivefold.spread.layout import Layout
 
 TABLES = Path(published.__file__).with_name("tables")
@@ -86,6 +90,35 @@ def test_overlap_hides_messages() -> None:
     shown = llama(layout, 4, replace(FIVEFOLD, overlap_data=False))
     assert hidden.exposed["model"] < 0.1 * shown.exposed["model"]
     assert hidden.seconds < shown.seconds
+
+
+def test_the_check_of_an_update_reads_the_weights() -> None:
+    """4 bytes per weight that a rank updates, once, also where an optimizer's passes are many."""
+    device, section = parse("h100").device, ModelSection(layers=4, dim=1024, heads=8, seq_len=1024)
+    model = resolve_model(section, vocab_size=32000)
+    weights = count_parameters(model)
+    for optimizer in ("adamw", "adamw8bit"):
+        for layout, share in ((Layout(), 1), (Layout(dp_replicate=4), 1), (Layout(dp_shard=4, zero=1), 4)):
+            checked = replace(FIVEFOLD, optimizer=optimizer)
+            seconds = [
+                time.step(setting(model, layout, parse("h100"), 1, 1, "bf16", software)).seconds
+                for software in (checked, replace(checked, checked=False))
+            ]
+            assert seconds[0] - seconds[1] == pytest.approx(
+                rates.stream(4 * weights / share, device), rel=1e-3
+            )
+
+
+def test_which_kernels_check_on_their_way() -> None:
+    """The planner's word on each optimizer is the updater's."""
+    for card in OPTIMIZERS.values():
+        updater = Updater(card, {"w": torch.zeros(4, 4)}, 1e-3, 0.0, card.fields)
+        assert card.finds_largest == (updater.rules is None and isinstance(updater.optimizer, AdamW)), (
+            card.name
+        )
+        assert card.check_traffic(on_cpu=False) == 4
+    assert OPTIMIZERS["adamw"].check_traffic(on_cpu=True) == 0
+    assert OPTIMIZERS["adam"].check_traffic(on_cpu=True) == 4
 
 
 def test_small_work_waits_for_the_processor() -> None:

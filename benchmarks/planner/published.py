@@ -65,6 +65,7 @@ MEGATRON_2021 = Software(
     overlap_pipeline=False,
     scatters_transfers=True,
     optimizer_passes=2,
+    checked=False,
     partition="even",
     host=0,
     step=0,
@@ -263,6 +264,7 @@ def nanotron_setting(row: Row, model: ModelSection, cluster: Cluster) -> Setting
         step=FITTED["step"],
         kernel=2e-6,
         optimizer_passes=FITTED["optimizer_passes"],
+        checked=False,
     )
     shared = bool(zero) and dp > 1
     layout = Layout(
@@ -372,6 +374,7 @@ def torchtitan(folder: Path) -> Result:
             loss="plain",
             step=0,
             states={"bf16": States(2, 4, 4, 8, 4)},
+            checked=False,
         )
         model = llama3(size, {"8b": 32, "70b": 80}[size], 8192)
         s = setting(model, layout, replace(h100, device=device), int(row["local_batch"]), 1, "bf16", software)

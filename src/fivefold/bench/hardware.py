@@ -176,7 +176,8 @@ def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
 
 
 def optimizer(dtype: str, device: torch.device) -> list[float]:
-    """bytes/s of AdamW: norm, update and refresh of the weights. Other optimizers move less, at about the same rate."""
+    """bytes/s of AdamW: norm, update, check and refresh of the weights. Other optimizers move less, at about the same
+    rate."""
     weights = {str(i): torch.randn(256, 1024, device=device) for i in range(16)}
     working = {name: w.to(torch_dtype(dtype)) for name, w in weights.items()}
     card = OPTIMIZERS["adamw"]
@@ -193,7 +194,8 @@ def optimizer(dtype: str, device: torch.device) -> list[float]:
 
     elements = sum(w.numel() for w in weights.values())
     fp32 = DTYPES[MASTER].bytes
-    moved = elements * update_traffic(fp32, fp32, card.bytes, DTYPES[dtype].bytes)
+    each = update_traffic(fp32, fp32, card.bytes, DTYPES[dtype].bytes)
+    moved = elements * (each + card.check_traffic(device.type == "cpu"))
     return [moved / timed([update], device, seconds=0.05)] * 2
 
 

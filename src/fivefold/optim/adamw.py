@@ -38,8 +38,9 @@ ADAMW = OptimizerCard(
     states=MOMENTS,
     counts=True,
     second_moment="exp_avg_sq",
+    finds_largest=True,
 )
 CARDS = (
     ADAMW,
-    replace(ADAMW, name="adam", source="arXiv 1412.6980", build=adam),
+    replace(ADAMW, name="adam", source="arXiv 1412.6980", build=adam, finds_largest=False),
 )

@@ -103,16 +103,15 @@ class Updater:
                 own = {name: gradients[name] for name in self.rules.masters}
                 rates = {name: lr * self.rates.get(name, 1.0) for name in own}
                 self.rules.step(own, rates, None if on_host else skip)
-        self.largest = self._largest()
+        self.largest = self._largest(self.masters)
         self._count()
 
-    def _largest(self) -> Tensor | None:
-        """The largest |master|. A kernel that took it on its way has written it down."""
+    def _largest(self, masters: Mapping[str, Tensor]) -> Tensor | None:
+        """The largest of the masters that were just updated. A kernel that took it on its way has written it down."""
         known = self.optimizer.largest if isinstance(self.optimizer, AdamW) else None
-        rest = (
-            self.masters if known is None else {n: w for n, w in self.masters.items() if n not in self.fused}
-        )
-        return largest([*rest.values(), *([] if known is None else [known])])
+        if known is None:
+            return largest([*masters.values()])
+        return largest([known, *(w for name, w in masters.items() if name not in self.fused)])
 
     def _scale(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
         """Scales the gradients, or has them scaled by a kernel that does so on its way."""

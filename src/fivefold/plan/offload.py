@@ -230,10 +230,11 @@ def loads(s: Setting, backward: float, own: Elements) -> Loads:
 
 
 def _update_on_host(s: Setting, count: float) -> float:
-    """Seconds of an update of so many parameters in host memory, whose bandwidth bounds it."""
+    """Seconds of an update of so many parameters in host memory, and of its check. Its bandwidth bounds both."""
     b = s.states
     size = b.gradient + 2 * (b.master or b.working) + 2 * b.moments + rounding_traffic(b.copied)
-    return count * size / s.cluster.host_bandwidth * OPTIMIZERS[s.software.optimizer].reads
+    size *= OPTIMIZERS[s.software.optimizer].reads
+    return count * (size + s.software.check_traffic(on_cpu=True)) / s.cluster.host_bandwidth
 
 
 def _io(found: Sequence[Flow], elements: float, cluster: Cluster, ranks: int) -> dict[str, float]:

@@ -102,6 +102,7 @@ def line(s: Service) -> Line:
     per_byte *= s.incast
     states = s.worker.states
     moved = update_traffic(states.gradient, DTYPES[MASTER].bytes, states.moments, s.pulled)
+    moved += s.worker.software.check_traffic(cluster.on_cpu)
     moved += s.workers * s.pushed if s.servers.synchronous else s.pushed
     update = rates.stream(elements * moved, cluster.device, "optimizer", s.worker.dtype) / size
     if s.clips:

@@ -74,6 +74,7 @@ class Software(Program):
     kernel: seconds between two kernels of the device. host: seconds the host takes to issue a block's forward
     (`host_tensor` more for each of its collectives), and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
+    checked: each update is checked by the largest weight (step/judge.py).
     documents: those that attention does not cross; None: sequences are whole.
     """
 
@@ -91,8 +92,13 @@ class Software(Program):
     step: float = 5e-3
     optimizer_passes: float = 1.0
     optimizer: str = DEFAULT
+    checked: bool = True
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
+
+    def check_traffic(self, on_cpu: bool) -> float:
+        """Bytes per parameter that are read to check an update. on_cpu: it runs there."""
+        return OPTIMIZERS[self.optimizer].check_traffic(on_cpu) if self.checked else 0.0
 
 
 FIVEFOLD = Software()

@@ -32,7 +32,7 @@ class Step:
 
 
 def optimizer(s: Setting, own: Elements) -> float:
-    """Seconds of the norm, the update and refreshing the weights, and of what all ranks agree on."""
+    """Seconds of the norm, the update, refreshing the weights and checking them, and of what all ranks agree on."""
     return update(s, own) + agreement(s)
 
 
@@ -47,14 +47,15 @@ def on_device(s: Setting, own: Elements, position: int) -> float:
 
 
 def update(s: Setting, own: Elements) -> float:
-    """Seconds of the norm, the update and refreshing the weights. They read and write all bytes of the states."""
+    """Seconds of the norm, the update, refreshing the weights and checking them. The first three read and write all
+    bytes of the states."""
     b = s.states
     kept = own.keeps - own.frozen[1] if s.layout.zero else own.computes - own.frozen[0]
     moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     size = kept * (moved + rounding_traffic(b.copied))
-    oversubscription = s.cluster.oversubscription
-    once = oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
-    return once * s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
+    size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
+    size += kept * s.software.check_traffic(s.cluster.on_cpu)
+    return s.cluster.oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
 
 
 def whole_matrices(s: Setting, position: int) -> float:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import COMPENSATION, OptimizerCard
 from fivefold.optim.rounding import Rounder, cut_off
-from fivefold.optim.updater import Updater, largest
+from fivefold.optim.updater import Updater
 from fivefold.parallel import private
 from fivefold.parallel.offload.disk import Disk, File, aligned, alone, at_once, wait_for
 from fivefold.spread.tiers import CHUNK, SLOTS, Arena, Chunk, Piece, share_of_second
@@ -380,7 +379,8 @@ class StreamedUpdater(Updater):
         self._scale(gradients, scale)
         run = self._fused if self.rules is None else self._ruled
         after = run(weights, gradients, states)
-        self._note_largest([*weights.values()])
+        if (most := self._largest(weights)) is not None and self.largest is not None:
+            self.largest = torch.maximum(self.largest, most)
         for number, piece in enumerate(chunk.pieces):
             scalars[piece.name] = {key: t for key, t in after[piece.name].items() if key not in self._views}
             self._keep({kind: some[number] for kind, some in found.items()}, piece, weights, after)
@@ -439,12 +439,6 @@ class StreamedUpdater(Updater):
         self.rules.step(gradients, {name: self._lr * self.rates.get(name, 1.0) for name in weights}, None)
         self.rules.masters, self.rules.states = {}, {}
         return states
-
-    def _note_largest(self, masters: Sequence[Tensor]) -> None:
-        known = self.optimizer.largest if isinstance(self.optimizer, AdamW) else None
-        found = largest(masters) if known is None else known
-        if found is not None and self.largest is not None:
-            self.largest = torch.maximum(self.largest, found)
 
     def states(self) -> dict[str, Tensor]:
         self.settle()
