@@ -31,7 +31,7 @@ from typing import Any
 PATIENCE = float(os.environ.get("FIVEFOLD_TEST_PATIENCE", "1"))
 GRACE_S = 2  # how long the others may go on after one rank has raised
 _servers = multiprocessing.get_context("forkserver")
-_servers.set_forkserver_preload(["torch", "torch.distributed", "fivefold.train.run"])
+_servers.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fivefold.train.run"])
 
 
 class RankFailed(AssertionError):

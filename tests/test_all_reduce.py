@@ -55,18 +55,23 @@ def two_nodes(rank: int, world: int, recipe, steps: int, folder: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=2,all_reduce=ring",
         "dp=3,all_reduce=ring",
         "dp=4,all_reduce=butterfly",
         "dp=4,all_reduce=rabenseifner",
-        "dp=4,all_reduce=halving_doubling",
         "dp=3,all_reduce=tree",
         "dp=4,all_reduce=hierarchical",
         "cp=2,dp=2,all_reduce=double_tree",
         "dp=4,ep=2,all_reduce=ring",
         "dp_replicate=2,dp_shard=2,zero=2,all_reduce=rabenseifner",
-        "pp=2,dp=2,schedule=zbv,virtual_stages=2,all_reduce=ring",
         "dp=2,all_reduce=auto",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (
+                "dp=2,all_reduce=ring",
+                "dp=4,all_reduce=halving_doubling",
+                "pp=2,dp=2,schedule=zbv,virtual_stages=2,all_reduce=ring",
+            )
+        ),
     ],
 )
 def test_training_is_that_of_one_process(room: Path, layout: str) -> None:

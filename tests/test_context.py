@@ -86,8 +86,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        pytest.param(layout, model, marks=[] if model == "llama" or "cp=2,cp" in layout else pytest.mark.slow)
+        for model in MODELS
+        for layout in LAYOUTS
+    ],
+)
 def test_equals_one_process(layout, model):
     world, recipe = on(layout, model)
     targets = "uneven" if model == "bert" else "all"  # bert has masked tokens only

@@ -90,9 +90,7 @@ NORMED = [
 ]  # fmt: skip
 
 
-NORMED_QUICK = {
-    "dp=2,zero=3", "tp=2,sp=true", "pp=2", "cp=2", "tp=2,sp=true,recompute=selective", "dp=2,tp=2,pp=2",
-}  # fmt: skip
+NORMED_QUICK = {"dp=2,zero=3", "tp=2,sp=true,recompute=selective", "dp=2,tp=2,pp=2"}
 
 
 @pytest.mark.parametrize("layout", marked(NORMED, NORMED_QUICK))

@@ -394,9 +394,8 @@ LAYOUTS = [
     "dp=2,tp=2,zero=1", "dp=4,ep=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3",
 ]  # fmt: skip
 QUICK = {
-    ("nesterov", "dp=2,zero=1"), ("momentum", "dp=2,zero=2"), ("nesterov", "dp=2,zero=3"), ("momentum", "tp=2"),
-    ("nesterov", "pp=2"), ("sgd", "dp=2,ep=2,zero=3"), ("sgd", "dp=2"), ("adafactor", "tp=2"), ("lion", "cp=2"),
-    ("muon", "dp=2,tp=2,zero=1"), ("muon", "dp=4,ep=2,zero=2"),
+    ("momentum", "dp=2,zero=2"), ("nesterov", "dp=2,zero=3"), ("nesterov", "pp=2"), ("sgd", "dp=2,ep=2,zero=3"),
+    ("adafactor", "tp=2"), ("lion", "cp=2"), ("muon", "dp=2,tp=2,zero=1"),
 }  # fmt: skip
 CASES = [
     pytest.param(name, layout, marks=[] if (name, layout) in QUICK else pytest.mark.slow)

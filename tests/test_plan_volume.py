@@ -17,26 +17,29 @@ from fivefold.spread.layout_text import to_text
 from fivefold.spread.units import keepings, local_parameters
 
 TWO = [
-    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "cp=2,cp_method=ulysses", "pp=2",
-    "tp=2,sp=true,recompute=selective",
-    "tp=2,sp=true,sp_regather=true", "tp=2,sp=true,recompute=ops:attention+gate+norm",
-    "cp=2,recompute=full", "dp=2,ep=2,expert_chunks=3,recompute=full", "cp=2,ep=2,zero=1",
+    "dp=2,zero=2", "cp=2,cp_method=ulysses", "pp=2", "tp=2,sp=true,sp_regather=true",
+    "tp=2,sp=true,recompute=ops:attention+gate+norm", "cp=2,recompute=full",
+    "dp=2,ep=2,expert_chunks=3,recompute=full",
 ]  # fmt: skip
 SLOW = [
+    "dp=2", "dp=2,zero=1", "tp=2", "tp=2,sp=true,recompute=selective", "cp=2,ep=2,zero=1", "cp=4",
+    "pp=2,dp=2,zero=3", "pp=2,tp=2,sp=true", "dp_replicate=2,dp_shard=2,ep=2,zero=1", "pp=4,schedule=zb_h1",
     "dp=2,zero=3", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full",
     "tp=2,recompute=selective", "cp=2,recompute=selective", "tp=2,recompute=ops:gate", "cp=2,recompute=ops:attention",
 ]  # fmt: skip
 FOUR = [
     "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,sp_regather=true,zero=2", "cp=2,tp=2,sp=true",
-    "pp=2,dp=2,zero=3",
-    "pp=2,schedule=zbv,virtual_stages=2,dp=2,zero=1", "dp=4,ep=2,zero=3", "pp=2,tp=2,sp=true", "cp=4",
-    "dp=2,ep=2,tp=2,sp=true", "dp_replicate=2,dp_shard=2,ep=2,zero=1", "pp=4,schedule=zb_h1",
+    "pp=2,schedule=zbv,virtual_stages=2,dp=2,zero=1", "dp=4,ep=2,zero=3", "dp=2,ep=2,tp=2,sp=true",
 ]  # fmt: skip
 OTHERS = [
     ("gpt2", "tp=2,sp=true"), ("gpt2", "pp=2"), ("bert", "tp=2"), ("bert", "tp=2,sp=true,sp_regather=true"),
     ("qwen3", "tp=2,sp=true"), ("olmo2", "tp=2"), ("olmo2", "tp=2,sp=true,recompute=selective"),
     ("olmo2", "tp=2,dp=2,zero=3,recompute=full"), ("moe", "tp=2,recompute=full"), ("moe", "dp=2,tp=2,sp=true,zero=2"),
 ]  # fmt: skip
+OTHERS_QUICK = {
+    ("gpt2", "pp=2"), ("bert", "tp=2,sp=true,sp_regather=true"), ("qwen3", "tp=2,sp=true"),
+    ("olmo2", "tp=2,sp=true,recompute=selective"), ("moe", "dp=2,tp=2,sp=true,zero=2"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,10 @@ def test_bytes_of_more_layouts(room: Path, layout: str) -> None:
     equal(tiny(room, layout))
 
 
-@pytest.mark.parametrize(("arch", "layout"), OTHERS)
+@pytest.mark.parametrize(
+    ("arch", "layout"),
+    [one if one in OTHERS_QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS],
+)
 def test_of_other_models(room: Path, arch: str, layout: str) -> None:
     equal(tiny(room, layout, f"model.arch={arch}"))
 

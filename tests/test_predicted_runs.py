@@ -144,7 +144,13 @@ def test_a_machine_without_a_table_is_predicted_from_the_first_steps(
 ) -> None:
     """Memory at once, the time per step after ten; what came later is compared with it."""
     monkeypatch.setattr(prediction, "load", lambda: None)
-    sets = ["train.steps=14", "observe.memory_step=0", "train.val_every=14", "train.sample_every=0"]
+    sets = [
+        "train.steps=14",
+        "observe.memory_step=0",
+        "train.val_every=14",
+        "train.sample_every=0",
+        "train.sample_tokens=4",
+    ]
     train_rank(0, 1, recipe_of(tmp_path, "dp=1", *sets), tmp_path / "run")
     said = capsys.readouterr().out
     assert (

@@ -25,7 +25,7 @@ from fivefold.train.profile import ProfileWatch, operators
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=2", "model.ffn_dim=64", "model.seq_len=16",
     "data.tokenizer=bytes", "train.global_batch_size=4", "train.microbatch_size=2", "train.val_sequences=2",
-    "train.sample_every=0", "observe.tracker=none", "precision.mode=fp32",
+    "train.sample_every=0", "train.sample_tokens=4", "observe.tracker=none", "precision.mode=fp32",
 ]  # fmt: skip
 
 

@@ -36,6 +36,10 @@ LAYOUTS = [
     "cp=2,cp_method=ulysses", "pp=2,schedule=1f1b", "pp=2,schedule=zbv,virtual_stages=2", "dp=2,tp=2,zero=3",
     "dp=2,ep=2",
 ]  # fmt: skip
+QUICK = {
+    "dp=2,zero=3", "tp=2,sp=true,sp_regather=true", "cp=2", "pp=2,schedule=zbv,virtual_stages=2", "dp=2,tp=2,zero=3",
+    "dp=2,ep=2",
+}  # fmt: skip
 
 
 def recipe_of(layout: str, *overrides: str) -> Recipe:
@@ -87,7 +91,9 @@ def test_gradients_are_those_of_none_on_one_process(arch, how, mode):
     ],
     ids=["all", "some"],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
+)
 def test_gradients_are_those_of_none_on_every_axis(layout, hows):
     """With dropout 0.1, whatever is computed again and whatever talks while it is. "selective" and norms talk no more
     than without them."""

@@ -75,7 +75,9 @@ CASES = [
 ]
 FEW = {"dp=2,zero=3", "tp=2,sp=true", "cp=2", LAYOUTS[-1], EXPERTS[1], EXPERTS[3]}
 """Layouts of `make test` for architectures that others resemble; `make test-all` has all of them."""
-SLOW = SAME - {text for text in PIPELINES if "zb_h1" in text} | {"dp=2,zero=1", "tp=2"}
+SLOW = SAME - {text for text in PIPELINES if "zb_h1" in text} | {
+    "dp=1", "dp=2", "dp=2,zero=1", "dp=1,recompute=full", "dp=1,recompute=selective", "tp=2", LAYOUTS[-2], LAYOUTS[-3],
+}  # fmt: skip
 """Layouts whose operators others have, too."""
 SOME = [
     (arch, layout)
