@@ -149,9 +149,9 @@ def fivefold(sets: list[str]) -> list[dict[str, Any]]:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         path = Path(folder) / "run" / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if done.returncode and not lines:
+        if done.returncode:
             raise SystemExit(done.stderr[-2000:])
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
     found: dict[int, dict[str, Any]] = {}
     for line in lines:  # validation has lines of its own
         found.setdefault(line["step"], {}).update(line)

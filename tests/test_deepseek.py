@@ -340,7 +340,12 @@ def test_bf16_passes(room):
     assert report.passed, report
 
 
-@pytest.mark.parametrize("layout", MARKED)
+COUNTED = {"tp=2,sp=true", "cp=2", "dp=2,ep=2"}
+
+
+@pytest.mark.parametrize(
+    "layout", [one if one in COUNTED else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
+)
 def test_bytes_are_those_counted(room, layout):
     recipe = tiny(room, layout, *TINY)
     s = planned(recipe)

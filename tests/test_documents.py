@@ -217,7 +217,18 @@ def one_process(model: str, packing: str) -> dict:
     return steps(0, 1, recipe_of(model, f"train.microbatch_size={ROWS}"), SOURCES[packing]())
 
 
-@pytest.mark.parametrize(("model", "layout", "packing"), LAYOUTS)
+SLOW = {
+    ("llama", "dp_replicate=2", "concat"), ("llama", "cp=4", "concat"), ("bert", "tp=2,sp=true", "concat"),
+    ("llama", "dp_replicate=2,cp=2", "concat"), ("deepseek", "cp=2", "concat"), ("llama", "tp=2,sp=true", "best_fit"),
+    ("llama", "cp=2", "best_fit"), ("llama", "pp=2", "best_fit"),
+}  # fmt: skip
+"""Their parts are in the others, too: `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "packing"),
+    [pytest.param(*one, marks=pytest.mark.slow) if one in SLOW else one for one in LAYOUTS],
+)
 def test_layouts_equal_one_process(model, layout, packing):
     """One process computes the whole batch at once. So the loss is the mean over all targets that count, however they
     are spread over microbatches and ranks."""

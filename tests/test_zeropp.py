@@ -230,10 +230,15 @@ def test_a_short_run_learns_as_zero_3_does() -> None:
     "layout",
     [
         f"{NODES},zeropp={ALL}",
-        f"{NODES},zeropp=hier",
         f"{NODES},zeropp=weights,gradients:int8",
-        f"dp=4,zero=3,ranks_per_node=4,zeropp={ALL}",
-        f"dp=4,zero=3,ranks_per_node=1,zeropp={ALL}",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (
+                f"{NODES},zeropp=hier",
+                f"dp=4,zero=3,ranks_per_node=4,zeropp={ALL}",
+                f"dp=4,zero=3,ranks_per_node=1,zeropp={ALL}",
+            )
+        ),
         f"dp=2,tp=2,zero=3,ranks_per_node=2,zeropp={ALL}",
         f"dp_replicate=2,dp_shard=2,zero=3,ranks_per_node=1,all_reduce=library,zeropp={ALL}",
         f"dp=2,pp=2,zero=3,ranks_per_node=1,zeropp={ALL}",

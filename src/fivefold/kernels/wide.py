@@ -12,11 +12,10 @@ from fivefold.host.cpu import has_cpu_fp16
 
 def widened(*tensors: Tensor) -> bool:
     """True if matmuls take these in fp32. What PyTorch's compiler traces stays as it is."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(x.dtype == torch.float16 and x.device.type == "cpu" for x in tensors)
-        and not has_cpu_fp16()
-    )
+    for x in tensors:  # asked at every matmul: the dtype alone decides most often
+        if x.dtype != torch.float16 or x.device.type != "cpu":
+            return False
+    return not torch.compiler.is_compiling() and not has_cpu_fp16()
 
 
 def wide(x: Tensor) -> Tensor:
