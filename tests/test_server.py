@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from fivefold.models.init import init_part
 from fivefold.observe import worker_picture
 from fivefold.parallel import products
 from fivefold.parallel.link import Kind, Note
+from fivefold.parallel.server import Shard
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
@@ -84,15 +86,29 @@ def rank_of_run(
     rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, slow: str = ""
 ) -> Any:
     """A rank's part of a run. slow: what the last worker does when it reads batches, or "server": the second server is
-    killed."""
-    if slow == "server":
-        slow = ""
-        if rank == 1:
+    killed, or "destroys": its third update of each part leaves 1e8 in a weight."""
+    if slow in ("server", "destroys"):
+        if rank == 1 and slow == "server":
             threading.Timer(2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif rank == 1:
+            setattr(Shard, "update", _destroying(Shard.update))  # noqa: B010, in a process that ends
+        slow = ""
     data = prepare(recipe)
     batches = _Slow(recipe, data, slow) if slow and rank == world - 1 else None
     job = Job(recipe, out, data, batches=batches, resume=resume, resume_command="resume")
     return run_served(job, ranks_of(rank, world))
+
+
+def _destroying(update: Any) -> Any:
+    calls = Counter[tuple[int, int]]()
+
+    def destroying(shard: Shard, part: int, *rest: Any) -> None:
+        calls[shard.message.number, part] += 1
+        if calls[shard.message.number, part] == 3:
+            shard.flat[shard.message.cuts[part][0]] = 1e8
+        update(shard, part, *rest)
+
+    return destroying
 
 
 LAGS_S = {"lags": 0.15, "lags far": 0.6}
@@ -219,7 +235,11 @@ def _process(rank: int, world: int, folder: str, *arguments: Any) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world, timeout=times
     )
-    rank_of_run(rank, world, *arguments)
+    try:
+        rank_of_run(rank, world, *arguments)
+    except UserError as error:
+        Path(folder, f"error-{rank}").write_text(str(error))
+        raise
 
 
 def told(run: Path) -> list[dict[str, Any]]:
@@ -255,6 +275,21 @@ def test_a_lost_server_ends_the_run(room: Path, tmp_path: Path) -> None:
     codes = processes(4, tmp_path, recipe, tmp_path / "run", False, "server")
     assert codes == [1, -signal.SIGKILL, 1, 1]
     assert time.monotonic() - began < 25 * PATIENCE
+
+
+@pytest.mark.parametrize(("staleness", "step"), [(0, 3), pytest.param(-1, 2, marks=pytest.mark.slow)])
+def test_an_update_that_destroys_weights_is_never_saved(
+    room: Path, tmp_path: Path, staleness: int, step: int
+) -> None:
+    """A save is due right after it. Two asynchronous workers make the third update in step 2."""
+    sets = ["sync.servers=2", f"sync.staleness={staleness}", "train.steps=6", "checkpoint.every=1"]
+    codes = processes(4, tmp_path, served(room, 2, *sets), tmp_path / "run", False, "destroys")
+    assert codes == [1, 1, 1, 1]
+    for rank in range(2):
+        said = (tmp_path / f"error-{rank}").read_text()
+        assert said.startswith(f"after step {step} weights or optimizer states are not finite, beyond 1e+30")
+    assert [store.step_in(folder) for folder in store.checkpoints(tmp_path / "run")] == [*range(1, step)]
+    assert len(lines(tmp_path / "run", "loss")) == step
 
 
 @pytest.mark.parametrize(("staleness", "least"), [pytest.param(-1, 4, marks=pytest.mark.slow), (2, 2)])

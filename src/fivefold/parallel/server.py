@@ -26,7 +26,7 @@ from fivefold.comm import Axis, Started
 from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
 from fivefold.optim.clip import clip_scale, sum_of_squares
-from fivefold.optim.updater import Updater
+from fivefold.optim.updater import Updater, largest
 from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, tag_of
 from fivefold.spread.parts import Part, local_shape
 from fivefold.spread.servers import Message, Row, Servers
@@ -113,6 +113,15 @@ class _ByPart(Updater):
 
     def __init__(self, parts: Sequence[Updater], masters: Mapping[str, Tensor]):
         self.parts, self.card, self.masters, self.rules = list(parts), parts[0].card, masters, None
+
+    @property
+    def largest(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return largest([part.largest for part in self.parts if part.largest is not None])
+
+    @largest.setter
+    def largest(self, value: Tensor | None) -> None:
+        for part in self.parts:
+            part.largest = value
 
     def states(self) -> dict[str, Tensor]:
         found: dict[str, list[Tensor]] = {}

@@ -83,15 +83,17 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
 def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
     """A fault if the last update has destroyed weights (step/judge.py), or if a weight or a state of the optimizer is
     not finite, on any rank. All ranks call it."""
-    if finite(state):
-        return None
+    return None if finite(state) else destroyed_after(state.step, faults)
+
+
+def destroyed_after(step: int, faults: FaultsSection) -> Fault:
+    """The fault of weights or states that are found destroyed after this step."""
     said = (
-        f"after step {state.step} weights or optimizer states are not finite, beyond {LARGEST:.0e}, or grew "
+        f"after step {step} weights or optimizer states are not finite, beyond {LARGEST:.0e}, or grew "
         f"{GROWTH:,.0f}-fold in a step: an update since the last checkpoint has destroyed them. They are not saved. "
         f"Resume from that checkpoint with {ADVICE}"
     )
-    act = "rollback" if faults.on_nonfinite == "rollback" else "abort"
-    return Fault(state.step, said, act, state.step - 1, good=False)
+    return Fault(step, said, policy(faults, "destroyed"), step - 1, good=False)
 
 
 @torch.no_grad()

@@ -35,9 +35,9 @@ from fivefold.recipe import to_toml
 from fivefold.spread.servers import Shares
 from fivefold.step.served import assert_possible, server_state
 from fivefold.step.state import State
-from fivefold.step.step import rate
+from fivefold.step.step import last_update, rate
 from fivefold.train import served_worker
-from fivefold.train.faults import MAX_SKIPPED
+from fivefold.train.faults import MAX_SKIPPED, destroyed_after, weights_fault
 from fivefold.train.hooks import Speed
 from fivefold.train.job import Job
 from fivefold.train.loop import due, names_step
@@ -161,11 +161,16 @@ def _tell(axis: Axis, *numbers: float) -> list[float]:
     return axis.broadcast(filled, 0).tolist()
 
 
-def _figures(axis: Axis, server: Server, step: int) -> tuple[float, float]:
-    """(sum of squares of the gradient, skipped messages) of a synchronous step, over all servers."""
-    sums = torch.tensor(server.finished(step, axis.timeout_s), dtype=torch.float64)
-    square, skipped = axis.all_reduce(sums).tolist()
-    return square, skipped
+def _figures(state: State, server: Server) -> tuple[float, float, float]:
+    """At the end of a step, over all servers: (sum of squares of the gradient, skipped messages, both of a synchronous
+    step; > 0 if updates up to now have destroyed weights)."""
+    axis, found = state.mesh.axis("run"), (0.0, 0.0)
+    if server.servers.synchronous:
+        found = server.finished(state.step, axis.timeout_s)
+    ruined, state.limit = last_update(state)
+    sums = torch.tensor([*found, float(ruined)], dtype=torch.float64)
+    square, skipped, wrong = axis.all_reduce(sums).tolist()
+    return square, skipped, wrong
 
 
 def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
@@ -174,10 +179,11 @@ def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
     while True:
         command, *numbers = _tell(axis)
         if command == STEP:
-            if server.servers.synchronous:
-                _figures(axis, server, state.step)
+            *_, ruined = _figures(state, server)
             state.step += 1
             progress.step = state.step
+            if ruined:
+                raise destroyed_after(state.step, job.recipe.faults)
         elif command == SAVE:
             _save(job, state, saver, *map(int, numbers[:3]))
         else:
@@ -187,6 +193,8 @@ def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
 
 def _save(job: Job, state: State, saver: Saver, updates: int, skipped: int, ends: int) -> None:
     with progress.phase("saving"):
+        if fault := weights_fault(state, job.recipe.faults):
+            raise fault
         state.set_counts(updates, skipped)
         tokens = state.step * job.recipe.train.global_batch_size * job.recipe.model.seq_len
         saver.save(identity(job) | {"tokens": tokens}, bool(ends))
@@ -372,13 +380,13 @@ class Leader:
 
     def _end_step(self) -> None:
         """All servers have applied as many shares as a step has; if workers run ahead, those of several steps."""
-        step, axis = self.state.step, self.state.mesh.axis("run")
+        step, faults = self.state.step, self.job.recipe.faults
         notes, self.applied = self.applied[: self.count], self.applied[self.count :]
-        _tell(axis, STEP)
+        _tell(self.state.mesh.axis("run"), STEP)
+        square, bad, ruined = _figures(self.state, self.server)
         losses = [note.figures[0] for note, _ in notes]
         line: dict[str, Any] = {"step": step + 1, "loss": fmean(losses)}
         if self.servers.synchronous:
-            square, bad = _figures(axis, self.server, step)
             self.updates += not bad
             line["grad_norm"] = square**0.5
         else:
@@ -389,7 +397,9 @@ class Leader:
         self.skipped = self.skipped + 1 if bad else 0
         self.state.step += 1
         self._record(line, [note.figures for note, _ in notes])
-        most = 1 if self.job.recipe.faults.on_nonfinite == "abort" else MAX_SKIPPED
+        if ruined:
+            raise destroyed_after(self.state.step, faults)
+        most = 1 if faults.on_nonfinite == "abort" else MAX_SKIPPED
         if self.skipped >= most:
             self.stopping, self.chores = True, []
         if self.shares.oldest == self.shares.limit and not self.applied:
