@@ -45,8 +45,7 @@ def test_each_byte_is_in_one_tier():
 
 
 def test_pure_bf16_takes_half():
-    """Of the 16 bytes that leave the device, 8 do; Kahan's compensation is one state more. The update on the host moves
-    its fp32 copies, too."""
+    """Of the 16 bytes that leave the device, 8 do; Kahan's compensation is one state more."""
     pure = "precision.mode=bf16_pure"
     kahan = plan_of("states:disk", sets=(pure, "precision.rounding=kahan")).memory[0]
     none, host, disk = (plan_of(away, sets=(pure,)).memory[0] for away in ("none", "states:host", "all:disk"))

@@ -23,9 +23,9 @@ from fivefold.spread.parts import Part
 class Kept(Protocol):
     """What checkpoints need of a set of parameters.
 
-    masters: fp32, this rank's part of each parameter (`parts[name].keeps`), which the optimizer updates.
-    gradients: fp32, with the same names and shapes, summed over the batch; valid from `finish` to the next
-    `start_step`. updater: the optimizer over the masters; it is set last."""
+    masters: this rank's part of each parameter (`parts[name].keeps`), which the optimizer updates; fp32, unless the
+    mode rounds. gradients: with the same names, shapes and dtype, summed over the batch; valid from `finish` to the
+    next `start_step`. updater: the optimizer over the masters; it is set last."""
 
     masters: dict[str, Tensor]
     gradients: dict[str, Tensor]

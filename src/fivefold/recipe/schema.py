@@ -259,8 +259,8 @@ class LayoutSection(Section):
     """What leaves the memory of the device. `activations:tp`: with recompute = full, tensor-parallel ranks keep a part
     each of the inputs of blocks (ZeRO-R's Pa, arXiv 1910.02054). `activations`: what forward saves for backward, to
     host memory.
-    `states:host`: gradients while backward runs, fp32 masters and optimizer states, to host memory, where the update
-    runs (ZeRO-Offload, arXiv 2101.06840). `states:disk`: masters and states, to files. `all:disk`: also gradients and
+    `states:host`: gradients while backward runs, masters and optimizer states, to host memory, where the update runs
+    (ZeRO-Offload, arXiv 2101.06840). `states:disk`: masters and states, to files. `all:disk`: also gradients and
     the weights of blocks (ZeRO-Infinity, arXiv 2104.07857)."""
     offload_dir: str = ""
     """Folder for `offload`, on a local disk. Its files have no names and vanish with the process. Unset: `offload` in
