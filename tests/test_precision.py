@@ -59,6 +59,14 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average():
     assert rounded(-x, (1, 2)).mean() == -rounded(x, (1, 2)).mean()
 
 
+def test_what_is_not_a_number_stays_so(monkeypatch):
+    """Also where all its bits are ones, as GPUs make it: a carry would leave -0."""
+    x = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32).repeat(64)
+    assert rounded(x, (1, 2)).isnan().all()
+    monkeypatch.setattr(native, "usable", lambda *tensors: False)
+    assert rounded(x, (1, 2)).isnan().all()
+
+
 def test_random_bits_depend_on_key_and_index_alone():
     whole_x = torch.randn(12, 10)
     found = rounded(whole_x, (5, 6))

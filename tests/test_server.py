@@ -85,13 +85,14 @@ def served(room: Path, workers: int, *overrides: str) -> Recipe:
 def rank_of_run(
     rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, slow: str = ""
 ) -> Any:
-    """A rank's part of a run. slow: what the last worker does when it reads batches, or "server": the second server is
-    killed, or "destroys": its third update of each part leaves 1e8 in a weight."""
-    if slow in ("server", "destroys"):
+    """A rank's part of a run. slow: what the last worker does when it reads batches; or what happens to the second
+    server: it is killed ("server"), or its third update of each part leaves 1e8 in a "weight", or infinity in a
+    "state"."""
+    if slow in ("server", "weight", "state"):
         if rank == 1 and slow == "server":
             threading.Timer(2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         elif rank == 1:
-            setattr(Shard, "update", _destroying(Shard.update))  # noqa: B010, in a process that ends
+            setattr(Shard, "update", _destroying(Shard.update, slow))  # noqa: B010, in a process that ends
         slow = ""
     data = prepare(recipe)
     batches = _Slow(recipe, data, slow) if slow and rank == world - 1 else None
@@ -99,13 +100,19 @@ def rank_of_run(
     return run_served(job, ranks_of(rank, world))
 
 
-def _destroying(update: Any) -> Any:
+def _destroying(update: Any, what: str) -> Any:
     calls = Counter[tuple[int, int]]()
 
     def destroying(shard: Shard, part: int, *rest: Any) -> None:
         calls[shard.message.number, part] += 1
         if calls[shard.message.number, part] == 3:
-            shard.flat[shard.message.cuts[part][0]] = 1e8
+            if what == "weight":
+                shard.flat[shard.message.cuts[part][0]] = 1e8
+            else:
+                updater: Any = shard.updater
+                for name, state in updater.parts[part].states().items():
+                    if name.startswith("exp_avg_sq."):  # the update of this element becomes zero
+                        state.view(-1)[0] = math.inf
         update(shard, part, *rest)
 
     return destroying
@@ -277,13 +284,20 @@ def test_a_lost_server_ends_the_run(room: Path, tmp_path: Path) -> None:
     assert time.monotonic() - began < 25 * PATIENCE
 
 
-@pytest.mark.parametrize(("staleness", "step"), [(0, 3), pytest.param(-1, 2, marks=pytest.mark.slow)])
-def test_an_update_that_destroys_weights_is_never_saved(
-    room: Path, tmp_path: Path, staleness: int, step: int
+@pytest.mark.parametrize(
+    ("what", "staleness", "step"),
+    [
+        ("weight", 0, 3),
+        pytest.param("weight", -1, 2, marks=pytest.mark.slow),
+        pytest.param("state", 0, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_what_an_update_destroys_is_never_saved(
+    room: Path, tmp_path: Path, what: str, staleness: int, step: int
 ) -> None:
     """A save is due right after it. Two asynchronous workers make the third update in step 2."""
     sets = ["sync.servers=2", f"sync.staleness={staleness}", "train.steps=6", "checkpoint.every=1"]
-    codes = processes(4, tmp_path, served(room, 2, *sets), tmp_path / "run", False, "destroys")
+    codes = processes(4, tmp_path, served(room, 2, *sets), tmp_path / "run", False, what)
     assert codes == [1, 1, 1, 1]
     for rank in range(2):
         said = (tmp_path / f"error-{rank}").read_text()

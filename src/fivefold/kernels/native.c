@@ -240,7 +240,9 @@ void round_stochastic_bf16(float *x, i64 rows, i64 width, i64 start, i64 stride,
         h = (h ^ (h >> 16)) * 0x85EBCA6Bu ^ (uint32_t)key_b;
         h = (h ^ (h >> 13)) * 0xC2B2AE35u;
         h ^= h >> 16;
-        bits[r * width + c] = (bits[r * width + c] + (h & 0xFFFFu)) & 0xFFFF0000u;
+        uint32_t b = bits[r * width + c];
+        h = (b & 0x7FFFFFFFu) > 0x7F800000u ? 0 : h & 0xFFFFu; /* else NaN may become -0 */
+        bits[r * width + c] = (b + h) & 0xFFFF0000u;
       }
     }
   }

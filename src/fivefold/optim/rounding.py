@@ -77,6 +77,7 @@ def round_stochastic_(
     for rows, index in indices(shape, box, x.device, chunk_on(x.device)):
         some = x[rows]
         bits = hash32_(index.int(), key_a, key_b).bitwise_and_(0xFFFF).view(some.shape)
+        bits.masked_fill_(some.isnan(), 0)  # else NaN may become -0
         some.copy_(bits.add_(some.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32))
 
 

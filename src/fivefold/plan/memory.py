@@ -42,7 +42,7 @@ PUBLISHED_ERROR = 0.027
 class Memory:
     """Bytes on the first rank of a pipeline position; no other rank there has more.
 
-    params: weights that compute. gradients: the fp32 sums. optimizer: moments, and fp32 masters that do not compute.
+    params: weights that compute. gradients: their sums. optimizer: moments, and masters that do not compute.
     activations: tensors that forward, or its recomputation, keeps for backward. buffers: the rest.
     host, disk: what is offloaded there; not in the total.
     """

@@ -367,7 +367,7 @@ class StreamedUpdater(Updater):
         scalars: dict[str, dict[str, Tensor]],
     ) -> None:
         found = {kind: home.pieces(chunk, slot[kind]) for kind, home in homes.items()}
-        # What is fp32 is updated where it is; of all else, copies are.
+        # fp32 is updated in place, all else in fp32 copies.
         weights = {p.name: t.float() for p, t in zip(chunk.pieces, found[MASTERS], strict=True)}
         gradients = {p.name: t.float() for p, t in zip(chunk.pieces, found[GRADIENTS], strict=True)}
         states: dict[str, dict[str, Tensor]] = {}  # none before the first update
