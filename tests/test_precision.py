@@ -67,6 +67,14 @@ def test_what_is_not_a_number_stays_so(monkeypatch):
     assert rounded(x, (1, 2)).isnan().all()
 
 
+def test_a_scalar_is_rounded(monkeypatch):
+    """Modules of a user's own have some."""
+    x = torch.tensor([1.003, 2.5])
+    for usable in (native.usable, lambda *tensors: False):
+        monkeypatch.setattr(native, "usable", usable)
+        assert rounded(x[0], (1, 2)) == rounded(x[:1], (1, 2))[0] != x[0]
+
+
 def test_random_bits_depend_on_key_and_index_alone():
     whole_x = torch.randn(12, 10)
     found = rounded(whole_x, (5, 6))
