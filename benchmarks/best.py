@@ -2,6 +2,7 @@
 
     python benchmarks/best.py --choose                 # measures the yardstick's forms, once for a machine
     python benchmarks/best.py [--rounds 2] [--turns 5] [--only "GPT-2 124M"] --out benchmarks/results/best.json
+    python benchmarks/best.py --recompute ops:gate+norm --only ... --out benchmarks/results/best_recompute.json
 
 Every run is a process of its own. Within a round both train a shape (`shapes.py`) in turns of some seconds: while one
 trains the other waits, and the order changes from turn to turn. A ratio is Fivefold's tokens/s over the yardstick's,
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5, help="of both, in a round")
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--recompute", default="none", help="Fivefold's layout.recompute")
     parser.add_argument("--choose", action="store_true")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores of both")
     parser.add_argument("--out", type=Path)
@@ -52,7 +54,7 @@ def main() -> None:
         found = json.loads(args.out.read_text())["pairs"]
     for number in range(args.rounds):
         for name in args.only:
-            turns = pairs(name, args.turns, args.threads)
+            turns = pairs(name, args.turns, args.threads, args.recompute)
             found.setdefault(name, []).extend(turns)
             ratios = " ".join(f"{turn['ratio']:.3f}" for turn in turns)
             print(f"round {number + 1}  {name:22} {ratios}", file=sys.stderr, flush=True)
@@ -79,17 +81,18 @@ def choose(names: list[str], threads: int) -> None:
         CHOSEN.write_text(json.dumps({"machine": describe(), **known}, indent=1) + "\n")
 
 
-def pairs(name: str, turns: int, threads: int) -> list[dict[str, Any]]:
-    """Turns of both, each with its ratio."""
+def pairs(name: str, turns: int, threads: int, recompute: str) -> list[dict[str, Any]]:
+    """Turns of both, each with its ratio. recompute: of Fivefold."""
     choice = json.loads(CHOSEN.read_text())["shapes"][name]["fastest"]
     found = []
-    with running(name, "fivefold", threads) as ours, running(name, choice, threads) as other:
+    with running(name, f"fivefold {recompute}", threads) as ours, running(name, choice, threads) as other:
         both = {"fivefold": ours, "yardstick": other}
         for turn in range(turns):
             order = sorted(both, reverse=turn % 2 > 0)
             runs = {which: take_turn(both[which]) for which in order}
             ratio = runs["fivefold"]["tokens_per_s"] / runs["yardstick"]["tokens_per_s"]
-            found.append({"threads": threads, "order": order, "form": choice, **runs, "ratio": ratio})
+            about = {"threads": threads, "order": order, "form": choice, "recompute": recompute}
+            found.append({**about, **runs, "ratio": ratio})
     return found
 
 
@@ -123,8 +126,8 @@ def work(name: str, form: str) -> None:
 
     keep_freed_memory()
     shape = SHAPES[name]
-    if form == "fivefold":
-        step = fivefold_step(shape)
+    if form.startswith("fivefold"):
+        step = fivefold_step(shape, form.split()[1])
     else:
         from plain_best import plain_step
 
@@ -152,7 +155,7 @@ def timed(shape: Shape, step: Callable[[], float], losses: list[float]) -> dict[
     }
 
 
-def fivefold_step(shape: Shape):
+def fivefold_step(shape: Shape, recompute: str = "none"):
     """The trainer's own step: forward, backward, gradient sum, clipping, update."""
     from plain_best import batch
 
@@ -169,7 +172,7 @@ def fivefold_step(shape: Shape):
             return inputs[rows.start : rows.stop], targets[rows.start : rows.stop]
 
     base = {"moe": "moe-tiny", "gpt2": "gpt2-124m", "bert": "bert-base-mlm"}.get(shape.arch, "quickstart")
-    recipe = resolve(load(base, shape.sets(), "dp=1"), vocab_size=shape.V)
+    recipe = resolve(load(base, shape.sets(), f"dp=1,recompute={recompute}"), vocab_size=shape.V)
     state = build_state(recipe, ranks_.join().__enter__())
     microbatches = share_of(Batches(), 0, shape.B, shape.b, state.mesh)
     return lambda: take_step(state, recipe, microbatches).loss
