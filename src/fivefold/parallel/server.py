@@ -115,11 +115,11 @@ class _ByPart(Updater):
         self.parts, self.card, self.masters, self.rules = list(parts), parts[0].card, masters, None
 
     @property
-    def largest(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def largest(self) -> Tensor | None:
         return largest([part.largest for part in self.parts if part.largest is not None])
 
     @largest.setter
-    def largest(self, value: Tensor | None) -> None:
+    def largest(self, value: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         for part in self.parts:
             part.largest = value
 

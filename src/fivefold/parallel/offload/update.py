@@ -376,9 +376,8 @@ class StreamedUpdater(Updater):
             states[name] |= {key: found[key][number].float() for key in self._views if key != COMPENSATION}
             if COMPENSATION in self._views:
                 weights[name] += found[COMPENSATION][number]
-        self._scale(gradients, scale)
         run = self._fused if self.rules is None else self._ruled
-        after = run(weights, gradients, states)
+        after = run(weights, gradients, states, scale)
         if (most := self._largest(weights)) is not None and self.largest is not None:
             self.largest = torch.maximum(self.largest, most)
         for number, piece in enumerate(chunk.pieces):
@@ -412,7 +411,11 @@ class StreamedUpdater(Updater):
             found[WORKING].copy_(weight)
 
     def _fused(
-        self, weights: dict[str, Tensor], gradients: dict[str, Tensor], states: dict[str, dict[str, Tensor]]
+        self,
+        weights: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        states: dict[str, dict[str, Tensor]],
+        scale: Tensor | None,
     ) -> dict[str, dict[str, Tensor]]:
         """Updates pieces of parameters by the kernel. Returns their states."""
         assert self.optimizer is not None
@@ -423,6 +426,7 @@ class StreamedUpdater(Updater):
             self._group[name]["params"].append(weight)
             if name in states:
                 self.optimizer.state[weight] = states[name]
+        self._scale(gradients, scale)  # it asks the kernel, which looks at these pieces
         self.optimizer.step()
         after = {name: dict(self.optimizer.state[weight]) for name, weight in weights.items()}
         self.optimizer.state.clear()
@@ -431,10 +435,15 @@ class StreamedUpdater(Updater):
         return after
 
     def _ruled(
-        self, weights: dict[str, Tensor], gradients: dict[str, Tensor], states: dict[str, dict[str, Tensor]]
+        self,
+        weights: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        states: dict[str, dict[str, Tensor]],
+        scale: Tensor | None,
     ) -> dict[str, dict[str, Tensor]]:
         """The same by the rule."""
         assert self.rules is not None
+        self._scale(gradients, scale)
         self.rules.masters, self.rules.states = weights, states
         self.rules.step(gradients, {name: self._lr * self.rates.get(name, 1.0) for name in weights}, None)
         self.rules.masters, self.rules.states = {}, {}
