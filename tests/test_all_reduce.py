@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import compared, side, tiny
+from marks import slow
 from ranks import Pool, run_ranks
 from runs import ranks_of
 from steps import counted, planned, recipe_of, tracked
@@ -64,13 +65,10 @@ def two_nodes(rank: int, world: int, recipe, steps: int, folder: Path) -> None:
         "dp=4,ep=2,all_reduce=ring",
         "dp_replicate=2,dp_shard=2,zero=2,all_reduce=rabenseifner",
         "dp=2,all_reduce=auto",
-        *(
-            pytest.param(layout, marks=pytest.mark.slow)
-            for layout in (
-                "dp=2,all_reduce=ring",
-                "dp=4,all_reduce=halving_doubling",
-                "pp=2,dp=2,schedule=zbv,virtual_stages=2,all_reduce=ring",
-            )
+        *slow(
+            "dp=2,all_reduce=ring",
+            "dp=4,all_reduce=halving_doubling",
+            "pp=2,dp=2,schedule=zbv,virtual_stages=2,all_reduce=ring",
         ),
     ],
 )

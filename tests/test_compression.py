@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow_but
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
 from steps import Numbers, planned, recipe_of
@@ -561,10 +562,7 @@ LAYOUTS = ["dp=2,compress=int8", "dp=4,compress=1bit", "cp=2,compress=powersgd:2
            "dp=4,ep=2,compress=randk:0.01", "pp=2,dp=2,compress=int8"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [*LAYOUTS[1:4], *(pytest.param(one, marks=pytest.mark.slow) for one in (LAYOUTS[0], *LAYOUTS[4:]))],
-)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS[1:4], LAYOUTS))
 def test_planner_trace_and_ranks_agree(layout: str) -> None:
     """Every message of a step and its bytes; the traced memory of a rank to the byte; residuals in the formula."""
     overrides = ["model.layers=4", "model.dim=128", "model.heads=4", "model.kv_heads=4", "model.seq_len=64"]

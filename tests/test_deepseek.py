@@ -9,6 +9,7 @@ import pytest
 import torch
 from exported import read_by_transformers
 from layouts import compared, tiny
+from marks import slow_but
 from ranks import run_ranks
 from safetensors.torch import load_file
 from steps import counted, planned
@@ -295,7 +296,6 @@ LAYOUTS = [
     *QUICK, "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "tp=2,sp=true,recompute=selective", "pp=2",
     "dp=2,recompute=full", "dp=2,recompute=selective", "cp=2,tp=2,sp=true", "dp=4,ep=2,zero=3", "dp=2,tp=2,pp=2",
 ]  # fmt: skip
-MARKED = [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ def room(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("deepseek")
 
 
-@pytest.mark.parametrize("layout", MARKED)
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS))
 def test_layouts_compute_what_one_process_computes(room, layout):
     report = compared(tiny(room, layout, *TINY), folder=room / "reference")
     assert report.passed, report
@@ -340,12 +340,7 @@ def test_bf16_passes(room):
     assert report.passed, report
 
 
-COUNTED = {"tp=2,sp=true", "cp=2", "dp=2,ep=2"}
-
-
-@pytest.mark.parametrize(
-    "layout", [one if one in COUNTED else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", slow_but({"tp=2,sp=true", "cp=2", "dp=2,ep=2"}, LAYOUTS))
 def test_bytes_are_those_counted(room, layout):
     recipe = tiny(room, layout, *TINY)
     s = planned(recipe)

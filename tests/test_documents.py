@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
+from marks import slow_but
 from parity import assert_equal, steps
 from ranks import run_ranks
 from torch.nn.functional import scaled_dot_product_attention
@@ -227,7 +228,7 @@ SLOW = {
 
 @pytest.mark.parametrize(
     ("model", "layout", "packing"),
-    [pytest.param(*one, marks=pytest.mark.slow) if one in SLOW else one for one in LAYOUTS],
+    slow_but(set(LAYOUTS) - SLOW, LAYOUTS),
 )
 def test_layouts_equal_one_process(model, layout, packing):
     """One process computes the whole batch at once. So the loss is the mean over all targets that count, however they

@@ -4,10 +4,10 @@
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from layouts import compared, tiny
+from marks import slow_but
 
 from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.spread.layout import Layout
@@ -60,10 +60,6 @@ QUICK = {
 """Run by every `make test`; the others by `make test-all`."""
 
 
-def marked(layouts: list[str], quick: set[str]) -> list[Any]:
-    return [layout if layout in quick else pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
-
-
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
     """Where text, cache and the references stay, which all layouts share."""
@@ -78,7 +74,7 @@ def passes(room: Path, layout: str, *overrides: str, mode: str = "fp32") -> None
     assert report.passed, report
 
 
-@pytest.mark.parametrize("layout", marked(SINGLE + SCHEDULED + TOGETHER + EIGHT + FIVE, QUICK))
+@pytest.mark.parametrize("layout", slow_but(QUICK, SINGLE + SCHEDULED + TOGETHER + EIGHT + FIVE))
 def test_layouts(room, layout):
     passes(room, layout)
 
@@ -93,7 +89,7 @@ NORMED = [
 NORMED_QUICK = {"dp=2,zero=3", "tp=2,sp=true,recompute=selective", "dp=2,tp=2,pp=2"}
 
 
-@pytest.mark.parametrize("layout", marked(NORMED, NORMED_QUICK))
+@pytest.mark.parametrize("layout", slow_but(NORMED_QUICK, NORMED))
 @pytest.mark.parametrize(
     "overrides",
     [

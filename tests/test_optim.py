@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import compared, side, tiny
+from marks import slow, slow_but
 from ranks import run_ranks
 from runs import ranks_of
 
@@ -397,19 +398,14 @@ QUICK = {
     ("momentum", "dp=2,zero=2"), ("nesterov", "dp=2,zero=3"), ("nesterov", "pp=2"), ("sgd", "dp=2,ep=2,zero=3"),
     ("adafactor", "tp=2"), ("lion", "cp=2"), ("muon", "dp=2,tp=2,zero=1"),
 }  # fmt: skip
-CASES = [
-    pytest.param(name, layout, marks=[] if (name, layout) in QUICK else pytest.mark.slow)
-    for name, card in OPTIMIZERS.items()
-    for layout in LAYOUTS
-    if not card.jumps
-]
+CASES = [(name, layout) for name, card in OPTIMIZERS.items() for layout in LAYOUTS if not card.jumps]
 
 
 LR = dict.fromkeys(("sgd", "momentum", "nesterov", "adagrad"), 0.05) | {"rmsprop": 1e-4}
 """Learning rates that train the model: RMSprop's first steps are ten times as long."""
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), slow_but(QUICK, CASES))
 def test_equals_one_process(tmp_path, name, layout):
     """Losses, every gradient, its norm, and weights after three steps."""
     sets = ["optim.dampening=0.25"] if name == "momentum" else []
@@ -439,13 +435,7 @@ def side_with_an_outlier(rank, world, recipe, steps, folder):
         side(rank, world, recipe, steps, folder)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2,tp=2",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("pp=2", "tp=2,sp=true", "dp=2,zero=3")),
-    ],
-)
+@pytest.mark.parametrize("layout", ["dp=2,tp=2", *slow("pp=2", "tp=2,sp=true", "dp=2,zero=3")])
 def test_options_equal_one_process(tmp_path, layout, monkeypatch):
     """z-loss, also with a divided vocabulary, rates of their own, a batch that grows, a schedule with restarts, and a
     step that is skipped."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection
 from itertools import combinations, pairwise
 from math import prod
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import compared, tiny
+from marks import slow_but
 from ranks import run_ranks
 from runs import lines, ranks_of, train_rank
 
@@ -72,16 +72,6 @@ def line(name: str, pp: int, more: str = "") -> str:
 def small(arch: Arch = "llama", tied: bool | None = None, layers: int = 8) -> ModelSection:
     section = ModelSection(arch=arch, layers=layers, dim=32, heads=4, seq_len=16, tie_embeddings=tied)
     return resolve_model(section, vocab_size=64)
-
-
-def slow_but(quick: Collection, everything: list) -> list:
-    """Those that are not quick run in `make test-all` only."""
-    return [
-        case
-        if case in quick
-        else pytest.param(*([case] if isinstance(case, str) else case), marks=pytest.mark.slow)
-        for case in everything
-    ]
 
 
 # Every schedule once by every `make test`: the others by `make test-all`.

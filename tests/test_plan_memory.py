@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from marks import slow
 from ranks import run_ranks
 from steps import CASES, planned, recipe_of, tracked
 
@@ -247,15 +248,9 @@ TRACED_SLOW = [
 """Their parts are in the others, too: `make test-all`."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow if case in TRACED_SLOW else (), id=" ".join(case))
-        for case in TRACED + TRACED_SLOW
-    ],
-)
-def test_the_formula_is_close_to_a_traced_step(case: tuple[str, str, str]) -> None:
-    recipe = recipe_of(*case)
+@pytest.mark.parametrize(("arch", "mode", "layout"), [*TRACED, *slow(*TRACED_SLOW)])
+def test_the_formula_is_close_to_a_traced_step(arch: str, mode: str, layout: str) -> None:
+    recipe = recipe_of(arch, mode, layout)
     traced, found = exact(recipe).step.memory, at_peak(planned(recipe))[0]
     assert abs(found.total / traced.total - 1) <= 0.05
     assert found.params == traced.at_peak["params"]

@@ -5,6 +5,7 @@ from pathlib import Path
 import own_bytes
 import pytest
 from layouts import tiny
+from marks import slow_but
 from ranks import run_ranks
 from steps import counted, planned
 from sweep import candidates
@@ -65,10 +66,7 @@ def test_bytes_of_more_layouts(room: Path, layout: str) -> None:
     equal(tiny(room, layout))
 
 
-@pytest.mark.parametrize(
-    ("arch", "layout"),
-    [one if one in OTHERS_QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS],
-)
+@pytest.mark.parametrize(("arch", "layout"), slow_but(OTHERS_QUICK, OTHERS))
 def test_of_other_models(room: Path, arch: str, layout: str) -> None:
     equal(tiny(room, layout, f"model.arch={arch}"))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import compared, tiny
+from marks import slow
 from parity import joined, pieces
 from ranks import run_ranks
 from runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
@@ -418,9 +419,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Recipe,
     return folder, recipe, found, apart(folder / "fp16", folder / "fp32")
 
 
-@pytest.mark.parametrize(
-    "layout", ["dp=2,zero=2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp=2", "pp=2"))]
-)
+@pytest.mark.parametrize("layout", ["dp=2,zero=2", *slow("tp=2", "pp=2")])
 def test_ranks_decide_on_the_loss_scale_together(one_process, tmp_path, layout):
     """Also where one of them alone overflows: scales and weights are those of one process, which resumes the run."""
     folder, recipe, one, own = one_process

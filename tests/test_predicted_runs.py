@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from marks import slow
 from ranks import run_ranks
 from runs import lines, train_rank
 
@@ -38,10 +39,7 @@ def on_a_known_machine(rank: int, world: int, recipe: Recipe, out: Path) -> int 
 
 
 @pytest.mark.parametrize("mode", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-@pytest.mark.parametrize(
-    "layout",
-    ["dp=1", "dp=2,zero=3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("pp=2", "tp=2,sp=true"))],
-)
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=3", *slow("pp=2", "tp=2,sp=true")])
 def test_memory_and_bytes_are_those_predicted(tmp_path: Path, layout: str, mode: str) -> None:
     recipe, out = recipe_of(tmp_path, layout, f"precision.mode={mode}"), tmp_path / "run"
     ranks = 1 if layout == "dp=1" else 2

@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
+from marks import slow_but
 from ranks import run_ranks
 from runs import ranks_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -97,9 +98,7 @@ def test_gradients_are_those_of_none_on_one_process(arch, how, mode):
     ],
     ids=["all", "some"],
 )
-@pytest.mark.parametrize(
-    "layout", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS))
 def test_gradients_are_those_of_none_on_every_axis(layout, hows):
     """With dropout 0.1, whatever is computed again and whatever talks while it is. "selective" and norms talk no more
     than without them."""

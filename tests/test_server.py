@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 import pytest
 import torch.distributed as dist
 from layouts import tiny
+from marks import slow
 from ranks import PATIENCE, Pool, _servers
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from torch import Tensor
@@ -285,24 +286,23 @@ def test_a_lost_server_ends_the_run(room: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "staleness", "step"),
-    [
-        ("weight", 0, 3),
-        pytest.param("weight", -1, 2, marks=pytest.mark.slow),
-        pytest.param("state", 0, 3, marks=pytest.mark.slow),
-    ],
+    ("what", "staleness", "step", "every"),
+    [("weight", 0, 3, 2), *slow(("weight", -1, 2, 3), ("state", 0, 3, 1))],
 )
 def test_what_an_update_destroys_is_never_saved(
-    room: Path, tmp_path: Path, what: str, staleness: int, step: int
+    room: Path, tmp_path: Path, what: str, staleness: int, step: int, every: int
 ) -> None:
-    """A save is due right after it. Two asynchronous workers make the third update in step 2."""
-    sets = ["sync.servers=2", f"sync.staleness={staleness}", "train.steps=6", "checkpoint.every=1"]
+    """Weights are judged at the end of the step, when no save is due; states before a save. Two asynchronous workers
+    make the third update in step 2."""
+    sets = ["sync.servers=2", f"sync.staleness={staleness}", "train.steps=6", f"checkpoint.every={every}"]
     codes = processes(4, tmp_path, served(room, 2, *sets), tmp_path / "run", False, what)
     assert codes == [1, 1, 1, 1]
     for rank in range(2):
         said = (tmp_path / f"error-{rank}").read_text()
         assert said.startswith(f"after step {step} weights or optimizer states are not finite, beyond 1e+30")
-    assert [store.step_in(folder) for folder in store.checkpoints(tmp_path / "run")] == [*range(1, step)]
+    assert [store.step_in(folder) for folder in store.checkpoints(tmp_path / "run")] == [
+        *range(every, step, every)
+    ]
     assert len(lines(tmp_path / "run", "loss")) == step
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow_but
 from ranks import run_ranks
 from steps import Evenly, Numbers
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -143,9 +144,7 @@ def test_trace_of_offload(offload: str, layout: str, mode: str, tmp_path: Path) 
     assert (found.memory.away["disk"] > 0, found.memory.away["host"]) == ("disk" in offload, 0)
 
 
-@pytest.mark.parametrize(
-    "layout", [EIGHT[0], *(pytest.param(one, marks=pytest.mark.slow) for one in EIGHT[1:])]
-)
+@pytest.mark.parametrize("layout", slow_but(EIGHT[:1], EIGHT))
 def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:
     compare(recipe_of(layout, "bf16"))
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import tiny
+from marks import slow
 from ranks import run_ranks
 from steps import counted, planned
 from test_zero import joined, recipe_of, sent, share, steps, worst
@@ -231,13 +232,10 @@ def test_a_short_run_learns_as_zero_3_does() -> None:
     [
         f"{NODES},zeropp={ALL}",
         f"{NODES},zeropp=weights,gradients:int8",
-        *(
-            pytest.param(layout, marks=pytest.mark.slow)
-            for layout in (
-                f"{NODES},zeropp=hier",
-                f"dp=4,zero=3,ranks_per_node=4,zeropp={ALL}",
-                f"dp=4,zero=3,ranks_per_node=1,zeropp={ALL}",
-            )
+        *slow(
+            f"{NODES},zeropp=hier",
+            f"dp=4,zero=3,ranks_per_node=4,zeropp={ALL}",
+            f"dp=4,zero=3,ranks_per_node=1,zeropp={ALL}",
         ),
         f"dp=2,tp=2,zero=3,ranks_per_node=2,zeropp={ALL}",
         f"dp_replicate=2,dp_shard=2,zero=3,ranks_per_node=1,all_reduce=library,zeropp={ALL}",
