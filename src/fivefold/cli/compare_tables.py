@@ -93,7 +93,7 @@ def _notes(rows: list[Row]) -> list[str]:
             lines.append(f"  {row.technique}: was not measured: {row.measured}")
     return [
         *lines,
-        "  redundant: computing that one process would not do, beside what it does, with its largest reason: norms and",
+        "  redundant: work that one process would not do, as a share of its work, and the largest cause: norms and",
         "  other activations that all ranks have, recompute, sums of gradients, updates",
         "  sent: bytes that leave a device, by axis; exposed, idle: shares of the step that wait for messages, or for "
         "other stages",

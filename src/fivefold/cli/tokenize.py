@@ -33,7 +33,7 @@ def tokenize(
 ) -> None:
     """Tokenize a recipe's text ahead of training.
 
-    The tokens go to the cache, where `fivefold train` finds them. What was interrupted goes on where it was.
+    The tokens go to the cache, where `fivefold train` finds them. An interrupted command resumes where it stopped.
     """
     from fivefold.data import prepare, progress_bar
     from fivefold.data.finish import finished, write_megatron

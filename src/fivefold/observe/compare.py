@@ -150,7 +150,7 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
     if any(one != held_out[0] for one in held_out):
         found.append("The data differ, so validation losses are of different texts.")
     if {"train.val_sequences", "model.seq_len"} & changed.keys():
-        found.append("Validation has other sequences, so validation losses compare with care.")
+        found.append("Validation uses other sequences, so compare validation losses with care.")
     return found
 
 

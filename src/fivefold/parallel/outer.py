@@ -241,8 +241,8 @@ class Outer:
 
     @contextmanager
     def common(self) -> Iterator[None]:
-        """Makes the module compute with the common weights meanwhile: the model of the run, which validation, samples
-        and checkpoints mean."""
+        """The module computes with the common weights inside. They are the run's model: validation, samples and
+        checkpoints use them."""
         exact = [name for name, master in self.masters.items() if master.dtype != self.weights[name].dtype]
         kept = {name: self.weights[name].clone() for name in exact}  # an exchange would round them
         self._exchange()

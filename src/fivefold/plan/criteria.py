@@ -1,4 +1,4 @@
-"""Three criteria of a layout: computing that one process would not do, peak memory, and what is sent when.
+"""Three criteria of a layout: redundant computing, peak memory, and what is sent when.
 
 Memory, bytes and prices are those of the planner. This file adds what they leave open: which share of the computing is
 redundant, and at which moment of a step each message is sent.

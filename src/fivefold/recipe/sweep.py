@@ -148,7 +148,7 @@ def make(
     """A sweep. rows: those that the folder has already; they stay.
 
     Raises:
-        UserError: the recipe cannot be read, or `over` makes no grid.
+        UserError: the recipe cannot be read, or `over` is not a grid of settings.
     """
     known = {json.dumps(dict(row.settings), sort_keys=True): row for row in rows}
     taken = {row.name for row in rows}

@@ -4,7 +4,7 @@
         ...  # a training step
     tracker.peak().total
 
-A dispatch mode sees the arguments and results of every operation. A tensor made out of its sight (by a library, or
+A dispatch mode sees the arguments and results of every operation. A tensor that it did not see made (by a library, or
 before it began) counts from its first use. Memory is counted per storage, so views cost nothing, and until the storage
 is freed. FSDP2 frees weights by shrinking their storage, which is tracked, too. Workspace inside an operation is not
 seen. Collectives are waited for at once, so the count does not depend on their speed.

@@ -77,7 +77,7 @@ class Prediction:
                     else "no time per step"
                 )
                 said = (
-                    f"predicted: {peak} of tensors per rank; {after}, because this machine is not measured "
+                    f"predicted: {peak} of tensors per rank; {after}, because this machine has not been measured "
                     "(`fivefold bench hardware` does it, in two minutes)"
                 )
                 _save(self.job.out, {"predicted": None, "why": said})
