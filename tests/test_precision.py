@@ -60,6 +60,15 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average():
     assert rounded(-x, (1, 2)).mean() == -rounded(x, (1, 2)).mean()
 
 
+def test_pytorch_rounds_as_the_kernel_for_cpus_does(monkeypatch):
+    """Bit for bit, so also at random by all of the 16 bits that are cut off."""
+    x = torch.randn(33, 129) * torch.logspace(-30, 30, 129)
+    kernel = rounded(x, (3, 4))
+    monkeypatch.setattr(native, "usable", lambda *tensors: False)
+    assert torch.equal(rounded(x, (3, 4)), kernel)
+    test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average()
+
+
 def test_what_is_not_a_number_stays_so(monkeypatch):
     """Also where all its bits are ones, as GPUs make it: a carry would leave -0."""
     x = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32).repeat(64)

@@ -72,8 +72,8 @@ def page(recipe: Recipe, rows: Sequence[Row], title: str) -> str:
 <section aria-labelledby="h-criteria"><h2 id="h-criteria">Three criteria</h2>
 <div class="wide">{criteria_svg.criteria(rows, "")}</div>
 {_costs(rows)}
-<p class="aside">Redundant: work that one process would not do, as a share of its work. Sent: bytes that leave a device per
-step. Exposed, idle: shares of the step that wait for messages, or for other stages.</p></section>
+<p class="aside">Redundant: work that one process would not do, as a share of its work. Sent: bytes that leave a
+device per step. Exposed, idle: shares of the step that wait for messages, or for other stages.</p></section>
 {sections}</main>"""
     return document(f"{title}: 5-D in a nutshell", body, asset("report.css") + asset("nutshell.css"), "")
 
