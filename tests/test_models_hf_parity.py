@@ -7,7 +7,7 @@ import torch
 
 from fivefold.models.build import build
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
-from fivefold.models.layers import rope_table
+from fivefold.models.layers import rope_scaling, rope_table
 from fivefold.recipe import ModelSection, count_parameters, resolve_model
 
 transformers = pytest.importorskip("transformers")
@@ -175,3 +175,18 @@ def test_rotary_table_is_theirs_to_the_bit(theta):
     got = rope_table(torch.arange(3, 9000), 64, theta)
     assert torch.equal(got[0], cos[0, :, :32])
     assert torch.equal(got[1], sin[0, :, :32])
+
+
+@pytest.mark.parametrize(("theta", "context"), [(100.0, 8192), (10.0, 8192), (10000.0, 4096), (10000.0, 8)])
+def test_yarn_has_their_frequencies(theta, context):
+    """Also where the limits are beyond the last pair, or before the first."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled = {"rope_scaling": "yarn", "rope_factor": 8.0, "rope_context": context, "rope_high": 32.0}
+    section = ModelSection(dim=256, heads=4, rope_theta=theta, vocab_size=64, **scaled)
+    model = resolve_model(section, vocab_size=64)
+    expected, amplitude = ROPE_INIT_FUNCTIONS["yarn"](transformers.LlamaConfig(**hf_config(model)), "cpu")
+    scaling = rope_scaling(model)
+    found = scaling(1 / theta ** (torch.arange(0, 64, 2) / 64), theta)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert scaling.amplitude == pytest.approx(amplitude)

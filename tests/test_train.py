@@ -220,6 +220,34 @@ def test_bf16_keeps_fp32_masters(text):
     assert torch.equal(working, replica.masters[name].bfloat16())
 
 
+class Drawing(torch.nn.Module):
+    """Notes the random numbers of each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.draws = torch.nn.Parameter(torch.ones(1)), []
+
+    def forward(self, inputs, targets):
+        self.draws.append(torch.rand(1).item())
+        return (self.weight * inputs.sum()).sum()
+
+
+def draws(rank, world, recipe) -> list[float]:
+    """Of three microbatches in each of the steps 0, 1 and 1 again."""
+    module = Drawing()
+    state = build_state(resolve(recipe, vocab_size=257), ranks_of(rank, world), module)
+    for state.step in (0, 1, 1):
+        forward_backward(state, [(torch.ones(1, 2), torch.ones(1, 2))] * 3, 5)
+    return module.draws
+
+
+def test_random_numbers_depend_on_the_place_in_the_run(text):
+    """On step, microbatch and rank: none are drawn twice. The same place draws the same ones."""
+    found = run_ranks(2, draws, tiny(text, "layout.dp_replicate=2", "train.microbatch_size=1"))
+    assert all(of_rank[3:6] == of_rank[6:] for of_rank in found)
+    assert len({draw for of_rank in found for draw in of_rank[:6]}) == 12
+
+
 def test_a_parameter_without_gradient_has_zeros(text):
     """Its place in the flat buffer must hold zeros, not the last step's gradient."""
 
