@@ -1,0 +1,128 @@
+"""Applies wrong lines to a copy of the program, one at a time, and runs the tests that should notice.
+
+    python tests/mutations/run.py [--only WORD] [--jobs 2] [--out FILE]
+
+mutations.toml lists them: `file` below src/fivefold, what stands there (`old`, exactly once), what it becomes (`new`),
+and at most three test files, or tests in them. A mutation is caught if a test fails or takes longer than LIMIT_S. What
+survives is printed, and the exit status is 1 if more survive than ALLOWED. Where a mutation changes nothing that a test
+could see, `equivalent` says why, and it is not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 240
+ALLOWED = 3
+
+
+@dataclass(frozen=True)
+class Mutation:
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    equivalent: str = ""
+
+    def wrong(self, root: Path) -> str:
+        """The text of the file with the wrong line.
+
+        Raises:
+            ValueError: `old` does not stand there exactly once.
+        """
+        text = (root / "src/fivefold" / self.file).read_text(encoding="utf-8")
+        if (times := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file} has {times} times: {self.old}")
+        return text.replace(self.old, self.new)
+
+
+def mutations() -> list[Mutation]:
+    table = tomllib.loads((Path(__file__).parent / "mutations.toml").read_text(encoding="utf-8"))
+    return [Mutation(**{**row, "tests": tuple(row["tests"])}) for row in table["mutation"]]
+
+
+def copy(folder: Path) -> Path:
+    """A copy of what git tracks, beside a link to what the tests share."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / "copy" / name)
+    if (ROOT.parent / "shared").is_dir():
+        (folder / "shared").symlink_to(ROOT.parent / "shared")
+    return folder / "copy"
+
+
+def survives(mutation: Mutation, root: Path) -> bool:
+    """Runs the tests in the copy at `root`, whose file is put back."""
+    file = root / "src/fivefold" / mutation.file
+    right = file.read_text(encoding="utf-8")
+    file.write_text(mutation.wrong(root), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    tests = [f"tests/{test}" for test in mutation.tests]
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+            cwd=root,
+            env=environment,
+            timeout=LIMIT_S,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        file.write_text(right, encoding="utf-8")
+    if ran.returncode not in (0, 1):  # 2: a file cannot even be imported; 4, 5: no such test
+        raise ValueError(f"{mutation.file}: {mutation.old}: pytest ends with {ran.returncode}:\n{ran.stdout[-2000:]}")
+    return ran.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="those whose file or line has this word")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="JSON: each mutation with its seconds and whether it was caught")
+    given = parser.parse_args()
+    todo = [m for m in mutations() if given.only in f"{m.file} {m.old}"]
+    tried = [m for m in todo if not m.equivalent]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
+        free: SimpleQueue[Path] = SimpleQueue()
+        for number in range(given.jobs):
+            free.put(copy(Path(folder) / str(number)))
+
+        def one(mutation: Mutation) -> dict[str, object]:
+            root, began = free.get(), time.monotonic()
+            try:
+                caught = not survives(mutation, root)
+            finally:
+                free.put(root)
+            seconds = round(time.monotonic() - began, 1)
+            print(f"{'caught' if caught else 'SURVIVES'} {seconds:6.1f} s  {mutation.file}: {mutation.old}", flush=True)
+            return {"file": mutation.file, "old": mutation.old, "caught": caught, "seconds": seconds}
+
+        rows = list(pool.map(one, tried))
+    survivors = sum(not row["caught"] for row in rows)
+    print(f"{len(rows) - survivors} of {len(rows)} caught; {len(todo) - len(tried)} equivalent ones not run")
+    if given.out:
+        given.out.write_text(json.dumps({"mutations": rows}, indent=1) + "\n", encoding="utf-8")
+    return int(survivors > ALLOWED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
