@@ -70,30 +70,31 @@ def damaged_together(axis: Axis) -> Iterator[None]:
         raise Damaged(told(said or "-", finder, axis))
 
 
-def check_files(checkpoint: store.Reader, needed: set[str], here: Axis, run: Axis) -> None:
+def check_files(checkpoint: store.Reader, needed: set[str], run: Axis) -> None:
     """Checks this rank's share of the files that any rank of its machine needs, in several threads. All ranks of the
-    run call it. here: the axis of those on this machine.
+    axis call it.
 
     Raises:
         Damaged: a file is missing, truncated or changed. On all ranks.
     """
     with all_or_none(run):
         files = sorted(checkpoint.files)
-        wanted = torch.tensor([file in needed for file in files], dtype=torch.int32, device=here.device)
-    here.all_reduce(wanted, "max")
-    shared = [number for number, anybody in enumerate(wanted.tolist()) if anybody]
+        wanted = torch.tensor([file in needed for file in files], dtype=torch.uint8, device=run.device)
+    here = _on_this_machine(run)
+    by_rank = run.all_gather(wanted[None])  # (ranks, files)
+    shared = by_rank[here].any(0).nonzero().view(-1).tolist()
     with damaged_together(run):
-        mine = [files[number] for number in shared[here.index :: here.size]]
-        checkpoint.check(*mine, threads=store.threads(here.size))
+        mine = [files[number] for number in shared[here.index(run.index) :: len(here)]]
+        checkpoint.check(*mine, threads=store.threads(len(here)))
     checkpoint.trust(files[number] for number in shared)
 
 
-def machine_axis(mesh: Mesh) -> Axis:
-    """The axis of the ranks on this rank's machine. All ranks call it."""
-    mine = torch.tensor([_number(machine_id())], device=mesh.device)
-    every = mesh.axis("run").all_gather(mine).tolist()
-    machines = [[rank for rank, other in enumerate(every) if other == one] for one in dict.fromkeys(every)]
-    return mesh.new_axes("machine", machines)
+def _on_this_machine(run: Axis) -> list[int]:
+    """The indices of the ranks on this rank's machine. Without a group of their own: parameter servers resume while
+    workers do something else, and torch wants all ranks of a launch for new groups."""
+    machine = _number(machine_id())
+    every = run.all_gather(torch.tensor([machine], device=run.device)).tolist()
+    return [index for index, other in enumerate(every) if other == machine]
 
 
 def _number(content: bytes) -> int:

@@ -22,7 +22,7 @@ from fivefold.recipe import ModelSection, Recipe, load
 from fivefold.recipe.initial import hf_model, required
 from fivefold.spread.parts import Shape, boxes
 from fivefold.step.state import State
-from fivefold.train.checked import check_files, machine_axis
+from fivefold.train.checked import check_files
 from fivefold.train.meta import meta_of
 
 Rename = Callable[[str], str]
@@ -201,7 +201,7 @@ def load_initial(state: State, found: Initial, named: Rename = str, keep: bool =
             for file in reader.files_of("model", named(name), box)
         }
         needed = needed.union(*(reader.files_of("model", named(name)) for name in theirs))
-        check_files(reader, needed, machine_axis(state.mesh), run)
+        check_files(reader, needed, run)
     with all_or_none(run):
         for name in mine:
             weight = masters[name]

@@ -20,7 +20,7 @@ from fivefold.parallel.outer import Outer
 from fivefold.spread.parts import Part, boxes, local_shape
 from fivefold.step.judge import NORM
 from fivefold.step.state import State
-from fivefold.train.checked import check_files, machine_axis
+from fivefold.train.checked import check_files
 from fivefold.train.meta import Meta, meta_of
 from fivefold.train.saved import OUTER, compression, moments_at, weights_at
 
@@ -52,8 +52,7 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
             needed.update(*(checkpoint.files_of("optimizer", name, box) for name, box in whole.items()))
         except (ValueError, KeyError) as error:
             raise UserError(f"{checkpoint.folder} does not fit the recipe: {error}") from None
-    here = machine_axis(state.mesh)
-    check_files(checkpoint, needed, here, state.mesh.axis("run"))
+    check_files(checkpoint, needed, state.mesh.axis("run"))
     with all_or_none(state.mesh.axis("run")):
         if elsewhere is not None:
             _load_elsewhere(state, elsewhere, parts)
