@@ -22,6 +22,7 @@ import signal
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -133,13 +134,18 @@ def close_pools() -> None:
 
 def _reuse_groups() -> None:
     """Tests of one pool share process groups: each has threads and sockets, and its name cannot be used again."""
+    from torch.distributed import distributed_c10d
+
     from fivefold.parallel import mesh
 
-    make, made = mesh._new_group, {}
+    make, made, torchs = mesh._new_group, {}, distributed_c10d._world
 
     def shared(members, ranks, apart=False, everywhere=False):
         key = tuple(members), apart, everywhere
-        if key not in made:
+        if (
+            key not in made
+        ):  # torch counts groups to name them; earlier tests have made other numbers on each rank
+            torchs.group_count = zlib.crc32(repr(key).encode())
             made[key] = make(members, ranks, apart, everywhere)
         return made[key]
 

@@ -196,6 +196,22 @@ def test_resumes_exactly_and_in_other_methods(room: Path, tmp_path: Path, pools)
     assert train_rank(0, 1, plain(recipe, "train.steps=5"), cut, True) is None
 
 
+@pytest.mark.parametrize("servers", [2, 3])
+def test_launches_of_their_own_resume(room: Path, tmp_path: Path, servers: int) -> None:
+    """Unlike a pool's ranks they make all groups anew. The same bits as without the interruption."""
+    recipe = served(room, 2, f"sync.servers={servers}", "train.steps=4", "optim.schedule=constant")
+    launches = [
+        (recipe, "whole", False),
+        (change(recipe, ["train.steps=2"]), "cut", False),
+        (recipe, "cut", True),
+    ]
+    for number, (one, out, resume) in enumerate(launches):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert processes(servers + 2, folder, one, tmp_path / out, resume) == [0] * (servers + 2)
+    assert_same_tensors(saved(tmp_path / "cut", 4), saved(tmp_path / "whole", 4))
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_saves_by_time(room: Path, tmp_path: Path, pools, staleness: int) -> None:
     """No further step is handed out before it is saved, so synchronous workers compute the same bits."""

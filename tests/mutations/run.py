@@ -71,7 +71,11 @@ def survives(mutation: Mutation, root: Path) -> bool:
     file = root / "src/fivefold" / mutation.file
     right = file.read_text(encoding="utf-8")
     file.write_text(mutation.wrong(root), encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(root / "src"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     tests = [f"tests/{test}" for test in mutation.tests]
     try:
         ran = subprocess.run(
@@ -89,15 +93,21 @@ def survives(mutation: Mutation, root: Path) -> bool:
     finally:
         file.write_text(right, encoding="utf-8")
     if ran.returncode not in (0, 1):  # 2: a file cannot even be imported; 4, 5: no such test
-        raise ValueError(f"{mutation.file}: {mutation.old}: pytest ends with {ran.returncode}:\n{ran.stdout[-2000:]}")
+        raise ValueError(
+            f"{mutation.file}: {mutation.old}: pytest ends with {ran.returncode}:\n{ran.stdout[-2000:]}"
+        )
     return ran.returncode == 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="those whose file or line has this word")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON: each mutation with its seconds and whether it was caught")
+    parser.add_argument(
+        "--out", type=Path, help="JSON: each mutation with its seconds and whether it was caught"
+    )
     given = parser.parse_args()
     todo = [m for m in mutations() if given.only in f"{m.file} {m.old}"]
     tried = [m for m in todo if not m.equivalent]
@@ -113,7 +123,10 @@ def main() -> int:
             finally:
                 free.put(root)
             seconds = round(time.monotonic() - began, 1)
-            print(f"{'caught' if caught else 'SURVIVES'} {seconds:6.1f} s  {mutation.file}: {mutation.old}", flush=True)
+            print(
+                f"{'caught' if caught else 'SURVIVES'} {seconds:6.1f} s  {mutation.file}: {mutation.old}",
+                flush=True,
+            )
             return {"file": mutation.file, "old": mutation.old, "caught": caught, "seconds": seconds}
 
         rows = list(pool.map(one, tried))

@@ -91,7 +91,7 @@ class Link:
 
 def links(ranks: Ranks, servers: int) -> list[Link]:
     """A server's link to each worker, or a worker's to each server. The first ranks are the servers. All ranks call it
-    at the same time."""
+    at the same time, before anything else makes groups."""
     found = []
     for worker in range(servers, ranks.world):
         members = [*range(servers), worker]

@@ -29,9 +29,12 @@ class Mesh:
     layout: of the whole run. sites: their number; one site is the whole run. Two more axes leave the site: "sites",
     this rank's counterparts in all of them, and "run", all ranks. Attribute `layout` is the site's, and `rank` the
     number in it. site: this launch's, if each site is a launch of its own: its mesh then has no other site (`apart`).
+    overlap: the axis "sites" has a process group of its own, so that other messages do not wait for its sums.
     """
 
-    def __init__(self, layout: Layout, ranks: Ranks, sites: int = 1, site: int | None = None):
+    def __init__(
+        self, layout: Layout, ranks: Ranks, sites: int = 1, site: int | None = None, overlap: bool = False
+    ):
         """Raises UserError if ZeRO++ needs other nodes."""
         own = site_layout(layout, sites)
         here = layout if site is None else own
@@ -54,12 +57,17 @@ class Mesh:
                 made[key] = _new_group(members, ranks)
             self._axes[name] = Axis(name, members, index, ranks.device, made[key], ranks.timeout_s)
 
+        together = sites > 1 and not self.apart
+        every = counterparts(self.layout, sites)
+        # Before the others, of which ranks may make different numbers: see `axis_between`.
+        alone = axes_between("sites", every, ranks) if together and overlap else None
         for name in groups(self.layout):
             members = [first + own for own in group_of(self.layout, name, self.rank)]
             add(name, members, index_in(self.layout, name, self.rank))
-        together = sites > 1 and not self.apart
-        peers = counterparts(self.layout, sites)[self.rank] if together else [ranks.rank]
-        add("sites", peers, index if together else 0)
+        if alone is not None:
+            self._axes["sites"] = alone
+        else:
+            add("sites", every[self.rank] if together else [ranks.rank], index if together else 0)
         self._axes["run"] = self._axes["all"]
         if together:
             add("run", list(range(ranks.world)), ranks.rank)
@@ -82,13 +90,6 @@ class Mesh:
         axis = axis_between(name, members, self._ranks, apart)
         assert axis is not None, f"rank {self._ranks.rank} is not in {members}"
         return axis
-
-    def new_axes(self, name: str, every: Sequence[Sequence[int]], apart: bool = False) -> Axis:
-        """This rank's of the axes between these ranks, which are all of the run. All of them call it at the same time,
-        and may have made different numbers of axes before."""
-        axes = [axis_between(name, members, self._ranks, apart, everywhere=True) for members in every]
-        [own] = filter(None, axes)
-        return own
 
     def sums(self, name: str) -> Summation:
         """What sums gradients over an axis, by the layout's algorithm. All ranks of the axis call it at the same time.
@@ -134,12 +135,22 @@ class Mesh:
 def axis_between(
     name: str, members: Sequence[int], ranks: Ranks, apart: bool = False, everywhere: bool = False
 ) -> Axis | None:
-    """An axis between any ranks: see `Mesh.new_axis`. everywhere: all ranks of the run call it, because they make
-    different numbers of groups; those that are no members get None."""
+    """An axis between any ranks: see `Mesh.new_axis`. everywhere: all ranks of the launch call it, and those that are
+    no members get None. They must do so before anything else makes groups: torch names a group by the number of groups
+    that a rank has made, and later ranks may have made different numbers (torch 2.15 counts all of them)."""
     group = _new_group(members, ranks, apart, everywhere)
     if ranks.rank not in members:
         return None
     return Axis(name, members, members.index(ranks.rank), ranks.device, group, ranks.timeout_s)
+
+
+def axes_between(name: str, every: Sequence[Sequence[int]], ranks: Ranks) -> Axis:
+    """This rank's of the axes between these ranks, which are all of the launch, with groups of their own. All ranks
+    call it before anything else makes groups."""
+    [own] = filter(
+        None, [axis_between(name, members, ranks, apart=True, everywhere=True) for members in every]
+    )
+    return own
 
 
 def _new_group(
@@ -150,7 +161,6 @@ def _new_group(
     if len(members) == dist.get_world_size() and not apart:
         return dist.group.WORLD
     timeout = timedelta(seconds=ranks.timeout_s)  # gloo's default is 30 minutes
-    # torch names a group of its members alone by the number of groups that they have
     with progress.joining(range(ranks.world) if everywhere else members):
         group = dist.new_group(list(members), timeout, use_local_synchronization=not everywhere)
     return group if isinstance(group, dist.ProcessGroup) else None

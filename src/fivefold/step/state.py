@@ -39,7 +39,6 @@ from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters, tar
 from fivefold.spread.layout import Layout
 from fivefold.spread.names import factors, groups
 from fivefold.spread.parts import Part, held, size_of
-from fivefold.spread.sites import counterparts
 from fivefold.spread.tiers import tiers
 from fivefold.step.brought import NOTHING, Brought, use_loss
 from fivefold.step.own import make_equal, own_model
@@ -180,7 +179,8 @@ def assemble(
     brought: Brought = NOTHING,
 ) -> State:
     """Builds the state without the checks of `build_state`. memory: see `parallelize`. site: see `Mesh`."""
-    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, recipe.sites.count, site)
+    sites = recipe.sites
+    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, sites.count, site, overlap=bool(sites.overlap))
     mode = compute_mode(recipe, ranks.device, module is not None)
     dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
     if ranks.device.type == "cuda":
@@ -207,11 +207,7 @@ def _outer(state: State, recipe: Recipe) -> Outer | None:
     fields = {name: getattr(sync, f"outer_{name}") for name in optimizer.fields}
     assert sync.outer_lr, "a resolved recipe has the outer fields"
     assert None not in fields.values(), "a resolved recipe has the outer fields"
-    axis = state.mesh.axis("sites")
-    if sites.overlap:  # the sums of a step must not wait for these
-        every = counterparts(state.mesh.layout, sites.count)
-        axis = state.mesh.new_axes(axis.name, every, apart=True)
-    return Outer(state.parallel.replicas, axis, sites, optimizer, sync.outer_lr, fields)
+    return Outer(state.parallel.replicas, state.mesh.axis("sites"), sites, optimizer, sync.outer_lr, fields)
 
 
 def with_optimizer(

@@ -107,12 +107,13 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
     """A server's part: serves, and follows the first server, or leads. begun: called when it has started."""
     recipe, optim = job.recipe, job.recipe.optim
     steps, servers = recipe.train.steps or 0, recipe.servers
+    worker_links = links(ranks, servers.count)  # first: see `axis_between`
     state, shards = server_state(recipe, ranks)
     resumed = resume(state, job) if job.resume else None
     norms = state.mesh.new_axis("norms", list(range(servers.count)), apart=True)
     server = Server(
         shards,
-        links(ranks, servers.count),
+        worker_links,
         servers,
         norms,
         optim.grad_clip,
