@@ -35,7 +35,7 @@ from fivefold.models.card import card_of
 from fivefold.models.init import init_part
 from fivefold.observe import worker_picture
 from fivefold.parallel import products
-from fivefold.parallel.link import Kind, Note
+from fivefold.parallel.link import Kind, Link, Note
 from fivefold.parallel.server import Shard
 from fivefold.plan.clusters import parse
 from fivefold.plan.predict import predict
@@ -86,9 +86,15 @@ def served(room: Path, workers: int, *overrides: str) -> Recipe:
 def rank_of_run(
     rank: int, world: int, recipe: Recipe, out: Path, resume: bool = False, slow: str = ""
 ) -> Any:
-    """A rank's part of a run. slow: what the last worker does when it reads batches; or what happens to the second
-    server: it is killed ("server"), or its third update of each part leaves 1e8 in a "weight", or infinity in a
-    "state"."""
+    """A rank's part of a run. slow: what the last worker does when it reads batches, or in which moment of its third
+    share it is killed (LEAVES); or what happens to the second server: it is killed ("server"), or its third update of
+    each part leaves 1e8 in a "weight", or infinity in a "state"."""
+    if slow in LEAVES:
+        if rank < recipe.servers.count:
+            _count_updates(rank, out)
+        elif rank == world - 1:
+            setattr(Link, "tell", _leaving(Link.tell, *LEAVES[slow], lost=slow == "said elsewhere"))  # noqa: B010, in a process that ends
+        slow = ""
     if slow in ("server", "weight", "state"):
         if rank == 1 and slow == "server":
             threading.Timer(2, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -117,6 +123,48 @@ def _destroying(update: Any, what: str) -> Any:
         update(shard, part, *rest)
 
     return destroying
+
+
+LEAVES = {
+    "in a push": (Kind.PUSHED, 1),
+    "unsaid": (Kind.COMPUTED, 0),
+    "half said": (Kind.COMPUTED, 1),
+    "said elsewhere": (Kind.COMPUTED, 0),
+    "applied": (Kind.APPLIED, 0),
+}
+"""Before a worker tells this to that server it is killed, when the other servers have what it told them."""
+
+
+def _leaving(tell: Any, kind: Kind, server: int, lost: bool) -> Any:
+    """lost: the others hear it, and that server does not."""
+    told, others = Counter[int](), set[Link]()
+
+    def leaving(link: Link, what: Kind, *rest: Any) -> None:
+        others.add(link)
+        told[link.peer] += what == kind
+        if told[server] == (30 if kind == Kind.PUSHED else 3):
+            if link.peer == server and lost:
+                return
+            if lost:
+                tell(link, what, *rest)
+            for other in others:
+                other.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        tell(link, what, *rest)
+
+    return leaving
+
+
+def _count_updates(rank: int, out: Path) -> None:
+    """Leaves in updates-RANK how often each part's weights have changed."""
+    update, calls = Shard.update, Counter[str]()
+
+    def counted(shard: Shard, part: int, *rest: Any) -> None:
+        update(shard, part, *rest)
+        calls[f"{shard.message.number}/{part}"] += 1
+        (out.parent / f"updates-{rank}").write_text(json.dumps(calls))
+
+    setattr(Shard, "update", counted)  # noqa: B010, in a process that ends
 
 
 LAGS_S = {"lags": 0.15, "lags far": 0.6}
@@ -283,6 +331,30 @@ def test_asynchronous_training_goes_on_without_a_worker(room: Path, tmp_path: Pa
     assert set(shares) == {(step, share) for step in range(1, 13) for share in range(3)}
     assert len(shares) <= 37, "at most one twice: that of the lost worker"
     assert store.Reader(store.latest(tmp_path / "run")).meta["updates"] == 36
+
+
+@pytest.mark.parametrize("clip", [1, *slow(0)])
+@pytest.mark.parametrize("when", ["said elsewhere", "applied", *slow("in a push", "unsaid", "half said")])
+def test_a_share_is_applied_once_whenever_its_worker_is_lost(
+    room: Path, tmp_path: Path, when: str, clip: int
+) -> None:
+    """On both servers, whole or not at all: all weights have the same number of updates, that of the manifest."""
+    sets = [
+        "sync.staleness=-1",
+        "sync.servers=2",
+        "train.steps=6",
+        "train.sample_every=0",
+        "sync.partition=4096",
+    ]
+    recipe = served(room, 3, *sets, f"optim.grad_clip={clip}")
+    codes = processes(5, tmp_path, recipe, tmp_path / "run", False, when)
+    assert codes == [0, 0, 0, 0, -signal.SIGKILL]
+    updates = [json.loads((tmp_path / f"updates-{server}").read_text()) for server in range(2)]
+    assert {number for of_server in updates for number in of_server.values()} == {18}
+    assert store.Reader(store.latest(tmp_path / "run")).meta["updates"] == 18
+    shares = Counter((line["step"], line["share"]) for line in told(tmp_path / "run"))
+    assert len(shares) == 18
+    assert max(shares.values()) == 1, "what was computed is not computed again"
 
 
 @pytest.mark.slow

@@ -25,9 +25,9 @@ KEPT = 32  # notes whose sending nobody has waited for
 
 class Kind(IntEnum):
     """Notes. From a worker: PUSHED (a part of a gradient is on its way), PULL (send a message's weights), COMPUTED (a
-    share's backward is done), APPLIED (all servers have applied its gradient), TEXT (answers an order), BYE.
-    From a server: ACKNOWLEDGED (a part has arrived), UPDATED (a message's weights are new), the orders TRAIN, VALIDATE,
-    SAMPLE, END, and BYE."""
+    share's gradient is computed, and all servers have all of it), APPLIED (all servers have applied its gradient), TEXT
+    (answers an order), BYE. From a server: ACKNOWLEDGED (a part has arrived), UPDATED (a message's weights are new),
+    the orders TRAIN, VALIDATE, SAMPLE, END, and BYE."""
 
     PUSHED = 0
     PULL = 1
@@ -69,8 +69,7 @@ class Link:
         self, kind: Kind, first: int = 0, second: int = 0, step: int = 0, figures: tuple[float, ...] = ()
     ) -> None:
         """Sends a note, and does not wait until it is read. Any thread may call it."""
-        filled = (*figures, *[0.0] * (FIGURES - len(figures)))
-        note = torch.tensor([kind, first, second, step, *filled], dtype=torch.float64)
+        note = as_tensor(Note(kind, first, second, step, figures))
         with self._lock:
             self._sent.append(self.notes.start_send(note, self.peer))
             if len(self._sent) > KEPT:
@@ -79,8 +78,7 @@ class Link:
     def hear(self) -> Note:
         """Waits for the other's next note."""
         found = torch.empty(4 + FIGURES, dtype=torch.float64)
-        kind, first, second, step, *figures = self.notes.start_receive(found, self.peer)().tolist()
-        return Note(Kind(int(kind)), int(first), int(second), int(step), tuple(figures))
+        return as_note(self.notes.start_receive(found, self.peer)())
 
     def flush(self) -> None:
         """Waits until all notes are sent."""
@@ -109,6 +107,17 @@ def links(ranks: Ranks, servers: int) -> list[Link]:
 def tag_of(message: int, part: int, parts: int, down: bool = False) -> int:
     """Of a part of a message, on its way up or down. parts: most that a message has."""
     return 2 + 2 * (message * parts + part) + down
+
+
+def as_tensor(note: Note) -> Tensor:
+    """(4 + FIGURES) in fp64."""
+    filled = (*note.figures, *[0.0] * (FIGURES - len(note.figures)))
+    return torch.tensor([*note[:4], *filled], dtype=torch.float64)
+
+
+def as_note(numbers: Tensor) -> Note:
+    kind, first, second, step, *figures = numbers.tolist()
+    return Note(Kind(int(kind)), int(first), int(second), int(step), tuple(figures))
 
 
 def as_bytes(text: str) -> Tensor:

@@ -3,7 +3,8 @@ sends them new weights (Li et al., OSDI 2014).
 
 Synchronous, the weights of a part of a message change once all workers have pushed their gradients of it; if the
 gradient is clipped, once they have pushed all of it to all servers, because its norm must be known. Otherwise each
-worker's gradient changes the weights by itself, clipped by its own norm.
+worker's gradient changes the weights by itself, clipped by its own norm, once all servers have all of it. So what a
+worker leaves behind when it is lost changes all weights or none (`Server.settle`).
 
 Two threads serve each worker: one hears its notes, one waits for its data. So no worker waits for another one's.
 """
@@ -27,7 +28,7 @@ from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
 from fivefold.optim.clip import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater, largest
-from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, tag_of
+from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, as_note, as_tensor, tag_of
 from fivefold.spread.parts import Part, local_shape
 from fivefold.spread.servers import Message, Row, Servers
 
@@ -216,8 +217,33 @@ class Server:
             if self._error:
                 raise self._error
             found = self._steps.pop(step)
-            assert found.updated == self._all, f"step {step} took longer than {timeout_s:g} s"
+            if found.updated < self._all:
+                raise CommunicationError(
+                    f"step {step + 1} has not ended after launch.timeout = {timeout_s:g} s: workers are too slow, or "
+                    "stuck"
+                )
             return float(found.square), float(found.skipped)
+
+    def settle(self, worker: int) -> tuple[Note, int] | None:
+        """Ends what a lost worker of an asynchronous run has left behind. All servers call it. A worker says that a
+        share is computed when all servers have all of its gradient. So if one of them has heard it, all apply it; what
+        came of a later share is dropped. Returns the note of the last share that was applied and its lag (see `Event`);
+        None: there was none."""
+        own = self._workers[worker]
+        with self._held():
+            own.lost = True  # notes that come from now on are ignored
+            heard = own.heard or Note(Kind.COMPUTED, step=-1)
+        self._payloads[worker].put(None)
+        every = self.norms.all_gather(as_tensor(heard)[None])  # (servers, numbers of a note)
+        last = as_note(every[every[:, 3].argmax()])
+        with self._held():
+            if last.step > own.applied:
+                wanted = lambda: len(own.arrived) == self._all  # noqa: E731
+                if not self._lock.wait_for(wanted, self.norms.timeout_s):
+                    raise CommunicationError(f"the gradient of lost worker {worker} is not complete")
+                self._apply(worker, last)
+            own.arrived = []
+            return (last, self._lag(own, last)) if last.step >= 0 else None
 
     def await_workers(self, what: str, workers: Iterable[int]) -> float:
         """The main thread waits for one of these workers: see `progress.expect`."""
@@ -305,11 +331,16 @@ class Server:
         if note.kind == Kind.COMPUTED:
             with self._held():
                 own = self._workers[worker]
-                own.computed = note
+                if own.lost:
+                    return
+                own.computed = own.heard = note
                 if not self.servers.synchronous:
-                    lag = note.first - own.take_seen(2 * note.step + 1, self._whole_steps)
+                    lag = self._lag(own, note)
                 self._go_on(worker, note.first)
         self._tell_leader(Event(worker, note, lag=lag))
+
+    def _lag(self, own: _Worker, note: Note) -> int:
+        return note.first - own.take_seen(2 * note.step + 1, self._whole_steps)
 
     def _send(self, worker: int, shard: Shard, part: int, pull: int) -> None:
         link, here = self.links[worker], slice(*shard.message.cuts[part])
@@ -342,9 +373,7 @@ class Server:
         everyone, own = range(len(self.links)), self._workers[worker]
         if not self.servers.synchronous:
             own.arrived.append((shard, part))
-            if not self.grad_clip:
-                self._update(shard, part, shard.take(part, [worker]), step, None)
-                self._tell([worker], shard, part)
+            self._lock.notify_all()
         else:
             shard.missing[part] -= 1
             if shard.missing[part] == 0:
@@ -365,22 +394,24 @@ class Server:
                 self._clip_together(step)
             return
         own = self._workers[worker]
-        if own.computed is None or len(own.arrived) < self._all:
-            return
-        note, arrived = own.computed, own.arrived
-        own.computed, own.arrived = None, []
-        if self.grad_clip:
-            square = torch.tensor(note.figures[1], dtype=torch.float64)
-            for shard, part in arrived:
-                shard.take(part, [worker])
-                self._update(shard, part, square, step, clip_scale(square.sqrt(), self.grad_clip))
+        if own.computed and not own.lost and len(own.arrived) == self._all:
+            self._apply(worker, own.computed)
+
+    def _apply(self, worker: int, note: Note) -> None:
+        """An asynchronous worker's share changes this server's weights."""
+        own = self._workers[worker]
+        arrived, own.arrived, own.computed, own.applied = own.arrived, [], None, note.step
+        square = torch.tensor(note.figures[1], dtype=torch.float64)
+        scale = clip_scale(square.sqrt(), self.grad_clip) if self.grad_clip else None
+        for shard, part in arrived:
+            shard.take(part, [worker])
+            self._update(shard, part, square, note.first, scale)
         self._applied.add((note.first, note.second))
         while all((self._whole_steps, share) in self._applied for share in range(len(self.links))):
             self._applied -= {(self._whole_steps, share) for share in range(len(self.links))}
             self._whole_steps += 1
-        if self.grad_clip:
-            for shard, part in arrived:
-                self._tell([worker], shard, part)
+        for shard, part in arrived:
+            self._tell([worker], shard, part)
 
     def _clip_together(self, step: int) -> None:
         """Once everything has been pushed everywhere, all servers know the norm of the whole gradient."""
@@ -417,13 +448,16 @@ class Server:
 
 
 class _Worker:
-    """What a server knows of a worker. computed: the end of its share, until all weights have it. arrived: the parts
-    that it has pushed. sending: those on their way to it. seen: the steps that the weights contain whole, when it began
-    to pull them, by the number of the pull."""
+    """What a server knows of a worker. computed: the end of its share, until all weights have it. heard: the last such
+    note. applied: the number of the worker's last share that the weights have. arrived: the parts that it has pushed.
+    sending: those on their way to it. seen: the steps that the weights contain whole, when it began to pull them, by
+    the number of the pull."""
 
     def __init__(self) -> None:
         self.lost = False
         self.computed: Note | None = None
+        self.heard: Note | None = None
+        self.applied = -1
         self.arrived: list[tuple[Shard, int]] = []
         self.sending: dict[tuple[int, int], Started] = {}
         self.seen: dict[int, int] = {}

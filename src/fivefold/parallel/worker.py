@@ -201,6 +201,10 @@ class Exchange:
         self._receiving = SimpleQueue[tuple[Started, Message, int, float] | None]()
         self._pushed = dict.fromkeys(self._sizes, -1)  # the last share of which each unit was pushed
         self._updates, self._step, self.serial = 0, 0, -1
+        self._unacknowledged = 0  # parts pushed that servers may not have yet
+        self._computed: tuple[int, int, int, tuple[float, ...]] | None = (
+            None  # a share, until they have all parts
+        )
         self._share: tuple[int, int] | None = None
         self._error: BaseException | None = None
         self._closing, self.waited = False, 0.0
@@ -300,14 +304,24 @@ class Exchange:
                 raise self._error
             self._stale[unit], self._pushed[unit] = self._sizes[unit], self.serial
             for message in self._of_unit[unit]:
+                self._unacknowledged += len(message.parts)
                 for part in range(len(message.parts)):
                     self._pushes.add((message.number, part, self._step), message.unit)
             self._lock.notify_all()
 
     def computed(self, step: int, share: int, figures: tuple[float, ...]) -> None:
-        """Tells all servers that a share's backward is done."""
+        """A share's backward is done. Tells all servers once they have all of its gradient."""
+        with self._lock:
+            self._computed = step, share, self.serial, figures
+        self._tell_if_received()
+
+    def _tell_if_received(self) -> None:
+        with self._lock:
+            if self._computed is None or self._unacknowledged:
+                return
+            (step, share, serial, figures), self._computed = self._computed, None
         for link in self.links:
-            link.tell(Kind.COMPUTED, step, share, self.serial, figures)
+            link.tell(Kind.COMPUTED, step, share, serial, figures)
         with self._lock:
             self._share = step, share
         self._tell_if_applied()
@@ -429,8 +443,10 @@ class Exchange:
                     started = self._sending.pop(key)
                     self.note("push", self.messages[note.first].unit, self._began.pop(key))
                     self._credits["push"] += 1
+                    self._unacknowledged -= 1
                     self._lock.notify_all()
                 started()  # it has arrived
+                self._tell_if_received()
             else:
                 assert note.kind == Kind.UPDATED, note
                 with self._lock:

@@ -164,11 +164,17 @@ class Shares:
             del self._finished[self.oldest]
             self.oldest += 1
 
-    def lose(self, worker: int) -> None:
-        """The worker is gone. Its shares are handed out again."""
+    def lose(self, worker: int, applied: tuple[int, int] | None = None) -> list[tuple[int, int]]:
+        """The worker is gone. applied: the last of its shares that the servers have applied. Returns its shares up to
+        that one, which are finished; the others are handed out again."""
         self.alive.discard(worker)
-        for found in self.under_way.pop(worker, []):
+        taken = self.under_way[worker]
+        finished = taken[: taken.index(applied) + 1] if applied in taken else []
+        for step, share in finished:
+            self.finish(worker, step, share)
+        for found in self.under_way.pop(worker):
             heapq.heappush(self._given_back, found)
+        return finished
 
 
 def pieces(rows: Iterable[Row], offsets: Mapping[str, int]) -> list[Span]:

@@ -50,7 +50,7 @@ from fivefold.train.saved import identity
 from fivefold.train.saver import Saver
 from fivefold.train.self_test import settle
 
-STEP, SAVE, END = range(3)  # what the first server has the others do
+STEP, SAVE, LOST, END = range(4)  # what the first server has the others do
 
 
 def run_served(job: Job, ranks: Ranks) -> int | None:
@@ -187,6 +187,8 @@ def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
                 raise destroyed_after(state.step, job.recipe.faults)
         elif command == SAVE:
             _save(job, state, saver, *map(int, numbers[:3]))
+        elif command == LOST:
+            server.settle(int(numbers[0]))
         else:
             server.close()
             return bool(numbers[0])
@@ -327,7 +329,13 @@ class Leader:
         return worker not in self.idle or bool(self.shares.under_way[worker])
 
     def _lose(self, event: Event) -> None:
-        self.shares.lose(event.worker)
+        _tell(self.state.mesh.axis("run"), LOST, event.worker)
+        settled = self.server.settle(event.worker)
+        note, lag = settled or (Note(Kind.COMPUTED), 0)
+        for step, share in self.shares.lose(event.worker, (note.first, note.second) if settled else None):
+            if (event.worker, step, share) not in self.computed:  # only another server has heard of it
+                self._computed(event.worker, note, lag)
+            self.applied.append(self.computed.pop((event.worker, step, share)))
         self._oversee()
         self.idle.discard(event.worker)
         if chore := self.doing.pop(event.worker, None):
