@@ -62,7 +62,8 @@ def whole_gradients(unit: FSDPModule) -> list[Tensor]:
         found.append(parameter.unsharded_accumulated_grad)
         if hasattr(parameter, "_unsharded_param"):
             found.append(parameter._unsharded_param.grad)
-    return [gradient for gradient in found if gradient is not None]
+    found = [gradient for gradient in found if gradient is not None]
+    return list({id(gradient): gradient for gradient in found}.values())  # since torch 2.15 both are one tensor
 
 
 def take_deferred_gradients(unit: FSDPModule) -> None:
@@ -70,16 +71,19 @@ def take_deferred_gradients(unit: FSDPModule) -> None:
     no ZeRO in pipelines that split backward."""
     for group in groups(unit):
         for parameter in group.fsdp_params:  # norms have fp32 gradients since I: FSDP2 wants one dtype
-            if hasattr(parameter, "_unsharded_param"):
+            if hasattr(parameter, "_unsharded_param") and hasattr(parameter, "to_accumulated_grad_if_needed"):
                 parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()  # torch 2.15 casts them itself
         group.post_backward()
 
 
 def end_backward(root: FSDPModule) -> None:
     """Scatters the gradients that are due and waits for them, as at the end of a backward. Without it: no ZeRO in
     pipelines."""
-    root._get_fsdp_state()._root_post_backward_final_callback()
+    state = root._get_fsdp_state()
+    if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # torch 2.15 asks who ends a backward
+        state._state_ctx.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
 
 
 def forget_gradients(unit: FSDPModule) -> None:
