@@ -19,7 +19,7 @@ TO_DOCS := $(VENV)/.installed-docs
 LISTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-chaos check docs audit sbom release format clean
+.PHONY: help train test test-all test-chaos test-versions test-mutations check docs audit sbom release format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -43,6 +43,12 @@ test-chaos: $(TO_TEST)  ## kills, damage, power loss, full disks, lost networks 
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py elastic --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py layouts
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py soak
+
+test-mutations: $(TO_TEST)  ## wrong lines that tests must notice: half an hour
+	$(BIN)/python tests/mutations/run.py $(ARGS)
+
+test-versions: | $(BIN)/python  ## parallelism, precision, checkpoints, servers, GPU traces on each PyTorch in range: an hour
+	$(BIN)/python tests/versions.py $(ARGS)
 
 check: $(TO_TEST)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

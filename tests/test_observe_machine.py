@@ -11,10 +11,18 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import versions
 
 from fivefold import files, host
 from fivefold.errors import UserError
-from fivefold.host.machine import current_memory_bytes, describe, has_fast_bf16, peak_memory_bytes
+from fivefold.host.machine import (
+    TORCH,
+    current_memory_bytes,
+    describe,
+    has_fast_bf16,
+    peak_memory_bytes,
+    untried_torch,
+)
 from fivefold.kernels import peak
 
 
@@ -24,6 +32,19 @@ def test_describe_is_json_and_plausible() -> None:
     assert facts["cores"] >= 1
     assert facts["memory_bytes"] > 2**28
     assert {"cpu", "os", "python", "torch", "gpus", "fast_bf16", "fivefold"} <= facts.keys()
+
+
+def test_versions_of_torch_that_nobody_tried_are_named() -> None:
+    """Those tried are the range of the package and what `make test-versions` installs."""
+    assert [untried_torch(version) for version in ("2.11.0+cu130", "2.13.1", "2.15.0")] == ["", "", ""]
+    assert untried_torch("2.16.0.dev20261120+cpu").startswith(
+        "PyTorch 2.16.0.dev20261120+cpu has not been tried"
+    )
+    assert untried_torch("2.9.1") and untried_torch("3.0.0")
+    oldest, newest = TORCH
+    assert f'"torch>={oldest}"' in (versions.ROOT / "pyproject.toml").read_text()
+    assert [versions.VERSIONS[0], versions.VERSIONS[-1]] == [f"{oldest}.0", f"{newest}.0"]
+    assert all((versions.ROOT / f"tests/test_{name}.py").exists() for name in versions.FILES)
 
 
 def test_peak_memory_follows_an_allocation() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm import Axis
+from fivefold.comm.private import all_gather_single, reduce_scatter_single
 from fivefold.precision import TRAINED, torch_dtype
 
 SIZES = {4 << 10: 20, 64 << 10: 20, 512 << 10: 15, 8 << 20: 5}
@@ -63,9 +64,9 @@ def _collectives(size: int, device: torch.device) -> dict[str, Callable[[], obje
     }
     for name, x in whole.items():
         mine = torch.empty_like(part[name])
-        found[f"reduce_scatter {name}"] = lambda x=x, mine=mine: dist.reduce_scatter_single(mine, x)
+        found[f"reduce_scatter {name}"] = lambda x=x, mine=mine: reduce_scatter_single(mine, x)
     return found | {
-        "all_gather": lambda: dist.all_gather_single(whole["bf16"], part["bf16"]),
+        "all_gather": lambda: all_gather_single(whole["bf16"], part["bf16"]),
         "all_to_all": lambda: every.all_to_all(whole["bf16"]),
         "scatter_gradients": lambda: every.sum_scatter(whole["fp32"], rows, torch.float32),
         "send": around,

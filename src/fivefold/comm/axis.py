@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.failure import Place, caller, verdict
+from fivefold.comm.private import all_gather_single, reduce_scatter_single
 from fivefold.comm.progress import Ops, progress
 from fivefold.comm.span import message
 from fivefold.comm.watch import UNIT, Work, watched
@@ -114,7 +115,7 @@ class Axis:
             out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         if self.group is None:
             return Started(self, "all_gather", out.copy_(x))
-        return self._start("all_gather", out, out, dist.all_gather_single, out, x)
+        return self._start("all_gather", out, out, all_gather_single, out, x)
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Joins every rank's x (contiguous) along the first dim: (n d0, ...)."""
@@ -122,7 +123,7 @@ class Axis:
             out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         if self.group is None:
             return out.copy_(x)
-        self._run("all_gather", out, dist.all_gather_single, out, x)
+        self._run("all_gather", out, all_gather_single, out, x)
         return out
 
     def start_reduce_scatter(self, x: Tensor) -> Started:
@@ -132,7 +133,7 @@ class Axis:
             return Started(self, "reduce_scatter", x)
         assert x.shape[0] % self.size == 0, f"{x.shape[0]} rows over {self.size} ranks"
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        return self._start("reduce_scatter", out, x, dist.reduce_scatter_single, out, x)
+        return self._start("reduce_scatter", out, x, reduce_scatter_single, out, x)
 
     def sum_scatter(self, x: Tensor, out: Tensor, sent: torch.dtype) -> Tensor:
         """Sums every rank's x, cuts the sum along the first dim, and writes this rank's part into `out`. x, out:
@@ -146,7 +147,7 @@ class Axis:
             return out.copy_(x)
         if x.is_cuda:
             part = out if sent == out.dtype else torch.empty_like(out, dtype=sent)
-            self._run("reduce_scatter", x, dist.reduce_scatter_single, part, x)
+            self._run("reduce_scatter", x, reduce_scatter_single, part, x)
             return out if part is out else out.copy_(part)
         received = torch.empty_like(x)
         self._run("all_to_all", x, _all_to_all, received, x, None, None)

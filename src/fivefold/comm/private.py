@@ -1,4 +1,5 @@
-"""The private parts of PyTorch (torch 2.13) that comm/ uses. tests/test_membership.py calls them."""
+"""The private parts of PyTorch that comm/ uses, and public ones that have other names in other versions.
+tests/test_membership.py and tests/test_comm.py call them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Before torch 2.13 these had longer names, which later versions may drop.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gloo_group(

@@ -31,6 +31,22 @@ _NOTABLE_FLAGS = (
 )
 
 
+TORCH = ("2.11", "2.15")
+"""The oldest and the newest version of PyTorch that Fivefold was tried with (`make test-versions`)."""
+
+
+def untried_torch(version: str) -> str:
+    """A sentence if nobody has tried this version of PyTorch, such as "2.16.0+cpu"; "" if somebody has."""
+
+    def number(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+
+    oldest, newest = TORCH
+    if number(oldest) <= number(version) <= number(newest):
+        return ""
+    return f"PyTorch {version} has not been tried; Fivefold was tested with {oldest} to {newest}"
+
+
 def describe() -> dict[str, Any]:
     """The machine as JSON values: processor, usable cores and memory, system, versions, GPUs, fast dtypes.
 

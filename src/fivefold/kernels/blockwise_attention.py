@@ -10,6 +10,7 @@ Legend: B batch, T sequence, H query heads, K key-value heads, G = H/K, d head s
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -60,9 +61,14 @@ def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Doc
 
     B, T = q.shape[:2]
     ends = documents.cumulative
+    shared, options = q.shape[2] // k.shape[2], {}
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = shared > 1
+    elif shared > 1:  # before torch 2.13
+        k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
     out = varlen_attn(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, ends, T, T,  # (B T, heads, d)
-        window_size=(-1, 0 if causal else -1), enable_gqa=q.shape[2] != k.shape[2],
+        window_size=(-1, 0 if causal else -1), **options,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.unflatten(0, (B, T))

@@ -41,7 +41,10 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 def groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     """The parameter groups of a unit; none if all parameters belong to inner units. Without it: nothing else here."""
-    return unit._get_fsdp_state()._fsdp_param_groups
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # before torch 2.12: one at most
 
 
 def shares(unit: FSDPModule) -> list[int]:
@@ -63,7 +66,9 @@ def whole_gradients(unit: FSDPModule) -> list[Tensor]:
         if hasattr(parameter, "_unsharded_param"):
             found.append(parameter._unsharded_param.grad)
     found = [gradient for gradient in found if gradient is not None]
-    return list({id(gradient): gradient for gradient in found}.values())  # since torch 2.15 both are one tensor
+    return list(
+        {id(gradient): gradient for gradient in found}.values()
+    )  # since torch 2.15 both are one tensor
 
 
 def take_deferred_gradients(unit: FSDPModule) -> None:
@@ -81,7 +86,9 @@ def end_backward(root: FSDPModule) -> None:
     """Scatters the gradients that are due and waits for them, as at the end of a backward. Without it: no ZeRO in
     pipelines."""
     state = root._get_fsdp_state()
-    if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # torch 2.15 asks who ends a backward
+    if hasattr(
+        state._state_ctx, "manual_backward_finalization_active"
+    ):  # torch 2.15 asks who ends a backward
         state._state_ctx.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
 

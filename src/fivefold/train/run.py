@@ -15,7 +15,7 @@ from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
 from fivefold.data.mixture import amounts, facts, stages_in_words
 from fivefold.files import MOST_TRACE, guard, make_folder, parse_json, read_bytes, write_atomically
-from fivefold.host.machine import describe
+from fivefold.host.machine import describe, untried_torch
 from fivefold.kernels import native
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
@@ -189,6 +189,8 @@ def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
     found = [f"WARNING: {warning}" for warning in warnings(recipe)]
     for note in (*notes(recipe), *state.mesh.notes(), *state.parallel.notes(), *found):
         console.note(note)
+    if untried := untried_torch(torch.__version__):
+        console.note(f"WARNING: {untried}")
     if ranks.device.type == "cpu" and native.why_not():
         console.note(f"fused CPU kernels are off, so training is slower: {native.why_not()}")
 
