@@ -93,6 +93,8 @@ def test_emulation_equals_the_matmul_of_fp8(scaling: str, form: Format) -> None:
         for weight in (False, True):
             assert how.multiply(a.to("meta"), b.to("meta"), form, weight).shape == (256, 128)
         return
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
+        pytest.skip(f"torch {torch.__version__} multiplies fp8 on GPUs only")
     found, wanted = how._product(a, b, form), how.multiply(a, b, form)
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-9 * wanted.abs().max().item())
 

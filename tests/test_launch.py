@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launched import command
+from marks import slow
 from ranks import run_ranks
 from test_train import TINY
 
@@ -159,21 +160,26 @@ def launched_on_two_hosts(clean) -> None:
     for name, value in values.items():
         clean.setenv(name, value)
     clean.setattr(ranks.torch, "set_num_threads", lambda count: None)
-    clean.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    clean.setattr(network, "addresses", lambda: {"eth0": "10.0.0.5", "ib0": "10.1.0.5"})
 
 
 def test_a_host_whose_name_is_loopback_is_refused(clean):
-    """As on Debian, where the host's name is 127.0.1.1: no other host could reach it."""
-    launched_on_two_hosts(clean)
-    clean.setenv("MASTER_ADDR", "127.0.1.1")
+    """As on Debian, where the host's name is 127.0.1.1: no other host could reach it. Ranks that are all on this
+    machine can, and those that are told to listen there."""
+    clean.setattr(network, "own_address", lambda host: "127.0.1.1")
+    clean.setattr(network, "addresses", lambda: {"eth0": "10.0.0.5", "ib0": "10.1.0.5"})
     clean.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with (
-        pytest.raises(UserError, match=r"reach 127.0.1.1 from 127.* Set GLOO_SOCKET_IFNAME .*: eth0, ib0\)"),
-        ranks.join(),
-    ):
-        pass
+    own = socket.gethostname()
+    with pytest.raises(UserError, match=r"from 127.0.1.1.* Set GLOO_SOCKET_IFNAME .*: eth0, ib0\)"):
+        network.name_interface("gloo", own)
     with pytest.raises(UserError, match=r"127.0.1.1 stands for the loopback interface"):
         network.listening("127.0.1.1", 0)
+    network.name_interface("gloo", own, one_machine=True)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert network.reachable(own, "gloo") == own
+    clean.delenv("GLOO_SOCKET_IFNAME")
+    network.name_interface("gloo", "localhost")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_host_whose_own_name_is_loopback_is_called_by_its_interface(clean):
@@ -196,6 +202,46 @@ def test_a_host_whose_own_name_is_loopback_is_called_by_its_interface(clean):
     del there["ib0"]
     assert network.reachable("node0", "gloo") == "10.0.0.5"
     assert network.reachable("node1", "gloo") == "node1"
+
+
+MEETS = """
+import torch, torch.distributed
+from fivefold.launch import ranks
+with ranks.join(meet_s=60) as own:
+    torch.distributed.all_reduce(found := torch.ones(1))
+    print("sum", int(found.item()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "agents"),
+    [("localhost", 2), *slow(("127.0.0.1", 3), (socket.gethostname(), 2), ("localhost", 3))],
+)
+def test_agents_of_torchrun_meet_on_one_machine(tmp_path, host, agents):
+    program, environment = (
+        tmp_path / "meets.py",
+        {k: v for k, v in os.environ.items() if "SOCKET_IFNAME" not in k},
+    )
+    program.write_text(MEETS)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        f"{agents}",
+        "--nproc-per-node",
+        "1",
+    ]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}", str(program)]
+    started = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(agents)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * agents
+    assert said == [f"sum {agents}\n"] * agents
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -40,7 +40,8 @@ def test_versions_of_torch_that_nobody_tried_are_named() -> None:
     assert untried_torch("2.16.0.dev20261120+cpu").startswith(
         "PyTorch 2.16.0.dev20261120+cpu has not been tried"
     )
-    assert untried_torch("2.9.1") and untried_torch("3.0.0")
+    assert untried_torch("2.9.1")
+    assert untried_torch("3.0.0")
     oldest, newest = TORCH
     assert f'"torch>={oldest}"' in (versions.ROOT / "pyproject.toml").read_text()
     assert [versions.VERSIONS[0], versions.VERSIONS[-1]] == [f"{oldest}.0", f"{newest}.0"]

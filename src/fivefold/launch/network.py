@@ -69,6 +69,19 @@ def interface_of(address: str) -> str:
     return next((name for name, its in addresses().items() if its == str(wanted)), "")
 
 
+def only_here(host: str, backend: str) -> bool:
+    """True if all ranks must be on this machine: rank 0's host is "localhost" or a loopback address, or the user has
+    named the loopback interface. A host's own name may stand for one, too, and other hosts still reach it."""
+    own = host.partition(".")[0] == socket.gethostname().partition(".")[0] != "localhost"
+    named = os.environ.get(_variable(backend), "").lstrip("=").split(",")
+    return any(name in named for name in _loopbacks()) or (not own and is_loopback(_address(host)))
+
+
+def _loopbacks() -> list[str]:
+    """Names of the loopback interface."""
+    return [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+
+
 def reachable(host: str, backend: str) -> str:
     """`host`, as this machine has to call it. On Debian a host's own name is 127.0.1.1 on itself, where no other host
     could reach it: then this is the address of its only interface, or of the one that is named.
@@ -77,7 +90,7 @@ def reachable(host: str, backend: str) -> str:
         UserError: it has several, and none or several of them are named.
     """
     own = host.partition(".")[0] == socket.gethostname().partition(".")[0] != "localhost"
-    if not own or not is_loopback(own_address(host)):
+    if not own or only_here(host, backend) or not is_loopback(own_address(host)):
         return host
     found = addresses()
     if is_named(backend):
@@ -109,14 +122,17 @@ def is_named(backend: str) -> bool:
     return bool(os.environ.get(_variable(backend)))
 
 
-def name_interface(backend: str, host: str) -> None:
-    """Lets ranks on several hosts listen on the interface that leads to rank 0's host, and on no other.
+def name_interface(backend: str, host: str, one_machine: bool = False) -> None:
+    """Lets the ranks of several launches listen on the interface that leads to rank 0's host, and on no other.
+    one_machine: all ranks are on this one, so it may be the loopback interface.
 
     Raises:
         UserError: none leads there. The message lists the interfaces.
     """
     address = own_address(host)
     name = interface_of(address)
+    if not name and (one_machine or only_here(host, backend)):
+        name = next(iter(_loopbacks()), "")
     if not name:
         raise UserError(
             f"ranks on several hosts need a network interface to listen on. This host would reach {host} from "
@@ -129,7 +145,7 @@ def name_interface(backend: str, host: str) -> None:
 
 def interfaces(backend: str) -> str:
     """What to do about the network: the sentence that ends an error."""
-    names = ", ".join(name for _, name in socket.if_nameindex() if name != "lo")
+    names = ", ".join(addresses())
     return f" Set {_variable(backend)} to the network interface between the hosts (here: {names or 'none'})"
 
 

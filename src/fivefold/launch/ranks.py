@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import BusyError, CommunicationError, UserError
-from fivefold.host import cores
+from fivefold.host import cores, machine_id
 from fivefold.launch import network, verdict
 from fivefold.launch.launchers import found, master
 
@@ -95,10 +95,11 @@ def join(
         atexit.unregister(_free_groups)  # of a join before
         atexit.register(_free_groups)
         backend = _backend()
-        if world > local_world and not network.is_named(backend):
-            network.name_interface(backend, network.reachable(master()[0], backend))
         try:
             store = _store(rank, launched, meet_s)
+            if world > local_world and not network.is_named(backend):
+                host, here = master()[0], _on_one_machine(store, rank, launched, meet_s)
+                network.name_interface(backend, host if here else network.reachable(host, backend), here)
             if (
                 timeout_s < meet_s and STORE_FILE in os.environ
             ):  # else it is the time for local ranks to start
@@ -164,9 +165,10 @@ def _store(rank: int, world: int, meet_s: float) -> dist.Store:
     serves, timeout = rank == 0 and not shared, timedelta(seconds=meet_s)
     launched = found()
     on_one_host = launched is None or launched[1] == launched[3]
-    if not on_one_host:
+    if not on_one_host and not shared:  # torchrun's agent listens on all interfaces
         host = network.reachable(host, _backend())
-    at = network.listening(host, port, alone=on_one_host) if serves else None
+    alone = on_one_host or network.only_here(host, _backend())
+    at = network.listening(host, port, alone) if serves else None
     store = dist.TCPStore(host, port, world, serves, timeout, wait_for_workers=False, master_listen_fd=at)
     return dist.PrefixStore(_round(store, rank, world, meet_s), store)
 
@@ -181,7 +183,7 @@ def _round(store: dist.Store, rank: int, world: int, meet_s: float) -> str:
     own, hello = uuid.uuid4().hex, "fivefold/hello/{}".format
     if rank:
         store.set(hello(rank), own)
-        name = store.get(f"fivefold/{own}").decode()
+        name = _awaited(store, f"fivefold/{own}", meet_s)
         store.set(f"fivefold/{name}/{rank}", "")
         return name
     missing, greeted = set(range(1, world)), set[str]()
@@ -197,3 +199,24 @@ def _round(store: dist.Store, rank: int, world: int, meet_s: float) -> str:
             raise RuntimeError(f"ranks {sorted(missing)} did not come within launch.meet = {meet_s:g} s")
         time.sleep(0.01 * bool(missing))
     return own
+
+
+def _awaited(store: dist.Store, key: str, meet_s: float) -> str:
+    """The value of a key that another rank sets. It looks again and again: a store that waits by itself lets no
+    handler of a signal run."""
+    deadline = time.monotonic() + meet_s
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank 0 did not come within launch.meet = {meet_s:g} s")
+        time.sleep(0.01)
+    return store.get(key).decode()
+
+
+def _on_one_machine(store: dist.Store, rank: int, world: int, meet_s: float) -> bool:
+    """True if all ranks are on one machine, though of several launches, such as torchrun's agents."""
+    mine, key, answer = machine_id().hex(), "fivefold/machine/{}".format, "fivefold/one machine"
+    store.set(key(rank), mine)
+    if rank == 0:
+        same = all(_awaited(store, key(other), meet_s) == mine for other in range(world))
+        store.set(answer, str(same))
+    return _awaited(store, answer, meet_s) == "True"
