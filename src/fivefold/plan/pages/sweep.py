@@ -49,7 +49,7 @@ def page(folder: Path, found: Results) -> str:
         )
     lead = f"{found.sweep.recipe}: {len(done)} of {len(rows)} runs are finished. They vary {varied or 'nothing'}."
     sections = [
-        compare.section("Scaling law", _law(found)),
+        compare.section("Scaling law" if found.law else "Sizes and lengths", _law(found)),
         compare.section("Other fields", _curves(found.curves)),
         compare.section(
             "Runs", compare.figures_table(runs) + _unfinished(found) if runs else _unfinished(found)
