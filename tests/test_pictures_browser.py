@@ -1,7 +1,6 @@
 """Every picture of docs as Chromium draws it: no text overlaps another, leaves the picture, or is too small."""
 
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest

@@ -47,7 +47,8 @@ def to_svg(paths: Paths) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="paths" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img"><style>{STYLE}</style><rect class="paper" width="{width}" height="{height}"/>',
-        f'<text x="{LEFT}" y="24" class="title">Optimizers on four surfaces, each at its best learning rate; frames cut paths</text>',
+        f'<text x="{LEFT}" y="24" class="title">Optimizers on four surfaces, each at its best learning rate; '
+        "frames cut paths</text>",
     ]
     for column, name in enumerate(paths):
         x = LEFT + column * (WIDTH + GAP)

@@ -157,7 +157,7 @@ def overlap(rows: Sequence[Row], title: str) -> str:
 def _lines(left: float, top: float) -> str:
     """The legend of the panels."""
     parts = []
-    for kind, words in (("line", "the formula"), ("limit", "hidden below"), ("now", "this recipe")):
+    for kind, words in (("line", "the formula"), ("limit", "the limit"), ("now", "this recipe")):
         parts.append(
             f'<path class="{kind}" d="M{left} {top}h18"/>{caption(left + 24, top + 4, words, "soft")}'
         )
@@ -210,8 +210,9 @@ def panel(rule: Rule, left: float, top: float) -> str:
                 f'<circle class="dot" cx="{x(size_):.1f}" cy="{y(ratio):.1f}" r="3.5"><title>{told}</title></circle>'
             )
     parts.append(caption(x0 + wide, y0 + high + 32, rule.variable, "soft end"))
+    late = "idle" if rule.what.startswith("idle") else "messages"
     turned = f'transform="rotate(-90 {left + 10:.1f} {y0 + high / 2:.1f})"'
-    parts.append(caption(left + 10, y0 + high / 2, "messages / computing", "soft middle small", turned))
+    parts.append(caption(left + 10, y0 + high / 2, f"{late} / computing", "soft middle small", turned))
     return "".join(parts)
 
 
