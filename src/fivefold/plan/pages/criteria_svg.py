@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH, LEFT, PANEL, BAR, ROW = 860, 96, 255, 160, 26  # pixels: bars of a panel, and their values beside them
 TOP = 108
-REASONS = {
-    "operations": "activations",
-    "recompute": "recompute",
-    "sums": "sums",
-    "update": "updates",
-}
+REASONS = {"operations": "activations", "recompute": "recompute", "sums": "sums", "update": "updates"}
 AXES = ("dp", "tp", "cp", "pp", "ep")
 _COLOURS = dict(
     zip((*REASONS, *AXES), (*KINDS[:4], *KINDS), strict=True)  # those of memory, which both modes have
