@@ -46,8 +46,7 @@ SMALLEST_IS_BEST = {"loss", "val_loss", "best_val_loss", "val_bits_per_byte"}
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run to compare. recipe: None if it is missing or of another version. color: its number in the pictures,
-    -1 without curves."""
+    """A run to compare. recipe: None if it is missing or of another version. color: its number, or -1."""
 
     name: str
     folder: Path
@@ -329,7 +328,6 @@ def _from(series: Series, low: float) -> Series:
 
 
 def _style(run: ComparedRun) -> str:
-    """Classes of a run; none for one without curves."""
-    if run.color < 0:
+    if run.color < 0:  # no curves
         return ""
     return f"c{run.color % len(LIGHT)}" + ("", " dashed", " dotted", " dotdash")[run.color // len(LIGHT) % 4]

@@ -52,8 +52,7 @@ def criteria(rows: Sequence[Row], title: str) -> str:
         left = LEFT + number * PANEL
         parts.append(caption(left, 48, name, "name"))
         parts.append(_keys([(kind, str(text or kind)) for kind, text in kinds.items()], left))
-        line = limit_at if number == 1 else -math.inf
-        parts.append(_bars(rows, left, values, words, here, line))
+        parts.append(_bars(rows, left, values, words, here, limit_at if number == 1 else -math.inf))
     for number, row in enumerate(rows):
         y = TOP + number * ROW + 15
         parts.append(caption(LEFT - 10, y, row.technique, "end"))
@@ -153,9 +152,8 @@ def _lines(left: float, top: float) -> str:
     """The legend of the panels."""
     parts = []
     for kind, words in (("line", "the formula"), ("limit", "the limit"), ("now", "this recipe")):
-        parts.append(
-            f'<path class="{kind}" d="M{left} {top}h18"/>{caption(left + 24, top + 4, words, "soft")}'
-        )
+        parts.append(f'<path class="{kind}" d="M{left} {top}h18"/>')
+        parts.append(caption(left + 24, top + 4, words, "soft"))
         left += 110
     dot = f'<circle class="dot" cx="{left + 9}" cy="{top}" r="3.5"/>'
     return "".join([*parts, dot, caption(left + 24, top + 4, "the planner", "soft")])
