@@ -8,10 +8,17 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from fivefold.observe import palette
 from fivefold.observe.scale import linear_scale, tick_labels
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-COLORS = ("#1f5a9e", "#2c7a5a", "#b5651d", "#7b4fa3", "#c22f2f", "#5d6873", "#b09a1c", "#3aa0a0")
+STYLE = (
+    ".losses { color-scheme: light dark; --paper: #fdfcf8; --ink: #333; --rule: #ddd8cc; "
+    + " ".join(f"--c{i}: {color};" for i, color in enumerate(palette.LIGHT))
+    + " }\n@media (prefers-color-scheme: dark) { .losses { --paper: #171614; --ink: #e9e6df; --rule: #45423b; "
+    + " ".join(f"--c{i}: {color};" for i, color in enumerate(palette.DARK))
+    + " } }\n.paper { fill: var(--paper); } text { fill: var(--ink); } .grid { stroke: var(--rule); }\n"
+)
 DASHES = ("", "6 3", "2 3")
 Curve = Sequence[tuple[float, float]]
 WIDE, LEFT, TOP, BOTTOM, LEGEND = 760, 60, 44, 50, 190
@@ -71,7 +78,7 @@ def picture(title: str, legend: str, panels: Mapping[str, Mapping[str, Curve]], 
         spot = TOP + 10 + 18 * number
         color, dash = style(number)
         parts.append(
-            f'<path d="M{WIDE - LEGEND + 14} {spot + 6}h16" stroke="{color}" stroke-width="2.4"{dash}/>'
+            f'<path d="M{WIDE - LEGEND + 14} {spot + 6}h16" style="stroke: {color}" stroke-width="2.4"{dash}/>'
         )
         parts.append(text(WIDE - LEGEND + 36, spot + 11, name))
     for number, (label, curves) in enumerate(panels.items()):
@@ -80,8 +87,8 @@ def picture(title: str, legend: str, panels: Mapping[str, Mapping[str, Curve]], 
         )
     size = f'width="{WIDE}" height="{height * len(panels)}" viewBox="0 0 {WIDE} {height * len(panels)}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-        f'<rect width="100%" height="100%" fill="#fdfcf8"/>{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="losses" {size}><style>{STYLE}</style>'
+        f'<rect width="100%" height="100%" class="paper"/>{"".join(parts)}</svg>\n'
     )
 
 
@@ -101,9 +108,7 @@ def panel(label: str, curves: Mapping[int, Curve], down: int, height: int, skip:
 
     parts = [text(LEFT, down + height - 10, label)]
     for tick, words in zip(up.ticks, tick_labels(up.ticks), strict=True):
-        parts.append(
-            f'<path d="M{LEFT} {y(tick):.1f}h{room}" stroke="#ddd8cc"/>{text(20, y(tick) + 4, words)}'
-        )
+        parts.append(f'<path d="M{LEFT} {y(tick):.1f}h{room}" class="grid"/>{text(20, y(tick) + 4, words)}')
     for tick, words in zip(across.ticks, tick_labels(across.ticks), strict=True):
         if tick <= end:
             parts.append(text(x(tick) - 8, bottom + 20, words))
@@ -111,16 +116,16 @@ def panel(label: str, curves: Mapping[int, Curve], down: int, height: int, skip:
         begin = next((i for i, (_, loss) in enumerate(curve) if loss <= up.ticks[-1]), len(curve) - 1)
         line = "L".join(f"{x(at):.1f} {y(loss):.1f}" for at, loss in curve[begin:])
         color, dash = style(number)
-        parts.append(f'<path d="M{line}" fill="none" stroke="{color}" stroke-width="1.6"{dash}/>')
+        parts.append(f'<path d="M{line}" fill="none" style="stroke: {color}" stroke-width="1.6"{dash}/>')
     return parts
 
 
 def style(number: int) -> tuple[str, str]:
     """Colour and dashes of a curve."""
-    dash = DASHES[number // len(COLORS) % len(DASHES)]
-    return COLORS[number % len(COLORS)], f' stroke-dasharray="{dash}"' if dash else ""
+    dash = DASHES[number // len(palette.LIGHT) % len(DASHES)]
+    return f"var(--c{number % len(palette.LIGHT)})", f' stroke-dasharray="{dash}"' if dash else ""
 
 
 def text(x: float, y: float, words: str, weight: str = "400") -> str:
-    style = f'font-family="sans-serif" font-size="13" font-weight="{weight}" fill="#333"'
+    style = f'font-family="sans-serif" font-size="13" font-weight="{weight}"'
     return f'<text x="{x:g}" y="{y:g}" {style}>{words}</text>'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from observe_run import make_run
 from test_observe_report import EVIL, Page
 
 from fivefold.cli.main import main
-from fivefold.observe.compare import AXES, as_json, differences, page, read_runs, text
+from fivefold.observe.compare import AXES, _style, as_json, differences, page, read_runs, text
 from fivefold.observe.summary import summarize
+from fivefold.plan.pages.sweep import MOST_CURVES, _colored
 from fivefold.recipe import flops_per_token, load
 
 
@@ -104,3 +106,20 @@ def test_the_command(
     ):
         assert report(*arguments) == 2
         assert said in capsys.readouterr().err
+
+
+def test_the_lowest_loss_is_marked_only_where_losses_compare(folders: list[Path]) -> None:
+    assert "<td class=best>" in page(read_runs(folders))
+    path = folders[0] / "recipe.toml"
+    path.write_text(re.sub(r'source = ".*"', 'source = "other.txt"', path.read_text()))
+    drawn = page(read_runs(folders))
+    assert "The data differ" in drawn
+    assert "<td class=best>" not in drawn
+
+
+def test_each_run_of_a_sweep_that_is_drawn_has_its_own_style(folders: list[Path]) -> None:
+    run = read_runs(folders)[0]
+    runs = [replace(run, folder=Path(str(i)), name=str(i), color=i) for i in range(40)]
+    styles = [_style(one) for one in _colored(runs)]
+    drawn = [one for one in styles if one]
+    assert len(drawn) == len(set(drawn)) == MOST_CURVES

@@ -1,6 +1,7 @@
 """The pictures of docs are what docs/make_pictures.py draws now."""
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,12 @@ def test_every_picture_of_the_lectures_is_drawn(drawn: Path) -> None:
     shown = {name for page in pages for name in re.findall(r"!\[[^\]]*\]\(\.\./(\S+?)\)", page)}
     assert len(shown) > 20
     assert {name for name in shown if not (drawn / name).is_file()} == set()
+
+
+def test_no_picture_has_lost_a_label() -> None:
+    counts: dict[str, int] = json.loads((REPO / "tests" / "picture_labels.json").read_text())
+    found = {path.name: len(re.findall("<text", path.read_text("utf-8"))) for path in DOCS.rglob("*.svg")}
+    assert {name: found.get(name) for name, count in counts.items() if found.get(name, 0) < count} == {}
 
 
 @pytest.mark.slow

@@ -22,11 +22,11 @@ def page(collective: Collective, ends: list[str], note: str = "") -> str:
     body = f"""<header><p class="kicker">Collective</p><h1>{escape(title)}</h1>
 <p class="lead">{escape(note)} Arrow keys step. Blue arrows add, green arrows copy. A rank's cells are its
 chunks, filled by the share of contributions that they contain.</p></header>
-<main><svg id="stage" viewBox="0 0 640 640" role="img" aria-label="{escape(title)}"></svg>
-<div class="steps"><button id="back" aria-label="previous round">‹</button>
+<main><div class="steps"><button id="back" aria-label="previous round">‹</button>
 <button id="next" aria-label="next round">›</button>
 <button id="play">Play</button><input id="round" type="range" min="0" max="{len(collective.rounds)}" value="0"
 aria-label="round"><span id="where"></span></div>
-<p id="moves"></p></main>
+<p id="moves"></p>
+<svg id="stage" viewBox="0 0 640 640" role="img" aria-label="{escape(title)}"></svg></main>
 <script type="application/json" id="data">{data}</script>"""
     return document(title, body, asset("report.css") + asset("collective.css"), asset("collective.js"))

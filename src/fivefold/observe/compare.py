@@ -40,12 +40,13 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 """Of a run, in the table: its title, and how it is shown."""
 LOSSES = (("Train loss", "loss"), ("Validation loss", "val_loss"))
+TOKENIZER_KEYS = {"data.tokenizer", "model.vocab_size"}
 SMALLEST_IS_BEST = {"loss", "val_loss", "best_val_loss", "val_bits_per_byte"}
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run to compare. recipe: None if it is missing or of another version. color: its number in the pictures."""
+    """A run to compare. recipe: None if it is missing or of another version. color: its number, or -1."""
 
     name: str
     folder: Path
@@ -144,14 +145,25 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
     """What a reader of the comparison has to know."""
     changed = differences(runs)
     found = [f"{run.name} has no recipe that this version reads." for run in runs if run.recipe is None]
-    if {"data.tokenizer", "model.vocab_size"} & changed.keys():
+    if TOKENIZER_KEYS & changed.keys():
         found.append("The tokenizers differ, so losses per token do not compare; bits per byte do.")
-    held_out = [(run.recipe.data.specs, run.recipe.data.val_fraction) for run in runs if run.recipe]
-    if any(one != held_out[0] for one in held_out):
+    if _other_texts(runs):
         found.append("The data differ, so validation losses are of different texts.")
     if {"train.val_sequences", "model.seq_len"} & changed.keys():
         found.append("Validation uses other sequences, so compare validation losses with care.")
     return found
+
+
+def _other_texts(runs: Sequence[ComparedRun]) -> bool:
+    held_out = [(run.recipe.data.specs, run.recipe.data.val_fraction) for run in runs if run.recipe]
+    return any(one != held_out[0] for one in held_out)
+
+
+def _comparable(runs: Sequence[ComparedRun]) -> set[str]:
+    """The losses of which the lowest is the best, by what `notes` tells."""
+    if _other_texts(runs):
+        return set()
+    return {"val_bits_per_byte"} if TOKENIZER_KEYS & differences(runs).keys() else SMALLEST_IS_BEST
 
 
 def text(runs: Sequence[ComparedRun]) -> str:
@@ -243,7 +255,7 @@ def figures_table(runs: Sequence[ComparedRun]) -> str:
     keys = [key for key in FIGURES if any(key in figures for figures in found)]
     best = {
         key: min((f[key] for f in found if math.isfinite(f.get(key, math.nan))), default=None)
-        for key in SMALLEST_IS_BEST
+        for key in _comparable(runs)
     }
     rows = []
     for run, figures in zip(runs, found, strict=True):
@@ -316,4 +328,6 @@ def _from(series: Series, low: float) -> Series:
 
 
 def _style(run: ComparedRun) -> str:
-    return f"c{run.color % len(LIGHT)}" + " dashed" * (run.color // len(LIGHT) % 2)
+    if run.color < 0:  # no curves
+        return ""
+    return f"c{run.color % len(LIGHT)}" + ("", " dashed", " dotted", " dotdash")[run.color // len(LIGHT) % 4]

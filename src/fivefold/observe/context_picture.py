@@ -24,7 +24,7 @@ STYLE = f"""
 @media (prefers-color-scheme: dark) {{ .context {{ --paper: #171614; --ink: #e9e6df; --soft: #a49f95;
   {_colors(DARK)} }} }}
 .context .paper {{ fill: var(--paper); }} .context text {{ fill: var(--ink); }}
-.context .soft {{ fill: var(--soft); font-size: 10.5px; text-anchor: end; }}
+.context .soft {{ fill: var(--soft); font-size: 11px; text-anchor: end; }}
 .context .title {{ font-size: 15px; font-weight: 600; }}
 """ + "".join(f".context .c{number} {{ fill: var(--c{number}); }}\n" for number in range(COLORS))
 Plans = Mapping[str, Sequence[int]]

@@ -28,7 +28,7 @@ STYLE = """
   --idle: #24221f; --has: #33557a; --keeps: #7fb2ea; --sees: #79c9a3; --whole: #2f5646;
   --lent: #26333f; } }
 .layout .paper { fill: var(--paper); } .layout text { fill: var(--ink); font-variant-numeric: tabular-nums; }
-.layout .soft { fill: var(--soft); font-size: 10.5px; } .layout .title { font-size: 15px; font-weight: 600; }
+.layout .soft { fill: var(--soft); font-size: 11px; } .layout .title { font-size: 15px; font-weight: 600; }
 .layout .name { font-weight: 600; } .layout .box { fill: none; stroke: var(--rule); }
 .layout .idle { fill: var(--idle); }
 .layout .has { fill: var(--has); } .layout .keeps { fill: var(--keeps); } .layout .sees { fill: var(--sees); }

@@ -27,7 +27,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { .formats { --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --rule: #45423b;
   --bar: #7fb2ea; --normal: #79c9a3; --subnormal: #34584a; } }
 .formats .paper { fill: var(--paper); } .formats text { fill: var(--ink); font-variant-numeric: tabular-nums; }
-.formats .soft { fill: var(--soft); font-size: 10.5px; } .formats .title { font-size: 15px; font-weight: 600; }
+.formats .soft { fill: var(--soft); font-size: 11px; } .formats .title { font-size: 15px; font-weight: 600; }
 .formats .end { text-anchor: end; } .formats .middle { text-anchor: middle; }
 .formats .grid { stroke: var(--rule); fill: none; } .formats .bar { fill: var(--bar); }
 .formats .normal { fill: var(--normal); } .formats .subnormal { fill: var(--subnormal); }

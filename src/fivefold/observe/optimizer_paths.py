@@ -32,7 +32,8 @@ STYLE = (
         f".paths .p{i} {{ stroke: var(--c{i}); }} .paths .e{i} {{ fill: var(--c{i}); }}"
         for i in range(len(LIGHT))
     )
-    + "\n.paths polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }\n"
+    + "\n.paths polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }"
+    "\n.paths .under { stroke-width: 4.5; stroke-opacity: 0.5; }\n"  # shows below a path that goes the same way
 )
 
 
@@ -46,7 +47,8 @@ def to_svg(paths: Paths) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="paths" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img"><style>{STYLE}</style><rect class="paper" width="{width}" height="{height}"/>',
-        f'<text x="{LEFT}" y="24" class="title">Optimizers on four surfaces, each at its best learning rate</text>',
+        f'<text x="{LEFT}" y="24" class="title">Optimizers on four surfaces, each at its best learning rate; '
+        "frames cut paths</text>",
     ]
     for column, name in enumerate(paths):
         x = LEFT + column * (WIDTH + GAP)
@@ -69,7 +71,8 @@ def _panel(surface: Surface, drawn: Sequence[tuple[int, str, float, Path]]) -> I
     for color, name, lr, path in drawn:
         points = [_at((x, y), surface) for x, y, height in path if math.isfinite(height)]
         tip = f"{name}, learning rate {lr:g}: ends at height {path[-1][2]:.3g}"
-        yield f'<polyline class="p{color}" points="{" ".join(points)}"><title>{escape(tip)}</title></polyline>'
+        under = " under" * (color % 2 == 0)
+        yield f'<polyline class="p{color}{under}" points="{" ".join(points)}"><title>{escape(tip)}</title></polyline>'
         x, y = points[-1].split(",")
         yield f'<circle class="e{color}" cx="{x}" cy="{y}" r="3"/>'
 

@@ -26,7 +26,7 @@ STYLE = """
 .workers .title { font-size: 14px; font-weight: 600; } .workers .idle { fill: var(--idle); }
 .workers .a { fill: var(--a); } .workers .b { fill: var(--b); } .workers .wait { fill: var(--wait); }
 .workers .push { fill: var(--push); } .workers .pull { fill: var(--pull); }
-.workers .label { fill: var(--on); font-size: 10px; text-anchor: middle; }
+.workers .label { fill: var(--on); font-size: 11px; text-anchor: middle; }
 """
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.observe.format import memory_text, size
 from fivefold.observe.scale import log_scale
-from fivefold.plan.pages.svg import KINDS, caption, document, legend
+from fivefold.plan.pages.svg import KINDS, beside, caption, document, legend
 
 if TYPE_CHECKING:
     from fivefold.plan.compare import Row
@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH, LEFT, PANEL, BAR, ROW = 860, 96, 255, 160, 26  # pixels: bars of a panel, and their values beside them
 TOP = 108
-REASONS = {
-    "operations": "activations",
-    "recompute": "recompute",
-    "sums": "sums",
-    "update": "updates",
-}
+REASONS = {"operations": "activations", "recompute": "recompute", "sums": "sums", "update": "updates"}
 AXES = ("dp", "tp", "cp", "pp", "ep")
 _COLOURS = dict(
     zip((*REASONS, *AXES), (*KINDS[:4], *KINDS), strict=True)  # those of memory, which both modes have
@@ -47,25 +42,27 @@ def criteria(rows: Sequence[Row], title: str) -> str:
             _sent_here,
         ),
     )
+    limit = next((row.plan.limit for row in rows if row.plan), 0)
+    most = max((row.plan.peak_bytes for row in rows if row.plan), default=0)
+    limit_at = -math.inf  # beyond the bars
+    if 0 < limit <= most:
+        limit_at = LEFT + PANEL + BAR * limit / max(most, *map(_memory_here, rows))
     parts = []
     for number, (name, kinds, values, words, here) in enumerate(panels):
         left = LEFT + number * PANEL
         parts.append(caption(left, 48, name, "name"))
         parts.append(_keys([(kind, str(text or kind)) for kind, text in kinds.items()], left))
-        parts.append(_bars(rows, left, values, words, here))
+        parts.append(_bars(rows, left, values, words, here, limit_at if number == 1 else -math.inf))
     for number, row in enumerate(rows):
         y = TOP + number * ROW + 15
         parts.append(caption(LEFT - 10, y, row.technique, "end"))
         if row.plan is None:
             parts.append(caption(LEFT, y, _short(row.why), "soft"))
-    limit = next((row.plan.limit for row in rows if row.plan), 0)
     notes = [f"red: memory of a device, {memory_text(limit)}"] * bool(limit)
     notes += ["rings: measured here"] * any(isinstance(row.measured, dict) for row in rows)
     bottom = TOP + len(rows) * ROW + 16
-    most = max((row.plan.peak_bytes for row in rows if row.plan), default=0)
-    if 0 < limit <= most:
-        place = LEFT + PANEL + BAR * limit / max(most, *map(_memory_here, rows))
-        parts.append(f'<path class="limit" d="M{place:.1f} {TOP - 4}V{bottom - 12}"/>')
+    if limit_at > 0:
+        parts.append(f'<path class="limit" d="M{limit_at:.1f} {TOP - 4}V{bottom - 12}"/>')
     parts.append(caption(LEFT, bottom, "; ".join(notes), "soft"))
     return document(title, "".join(parts), bottom + 14, WIDTH, 20, STYLE)
 
@@ -104,7 +101,9 @@ def _bars(
     values: Panel,
     words: Callable[[float], str],
     here: Callable[[Row], float] | None,
+    line: float,
 ) -> str:
+    """line: the place of an upright line that no number may touch."""
     kinds = (*REASONS, *KINDS, *AXES)
     found = [{k: v for k, v in values(row).items() if k in kinds} if row.plan else {} for row in rows]
     most = max([*(sum(parts.values()) for parts in found), *(here(row) for row in rows if here)]) or 1.0
@@ -120,7 +119,8 @@ def _bars(
                 f"<title>{told}</title></rect>"
             )
             x += wide
-        drawn.append(caption(x + 6, y + 15, words(sum(parts.values()))))
+        total = words(sum(parts.values()))
+        drawn.append(caption(beside(x + 6, total, line), y + 15, total))
         if here and (measured := here(row)):
             place = left + BAR * measured / most
             drawn.append(
@@ -140,17 +140,28 @@ CURVE, HIGH, GAP = 400, 190, 30  # pixels: a panel of a rule, with room for its 
 def overlap(rows: Sequence[Row], title: str) -> str:
     """A panel for each rule, two side by side."""
     found = [rule for row in rows if row.plan for rule in row.rules]
-    parts = [
-        panel(rule, 20 + number % 2 * (CURVE + 20), 44 + number // 2 * (HIGH + GAP))
+    parts = [_lines(20, 44)] + [
+        panel(rule, 20 + number % 2 * (CURVE + 20), 64 + number // 2 * (HIGH + GAP))
         for number, rule in enumerate(found)
     ]
-    height = 44 + math.ceil(len(found) / 2) * (HIGH + GAP) + 20
+    height = 64 + math.ceil(len(found) / 2) * (HIGH + GAP) + 20
     return document(title, "".join(parts), height, 2 * CURVE + 60, 20, STYLE)
+
+
+def _lines(left: float, top: float) -> str:
+    """The legend of the panels."""
+    parts = []
+    for kind, words in (("line", "the formula"), ("limit", "the limit"), ("now", "this recipe")):
+        parts.append(f'<path class="{kind}" d="M{left} {top}h18"/>')
+        parts.append(caption(left + 24, top + 4, words, "soft"))
+        left += 110
+    dot = f'<circle class="dot" cx="{left + 9}" cy="{top}" r="3.5"/>'
+    return "".join([*parts, dot, caption(left + 24, top + 4, "the planner", "soft")])
 
 
 def one(rule: Rule) -> str:
     """The panel of one rule, as a picture."""
-    return document("", panel(rule, 8, 8), HIGH + GAP + 6, CURVE + 16, 20, STYLE)
+    return document("", _lines(8, 14) + panel(rule, 8, 28), HIGH + GAP + 26, CURVE + 16, 20, STYLE)
 
 
 def panel(rule: Rule, left: float, top: float) -> str:
@@ -163,7 +174,7 @@ def panel(rule: Rule, left: float, top: float) -> str:
     across = log_scale(min(sizes) / 1.3, max(sizes) * 1.3)
     heights = [constant / x for x in (across.low, across.high)] + [y for _, y in rule.points] + [rule.limit]
     up = log_scale(min(y for y in heights if y > 0), max(heights))
-    x0, y0, wide, high = left + 52, top + 40, CURVE - 66, HIGH - 62
+    x0, y0, wide, high = left + 64, top + 40, CURVE - 78, HIGH - 62
 
     def x(value: float) -> float:
         return x0 + wide * across.height(value)
@@ -192,6 +203,9 @@ def panel(rule: Rule, left: float, top: float) -> str:
                 f'<circle class="dot" cx="{x(size_):.1f}" cy="{y(ratio):.1f}" r="3.5"><title>{told}</title></circle>'
             )
     parts.append(caption(x0 + wide, y0 + high + 32, rule.variable, "soft end"))
+    late = "idle" if rule.what.startswith("idle") else "messages"
+    turned = f'transform="rotate(-90 {left + 10:.1f} {y0 + high / 2:.1f})"'
+    parts.append(caption(left + 10, y0 + high / 2, f"{late} / computing", "soft middle small", turned))
     return "".join(parts)
 
 

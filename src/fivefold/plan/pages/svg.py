@@ -32,7 +32,7 @@ STYLE = (
     + """ } }
 .plan .paper { fill: var(--paper); } .plan text { fill: var(--ink); font-variant-numeric: tabular-nums; }
 .plan .soft { fill: var(--soft); } .plan .title { font-size: 15px; font-weight: 600; } .plan .end { text-anchor: end; }
-.plan .middle { text-anchor: middle; } .plan .small { font-size: 10.5px; }
+.plan .middle { text-anchor: middle; } .plan .small { font-size: 11px; }
 .plan .idle { fill: var(--idle); } .plan .grid { stroke: var(--rule); fill: none; }
 .plan .roof { stroke: var(--ink); stroke-width: 1.5; fill: none; } .plan .limit { stroke: var(--bad); stroke-width: 2; }
 .plan .params, .plan .compute, .plan .dot { fill: var(--params); } .plan .gradients { fill: var(--gradients); }
@@ -47,6 +47,7 @@ def memory(plan: Plan, title: str) -> str:
     """A bar for each pipeline rank, and the limit."""
     most = max(plan.limit, *(m.total for m in plan.memory))
     scale, parts = (WIDTH - LEFT - RIGHT) / most, [legend(KINDS, KINDS)]
+    limit = LEFT + plan.limit * scale
     for position, held in enumerate(plan.memory):
         top, left = TOP + 30 * position, float(LEFT)
         parts.append(caption(LEFT - 10, top + 16, f"stage {position}", "soft end"))
@@ -58,8 +59,9 @@ def memory(plan: Plan, title: str) -> str:
                 f'<rect class="{name}" x="{left:.2f}" y="{top}" width="{wide:.2f}" height="22">{words}</rect>'
             )
             left += size * scale
-        parts.append(caption(left + 8, top + 16, memory_text(held.total)))
-    bottom, limit = TOP + 30 * len(plan.memory), LEFT + plan.limit * scale
+        words = memory_text(held.total)
+        parts.append(caption(beside(left + 8, words, limit), top + 16, words))
+    bottom = TOP + 30 * len(plan.memory)
     parts.append(f'<path class="limit" d="M{limit:.2f} {TOP - 6}V{bottom}"/>')
     parts.append(caption(limit, bottom + 16, f"limit {memory_text(plan.limit)}", "soft middle"))
     return document(title, "".join(parts), bottom + 28)
@@ -183,9 +185,14 @@ def legend(kinds: Sequence[str], words: Sequence[str], left: float = LEFT, top: 
     return "".join(parts)
 
 
-def caption(x: float, y: float, words: str, kind: str = "") -> str:
-    """Words at a place."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+def beside(x: float, words: str, line: float) -> float:
+    """Where words that begin at `x` go, so that no upright line crosses them: behind `line` if it would."""
+    return line + 6 if x - 4 < line < x + 7 * len(words) else x
+
+
+def caption(x: float, y: float, words: str, kind: str = "", turned: str = "") -> str:
+    """Words at a place. turned: a `transform` attribute."""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{turned and f" {turned}"}>{escape(words)}</text>'
 
 
 def document(

@@ -23,7 +23,7 @@ from fivefold.recipe import sweep as sweep_table
 
 PUBLISHED = {"Hoffmann et al. (arXiv 2203.15556)": HOFFMANN, "Besiroglu et al. (arXiv 2404.10102)": BESIROGLU}
 NEAR = 4.0  # the line of the law goes on to its minimum, if that is no further than this factor
-MOST_CURVES = 28  # runs whose losses are drawn
+MOST_CURVES = 28  # runs whose losses are drawn: 7 colours, 4 dashes
 
 
 def write(folder: Path, found: Results) -> Path:
@@ -40,7 +40,7 @@ def page(folder: Path, found: Results) -> str:
     rows = found.sweep.rows
     done = [row for row in rows if row.status == sweep_table.FINISHED]
     there = [folder / row.name for row in done if (folder / row.name).is_dir()]
-    runs = _by_size(compare.read_runs(there)) if there else []
+    runs = _colored(compare.read_runs(there)) if there else []
     varied = ", ".join(found.sweep.varied)
     said = "".join(f'<p class="alarm">{escape(note)}</p>' for note in notes(found))
     if gone := len(done) - len(there):  # the table was copied without its runs
@@ -49,7 +49,7 @@ def page(folder: Path, found: Results) -> str:
         )
     lead = f"{found.sweep.recipe}: {len(done)} of {len(rows)} runs are finished. They vary {varied or 'nothing'}."
     sections = [
-        compare.section("Scaling law", _law(found)),
+        compare.section("Scaling law" if found.law else "Sizes and lengths", _law(found)),
         compare.section("Other fields", _curves(found.curves)),
         compare.section(
             "Runs", compare.figures_table(runs) + _unfinished(found) if runs else _unfinished(found)
@@ -68,12 +68,10 @@ def page(folder: Path, found: Results) -> str:
     return document(f"{name}: sweep", body, compare.style(), asset("report.js"))
 
 
-def _by_size(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
-    """The runs with a colour per size, if there are several sizes."""
-    sizes = sorted({run.figures.get("parameters", 0) for run in runs})
-    if len(sizes) < 2:
-        return runs
-    return [replace(run, color=sizes.index(run.figures.get("parameters", 0))) for run in runs]
+def _colored(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
+    """The runs with a colour and dashes of its own for each that is drawn."""
+    drawn = {run.folder: number for number, run in enumerate(_spread(runs))}
+    return [replace(run, color=drawn.get(run.folder, -1)) for run in runs]
 
 
 def _spread(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
