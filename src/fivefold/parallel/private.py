@@ -86,10 +86,9 @@ def end_backward(root: FSDPModule) -> None:
     """Scatters the gradients that are due and waits for them, as at the end of a backward. Without it: no ZeRO in
     pipelines."""
     state = root._get_fsdp_state()
-    if hasattr(
-        state._state_ctx, "manual_backward_finalization_active"
-    ):  # torch 2.15 asks who ends a backward
-        state._state_ctx.manual_backward_finalization_active = False
+    context = state._state_ctx
+    if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15 asks who ends a backward
+        context.manual_backward_finalization_active = False  # pyright: ignore[reportAttributeAccessIssue]
     state._root_post_backward_final_callback()
 
 
