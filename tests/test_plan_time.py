@@ -1,5 +1,6 @@
 """Time: published measurements with nothing fitted to them, and how single prices behave."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,16 @@ def test_a_layer_of_22b() -> None:
     assert found["rows"] == 5
     assert found["forward"]["worst"] < 0.04
     assert found["backward"]["worst"] < 0.07
+
+
+def test_the_committed_figures_are_those_of_the_committed_tables() -> None:
+    """What docs/planner.md says of published runs can be repeated from the repository."""
+    committed = (TABLES.parents[1] / "results/planner_published.json").read_text(encoding="utf-8")
+    found = json.dumps({name: compare(TABLES) for name, compare in published.TABLES.items()})
+    same, expected = (
+        json.loads(text, parse_float=lambda x: f"{float(x):.5g}") for text in (found, committed)
+    )
+    assert same == expected
 
 
 def test_products_come_in_waves() -> None:

@@ -1,9 +1,8 @@
-"""Predictions beside published measurements: `python benchmarks/planner/published.py FOLDER [--json FILE]`.
+"""Predictions beside published measurements: `python benchmarks/planner/published.py [FOLDER] [--json FILE]`.
 
-FOLDER holds the tables as CSV (columns as read below); each names its paper or repository. Two small ones are in
-`tables/`, for the tests: `--only sc21 --only layer_times benchmarks/planner/tables`. Nothing of the planner is
-fitted to their rows, with one exception that is stated there: the overheads of nanotron on its cluster, from every
-second row; the others are reported.
+FOLDER holds the tables as CSV (columns as read below), by default `tables/`, whose README names their sources. Nothing
+of the planner is fitted to their rows, with one exception that is stated there: the overheads of nanotron on its
+cluster, from every sixth row; the rows with even numbers are reported.
 """
 
 from __future__ import annotations
@@ -421,7 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).with_name("tables"))
     parser.add_argument("--only", choices=TABLES, action="append")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
