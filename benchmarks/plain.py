@@ -79,7 +79,7 @@ class GPTBlock(nn.Module):
 class PlainGPT(nn.Module):
     """GPT-2's shape without biases, as nanoGPT trains it on characters: learned positions, tied output layer."""
 
-    def __init__(self, vocab: int, dim: int, layers: int, heads: int, T: int):
+    def __init__(self, vocab: int, dim: int, layers: int, heads: int, T: int, std: float = 0.02):
         super().__init__()
         self.embed, self.positions = nn.Embedding(vocab, dim), nn.Embedding(T, dim)
         self.blocks = nn.ModuleList(GPTBlock(dim, heads) for _ in range(layers))
@@ -87,7 +87,7 @@ class PlainGPT(nn.Module):
         for name, p in self.named_parameters():
             if p.dim() > 1:
                 residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
+                nn.init.normal_(p, std=std / (2 * layers) ** 0.5 if residual else std)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
