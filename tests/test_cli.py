@@ -23,7 +23,7 @@ from fivefold.cli import (
     train,
 )
 from fivefold.cli.main import main
-from fivefold.cli.options import write_output
+from fivefold.cli.options import save_as
 from fivefold.errors import BusyError
 from fivefold.recipe import Recipe
 from fivefold.recipe.words import KEYS, allowed
@@ -212,12 +212,12 @@ def test_a_pipe_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_output("--svg", pipe, "drawn")
+    save_as("--svg", pipe, "drawn")
     assert os.read(reader, 100) == b"drawn"
     os.close(reader)
     assert pipe.is_fifo()
     with pytest.raises(BusyError, match="--svg /dev/full: cannot be written: No space left on device"):
-        write_output("--svg", Path("/dev/full"), "drawn")
+        save_as("--svg", Path("/dev/full"), "drawn")
     assert Path("/dev/full").is_char_device()
 
 

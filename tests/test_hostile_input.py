@@ -215,6 +215,10 @@ def test_data_that_is_a_pipe(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "tokens.bin")
     with pytest.raises(UserError, match=r"no token file|not a regular file"):
         prepare(recipe_of(f"tokens:{tmp_path / 'tokens.bin'}", tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"data.source: '/dev/zero' is neither a regular file nor a folder$"):
+        prepare(recipe_of("/dev/zero", tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"/dev/zero exists, but is not a regular file$"):
+        prepare(recipe_of("tokens:/dev/zero", tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(
@@ -281,6 +285,20 @@ def test_a_page_of_broken_facts(run: Path, tmp_path: Path, name: str) -> None:
         write(copy / "plan.json", text)
         result = CliRunner().invoke(app, ["report", str(copy)])
         assert isinstance(result.exception, UserError | None | SystemExit), result.exception
+
+
+def test_a_page_shows_what_a_plan_hides(run: Path, tmp_path: Path) -> None:
+    """Names and sentences of plan.json are text: no markup, and nothing that controls a terminal or turns the text."""
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    evil = "<s>\x1b[2J\u202eevil"
+    plan = json.loads((copy / "plan.json").read_text())
+    plan["predicted"]["sent_as_counted"] = plan["measured"]["sent_bytes"] = {evil: 1}
+    for content in (plan, {"why": evil}):
+        write(copy / "plan.json", json.dumps(content))
+        assert CliRunner().invoke(app, ["report", str(copy)]).exit_code == 0
+        page = (copy / "report.html").read_text()
+        assert r"&lt;s&gt;\x1b[2J\u202eevil" in page
+        assert not any(one in page for one in ("<s>", "\x1b", "\u202e"))
 
 
 @pytest.mark.parametrize(

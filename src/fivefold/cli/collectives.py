@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import JsonOption, bytes_of, print_json, require_writable, write_output
+from fivefold.cli.options import JsonOption, bytes_of, print_json, require_writable, save_as
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ def collectives(
             found["drawn"] = to_text(collective, max(60, min(160, shutil.get_terminal_size().columns)))
             lines = [found["drawn"].rstrip()]
         if svg:
-            write_output("--svg", svg, to_svg(collective))
+            save_as("--svg", svg, to_svg(collective))
         if html:
             from fivefold.observe.collective_page import page
 
             note = f"{_size(message)} on {net.name}, simulated."
-            write_output("--html", html, page(collective, [_time(end) for end in cost.ends], note))
+            save_as("--html", html, page(collective, [_time(end) for end in cost.ends], note))
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
         lines += found["pictures"].values()
     if json:

@@ -13,14 +13,7 @@ import typer
 
 from fivefold.cli.compare_tables import criteria_table, overlap_table
 from fivefold.cli.local import ensure_measured
-from fivefold.cli.options import (
-    JsonOption,
-    RecipeArgument,
-    SetOption,
-    print_json,
-    require_writable,
-    write_output,
-)
+from fivefold.cli.options import JsonOption, RecipeArgument, SetOption, print_json, require_writable, save_as
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,9 +100,9 @@ def compare(
         rows = _run(compared.alike(loaded), rows, steps)
     title = f"{Path(recipe).stem} on {machine.name}:{machine.devices}"
     if picture is not None:
-        write_output("--picture", picture, _drawn(rows, title, overlap))
+        save_as("--picture", picture, _drawn(rows, title, overlap))
     if page is not None:
-        write_output("--page", page, nutshell.page(loaded, rows, title))
+        save_as("--page", page, nutshell.page(loaded, rows, title))
     if json:
         print_json({"recipe": recipe, "cluster": machine.name, "ranks": machine.devices,
                     "rows": [row.as_json(overlap) for row in rows]})  # fmt: skip

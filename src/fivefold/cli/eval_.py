@@ -19,7 +19,7 @@ from fivefold.cli.options import (
     print_json,
     require_run,
     require_writable,
-    write_output,
+    save_as,
 )
 from fivefold.errors import printable
 
@@ -108,7 +108,7 @@ def eval_(
     with _progress() as tell:
         found = evaluate(run, texts or (), task or (), how, step=step, tell=tell)
     if out is not None:
-        write_output("--out", out, json_.dumps(found, indent=1) + "\n")
+        save_as("--out", out, json_.dumps(found, indent=1) + "\n")
     for row in found["tasks"]:
         del row["details"]
     print_json(found) if json else print("\n".join(_lines(found)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import JsonOption, print_json, require_writable, write_output
+from fivefold.cli.options import JsonOption, print_json, require_writable, save_as
 from fivefold.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def optimizers(
     if svg:
         from fivefold.observe.optimizer_paths import to_svg
 
-        write_output("--svg", svg, to_svg(paths))
+        save_as("--svg", svg, to_svg(paths))
         lines = [*(lines if draw else []), str(svg)]
         found["picture"] = str(svg)
     found["paths"] = {

@@ -91,7 +91,7 @@ def require_writable(option: str, path: Path | None) -> None:
         raise UserError(f"{option} {path}: cannot be written: {why}")
 
 
-def write_output(option: str, path: Path, text: str) -> None:
+def save_as(option: str, path: Path, text: str) -> None:
     """Writes the file of an option. A pipe or a device, such as /dev/stdout, stays what it is.
 
     Raises:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.cli.options import write_output
+from fivefold.cli.options import save_as
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -148,5 +148,5 @@ def write_page(
         words += f" Attention: {drawn.plan.attention}."
     data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
     text = plan_page.page(Path(name).stem, words, data, shown)
-    write_output("--html", path, text)
+    save_as("--html", path, text)
     print(f"wrote {path}: {len(data['index']):,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)

@@ -128,6 +128,8 @@ def find(spec: str) -> Source:
             return _below(spec, _fixed_part(path), files)
         only = "only folders match" if matches else "no file matches"
         raise UserError(f"data.source: {only} {spec!r}; {nearest(_fixed_part(path))}")
+    if path.exists():
+        raise UserError(f"data.source: {spec!r} is neither a regular file nor a folder")
     hint = "; known words: stdlib, tokens:PATH, hf:NAME" if os.sep not in spec else ""
     raise UserError(f"data.source: no such file or folder: {spec!r}; {nearest(path)}{hint}")
 
@@ -161,6 +163,8 @@ def nearest(path: Path) -> str:
     while not path.exists() and path != path.parent:
         missing, path = path.name, path.parent
     here = f"{path.resolve()} exists"
+    if missing is None and not path.is_dir():
+        return f"{here}, but is not a regular file"
     if missing is None or not path.is_dir():
         return here
     try:

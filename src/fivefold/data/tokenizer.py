@@ -243,7 +243,7 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
         begin = _named(config.get("bos_token"))
         known = begin if begin in vocab else None
         return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), end, mask_token, known)
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except OSError as error:
         raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None

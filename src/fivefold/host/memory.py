@@ -11,7 +11,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+from fivefold.errors import UserError
 
 CGROUPS = Path("/sys/fs/cgroup")
 TUNABLES = "GLIBC_TUNABLES"
@@ -75,6 +78,9 @@ def return_large_memory() -> bool:
     return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20))
 
 
+SPACE = "ulimit -v"
+
+
 @dataclass(frozen=True)
 class Limit:
     """The least of the limits on this machine's memory. shared: it is for all its processes together. held: bytes that
@@ -94,7 +100,7 @@ def limit() -> Limit | None:
     resident, virtual = _own()
     found = [Limit(size, f"the memory limit of {path}", True, resident) for path, size in _group_limits()]
     if (most := address_space()) is not None:
-        found.append(Limit(most, "ulimit -v", False, virtual))
+        found.append(Limit(most, SPACE, False, virtual))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found.append(Limit(total, "the machine's memory", True, resident))
     return min(found, key=lambda one: one.bytes)
@@ -123,6 +129,28 @@ def address_space() -> int | None:
     """Bytes of address space that a process may have (`ulimit -v`); None: without limit."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if most == resource.RLIM_INFINITY else most
+
+
+def little_space() -> str:
+    """What to say where the limit of address space is too low; "" without one."""
+    most = address_space()
+    if most is None:
+        return ""
+    return (
+        f"the limit of address space (ulimit -v) is too low: {most >> 20:,} MiB. Libraries, stacks of threads and "
+        "arenas of the allocator count towards it beside tensors. Raise it, or remove it: ulimit -v unlimited"
+    )
+
+
+def require_space_for_torch() -> None:
+    """Raises UserError: the libraries of torch do not fit into the address space. Loading them would end the process
+    with a traceback or without a word."""
+    most, torch = address_space(), find_spec("torch")
+    if most is None or torch is None or torch.origin is None:
+        return
+    libraries = sum(file.stat().st_size for file in (Path(torch.origin).parent / "lib").glob("*.so*"))
+    if _own()[1] + libraries > most:
+        raise UserError(little_space())
 
 
 def oom_kills() -> int | None:
