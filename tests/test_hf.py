@@ -365,9 +365,7 @@ def test_a_recipe_of_another_size_is_said(tmp_path):
     recipe = run / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("dim = 32", "dim = 64"))
     for read in (open_run, lambda run: export_run(run, tmp_path / "out")):
-        with pytest.raises(
-            UserError, match=r"has shape \(.*32\), but \[model\] in the run's recipe.toml asks for"
-        ):
+        with pytest.raises(UserError, match=r"has shape \(.*32\), but \[model\] in recipe.toml asks for"):
             read(run)
 
 

@@ -120,7 +120,7 @@ def test_a_limit_of_address_space_is_named(tmp_path: Path, monkeypatch: pytest.M
     """Where the tensors fit no layout helps: the libraries, stacks and arenas do not."""
     recipe, room = resolve(recipe_of(tmp_path, "dp=1"), vocab_size=260), 1 << 30
     monkeypatch.setattr(memory, "address_space", lambda: room)
-    monkeypatch.setattr(memory, "limit", lambda: memory.Limit(room, memory.SPACE, False, 0))
+    monkeypatch.setattr(memory, "limit", lambda: memory.Limit(room, "ulimit -v", False, 0))
     job = Job(recipe, tmp_path / "run")
     assert out_of_memory(RuntimeError("could not create a primitive"))
     said = advice(job, 1, base=room * 3 // 4)

@@ -91,22 +91,33 @@ def copy(folder: Path) -> Path:
     return folder / "copy"
 
 
+def environment(root: Path) -> dict[str, str]:
+    """In which Python imports the copy at `root`."""
+    own = {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return os.environ | own
+
+
+def require_import(root: Path) -> None:
+    """Raises ValueError: Python imports the program from elsewhere, so that no test would see a wrong line."""
+    ask = [sys.executable, "-c", "import fivefold; print(fivefold.__file__)"]
+    found = subprocess.run(ask, cwd=root, env=environment(root), capture_output=True, text=True, check=True)
+    if not Path(found.stdout.strip()).is_relative_to(root / "src"):
+        raise ValueError(
+            f"{sys.executable} imports {found.stdout.strip()}, not the copy. Use another environment"
+        )
+
+
 def survives(mutation: Mutation, root: Path) -> bool:
     """Runs the tests in the copy at `root`, whose file is put back."""
     file = root / "src/fivefold" / mutation.file
     right = file.read_text(encoding="utf-8")
     file.write_text(mutation.wrong(root), encoding="utf-8")
-    environment = os.environ | {
-        "PYTHONPATH": str(root / "src"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
     tests = [f"tests/{test}" for test in mutation.tests]
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
             cwd=root,
-            env=environment,
+            env=environment(root),
             timeout=LIMIT_S,
             capture_output=True,
             text=True,
@@ -143,7 +154,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         free: SimpleQueue[Path] = SimpleQueue()
         for number in range(given.jobs):
-            free.put(copy(Path(folder) / str(number)))
+            free.put(root := copy(Path(folder) / str(number)))
+            require_import(root)
 
         def one(mutation: Mutation) -> dict[str, object]:
             root, began = free.get(), time.monotonic()

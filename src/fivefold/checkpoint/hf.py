@@ -66,10 +66,9 @@ def export_run(
             for name, tensor in state.items()
         }
     theirs = to_hf(state, recipe.model)
-    try:
+    tokenizer = None
+    with suppress(NoSuchToken):  # without an end token it is exported as it is
         tokenizer = tokenizer_of(run, checkpoint)
-    except NoSuchToken:
-        tokenizer = None  # without an end token: exported as it is
     with _new_folder(out) as folder:
         token_ids = _write_text_files(run, folder, recipe, tokenizer)
         config = hf_config(recipe.model, next(iter(theirs.values())).dtype)

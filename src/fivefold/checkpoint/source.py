@@ -116,12 +116,8 @@ class Elsewhere:
 
 
 def tokenizer_of(run: Path, checkpoint: Path) -> Tokenizer | None:
-    """The tokenizer in a run folder; None: the run has none.
-
-    Raises:
-        UserError: it is damaged, or not the one of the checkpoint.
-        NoSuchToken: it has no end token.
-    """
+    """The tokenizer in a run folder; None: the run has none. Raises UserError: it is damaged, not that of the
+    checkpoint, or has no end token (NoSuchToken)."""
     path, said = run / "tokenizer.json", store.Reader(checkpoint).meta.get(TOKENIZER)
     if not path.is_file() and said is None:
         return None
@@ -129,9 +125,7 @@ def tokenizer_of(run: Path, checkpoint: Path) -> Tokenizer | None:
         raise UserError(f"{path} is missing: the run was trained with a tokenizer. Restore the file")
     found = load_tokenizer(path)
     if said not in (None, found.fingerprint):
-        raise UserError(
-            f"{path} has other tokens than those with which {checkpoint} was trained. Restore the file"
-        )
+        raise UserError(f"{path} has other tokens than those of {checkpoint}. Restore the file")
     return found
 
 

@@ -92,11 +92,7 @@ def require_writable(option: str, path: Path | None) -> None:
 
 
 def save_as(option: str, path: Path, text: str) -> None:
-    """Writes the file of an option. A pipe or a device, such as /dev/stdout, stays what it is.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Writes the file of an option. A pipe or a device stays what it is. Raises UserError: it cannot be written."""
     try:
         (write_atomically if path.is_file() or not path.exists() else write)(path, text)
     except OSError as error:

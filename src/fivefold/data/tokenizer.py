@@ -121,8 +121,8 @@ class Tokenizer:
         """A hash of the tokens, their ids and the merges: what gives a text its ids."""
         merges = json.loads(self._inner.to_str())["model"].get("merges", [])
         pairs = [
-            pair.split(" ") if isinstance(pair, str) else pair for pair in merges
-        ]  # older libraries: a text
+            one.split(" ") if isinstance(one, str) else one for one in merges
+        ]  # texts, in older libraries
         return hashlib.sha256(json.dumps([sorted(self.vocabulary().items()), pairs]).encode()).hexdigest()
 
     def to_json(self) -> str:

@@ -42,11 +42,7 @@ def cache_folder(setting: str | None = None) -> Path:
 
 
 def expanded(key: str, path: str) -> Path:
-    """`path` with a home folder in place of `~` or `~NAME`. key: the field that holds it.
-
-    Raises:
-        UserError: there is no such home folder.
-    """
+    """`path` with a home folder in place of `~` or `~NAME`. key: its field. Raises UserError: there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -78,9 +78,6 @@ def return_large_memory() -> bool:
     return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20))
 
 
-SPACE = "ulimit -v"
-
-
 @dataclass(frozen=True)
 class Limit:
     """The least of the limits on this machine's memory. shared: it is for all its processes together. held: bytes that
@@ -100,7 +97,7 @@ def limit() -> Limit | None:
     resident, virtual = _own()
     found = [Limit(size, f"the memory limit of {path}", True, resident) for path, size in _group_limits()]
     if (most := address_space()) is not None:
-        found.append(Limit(most, SPACE, False, virtual))
+        found.append(Limit(most, "ulimit -v", False, virtual))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found.append(Limit(total, "the machine's memory", True, resident))
     return min(found, key=lambda one: one.bytes)
@@ -133,24 +130,20 @@ def address_space() -> int | None:
 
 def little_space() -> str:
     """What to say where the limit of address space is too low; "" without one."""
-    most = address_space()
-    if most is None:
-        return ""
-    return (
-        f"the limit of address space (ulimit -v) is too low: {most >> 20:,} MiB. Libraries, stacks of threads and "
+    return "" if (most := address_space()) is None else (
+        f"the limit of address space (ulimit -v) is too low: {most / 2**20:,.0f} MiB. Libraries, stacks of threads and "
         "arenas of the allocator count towards it beside tensors. Raise it, or remove it: ulimit -v unlimited"
-    )
+    )  # fmt: skip
 
 
 def require_space_for_torch() -> None:
     """Raises UserError: the libraries of torch do not fit into the address space. Loading them would end the process
     with a traceback or without a word."""
     most, torch = address_space(), find_spec("torch")
-    if most is None or torch is None or torch.origin is None:
-        return
-    libraries = sum(file.stat().st_size for file in (Path(torch.origin).parent / "lib").glob("*.so*"))
-    if _own()[1] + libraries > most:
-        raise UserError(little_space())
+    if most is not None and torch is not None and torch.origin is not None:
+        libraries = (Path(torch.origin).parent / "lib").glob("*.so*")
+        if _own()[1] + sum(file.stat().st_size for file in libraries) > most:
+            raise UserError(little_space())
 
 
 def oom_kills() -> int | None:

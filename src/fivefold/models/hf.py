@@ -54,8 +54,7 @@ def require_weights(state: Mapping[str, Tensor], model: ModelSection) -> None:
     for name, shape in shapes.items():
         if (found := tuple(state[name].shape)) != tuple(shape):
             raise UserError(
-                f"weight {name} has shape {found}, but [model] in the run's recipe.toml asks for {tuple(shape)}. "
-                "Restore the [model] with which the run was trained"
+                f"weight {name} has shape {found}, but [model] in recipe.toml asks for {tuple(shape)}. Restore [model]"
             )
 
 

@@ -125,7 +125,7 @@ def advice(job: Job, local_ranks: int, base: int = 0) -> list[str]:
     shared = f" for {each} ranks" if each > 1 else ""
     took = f"; {size(base)} of it were taken before the first tensor" if there and base else ""
     lines = [f"Predicted for a rank: {parts}: {size(held.total)} of tensors.{has}{shared}{took}"]
-    if what == memory.SPACE and held.total <= room * (1 - MARGIN):  # it is not the tensors
+    if there == memory.address_space() and held.total <= room * (1 - MARGIN):
         return [*lines, f"The tensors fit, and {memory.little_space()}"]
     if not found:
         return [*lines, "The planner knows no change that needs less; use more ranks or a smaller model"]

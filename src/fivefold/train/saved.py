@@ -171,11 +171,8 @@ def buffer_pieces(state: State) -> list[write.Piece]:
 def tokenizer_to_keep(job: Job) -> Tokenizer | None:
     """The tokenizer whose file the run folder keeps. None: there is none, or `data.tokenizer` is that very file, as in
     an imported run."""
-    tokenizer = job.data and job.data.tokenizer
-    named = expanded("data.tokenizer", job.recipe.data.tokenizer)
-    return (
-        None if tokenizer is None or named.absolute() == job.out.absolute() / "tokenizer.json" else tokenizer
-    )
+    own, named = job.out.absolute() / "tokenizer.json", job.recipe.data.tokenizer
+    return job.data.tokenizer if job.data and expanded("data.tokenizer", named).absolute() != own else None
 
 
 def identity(job: Job) -> dict[str, Any]:
