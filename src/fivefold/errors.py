@@ -26,14 +26,10 @@ def printable(text: str) -> str:
     sequences), format characters (they reverse or hide text: "Trojan Source", arXiv 2111.00169), lone
     surrogates, and separators that end a line outside of `\\n`.
     """
-    return _NOT_PLAIN.sub(_escaped, text)
+    return re.sub(r"[^\n\t -~]", lambda found: _escaped(found[0]), text)
 
 
-_NOT_PLAIN = re.compile(r"[^\n\t -~]")
-
-
-def _escaped(found: re.Match[str]) -> str:
-    character = found[0]
+def _escaped(character: str) -> str:
     if unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
         return character
     return character.encode("unicode_escape").decode("ascii")

@@ -163,10 +163,8 @@ def nearest(path: Path) -> str:
     while not path.exists() and path != path.parent:
         missing, path = path.name, path.parent
     here = f"{path.resolve()} exists"
-    if missing is None and not path.is_dir():
-        return f"{here}, but is not a regular file"
     if missing is None or not path.is_dir():
-        return here
+        return here + ", but is not a regular file" * (not path.is_dir() and not path.is_file())
     try:
         close = difflib.get_close_matches(missing, os.listdir(path), n=1)
     except OSError:

@@ -137,8 +137,7 @@ def little_space() -> str:
 
 
 def require_space_for_torch() -> None:
-    """Raises UserError: the libraries of torch do not fit into the address space. Loading them would end the process
-    with a traceback or without a word."""
+    """Raises UserError: torch's libraries do not fit into the address space. Loading them could end without a word."""
     most, torch = address_space(), find_spec("torch")
     if most is not None and torch is not None and torch.origin is not None:
         libraries = (Path(torch.origin).parent / "lib").glob("*.so*")

@@ -28,11 +28,8 @@ NAMES = {torch_dtype(d.name): d.torch for d in DTYPES.values() if d.stored and d
 
 
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
-    """Our weights by name -> theirs, in the same dtypes. Fused matrices are split into views.
-
-    Raises:
-        UserError: as `require_weights`.
-    """
+    """Our weights by name -> theirs, in the same dtypes. Fused matrices are split into views. Raises as
+    `require_weights`."""
     require_weights(state, model)
     theirs: dict[str, Tensor] = {}
     for entry in file_of(model.arch, "hf").entries(model):

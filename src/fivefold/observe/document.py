@@ -17,8 +17,7 @@ def asset(name: str) -> str:
 
 
 def document(title: str, body: str, style: str, script: str) -> str:
-    """The page. title: text. body: HTML, in which everything foreign is escaped. Control and format characters, which
-    reverse or hide text, are shown as escapes.
+    """The page. title: text. body: HTML, in which everything foreign is escaped. Controls are made printable here.
 
     A content security policy forbids the page to load anything and to run any script but this one.
     """
