@@ -23,6 +23,8 @@ from fivefold.cli import (
     train,
 )
 from fivefold.cli.main import main
+from fivefold.cli.options import save_as
+from fivefold.errors import BusyError
 from fivefold.recipe import Recipe
 from fivefold.recipe.words import KEYS, allowed
 from fivefold.schedules.pipeline import SCHEDULES
@@ -100,6 +102,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "quickstart", "--set", "optim.lrr=3"], "did you mean 'lr'?"),
         (["check", "quickstart", "--layout", "dp=17"], "ranks need at least one sequence each"),
         (["check", "quickstart", "--set", "data.source=nowhere.txt"], "nowhere.txt"),
+        (
+            ["check", "quickstart", "--set", "data.cache=~nobody-here/x"],
+            "data.cache = ~nobody-here/x: no home folder",
+        ),
+        (["check", "quickstart", "--set", "data.tokenizer=~nobody-here/x"], "no home folder ~nobody-here"),
+        (
+            ["check", "quickstart", "--no-data", "--set", "train.init_from=~nobody-here/x"],
+            "no home folder ~nobody-here",
+        ),
         (["trin", "quickstart"], "Did you mean 'train'?"),
         (["check", "quickstart", "--explian"], "--explain"),
         (["check", "quickstart", "--set", "data.source="], "data.source is empty"),
@@ -194,6 +205,20 @@ def test_several_errors_in_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("optim.lr", "nan"),
     ]
     assert error["problems"][0]["allowed"] == "a whole number >= 1 and <= 1048576"
+
+
+def test_a_pipe_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
+    """As `--svg /dev/stdout | cat` and `--out /dev/stdout`."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    save_as("--svg", pipe, "drawn")
+    assert os.read(reader, 100) == b"drawn"
+    os.close(reader)
+    assert pipe.is_fifo()
+    with pytest.raises(BusyError, match="--svg /dev/full: cannot be written: No space left on device"):
+        save_as("--svg", Path("/dev/full"), "drawn")
+    assert Path("/dev/full").is_char_device()
 
 
 def test_a_full_disk_in_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

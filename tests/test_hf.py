@@ -337,6 +337,7 @@ def test_broken_files_are_named(exported, tmp_path):
     [
         ("../secret.safetensors", "not the name of a file beside it"),
         ("gone.safetensors", "gone.safetensors is missing"),
+        ("a\0.safetensors", "its name has a NUL"),
     ],
 )
 def test_index_may_name_only_files_beside_it(exported, tmp_path, file, words):
@@ -357,6 +358,28 @@ def test_weights_of_a_module_of_the_users_own_are_named(tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="custom module"):
         open_run(tmp_path)
+
+
+def test_a_recipe_of_another_size_is_said(tmp_path):
+    run, _ = make_run(tmp_path / "run")
+    recipe = run / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("dim = 32", "dim = 64"))
+    for read in (open_run, lambda run: export_run(run, tmp_path / "out")):
+        with pytest.raises(UserError, match=r"has shape \(.*32\), but \[model\] in recipe.toml asks for"):
+            read(run)
+
+
+def test_a_tokenizer_that_is_none_is_not_imported(exported, tmp_path):
+    path = exported / "tokenizer.json"
+    path.write_bytes(bytes(1000))
+    assert "not a tokenizer.json" in refusal(exported, tmp_path)
+    with path.open("wb") as file:
+        file.truncate(100 << 20)
+    assert "tokenizer.json has more than 67,108,864 bytes" in refusal(exported, tmp_path)
+    path.unlink()
+    with (exported / "generation_config.json").open("wb") as file:
+        file.truncate(100 << 20)
+    assert "generation_config.json has more than" in refusal(exported, tmp_path)
 
 
 def test_the_current_folder_is_filled_when_it_is_empty(exported, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from fivefold.errors import LONGEST_MESSAGE, CheckFailed, CommunicationError, Us
 from fivefold.files import guarded, reading, writing
 from fivefold.launch import verdict
 from fivefold.recipe import Recipe, change, load
+from fivefold.train.generate import open_run
 from fivefold.train.start import run_command
 
 SECRET = "of somebody else"
@@ -68,6 +70,28 @@ def test_a_linked_file_is_not_written_through(copy: Path, tmp_path: Path, name: 
     with pytest.raises(UserError):
         run_command(recipe, out=copy, resume=True, fork=False)
     assert contents(target.parent) == ({} if dangling else {"target": SECRET.encode()})
+
+
+def test_a_tokenizer_that_is_not_the_runs(copy: Path, tmp_path: Path) -> None:
+    """Two tokens exchanged, or none: each use says so, and resuming puts the run's own back."""
+    path = copy / "tokenizer.json"
+    own = path.read_bytes()
+    spec = json.loads(own)
+    vocab = spec["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(spec))
+    for use in (open_run, lambda run: export_run(run, tmp_path / "out")):
+        with pytest.raises(UserError, match=r"tokenizer.json has other tokens than .*step-00000002"):
+            use(copy)
+        path.rename(tmp_path / "away")
+        with pytest.raises(
+            UserError, match=r"tokenizer.json is missing: the run was trained with a tokenizer"
+        ):
+            use(copy)
+        (tmp_path / "away").rename(path)
+    train_rank(0, 1, longer(copy), copy, resume=True)
+    assert path.read_bytes() == own
+    export_run(copy, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "traces"])

@@ -215,6 +215,10 @@ def test_data_that_is_a_pipe(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "tokens.bin")
     with pytest.raises(UserError, match=r"no token file|not a regular file"):
         prepare(recipe_of(f"tokens:{tmp_path / 'tokens.bin'}", tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"data.source: '/dev/zero' is neither a regular file nor a folder$"):
+        prepare(recipe_of("/dev/zero", tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"/dev/zero exists, but is not a regular file$"):
+        prepare(recipe_of("tokens:/dev/zero", tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(
@@ -281,6 +285,33 @@ def test_a_page_of_broken_facts(run: Path, tmp_path: Path, name: str) -> None:
         write(copy / "plan.json", text)
         result = CliRunner().invoke(app, ["report", str(copy)])
         assert isinstance(result.exception, UserError | None | SystemExit), result.exception
+
+
+def test_pages_and_pictures_show_what_a_run_hides(run: Path, tmp_path: Path) -> None:
+    """Names and sentences of its JSON are text: no markup, and nothing that controls a terminal or turns the text."""
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    evil = "<s>\x1b[2J\u202eevil"
+    predicted = {
+        "time": {"step_s": 1.0},
+        "memory": {"per_stage": [{"total": 1}]},
+        "sent_as_counted": {evil: 1},
+    }
+    plan = {"predicted": predicted, "measured": {"step_s": 1.0, "memory_bytes": 1, "sent_bytes": {evil: 1}}}
+    for content in (plan, {"why": evil}):
+        write(copy / "plan.json", json.dumps(content))
+        assert CliRunner().invoke(app, ["report", str(copy)]).exit_code == 0
+        page = (copy / "report.html").read_text()
+        assert r"&lt;s&gt;\x1b[2J\u202eevil" in page
+        assert not any(one in page for one in ("<s>", "\x1b", "\u202e"))
+    spans = [["compute" + evil, "forward", "head", 0.0, 1.0], ["data", "", "shard", 0.0, 0.5]]
+    write(
+        copy / "traces" / "timeline-step-00000001-rank-0.json",
+        json.dumps({"rank": 0, "step": 1, "spans": spans}),
+    )
+    drawn = CliRunner().invoke(app, ["draw", str(copy), "--out", str(tmp_path / "drawn")])
+    assert r"compute<s>\x1b[2J" in drawn.output
+    for text in (drawn.output, (tmp_path / "drawn" / "timeline.svg").read_text()):
+        assert not any(one in text for one in ("\x1b", "\u202e"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`fivefold report RUN --live`: the page of a run that trains, for this machine only."""
 
 import http.client
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,9 @@ def test_other_hosts_and_paths_are_refused(server: live.Server) -> None:
     ):
         code, _, text = ask(server, Host=host)
         assert (code, "Curves" in text) == (403, False), host
+    with socket.create_connection((live.ADDRESS, port), timeout=10) as line:
+        line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+        assert line.makefile("rb").readline().split()[1] == b"403"
     for path in ("/recipe.toml", "/../recipe.toml", "/%2e%2e/metrics.jsonl"):
         assert ask(server, path)[0] == 404, path
     assert ask(server, method="POST")[0] == 501

@@ -10,7 +10,7 @@ import pytest
 from observe_page import check_contrast, check_drawn, check_policy, check_structure
 from observe_run import make_run
 
-from fivefold.observe.compare import read_runs, write_comparison
+from fivefold.observe.compare import page, read_runs
 from fivefold.observe.report import write_report
 
 PROGRAM = observe_browser.find()
@@ -110,7 +110,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a short and a long run, so that the x axes are logarithmic."""
     folder = tmp_path_factory.mktemp("compared")
     runs = [make_run(folder / name, steps) for name, steps in (("short", 40), ("long", 400))]
-    write_comparison(read_runs(runs), folder / "comparison.html")
+    (folder / "comparison.html").write_text(page(read_runs(runs)))
     return folder / "comparison.html"
 
 

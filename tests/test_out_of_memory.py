@@ -20,8 +20,10 @@ from fivefold.kernels.adamw import AdamW
 from fivefold.models.llama.module import Model
 from fivefold.plan.predict import priced_here
 from fivefold.plan.remedies import remedies
-from fivefold.recipe import change, load
+from fivefold.recipe import change, load, resolve
 from fivefold.train.hooks import out_of_memory
+from fivefold.train.job import Job
+from fivefold.train.out_of_memory import advice
 from fivefold.train.start import run_command
 
 CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -32,6 +34,7 @@ def test_errors_of_allocators_are_known() -> None:
     assert out_of_memory(MemoryError())
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert not out_of_memory(RuntimeError("shapes do not match"))
+    assert not out_of_memory(RuntimeError("could not create a primitive"))  # without a limit of address space
     with pytest.raises(RuntimeError) as error:
         torch.empty(1 << 60)
     assert out_of_memory(error.value)
@@ -111,6 +114,32 @@ def test_limits_of_control_groups_are_read(tmp_path: Path, monkeypatch: pytest.M
         assert found is not None
         assert (found.bytes, found.shared) == (1000000, True)
     assert memory.oom_kills() == 3
+
+
+def test_a_limit_of_address_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tensors fit no layout helps: the libraries, stacks and arenas do not."""
+    recipe, room = resolve(recipe_of(tmp_path, "dp=1"), vocab_size=260), 1 << 30
+    monkeypatch.setattr(memory, "address_space", lambda: room)
+    monkeypatch.setattr(memory, "limit", lambda: memory.Limit(room, "ulimit -v", False, 0))
+    job = Job(recipe, tmp_path / "run")
+    assert out_of_memory(RuntimeError("could not create a primitive"))
+    said = advice(job, 1, base=room * 3 // 4)
+    assert len(said) == 2
+    assert said[1].startswith(
+        "The tensors fit, and the limit of address space (ulimit -v) is too low: 1,024 MiB."
+    )
+    assert any("--set " in line for line in advice(job, 1, base=room - (1 << 10)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space")
+@pytest.mark.parametrize("mib", [250, 450])
+def test_too_little_address_space_for_torch(mib: int) -> None:
+    """Loading it would end in an ImportError, or in an abort of the C++ library."""
+    command = f"ulimit -v {mib * 1024}; exec {sys.executable} -m fivefold generate nowhere"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: the limit of address space (ulimit -v) is too low")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("own", [{}, {"PYTORCH_ALLOC_CONF": "own"}, {"PYTORCH_CUDA_ALLOC_CONF": "own"}])

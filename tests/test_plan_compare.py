@@ -258,6 +258,8 @@ def test_names_of_layouts() -> None:
 
     assert name("dp=1") == ("one device", "")
     assert name("dp=8,ep=8") == ("EP", "expert")
+    assert name("ep=8") == ("EP", "expert")  # its row says why it is impossible
+    assert name("dp=8,ep=8,zero=1") == ("ZeRO-1 + EP", "")
     assert name("dp=4,tp=2,sp=true") == ("DDP + TP + SP", "")
     assert name("pp=4,dp=2,zero=1") == ("ZeRO-1 + PP", "")
     assert name("cp=4") == ("CP", "context")

@@ -1,6 +1,7 @@
 """What holds for the repository as a whole: it names no machine, and its versions are pinned."""
 
 import re
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
@@ -44,3 +45,9 @@ def test_every_requirement_is_pinned() -> None:
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins), "exact, and of no one build (+cpu)"
     pinned = {re.split("==", pin)[0].lower().replace("_", "-") for pin in pins}
     assert {re.split(r"[<>=!~\[ ]", name)[0].lower() for name in wanted} <= pinned
+
+
+def test_mutations_fit_the_program() -> None:
+    """Each wrong line of tests/mutations has its place, and each room of the program has one."""
+    module = runpy.run_path(str(REPO / "tests" / "mutations" / "run.py"))
+    assert module["faults"]() == []

@@ -26,13 +26,11 @@ def printable(text: str) -> str:
     sequences), format characters (they reverse or hide text: "Trojan Source", arXiv 2111.00169), lone
     surrogates, and separators that end a line outside of `\\n`.
     """
-    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
-        return text
-    return "".join(_escaped(c) for c in text)
+    return re.sub(r"[^\n\t -~]", lambda found: _escaped(found[0]), text)
 
 
 def _escaped(character: str) -> str:
-    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+    if unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
         return character
     return character.encode("unicode_escape").decode("ascii")
 

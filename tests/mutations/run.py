@@ -1,11 +1,13 @@
 """Applies wrong lines to a copy of the program, one at a time, and runs the tests that should notice.
 
     python tests/mutations/run.py [--only WORD] [--jobs 2] [--out FILE]
+    python tests/mutations/run.py --check
 
 mutations.toml lists them: `file` below src/fivefold, what stands there (`old`, exactly once), what it becomes (`new`),
 and at most three test files, or tests in them. A mutation is caught if a test fails or takes longer than LIMIT_S. What
 survives is printed, and the exit status is 1 if more survive than ALLOWED. Where a mutation changes nothing that a test
-could see, `equivalent` says why, and it is not run.
+could see, `equivalent` says why, and it is not run. --check runs nothing: it says which entries no longer fit the
+program, in a second. `make test` does that, too.
 """
 
 from __future__ import annotations
@@ -54,6 +56,29 @@ def mutations() -> list[Mutation]:
     return [Mutation(**{**row, "tests": tuple(row["tests"])}) for row in table["mutation"]]
 
 
+def faults() -> list[str]:
+    """What no longer fits the program: lines that have changed, tests that have gone, rooms without a mutation."""
+    found, table = [], mutations()
+    for one in table:
+        try:
+            if one.wrong(ROOT) == (ROOT / "src/fivefold" / one.file).read_text(encoding="utf-8"):
+                found.append(f"{one.file}: `new` is `old`: {one.old}")
+        except (OSError, ValueError) as error:
+            found.append(str(error))
+        if not 1 <= len(one.tests) <= 3:
+            found.append(f"{one.file}: {len(one.tests)} tests; name one to three: {one.old}")
+        for test in one.tests:
+            name, _, function = test.partition("::")
+            file = ROOT / "tests" / name
+            if not file.is_file() or f"def {function}(".replace("def (", "") not in file.read_text(
+                encoding="utf-8"
+            ):
+                found.append(f"{one.file}: there is no test {test}")
+    rooms = {path.parent.name for path in (ROOT / "src/fivefold").glob("*/*.py")}
+    bare = rooms - {Path(one.file).parts[0] for one in table}
+    return found + [f"no mutation in {room}" for room in sorted(bare)]
+
+
 def copy(folder: Path) -> Path:
     """A copy of what git tracks, beside a link to what the tests share."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
@@ -66,22 +91,33 @@ def copy(folder: Path) -> Path:
     return folder / "copy"
 
 
+def environment(root: Path) -> dict[str, str]:
+    """In which Python imports the copy at `root`."""
+    own = {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return os.environ | own
+
+
+def require_import(root: Path) -> None:
+    """Raises ValueError: Python imports the program from elsewhere, so that no test would see a wrong line."""
+    ask = [sys.executable, "-c", "import fivefold; print(fivefold.__file__)"]
+    found = subprocess.run(ask, cwd=root, env=environment(root), capture_output=True, text=True, check=True)
+    if not Path(found.stdout.strip()).is_relative_to(root / "src"):
+        raise ValueError(
+            f"{sys.executable} imports {found.stdout.strip()}, not the copy. Use another environment"
+        )
+
+
 def survives(mutation: Mutation, root: Path) -> bool:
     """Runs the tests in the copy at `root`, whose file is put back."""
     file = root / "src/fivefold" / mutation.file
     right = file.read_text(encoding="utf-8")
     file.write_text(mutation.wrong(root), encoding="utf-8")
-    environment = os.environ | {
-        "PYTHONPATH": str(root / "src"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
     tests = [f"tests/{test}" for test in mutation.tests]
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
             cwd=root,
-            env=environment,
+            env=environment(root),
             timeout=LIMIT_S,
             capture_output=True,
             text=True,
@@ -108,13 +144,18 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, help="JSON: each mutation with its seconds and whether it was caught"
     )
+    parser.add_argument("--check", action="store_true", help="only say which entries do not fit the program")
     given = parser.parse_args()
+    if given.check:
+        print("\n".join(found := faults()) or f"{len(mutations())} mutations fit the program")
+        return int(bool(found))
     todo = [m for m in mutations() if given.only in f"{m.file} {m.old}"]
     tried = [m for m in todo if not m.equivalent]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         free: SimpleQueue[Path] = SimpleQueue()
         for number in range(given.jobs):
-            free.put(copy(Path(folder) / str(number)))
+            free.put(root := copy(Path(folder) / str(number)))
+            require_import(root)
 
         def one(mutation: Mutation) -> dict[str, object]:
             root, began = free.get(), time.monotonic()

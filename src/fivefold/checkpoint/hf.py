@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.hf_weights import INDEX, WEIGHTS, read_config, read_weights
-from fivefold.checkpoint.source import weights_of
+from fivefold.checkpoint.source import tokenizer_of, weights_of
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.conversations import TEMPLATE_FILE, beside
-from fivefold.data.tokenizer import KNOWN_MASKS, load_tokenizer
+from fivefold.data.foreign import MOST_BYTES as MOST_TOKENIZER
+from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
 from fivefold.errors import UserError
-from fivefold.files import flush_all, guard, make_folder, own_word, remove, rename
+from fivefold.files import MOST_JSON, flush_all, guard, make_folder, own_word, read_bytes, remove, rename
 from fivefold.files import write as write_file
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
@@ -57,15 +58,19 @@ def export_run(
     """
     guard(run)
     recipe = load(run / "recipe.toml")
-    state = dict(weights) if weights is not None else weights_of(checkpoint or store.latest(run))
+    checkpoint = checkpoint or store.latest(run)
+    state = dict(weights) if weights is not None else weights_of(checkpoint)
     if dtype is not None:
         state = {
             name: tensor if name in card_of(recipe.model).buffers else tensor.to(torch_dtype(dtype))
             for name, tensor in state.items()
         }
     theirs = to_hf(state, recipe.model)
+    tokenizer = None
+    with suppress(NoSuchToken):  # without an end token it is exported as it is
+        tokenizer = tokenizer_of(run, checkpoint)
     with _new_folder(out) as folder:
-        token_ids = _write_text_files(run, folder, recipe)
+        token_ids = _write_text_files(run, folder, recipe, tokenizer)
         config = hf_config(recipe.model, next(iter(theirs.values())).dtype)
         _write_json(folder / "config.json", config | token_ids)
         _write_weights(folder, theirs, max_shard_bytes)
@@ -87,7 +92,9 @@ def import_folder(source: Path, out: Path) -> Path:
     model = from_hf_config(config)
     state = from_hf(read_weights(source), model)
     assert model.vocab_size is not None
-    has_tokenizer = (source / "tokenizer.json").is_file()
+    if has_tokenizer := (source / "tokenizer.json").is_file():
+        with suppress(NoSuchToken):  # an end token can be named later
+            load_tokenizer(source / "tokenizer.json")
     data = DataSection(tokenizer=str((out / "tokenizer.json").absolute()) if has_tokenizer else "bytes")
     recipe = Recipe(
         model=model, data=data, train=TrainSection(steps=1000)
@@ -95,9 +102,7 @@ def import_folder(source: Path, out: Path) -> Path:
     with _new_folder(out) as folder:
         text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
         write_file(folder / "recipe.toml", text)
-        for name in TEXT_FILES:
-            if (source / name).is_file():
-                write_file(folder / name, (source / name).read_bytes())
+        _copy_text_files(source, folder)
         write.save_whole(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
     return out
 
@@ -122,15 +127,13 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes:
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_text_files(run: Path, folder: Path, recipe: Recipe) -> dict[str, Any]:
+def _write_text_files(run: Path, folder: Path, recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Writes the tokenizer and generation_config.json. Returns the special token ids for config.json.
 
     Files of an imported run are copied. Missing ones are made from the run's tokenizer.
     """
-    for name in TEXT_FILES:
-        if (run / name).is_file():
-            write_file(folder / name, (run / name).read_bytes())
-    tokens = _special_tokens(run / "tokenizer.json") if (run / "tokenizer.json").is_file() else {}
+    _copy_text_files(run, folder)
+    tokens = _special_tokens(tokenizer) if tokenizer is not None else {}
     if tokens and not (folder / "tokenizer_config.json").exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": recipe.model.seq_len}
         names = {f"{role}_token": token for role, (token, _) in tokens.items()}
@@ -141,20 +144,24 @@ def _write_text_files(run: Path, folder: Path, recipe: Recipe) -> dict[str, Any]
         ids: dict[str, Any] = {
             f"{role}_token_id": tokens[role][1] if role in tokens else None for role in ("bos", "eos")
         }
-        if tokens and (template := beside(run)):
-            ends = sorted(ChatTemplate(template, load_tokenizer(run / "tokenizer.json")).end_ids)
+        if tokenizer is not None and (template := beside(run)):
+            ends = sorted(ChatTemplate(template, tokenizer).end_ids)
             ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         _write_json(folder / "generation_config.json", ids)
     generation = read_config(folder / "generation_config.json")
     return {key: generation.get(key) for key in ("bos_token_id", "eos_token_id")}
 
 
-def _special_tokens(path: Path) -> dict[str, tuple[str, int]]:
+def _copy_text_files(source: Path, folder: Path) -> None:
+    """Raises UserError: one is too large."""
+    for name in TEXT_FILES:
+        if (source / name).is_file():
+            most = MOST_TOKENIZER if name == "tokenizer.json" else MOST_JSON
+            write_file(folder / name, read_bytes(source / name, most))
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
     """Role -> (text, id) of the end token (documents also begin after it) and of BERT's mask token."""
-    try:
-        tokenizer = load_tokenizer(path)
-    except UserError:
-        return {}  # a tokenizer without an end token: exported as it is
     added = {entry["id"]: entry["content"] for entry in json.loads(tokenizer.to_json())["added_tokens"]}
     end = (added[tokenizer.end_id], tokenizer.end_id)
     mask = [(text, i) for i, text in added.items() if text in KNOWN_MASKS]

@@ -13,6 +13,7 @@ from torch import Tensor
 from fivefold.checkpoint import store
 from fivefold.checkpoint.hf_weights import HfWeights, hf_fingerprint
 from fivefold.checkpoint.manifest import MANIFEST, Box, Damaged
+from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.models.section import ModelSection
@@ -23,6 +24,8 @@ FROZEN = "frozen"
 """A key of a checkpoint's meta: true if it has frozen weights, in the dtype in which they compute."""
 ELSEWHERE = "weights_elsewhere"
 """The key of a checkpoint's meta: where its frozen weights are (`Elsewhere`)."""
+TOKENIZER = "the tokenizer's fingerprint"
+"""The key of a checkpoint's meta: which tokenizer.json the run folder has. Imported runs have none."""
 
 
 class Source:
@@ -110,6 +113,20 @@ class Elsewhere:
         if unknown := sorted(set(self.names.values()) - set(source.names())):
             raise UserError(f"{here} has no weight {unknown[0]!r:.120}, which the checkpoint names")
         return source
+
+
+def tokenizer_of(run: Path, checkpoint: Path) -> Tokenizer | None:
+    """The tokenizer in a run folder; None: the run has none. Raises UserError: it is damaged, not that of the
+    checkpoint, or has no end token (NoSuchToken)."""
+    path, said = run / "tokenizer.json", store.Reader(checkpoint).meta.get(TOKENIZER)
+    if not path.is_file() and said is None:
+        return None
+    if not path.is_file():
+        raise UserError(f"{path} is missing: the run was trained with a tokenizer. Restore the file")
+    found = load_tokenizer(path)
+    if said not in (None, found.fingerprint):
+        raise UserError(f"{path} has other tokens than those of {checkpoint}. Restore the file")
+    return found
 
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import JsonOption, bytes_of, print_json, require_writable
+from fivefold.cli.options import JsonOption, bytes_of, print_json, require_writable, save_as
 from fivefold.errors import UserError
-from fivefold.files import write
 
 if TYPE_CHECKING:
     from fivefold.schedules.collectives.cost import Choice
@@ -77,12 +76,12 @@ def collectives(
             found["drawn"] = to_text(collective, max(60, min(160, shutil.get_terminal_size().columns)))
             lines = [found["drawn"].rstrip()]
         if svg:
-            write(svg, to_svg(collective))
+            save_as("--svg", svg, to_svg(collective))
         if html:
             from fivefold.observe.collective_page import page
 
             note = f"{_size(message)} on {net.name}, simulated."
-            write(html, page(collective, [_time(end) for end in cost.ends], note))
+            save_as("--html", html, page(collective, [_time(end) for end in cost.ends], note))
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
         lines += found["pictures"].values()
     if json:

@@ -13,9 +13,8 @@ import typer
 
 from fivefold.cli.compare_tables import criteria_table, overlap_table
 from fivefold.cli.local import ensure_measured
-from fivefold.cli.options import JsonOption, RecipeArgument, SetOption, print_json, require_writable
+from fivefold.cli.options import JsonOption, RecipeArgument, SetOption, print_json, require_writable, save_as
 from fivefold.errors import UserError
-from fivefold.files import write
 
 if TYPE_CHECKING:
     from fivefold.plan.compare import Row
@@ -101,9 +100,9 @@ def compare(
         rows = _run(compared.alike(loaded), rows, steps)
     title = f"{Path(recipe).stem} on {machine.name}:{machine.devices}"
     if picture is not None:
-        _write("--picture", picture, _drawn(rows, title, overlap))
+        save_as("--picture", picture, _drawn(rows, title, overlap))
     if page is not None:
-        _write("--page", page, nutshell.page(loaded, rows, title))
+        save_as("--page", page, nutshell.page(loaded, rows, title))
     if json:
         print_json({"recipe": recipe, "cluster": machine.name, "ranks": machine.devices,
                     "rows": [row.as_json(overlap) for row in rows]})  # fmt: skip
@@ -166,10 +165,3 @@ def _drawn(rows: list[Row], title: str, overlap: bool) -> str:
     from fivefold.plan.pages import criteria_svg
 
     return criteria_svg.overlap(rows, title) if overlap else criteria_svg.criteria(rows, title)
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        write(path, text)
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written: {error.strerror}") from None

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
-from fivefold.errors import UserError
-from fivefold.files import guard, make_folder, understood, write
+from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json, save_as
+from fivefold.errors import UserError, printable
+from fivefold.files import guard, make_folder, understood
 
 if TYPE_CHECKING:
     from fivefold.plan.cost import Setting
@@ -106,11 +106,11 @@ def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> 
         make_folder(out)
         paths = {name: out / f"{name}.svg" for name in pictures}
         for name, path in paths.items():
-            write(path, pictures[name])
+            save_as("--out", path, printable(pictures[name]))
     if json:
         print_json({"text": text, "pictures": {name: str(path) for name, path in paths.items()}})
         return
-    print(text, end="")
+    print(printable(text), end="")
     for path in paths.values():
         print(path)
 

@@ -19,9 +19,9 @@ from fivefold.cli.options import (
     print_json,
     require_run,
     require_writable,
+    save_as,
 )
 from fivefold.errors import printable
-from fivefold.files import write_atomically
 
 EXAMPLES = [
     "fivefold eval runs/first my_texts/*.txt",
@@ -108,7 +108,7 @@ def eval_(
     with _progress() as tell:
         found = evaluate(run, texts or (), task or (), how, step=step, tell=tell)
     if out is not None:
-        write_atomically(out, json_.dumps(found, indent=1) + "\n")
+        save_as("--out", out, json_.dumps(found, indent=1) + "\n")
     for row in found["tasks"]:
         del row["details"]
     print_json(found) if json else print("\n".join(_lines(found)))

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import JsonOption, print_json, require_run, require_writable
-from fivefold.files import write
+from fivefold.cli.options import JsonOption, print_json, require_run, require_writable, save_as
 
 EXAMPLES = [
     "fivefold formats",
@@ -45,7 +44,7 @@ def formats(
     step, found = number_formats.read(require_run(run))
     title = f"{run.resolve().name}, step {step}: numbers by exponent"
     if svg is not None:
-        write(svg, number_formats.histogram_svg(found, title))
+        save_as("--svg", svg, number_formats.histogram_svg(found, title))
     if json:
         print_json({"step": step, "kinds": found.as_json(), "svg": svg})
         return

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from fivefold.cli.options import print_json
-from fivefold.files import write
+from fivefold.cli.options import print_json, save_as
 
 DRAWN = ("a block (1)", "selective", "tp (2)", "tp, sp (4)", "tp, sp, selective (6)", "full")
 
@@ -27,7 +26,8 @@ def print_formulas(name: str, sets: list[str], layout: str | None, json: bool, s
 
         by_name = {row.name: (row.formula, row.bytes) for row in found}
         drawn = {one: by_name[one] for one in DRAWN if one in by_name}
-        write(svg, activations(drawn, f"{Path(name).stem}: activations of a block in 16 bits, {sizes}"))
+        title = f"{Path(name).stem}: activations of a block in 16 bits, {sizes}"
+        save_as("--svg", svg, activations(drawn, title))
     if json:
         print_json({"sizes": asdict(shape), "formulas": [asdict(row) for row in found], "svg": svg})
         return

@@ -49,7 +49,7 @@ from fivefold.errors import (
     printable,
     problem,
 )
-from fivefold.host.memory import restart_with_huge_pages
+from fivefold.host.memory import little_space, require_space_for_torch, restart_with_huge_pages
 from fivefold.launch.exits import BUSY, FAILED, USER
 
 # Plain help texts: rich alone takes 0.1 s to import
@@ -90,6 +90,9 @@ for name, module, function in (
 app.add_typer(bench.bench, name="bench")
 
 
+WITH_TORCH = {"train", "sweep", "verify", "bench", "eval", "generate", "chat", "export", "import"}
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
@@ -121,13 +124,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.setdefault("PYTHONSAFEPATH", "1")
     json = problems.wants_json(words)
     try:
+        if words[:1] and words[0] in WITH_TORCH:
+            require_space_for_torch()
         if json:
             sys.exit(app(args=words, prog_name="fivefold", standalone_mode=False))
         app(args=None if arguments is None else words, prog_name="fivefold")
     except UserError as error:
         _stop(BUSY if isinstance(error, BusyError) else USER, str(error), error.problems if json else ())
-    except MemoryError:
-        message = "memory ran out. Close other programs, or raise this one's limit (ulimit -v)"
+    except (MemoryError, ImportError) as error:
+        if isinstance(error, ImportError) and not ("failed to map" in str(error) and little_space()):
+            raise
+        message = f"memory ran out: {little_space() or 'close other programs'}"
         _stop(USER, message, [problem(message)] if json else ())
     except OSError as error:  # no permission, full disk, name too long: print the system's message
         if error.filename is None and error.errno not in PASSING | {errno.EMFILE}:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import JsonOption, print_json, require_writable
+from fivefold.cli.options import JsonOption, print_json, require_writable, save_as
 from fivefold.errors import UserError, did_you_mean
-from fivefold.files import write
 
 if TYPE_CHECKING:
     from fivefold.optim import OptimizerCard
@@ -65,7 +64,7 @@ def optimizers(
     if svg:
         from fivefold.observe.optimizer_paths import to_svg
 
-        write(svg, to_svg(paths))
+        save_as("--svg", svg, to_svg(paths))
         lines = [*(lines if draw else []), str(svg)]
         found["picture"] = str(svg)
     found["paths"] = {

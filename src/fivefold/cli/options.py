@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.errors import UserError, problem
-from fivefold.files import guard
+from fivefold.errors import UserError, problem, system_error
+from fivefold.files import guard, write, write_atomically
 
 
 def _recipe_names() -> list[str]:
@@ -89,6 +89,14 @@ def require_writable(option: str, path: Path | None) -> None:
         why = error.strerror or "no such path"
     if why:
         raise UserError(f"{option} {path}: cannot be written: {why}")
+
+
+def save_as(option: str, path: Path, text: str) -> None:
+    """Writes the file of an option. A pipe or a device stays what it is. Raises UserError: it cannot be written."""
+    try:
+        (write_atomically if path.is_file() or not path.exists() else write)(path, text)
+    except OSError as error:
+        raise system_error(f"{option} {path}: cannot be written: {error.strerror}", error) from None
 
 
 def bytes_of(option: str, text: str) -> int:

@@ -19,10 +19,10 @@ from fivefold.cli.options import (
     SetOption,
     print_json,
     require_writable,
+    save_as,
 )
 from fivefold.cli.plan_pictures import Typed, Wanted, draw_plan, draw_search
 from fivefold.errors import UserError
-from fivefold.files import write
 
 if TYPE_CHECKING:
     from fivefold.plan.conventions import Conventions
@@ -203,7 +203,7 @@ def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -
     drawn = _timelines(request.timeline, request.recipe, result, rank) if request.timeline else []
     if request.svg is not None and request.how is not None:
         states = plan_terms.drawn_states(request.how, result, request.recipe, request.asked, request.name)
-        _write("--svg", request.svg, states)
+        save_as("--svg", request.svg, states)
     if request.json:
         besides = ({"terms": dict(result.step.terms)} if request.explain else {}) | answers
         besides |= plan_terms.answers(request.how, result, request.recipe, request.asked)
@@ -239,7 +239,7 @@ def _timelines(path: Path, recipe: Recipe, result: Plan, rank: int) -> list[tupl
     drawn = timelines(whole, rank) if on_cpu else gpu.timelines_on_gpu(whole, rank)
     where = "a CPU" if on_cpu else "a GPU without torch.compile"
     title = f"{_layout_text(result)}: bytes of the tensors of rank {rank}, traced as {where} computes them"
-    _write("--memory-timeline", path, to_svg(drawn, title))
+    save_as("--memory-timeline", path, to_svg(drawn, title))
     return drawn
 
 
@@ -361,12 +361,4 @@ def _save(path: Path, recipe: Recipe, result: Plan) -> None:
     from fivefold.recipe import to_toml
 
     text = to_toml(apply(recipe, result), comment=f"{result.layout.ranks} ranks, as planned by fivefold plan")
-    _write("--save", path, text)
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    """Writes the file of an option."""
-    try:
-        write(path, text)
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written: {error.strerror}") from None
+    save_as("--save", path, text)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fivefold.cli.options import save_as
 from fivefold.errors import UserError
-from fivefold.files import write
 
 if TYPE_CHECKING:
     from fivefold.plan.predict import Plan
@@ -148,8 +148,5 @@ def write_page(
         words += f" Attention: {drawn.plan.attention}."
     data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
     text = plan_page.page(Path(name).stem, words, data, shown)
-    try:
-        write(path, text)
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written: {error.strerror}") from None
+    save_as("--html", path, text)
     print(f"wrote {path}: {len(data['index']):,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)

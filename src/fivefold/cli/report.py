@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import JsonOption, print_json, require_run, require_writable, run_folders
+from fivefold.cli.options import JsonOption, print_json, require_run, require_writable, run_folders, save_as
 from fivefold.cli.sweep import HoldOutOption
 from fivefold.errors import UserError
 
@@ -86,7 +86,7 @@ def _compare(runs: list[Path], path: Path, json: bool) -> None:
 
     require_writable("--out", path)
     found = compare.read_runs(runs)
-    compare.write_comparison(found, path)
+    save_as("--out", path, compare.page(found))
     if json:
         print_json({"report": str(path), **compare.as_json(found)})
     else:

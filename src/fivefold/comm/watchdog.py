@@ -154,7 +154,7 @@ class Watchdog:
         self._moved, self._beat = moved, self._beat + 1
         own = self._post()
         self._seen[self.ranks.rank] = Seen(own)
-        # A save, for example, takes as long as it takes. One rank is perhaps a notebook, which must not end.
+        # A save, for example, may be long. One rank is perhaps a notebook, which must not end.
         idle = own.wait is None and not own.phase and self.board is not None
         judges, limit_s = own.wait is not None or idle, self.limit_s
         if self.board is not None:

@@ -40,7 +40,7 @@ from fivefold.data.tokenizer import (
 )
 from fivefold.data.tokens import FLAGS, FORMAT, NAMES, ShardWriter
 from fivefold.errors import UserError
-from fivefold.files import BROKEN, read_json, remove, write_atomically
+from fivefold.files import BROKEN, expanded, read_json, remove, write_atomically
 from fivefold.precision import token_bytes
 from fivefold.recipe.schema import DataSection
 
@@ -216,7 +216,7 @@ def learn(data: DataSection, mask: bool, texts: Sequence[Text], workers: int, te
         sample = (piece for text in texts for piece in _sample(text, tell))
         size = int(data.tokenizer.removeprefix("bpe:"))
         return train_bpe(sample, size, mask, special_of(data.chat_template))
-    return load_tokenizer(Path(data.tokenizer).expanduser(), mask)
+    return load_tokenizer(expanded("data.tokenizer", data.tokenizer), mask)
 
 
 def _sample(text: Text, tell: Progress) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.errors import UserError, shortened
-from fivefold.files import read_json, read_text
+from fivefold.files import expanded, read_json, read_text
 
 ANSWER = "assistant"
 """The role whose messages count in the loss."""
@@ -93,14 +93,14 @@ def read_template(spec: str, tokenizer_spec: str) -> str:
     if spec in TEMPLATES:
         return TEMPLATES[spec].source
     if spec == OWN:
-        found = beside(Path(tokenizer_spec).expanduser())
+        found = beside(expanded("data.tokenizer", tokenizer_spec))
         if found is None:
             raise UserError(
                 f"data.chat_template = 'tokenizer': there is no chat template beside data.tokenizer = "
                 f"{tokenizer_spec!r}. Use one of {', '.join(TEMPLATES)}, or the path of a Jinja file"
             )
         return found
-    path = Path(spec).expanduser()
+    path = expanded("data.chat_template", spec)
     if not path.is_file():
         raise UserError(
             f"data.chat_template = {spec!r}: must be {', '.join(TEMPLATES)}, {OWN}, or the path of a Jinja file"

@@ -35,6 +35,7 @@ from fivefold.data.tokens import (
 from fivefold.errors import UserError
 from fivefold.files import (
     cache_folder,
+    expanded,
     flush_all,
     held,
     locked,
@@ -273,7 +274,7 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: P
     tokenizer = data.tokenizer
     if not is_named(tokenizer):
         tokenizer = hashlib.sha256(
-            load_tokenizer(Path(tokenizer).expanduser(), mask).to_json().encode()
+            load_tokenizer(expanded("data.tokenizer", tokenizer), mask).to_json().encode()
         ).hexdigest()
     settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key] + ["stream"] * data.stream
     if data.chat_template:
@@ -289,7 +290,7 @@ def check_tokenizer(data: DataSection, mask: bool) -> None:
         read_template(data.chat_template, spec)
     if spec.startswith("bpe:"):
         check_bpe_size(int(spec[4:]), (2 if mask else 1) + len(special_of(data.chat_template)))
-    elif spec not in ("bytes", "chars") and not (spec and Path(spec).expanduser().exists()):
+    elif spec not in ("bytes", "chars") and not (spec and expanded("data.tokenizer", spec).exists()):
         raise UserError(
             f"data.tokenizer = {spec!r}: must be bpe:N, bytes, chars, or the path of a tokenizer.json"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 
 from fivefold.data.build import describe_bad, is_named
 from fivefold.data.conversations import special_of
@@ -14,6 +13,7 @@ from fivefold.data.sources import Source
 from fivefold.data.tasks import BY_RULE, FileSpan, first_task
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError
+from fivefold.files import expanded
 from fivefold.recipe import Recipe
 
 PROBED = 16 << 20
@@ -59,7 +59,7 @@ def require_ids(recipe: Recipe, source: Source, mask: bool) -> None:
         if source.size > ENOUGH * size:
             require_vocabulary(recipe, size)
     elif not is_named(data.tokenizer):
-        tokenizer = load_tokenizer(Path(data.tokenizer).expanduser(), mask)
+        tokenizer = load_tokenizer(expanded("data.tokenizer", data.tokenizer), mask)
         if data.chat_template:
             from fivefold.data.chat import open_template  # Jinja takes a moment to import
 

@@ -128,6 +128,8 @@ def find(spec: str) -> Source:
             return _below(spec, _fixed_part(path), files)
         only = "only folders match" if matches else "no file matches"
         raise UserError(f"data.source: {only} {spec!r}; {nearest(_fixed_part(path))}")
+    if path.exists():
+        raise UserError(f"data.source: {spec!r} is neither a regular file nor a folder")
     hint = "; known words: stdlib, tokens:PATH, hf:NAME" if os.sep not in spec else ""
     raise UserError(f"data.source: no such file or folder: {spec!r}; {nearest(path)}{hint}")
 
@@ -162,7 +164,7 @@ def nearest(path: Path) -> str:
         missing, path = path.name, path.parent
     here = f"{path.resolve()} exists"
     if missing is None or not path.is_dir():
-        return here
+        return here + ", but is not a regular file" * (not path.is_dir() and not path.is_file())
     try:
         close = difflib.get_close_matches(missing, os.listdir(path), n=1)
     except OSError:

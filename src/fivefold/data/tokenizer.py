@@ -7,9 +7,11 @@ could end a document, or hide a word from the loss.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +39,10 @@ WORDS = (
 PIECE = 1 << 17  # characters encoded at once; bounds memory (the library takes about 100 bytes per character)
 
 LONG = 1 << 10  # characters from which on a table of words is worth it
+
+
+class NoSuchToken(UserError):
+    """A tokenizer.json has no end token, or no mask token where one is needed."""
 
 
 class Tokenizer:
@@ -109,6 +115,15 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """The id of each token, special ones included."""
         return self._inner.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the tokens, their ids and the merges: what gives a text its ids."""
+        merges = json.loads(self._inner.to_str())["model"].get("merges", [])
+        pairs = [
+            one.split(" ") if isinstance(one, str) else one for one in merges
+        ]  # texts, in older libraries
+        return hashlib.sha256(json.dumps([sorted(self.vocabulary().items()), pairs]).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The content of a tokenizer.json."""
@@ -228,7 +243,7 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
         begin = _named(config.get("bos_token"))
         known = begin if begin in vocab else None
         return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), end, mask_token, known)
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except OSError as error:
         raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None
@@ -287,7 +302,7 @@ def _find_token(path: Path, vocab: dict[str, int], named: Any, usual: list[str],
     for token in [_named(named), *usual]:
         if token is not None and token in vocab:
             return token
-    raise UserError(
+    raise NoSuchToken(
         f"data.tokenizer: {path} has no {role} token; name it in tokenizer_config.json beside it, "
         f"or use one of {', '.join(usual)}"
     )

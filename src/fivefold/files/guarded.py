@@ -50,8 +50,10 @@ def inside(path: Path, opened: int | None = None) -> Path:
     that was found there: then its place counts, so nobody can have put a link there after the check.
 
     Raises:
-        UserError: one does.
+        UserError: one does, or the path has a NUL.
     """
+    if "\0" in str(path):
+        raise UserError(f"{path} cannot be a file: its name has a NUL")
     if not _guarded:
         return path
     absolute = Path(os.path.abspath(path))

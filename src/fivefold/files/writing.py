@@ -12,13 +12,14 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from fivefold.errors import system_error
+from fivefold.errors import UserError, system_error
 from fivefold.files.guarded import inside
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
@@ -31,11 +32,21 @@ def cache_folder(setting: str | None = None) -> Path:
 
     Without a home folder it is one of this user's under the temporary folder.
     """
-    path = Path(setting or os.environ.get("FIVEFOLD_CACHE") or "~/.cache/fivefold")
+    for key, path in (("data.cache", setting), ("FIVEFOLD_CACHE", os.environ.get("FIVEFOLD_CACHE"))):
+        if path:
+            return expanded(key, path).absolute()
     try:
-        return path.expanduser().absolute()
+        return Path("~/.cache/fivefold").expanduser().absolute()
     except RuntimeError:  # no home folder: a user id that the system does not know, as in some containers
         return Path(tempfile.gettempdir(), f"fivefold-{os.getuid()}")
+
+
+def expanded(key: str, path: str) -> Path:
+    """`path` with a home folder in place of `~` or `~NAME`. key: its field. Raises UserError: there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{key} = {path}: no home folder {Path(path).parts[0]} on this machine") from None
 
 
 def own_word() -> str:
@@ -71,9 +82,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def stream(path: Path) -> IO[bytes]:
-    """A new or emptied file to write bytes to."""
+    """A new or emptied file to write bytes to. A pipe or a device has nothing to empty."""
     file = _opened(path, os.O_WRONLY | os.O_CREAT, "wb")
-    file.truncate()
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.truncate()
     watch("write", path)
     return file
 

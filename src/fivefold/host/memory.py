@@ -11,7 +11,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+from fivefold.errors import UserError
 
 CGROUPS = Path("/sys/fs/cgroup")
 TUNABLES = "GLIBC_TUNABLES"
@@ -123,6 +126,23 @@ def address_space() -> int | None:
     """Bytes of address space that a process may have (`ulimit -v`); None: without limit."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if most == resource.RLIM_INFINITY else most
+
+
+def little_space() -> str:
+    """What to say where the limit of address space is too low; "" without one."""
+    return "" if (most := address_space()) is None else (
+        f"the limit of address space (ulimit -v) is too low: {most / 2**20:,.0f} MiB. Libraries, stacks of threads and "
+        "arenas of the allocator count towards it beside tensors. Raise it, or remove it: ulimit -v unlimited"
+    )  # fmt: skip
+
+
+def require_space_for_torch() -> None:
+    """Raises UserError: torch's libraries do not fit into the address space. Loading them could end without a word."""
+    most, torch = address_space(), find_spec("torch")
+    if most is not None and torch is not None and torch.origin is not None:
+        libraries = (Path(torch.origin).parent / "lib").glob("*.so*")
+        if _own()[1] + sum(file.stat().st_size for file in libraries) > most:
+            raise UserError(little_space())
 
 
 def oom_kills() -> int | None:

@@ -28,16 +28,11 @@ NAMES = {torch_dtype(d.name): d.torch for d in DTYPES.values() if d.stored and d
 
 
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
-    """Our weights by name -> theirs, in the same dtypes. Fused matrices are split into views.
-
-    Raises:
-        UserError: the names are not those of the model that `model` describes.
-    """
-    entries = file_of(model.arch, "hf").entries(model)
-    if state.keys() != {entry.ours for entry in entries}:
-        raise UserError(f"the weights belong to a custom module, not to the recipe's {model.arch}")
+    """Our weights by name -> theirs, in the same dtypes. Fused matrices are split into views. Raises as
+    `require_weights`."""
+    require_weights(state, model)
     theirs: dict[str, Tensor] = {}
-    for entry in entries:
+    for entry in file_of(model.arch, "hf").entries(model):
         tensor = state[entry.ours]
         if entry.transpose:
             tensor = tensor.t().contiguous()
@@ -46,6 +41,18 @@ def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]
         parts = tensor.split(list(entry.rows)) if entry.rows else [tensor]
         theirs.update(zip(entry.theirs, parts, strict=True))
     return theirs
+
+
+def require_weights(state: Mapping[str, Tensor], model: ModelSection) -> None:
+    """Raises UserError: names or shapes are not those of the model that `model` describes."""
+    shapes = card_of(model).parameters | card_of(model).buffers
+    if state.keys() != shapes.keys():
+        raise UserError(f"the weights belong to a custom module, not to the recipe's {model.arch}")
+    for name, shape in shapes.items():
+        if (found := tuple(state[name].shape)) != tuple(shape):
+            raise UserError(
+                f"weight {name} has shape {found}, but [model] in recipe.toml asks for {tuple(shape)}. Restore [model]"
+            )
 
 
 def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, printable
-from fivefold.files import guard, understood, write_atomically
+from fivefold.files import guard, understood
 from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, short_number, size
@@ -199,11 +199,6 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _value(value: Any) -> str:
     return "unset" if value is None else printable(str(value))[:40]
-
-
-def write_comparison(runs: Sequence[ComparedRun], path: Path) -> None:
-    """Writes the page."""
-    write_atomically(path, page(runs))
 
 
 def page(runs: Sequence[ComparedRun]) -> str:

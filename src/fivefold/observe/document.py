@@ -8,6 +8,8 @@ import time
 from html import escape
 from importlib import metadata, resources
 
+from fivefold.errors import printable
+
 
 def asset(name: str) -> str:
     """A style sheet or script of the package."""
@@ -15,7 +17,7 @@ def asset(name: str) -> str:
 
 
 def document(title: str, body: str, style: str, script: str) -> str:
-    """The page. title: text. body: HTML, in which everything foreign is escaped.
+    """The page. title: text. body: HTML, in which everything foreign is escaped. Controls are made printable here.
 
     A content security policy forbids the page to load anything and to run any script but this one.
     """
@@ -28,11 +30,11 @@ def document(title: str, body: str, style: str, script: str) -> str:
 script-src 'sha256-{digest}'; base-uri 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="referrer" content="no-referrer">
-<title>{escape(title)}</title>
+<title>{escape(printable(title))}</title>
 <style>{style}</style>
 </head>
 <body>
-{body}
+{printable(body)}
 <footer>Written by Fivefold {escape(metadata.version("fivefold"))}, {time.strftime("%Y-%m-%d %H:%M")}.
 This file needs no network.</footer>
 <script>{script}</script>

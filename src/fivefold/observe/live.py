@@ -7,6 +7,7 @@ and no files.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -86,8 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=False)
 
     def _answer(self, body: bool) -> None:
-        name, colon, port = self.headers.get("Host", "").rpartition(":")
-        host = name if colon and port.isdigit() else self.headers.get("Host", "")
+        hosts = self.headers.get_all("Host", [])
+        host = re.sub(r":\d+$", "", hosts[0]) if len(hosts) == 1 else ""
         if host.lower() not in NAMES:
             self.send_error(HTTPStatus.FORBIDDEN, "This server answers for 127.0.0.1 and localhost only")
             return

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, printable
 from fivefold.files import read_json
 from fivefold.observe.format import size
 from fivefold.observe.summary import column, finite
@@ -57,7 +57,7 @@ def rows(plan: Mapping[str, Any]) -> list[Comparison]:
     said, sent = predicted.get("sent_as_counted"), measured.get("sent_bytes")
     if said is not None and sent is not None:
         for axis in sorted({*said, *sent}):
-            add(f"sent per step, {axis}", said.get(axis, 0), sent.get(axis, 0), size)
+            add(f"sent per step, {printable(axis)}", said.get(axis, 0), sent.get(axis, 0), size)
     return found
 
 
@@ -76,7 +76,7 @@ def section(plan: Mapping[str, Any]) -> str:
         why = plan.get("why") or "This run has no prediction."
         return f'<p class="none">{escape(str(why))}</p>'
     body = "".join(
-        f'<tr><th scope="row">{row.name}</th><td>{row.predicted}</td><td>{row.measured}</td>'
+        f'<tr><th scope="row">{escape(row.name)}</th><td>{row.predicted}</td><td>{row.measured}</td>'
         f"<td>{100 * row.error:+.1f}%</td></tr>\n"
         for row in found
     )

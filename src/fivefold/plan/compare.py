@@ -176,14 +176,13 @@ def _named(recipe: Recipe, cluster: Cluster, text: str, software: Software | Non
 
 def named(layout: Layout) -> tuple[str, str]:
     """(names of the techniques in a layout, the dimension if it is one)."""
+    replicas = layout.dp > 1 and layout.ep == 1  # else they are the ranks of the experts
     names = {
-        "dp": (f"ZeRO-{layout.zero}" if layout.zero else "DDP") * (layout.dp > 1 or layout.zero > 0),
+        "dp": f"ZeRO-{layout.zero}" if layout.zero else "DDP" * replicas,
         "tp": ("TP + SP" if layout.sp else "TP") * (layout.tp > 1),
         **{axis: axis.upper() * (getattr(layout, axis) > 1) for axis in ("cp", "pp", "ep")},
     }
     found = [axis for axis, name in names.items() if name]
-    if layout.ep > 1 and not layout.zero:
-        found.remove("dp")  # the ranks of the experts
     dimension = DIMENSION_OF[found[0]] if len(found) == 1 else ""
     return " + ".join(names[axis] for axis in found) or "one device", dimension
 

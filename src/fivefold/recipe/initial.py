@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
-from fivefold.files import guard, read_json
+from fivefold.files import expanded, guard, read_json
 
 LONGEST_CONTEXT = 2048
 """Tokens of a sequence that a Hugging Face model is trained on unless the recipe says more."""
@@ -19,14 +19,14 @@ def home(where: str) -> Path | None:
     """The folder that describes the model of `train.init_from`: a run folder, also for one of its checkpoints, or a
     Hugging Face folder. None: there is none."""
     try:
-        path = Path(where).expanduser()
+        path = expanded("train.init_from", where)
         run = path.absolute().parent.parent
         if (path / "recipe.toml").is_file() or (path / "config.json").is_file():
             return path
         return (
             run if path.absolute().parent.name == "checkpoints" and (run / "recipe.toml").is_file() else None
         )
-    except (OSError, RuntimeError, ValueError):  # no path at all
+    except (OSError, ValueError):  # no path at all
         return None
 
 
@@ -39,7 +39,7 @@ def required(where: str) -> Path:
     found = home(where)
     if found is not None:
         return found
-    path = Path(where).expanduser()
+    path = expanded("train.init_from", where)
     near = [path.parent, Path("runs")]
     try:
         known = {one.name: str(one) for parent in near for one in parent.glob("*") if home(str(one))}

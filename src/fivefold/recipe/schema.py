@@ -64,8 +64,8 @@ class DataSection(Section):
     stream_window: int = Field(default=1 << 22, ge=1, le=LARGEST)
     """Tokens of a window of `stream`. Training begins when the first window is tokenized. 1: no shuffling."""
     stream_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB of tokens that `stream` keeps of each source on a machine's disk. Those that were trained on make room, and
-    are tokenized anew if they are needed again. 0: no limit."""
+    """GiB of tokens that `stream` keeps of each source on a machine's disk. Beyond it, tokens that training has
+    used are deleted. They are tokenized again if they are needed again. 0: no limit."""
     chat_template: str = ""
     """How a conversation becomes text: `chatml`, `plain` (needs no special tokens), `tokenizer` (the template beside
     `data.tokenizer`), or the path of a Jinja file, as Hugging Face's `chat_template.jinja`. Rows with a list of
@@ -302,8 +302,8 @@ class SyncSection(Section):
     fragments: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """Parts of the model that synchronise in turn, each once in `every` steps (streaming DiLoCo, arXiv 2501.18512)."""
     overlap: int = Field(default=0, ge=0, le=LARGEST)
-    """Inner steps that a site takes while the sum of an outer gradient is under way. It then takes the middle between
-    its own and the common weights (arXiv 2501.18512). 0: it waits."""
+    """Inner steps that a site takes while the sum of an outer gradient is under way. It then takes the mean of its own
+    and the common weights (arXiv 2501.18512). 0: it waits."""
     patience: float = Field(default=60.0, gt=0)
     """Seconds that sites which are launches of their own (`fivefold train --site`) wait for each other in an outer
     step. It must suffice for its messages."""
@@ -436,9 +436,8 @@ class LaunchSection(Section):
     """Restarts of the local ranks, after one has died or hung, until a newer checkpoint is saved; then they count
     anew. A death at the same step as the one before counts three times. 0: none."""
     grace: float = Field(default=30.0, gt=0)
-    """Seconds for which ranks may get nothing done, beside the time of two steps, when a signal stops the run: they
-    finish their step or validation, save and leave. After that they are killed. A large save takes as long as it
-    takes."""
+    """Seconds without progress, beyond the time of two steps, after which ranks are killed when a signal stops the run.
+    They finish their step or validation, save and leave. A large save makes progress while it writes."""
     timeout: float = Field(default=600.0, gt=0, le=MOST_SECONDS)
     """Seconds until a message between ranks fails, by the backend (gloo, NCCL). `observe.hang_s` finds a missing rank
     sooner, and names it."""

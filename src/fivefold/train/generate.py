@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.checkpoint import store
-from fivefold.checkpoint.source import weights_of
-from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+from fivefold.checkpoint.source import tokenizer_of, weights_of
+from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.models.base import LanguageModel
 from fivefold.models.build import build
 from fivefold.models.cache import Cache
 from fivefold.models.card import card_of
+from fivefold.models.hf import require_weights
 from fivefold.models.rules import having
 from fivefold.recipe import ModelSection, Recipe, load
 
@@ -67,22 +68,20 @@ def open_run(
         dtype: of the weights; None: as stored. Buffers always stay as stored.
 
     Raises:
-        UserError: the folder is not a run, has no checkpoint, or its weights are not those of the recipe's model.
+        UserError: the folder is not a run, has no checkpoint, or its weights are not those of the recipe's model, or
+            its tokenizer is not the checkpoint's.
     """
     guard(run)
     recipe = load(run / "recipe.toml")
+    checkpoint = checkpoint or store.latest(run)
+    state = weights_of(checkpoint)
+    require_weights(state, recipe.model)
     module = build(recipe.model)
-    state = weights_of(checkpoint or store.latest(run))
-    if state.keys() != module.state_dict().keys():
-        raise UserError(
-            f"{run}: its weights belong to a custom module, not to the recipe's {recipe.model.arch}"
-        )
     buffers = card_of(recipe.model).buffers
     module.load_state_dict(
         {name: t.to(device, None if name in buffers else dtype) for name, t in state.items()}, assign=True
     )
-    tokenizer_file = run / "tokenizer.json"
-    return module.eval(), recipe, load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+    return module.eval(), recipe, tokenizer_of(run, checkpoint)
 
 
 def require_tokenizer(run: Path, tokenizer: Tokenizer | None) -> Tokenizer:

@@ -359,12 +359,12 @@ def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
 
 
 NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
-NO_STACK = "can't start new thread"  # its stack takes address space
+NO_SPACE = ("can't start new thread", "could not create a primitive")  # stacks and code take address space
 
 
 def out_of_memory(error: BaseException) -> bool:
     """True for an out-of-memory error. torch has a class for it on GPUs; its CPU allocator only says so."""
-    if NO_STACK in str(error):
+    if any(words in str(error) for words in NO_SPACE):
         return memory.address_space() is not None
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or any(words in str(error) for words in NO_MEMORY)

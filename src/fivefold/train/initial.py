@@ -13,7 +13,7 @@ from fivefold.checkpoint.source import Elsewhere, Source
 from fivefold.comm import all_or_none
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError, did_you_mean
-from fivefold.files import guard, make_folder, write_atomically
+from fivefold.files import expanded, guard, make_folder, write_atomically
 from fivefold.models.alike import differences
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.own import ModuleCard, OwnModel
@@ -58,7 +58,7 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: OwnModel | 
     where = recipe.train.init_from
     folder = required(where)
     guard(folder)
-    checkpoint = _checkpoint(Path(where).expanduser(), folder)
+    checkpoint = _checkpoint(expanded("train.init_from", where), folder)
     source, changed = Source(folder, checkpoint), tuple[str, ...]()
     if source.reader is not None and not meta_of(source.reader).aligned:
         raise UserError(

@@ -125,6 +125,8 @@ def advice(job: Job, local_ranks: int, base: int = 0) -> list[str]:
     shared = f" for {each} ranks" if each > 1 else ""
     took = f"; {size(base)} of it were taken before the first tensor" if there and base else ""
     lines = [f"Predicted for a rank: {parts}: {size(held.total)} of tensors.{has}{shared}{took}"]
+    if there == memory.address_space() and held.total <= room * (1 - MARGIN):
+        return [*lines, f"The tensors fit, and {memory.little_space()}"]
     if not found:
         return [*lines, "The planner knows no change that needs less; use more ranks or a smaller model"]
     lines.append("Changes that need less, as predicted:")

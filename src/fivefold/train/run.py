@@ -14,7 +14,9 @@ from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
 from fivefold.data.mixture import amounts, facts, stages_in_words
-from fivefold.files import MOST_TRACE, guard, make_folder, parse_json, read_bytes, write_atomically
+from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+from fivefold.errors import UserError
+from fivefold.files import guard, make_folder, write_atomically
 from fivefold.host.machine import describe, untried_torch
 from fivefold.kernels import native
 from fivefold.launch.interrupt import Interrupt
@@ -38,6 +40,7 @@ from fivefold.train.out_of_memory import Told, foreseen, told
 from fivefold.train.prediction import Prediction
 from fivefold.train.resume import Resumed, resume
 from fivefold.train.rollback import train
+from fivefold.train.saved import tokenizer_to_keep
 from fivefold.train.self_test import settle
 
 
@@ -153,8 +156,8 @@ def write_run_files(job: Job) -> None:
         write_atomically(job.out / "data.json", json.dumps(facts(job.recipe, job.data), indent=2) + "\n")
     if job.initial is not None:
         write_initial(job.out, job.initial)
-    tokenizer, path = job.data and job.data.tokenizer, job.out / "tokenizer.json"
-    if tokenizer is not None and not (path.is_file() and _is_json(path)):
+    tokenizer, path = tokenizer_to_keep(job), job.out / "tokenizer.json"
+    if tokenizer is not None and not _is_of(path, tokenizer):
         tokenizer.save(path)
 
 
@@ -163,13 +166,12 @@ def open_metrics(job: Job, step: int) -> MetricsWriter:
     return MetricsWriter(job.out, recipe.observe.tracker, step=step, about=recipe.model_dump())
 
 
-def _is_json(path: Path) -> bool:
-    """False for a file that was cut."""
+def _is_of(path: Path, tokenizer: Tokenizer) -> bool:
+    """False for a file that is missing, was cut or has other tokens."""
     try:
-        parse_json(read_bytes(path, MOST_TRACE))
-    except (ValueError, RecursionError):
+        return load_tokenizer(path).fingerprint == tokenizer.fingerprint
+    except UserError:
         return False
-    return True
 
 
 def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:

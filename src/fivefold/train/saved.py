@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from fivefold.checkpoint import keep, store, write
-from fivefold.checkpoint.source import ELSEWHERE, FROZEN
+from fivefold.checkpoint.source import ELSEWHERE, FROZEN, TOKENIZER
 from fivefold.data.mixture import amounts, order_of
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.files import expanded
 from fivefold.parallel.outer import Outer
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
@@ -166,6 +168,13 @@ def buffer_pieces(state: State) -> list[write.Piece]:
     return write.whole_pieces(buffers) if first else []
 
 
+def tokenizer_to_keep(job: Job) -> Tokenizer | None:
+    """The tokenizer whose file the run folder keeps. None: there is none, or `data.tokenizer` is that very file, as in
+    an imported run."""
+    own, named = job.out.absolute() / "tokenizer.json", job.recipe.data.tokenizer
+    return job.data.tokenizer if job.data and expanded("data.tokenizer", named).absolute() != own else None
+
+
 def identity(job: Job) -> dict[str, Any]:
     """Settings that determine the position in the data and the optimizer's states.
 
@@ -182,6 +191,8 @@ def identity(job: Job) -> dict[str, Any]:
     if job.data is not None:
         found[FINGERPRINT] = job.data.info.get("fingerprint")
         found["data.packing"] = recipe.data.packing
+        if (tokenizer := tokenizer_to_keep(job)) is not None:
+            found[TOKENIZER] = tokenizer.fingerprint
         if any(
             spec.startswith("tokens:") for spec in recipe.data.specs.values()
         ):  # the fingerprint is the files'

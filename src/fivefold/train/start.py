@@ -19,7 +19,7 @@ from fivefold.checkpoint import store
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import CommunicationError, UserError
-from fivefold.files import guard, numbered_folder, owned
+from fivefold.files import expanded, guard, numbered_folder, owned
 from fivefold.host.files import ensure_open_files
 from fivefold.host.machine import cores
 from fivefold.host.memory import (
@@ -249,7 +249,7 @@ def _located(recipe: Recipe) -> Recipe:
     where = recipe.train.init_from
     if not where:
         return recipe
-    train = recipe.train.model_copy(update={"init_from": str(Path(where).expanduser().absolute())})
+    train = recipe.train.model_copy(update={"init_from": str(expanded("train.init_from", where).absolute())})
     return recipe.model_copy(update={"train": train})
 
 

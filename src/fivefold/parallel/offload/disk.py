@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.files import cache_folder, make_folder
+from fivefold.files import cache_folder, expanded, make_folder
 from fivefold.host.cpu import compute_alone
 from fivefold.parallel import private
 
@@ -37,7 +37,7 @@ MAPPED = 64 << 20
 
 def folder_of(setting: str) -> Path:
     """The folder that `layout.offload_dir` names, or the default."""
-    return Path(setting).expanduser() if setting else cache_folder() / "offload"
+    return expanded("layout.offload_dir", setting) if setting else cache_folder() / "offload"
 
 
 class Meter:
