@@ -82,6 +82,7 @@ def a_gpu() -> Iterator[None]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),
         "get_device_capability": lambda device=None: CAPABILITY,
@@ -94,6 +95,7 @@ def a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in cuda.items():
             _set(stack, torch.cuda, name, value)
+        _set(stack, private.fake_tensor, "init_gpu_context", lambda device: None)
         _set(stack, torch.compiler, "disable", lambda function: function)
         _set(stack, nn.Module, "compile", lambda module, *_, **__: None)
         _set(stack, Tensor, "record_stream", lambda tensor, stream: None)
