@@ -1,10 +1,10 @@
 """Traces a GPU's step on a machine with neither GPU nor driver: the code's path for GPUs, on tensors that claim to be
 on one (kernels/hollow.py).
 
-Autograd asks for a device guard for "cuda" from C++. PyTorch's CPU build has none, and the one of a build for CUDA wants
-a driver. guard.cpp is one that does nothing. The machine's C++ compiler builds it at first use (two seconds). It must be
-loaded behind PyTorch's libraries, whose guard it replaces, and before PyTorch itself, and makes PyTorch believe in a GPU.
-So it gets a process of its own (worker.py) and is never loaded in a user's.
+Autograd asks for a device guard for "cuda" from C++. PyTorch's CPU build has none, and that of a build for CUDA wants a
+driver. guard.cpp is one that does nothing. The machine's C++ compiler builds it at first use (two seconds). It must be
+loaded after PyTorch's libraries, whose guard it replaces, and before PyTorch itself. It makes PyTorch believe in a GPU,
+so it gets a process of its own (worker.py) and is never loaded in a user's.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _library() -> Path:
 
 
 def libraries() -> list[str]:
-    """The paths of what `worker` loads, in this order: PyTorch's own libraries, then the guard."""
+    """The paths of what `worker` loads, in this order: PyTorch's libraries, then the guard."""
     own = [TORCH / "lib" / f"libtorch_{name}.so" for name in ("cpu", "cuda")]
     return [str(path) for path in (*own, _library()) if path.exists()]
 

@@ -1,7 +1,7 @@
 """Stand-ins for what a step asks of `torch.cuda`, for the length of a trace: streams, events and random states that do
 nothing. PyTorch without a GPU refuses all of it. Nothing is queued in a trace, so nothing is out of order.
 
-Attention calls the kernel that PyTorch picks on NVIDIA GPUs from Ampere on. PyTorch without a GPU would pick another one.
+Attention calls the kernel that PyTorch picks on NVIDIA GPUs from Ampere on. Without a GPU it would pick another one.
 """
 
 from __future__ import annotations
