@@ -203,7 +203,8 @@ def test_files_of_schedules(name: str, chunks: int) -> None:
 
 
 def test_a_file_may_have_gaps_pairs_and_shard_actions() -> None:
-    schedule = from_csv("0UNSHARD,0F0,,(0F1;0B0)OVERLAP_F_B\n\n,1F0,1B0,1F1,1B1,1REDUCE_GRAD\n")
+    first = "0UNSHARD,0F0,0SEND_F0,,(0F1;0B0)OVERLAP_F_B,0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"
+    schedule = from_csv(f"{first}\n\n,1F0,1B0,1F1,1B1,1WAIT_SEND_B12,1REDUCE_GRAD\n")
     assert schedule.to_csv() == "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n"
 
 
@@ -212,6 +213,7 @@ def test_a_file_may_have_gaps_pairs_and_shard_actions() -> None:
     [
         ("", "is empty"),
         ("0F0,0Q0\n", "line of rank 0: '0Q0' is not an action"),
+        ("0F0,0WAIT_SEND_F\n", "line of rank 0: '0WAIT_SEND_F' is not an action"),
         ("0F0,0B0\n0UNSHARD\n", "line of rank 1: it has no computation"),
         ("0F0,1F0\n1B0,0B0\n", "0F0: stage 0 is on ranks 0 and 1"),
         ("0F0,2F0,2B0,0B0\n", "no action of stage 1"),

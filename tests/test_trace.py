@@ -314,4 +314,5 @@ def test_what_is_used_of_pytorch_that_is_not_documented() -> None:
         assert private.modes() == [mode]
     with FakeTensorMode():
         assert isinstance(torch.empty(3), private.FakeTensor)
+    assert private.fake_tensor.init_gpu_context(torch.device("cpu")) is None
     assert private.FakeStore() is not None

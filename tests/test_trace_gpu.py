@@ -392,9 +392,8 @@ print(json.dumps([[name, times] for (name, place), times in found.items()]))
 def test_what_waits_is_found() -> None:
     """Reading a value, copies in both directions unless they say that nobody waits, and waiting itself. tf32 is set
     where a GPU computes."""
-    libraries = [str(gpu.TORCH / "lib" / "libtorch_cpu.so"), str(gpu._library())]
     done = subprocess.run(
-        [sys.executable, "-c", WAITS, *libraries],
+        [sys.executable, "-c", WAITS, *gpu.libraries()],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,

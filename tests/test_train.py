@@ -16,6 +16,7 @@ from runs import assert_same_tensors, lines, ranks_of, train_rank
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
+from fivefold.host import machine
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
@@ -281,6 +282,13 @@ def test_divergence_is_an_error_and_destroys_nothing(text, tmp_path):
     with pytest.raises(UserError, match="not finite in 5 steps in a row"):
         run_command(recipe, out=tmp_path / "run", module=module)
     assert module.weight.isfinite().all()
+
+
+def test_a_version_of_torch_that_nobody_tried_gets_one_line(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "TORCH", ("2.0", "2.1"))
+    out = run_command(tiny(text, "train.steps=1"), out=tmp_path / "run", module=OnceNotFinite())
+    assert capsys.readouterr().out.count("has not been tried; Fivefold was tested with 2.0 to 2.1\n") == 1
+    assert len(lines(out, "loss")) == 1
 
 
 class OnceNotFinite(torch.nn.Module):

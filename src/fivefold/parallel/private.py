@@ -1,4 +1,5 @@
-"""The private parts of PyTorch (torch 2.13) that parallel/ uses: most are attributes of FSDP2's units.
+"""The private parts of PyTorch that parallel/ uses: most are attributes of FSDP2's units. Where versions differ, the
+name that is there decides.
 
 Each function says what breaks without it. tests/test_private.py checks that each name exists and does what is assumed
 here: run it first when you upgrade torch.

@@ -45,6 +45,8 @@ def _linear(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 FORMULAS: dict[Any, Any] = {
     **flop_registry,
     aten._grouped_mm: _grouped,
+    aten._scaled_dot_product_flash_attention: _attention,  # PyTorch's refuses groups of heads before torch 2.13
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

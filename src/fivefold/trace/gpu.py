@@ -1,9 +1,10 @@
 """Traces a GPU's step on a machine with neither GPU nor driver: the code's path for GPUs, on tensors that claim to be
 on one (kernels/hollow.py).
 
-PyTorch's CPU build has no device guard for "cuda", which autograd asks for from C++. guard.cpp is one that does
-nothing. The machine's C++ compiler builds it at first use (two seconds). It must be loaded before PyTorch, and makes
-PyTorch believe in a GPU, so it gets a process of its own (worker.py) and is never loaded in a user's.
+Autograd asks for a device guard for "cuda" from C++. PyTorch's CPU build has none, and that of a build for CUDA wants a
+driver. guard.cpp is one that does nothing. The machine's C++ compiler builds it at first use (two seconds). It must be
+loaded after PyTorch's libraries, whose guard it replaces, and before PyTorch itself. It makes PyTorch believe in a GPU,
+so it gets a process of its own (worker.py) and is never loaded in a user's.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ LINKED = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
 @cache
 def why_not() -> str:
     """The reason why GPUs cannot be traced here; empty if they can."""
-    if torch.version.cuda or torch.version.hip:
-        return "this PyTorch is built for GPUs; the stand-in for one needs a CPU build"
+    if torch.version.hip:
+        return "this PyTorch is built for ROCm; the stand-in for a GPU was tried with builds for CPUs and for CUDA"
     if sys.platform != "linux":
         return f"the stand-in for a GPU is built on Linux only, this is {sys.platform}"
     if _compiler() is None:
@@ -65,6 +66,12 @@ def _library() -> Path:
     library = cache_folder() / "kernels" / f"guard-{key}.so"
     build(library, [compiler, *FLAGS, str(SOURCE), *LINKED])
     return library
+
+
+def libraries() -> list[str]:
+    """The paths of what `worker` loads, in this order: PyTorch's libraries, then the guard."""
+    own = [TORCH / "lib" / f"libtorch_{name}.so" for name in ("cpu", "cuda")]
+    return [str(path) for path in (*own, _library()) if path.exists()]
 
 
 def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
@@ -111,10 +118,9 @@ def on_gpu(jobs: Iterable[tuple[Recipe, int]], timelines: bool = False) -> list[
         json.dumps({"recipe": recipe.model_dump_json(), "rank": rank, "timelines": timelines})
         for recipe, rank in jobs
     ]
-    libraries = [str(TORCH / "lib" / "libtorch_cpu.so"), str(_library())]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "fivefold.trace.worker", *libraries],
+        [sys.executable, "-P", "-m", "fivefold.trace.worker", *libraries()],
         input="\n".join(lines), capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip

@@ -1,7 +1,8 @@
-/* A GPU that does nothing, for the CPU build of PyTorch: what autograd asks of a device before it runs operations on it.
+/* A GPU that does nothing, for PyTorch without a GPU: what autograd asks of a device before it runs operations on it.
  *
  * A trace's tensors claim to be on cuda:0 but hold no memory, and their operations compute shapes only (kernels/hollow.py).
- * Autograd still wants a device guard, streams and events from C++, which a CPU build does not have. These do nothing.
+ * Autograd still wants a device guard, streams and events from C++. A CPU build has none, and those of a build for CUDA
+ * need a driver. These do nothing, and replace them: the last guard counts, and the preferred hooks.
  * Only for traces, in a process of their own (trace/gpu.py). It must be loaded before PyTorch asks for CUDA's hooks. */
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -52,5 +53,5 @@ struct Hooks final : at::CUDAHooksInterface {
 }  // namespace
 
 namespace at {
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks)
 }

@@ -8,12 +8,15 @@ from collections.abc import Callable
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
-# A class of fake tensors. Without it shapes that DTensor asks about would count as memory.
+# A class of fake tensors. Without it shapes that DTensor asks about would count as memory. `init_gpu_context` of its
+# module makes a tensor on the GPU: without a stand-in for it sharded weights cannot be made where there is no GPU.
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
-    "FakeStore", "FakeTensor", "in_backward", "modes", "saving_hook", "start_memory_history", "write_memory_snapshot"
+    "FakeStore", "FakeTensor", "fake_tensor", "in_backward", "modes", "saving_hook", "start_memory_history",
+    "write_memory_snapshot",
 ]  # fmt: skip
 HISTORY = 200_000
 """Allocations that a memory snapshot holds at most."""

@@ -1,7 +1,7 @@
 """Stand-ins for what a step asks of `torch.cuda`, for the length of a trace: streams, events and random states that do
-nothing. PyTorch's CPU build refuses all of it. Nothing is queued in a trace, so nothing is out of order.
+nothing. PyTorch without a GPU refuses all of it. Nothing is queued in a trace, so nothing is out of order.
 
-Attention calls the kernel that PyTorch picks on NVIDIA GPUs from Ampere on. A CPU build would pick another one.
+Attention calls the kernel that PyTorch picks on NVIDIA GPUs from Ampere on. Without a GPU it would pick another one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ CAPABILITY = (9, 0)
 """Of the GPU that the trace stands for: an H100's. "auto" is bf16 from (8, 0) on."""
 waits: list[Callable[[str], None]] = []
 """Called with a name whenever the host would wait for the device."""
-_attention = F.scaled_dot_product_attention
 
 
 class Stream:
     """A queue that is always empty."""
 
     device = DEVICE
+    stream_id, device_index, device_type = 0, 0, 1  # FSDP2 hands them on since torch 2.15
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -82,6 +82,7 @@ def a_gpu() -> Iterator[None]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),
         "get_device_capability": lambda device=None: CAPABILITY,
@@ -94,6 +95,7 @@ def a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in cuda.items():
             _set(stack, torch.cuda, name, value)
+        _set(stack, private.fake_tensor, "init_gpu_context", lambda device: None)
         _set(stack, torch.compiler, "disable", lambda function: function)
         _set(stack, nn.Module, "compile", lambda module, *_, **__: None)
         _set(stack, Tensor, "record_stream", lambda tensor, stream: None)
@@ -118,7 +120,8 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention in half precision; in fp32 the memory-efficient kernel, which knows no groups of heads."""
+    """Flash attention in half precision. In fp32 the memory-efficient kernel, or separate operations for groups of
+    heads, which that kernel does not know."""
     assert attn_mask is None, "a step's attention has no mask"
     if q.dtype in (torch.bfloat16, torch.float16):
         d = q.shape[-1]
@@ -130,7 +133,9 @@ def _gpu_attention(
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, dropout_p, is_causal, scale=scale
         )[0]
-    return _attention(q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=True)
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=True
+    )[0]
 
 
 class Creating(TorchFunctionMode):

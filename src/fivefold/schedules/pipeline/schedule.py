@@ -17,7 +17,8 @@ from fivefold.schedules.walk import Walk, walk
 
 Placement = Literal["loop", "v"]
 OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
-WITHOUT_MICROBATCH = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
+LEFT_OUT = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB]\d+)")
+"""Actions of PyTorch's files that are not part of a schedule. The waits are there since torch 2.15."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def from_csv(text: str, name: str = "own") -> Schedule:
     """Reads a schedule from a file's text, one line per rank. Empty lines and cells are skipped.
 
     Files written by PyTorch's runtime work, too. Only the order of computations is kept: sends and receives follow from
-    it (`transfers.py`), and weight gathers are not part of a schedule. The file determines ranks, stages and
+    it (`transfers.py`), and `LEFT_OUT` is not part of a schedule. The file determines ranks, stages and
     microbatches. `check` tests whether the schedule can run.
 
     Raises:
@@ -145,7 +146,7 @@ def _actions(cell: str) -> Iterator[Action]:
     if pair := OVERLAPPED.fullmatch(cell):
         for part in pair[1].split(";"):
             yield parse(part.strip())
-    elif cell and not WITHOUT_MICROBATCH.fullmatch(cell):
+    elif cell and not LEFT_OUT.fullmatch(cell):
         action = parse(cell)
         if action.computes:
             yield action
