@@ -320,7 +320,7 @@ def test_the_images() -> None:
     assert project["requires-python"] == ">=3.11"
     copied = [shlex.split(text)[:-1] for name, text in found["base"] if name == "COPY"]
     assert all((REPO / path).exists() for paths in copied for path in paths)
-    assert {project["readme"], *project["license-files"], "src", "deploy", "pyproject.toml"} <= {
+    assert {"README.md", "setup.py", *project["license-files"], "src", "deploy", "pyproject.toml"} <= {
         path for paths in copied for path in paths
     }, "what an installation reads"
     assert base["WORKDIR"] == "/opt/fivefold"
