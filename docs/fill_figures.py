@@ -7,7 +7,8 @@ mark says the file, the path in it and the format. Steps of a path are divided b
 `max(summary/*/ratio)` is one figure of many; there are `min`, `median` and `len`, too.
 
 A table behind `<!-- figures best.json summary ratio .2f | fivefold/peak_mib ,.0f -->` gets its cells but the first from
-these paths below `summary/FIRST CELL`, a path and a format per column. --check only compares (exit code 1).
+these paths below `summary/FIRST CELL`, a path and a format per column. Of a first cell with code only the code counts.
+--check only compares (exit code 1).
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def filled(text: str) -> str:
 
         def row(line: str) -> str:
             first = line.split("|")[1].strip()
-            cells = [shown(file, f"{below}/{first.strip('`')}/{path}", form) for path, form in wanted]
+            key = re.search(r"`(.+)`", first)
+            of = f"{below}/{key[1] if key else first}"
+            cells = [shown(file, f"{of}/{path}", form) for path, form in wanted]
             return f"| {' | '.join([first, *cells])} |\n"
 
         return head + "".join(row(line) for line in rows.splitlines())
