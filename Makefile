@@ -70,6 +70,8 @@ sbom: $(TO_TEST)  ## dist/sbom.json: all components, for a release
 
 release: audit sbom  ## dist/: the wheel and its list of components, after the audit
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	@! grep -q 'fivefold\.example' pyproject.toml || \
+	  echo "note: [project.urls] of pyproject.toml has no public address yet, so the links of the wheel's page lead nowhere"
 
 format: $(TO_TEST)  ## format the code and mend what ruff can
 	$(BIN)/ruff format .

@@ -39,7 +39,7 @@ def main() -> None:
     pairs: dict[str, list[dict[str, float]]] = {}
     for number in range(args.rounds):
         for mode in args.modes:
-            for layout, microbatch, *_ in LAYOUTS:
+            for layout, microbatch in LAYOUTS.items():
                 if not args.only or layout in args.only:
                     name = f"fivefold {mode} {layout}"
                     pairs.setdefault(name, []).append(

@@ -4,9 +4,6 @@
 
 The work, the way of measuring and the machine's limit are those of train_speed.py. All ranks share this machine's
 cores, with one thread each, so a layout can at best be as fast as one process: what is lost is the axis's overhead.
-
-Peers' figures (tokens/s in fp32, their best, each measured once on another machine of this kind) are carried here by
-the ratio to plain PyTorch: there plain fp32 with the default allocator ran at 1,826.
 """
 
 from __future__ import annotations
@@ -20,23 +17,22 @@ from typing import Any
 
 from train_speed import DEFAULTS, apart, matmul
 
-PEER_PLAIN = 1826
-# layout, sequences in a microbatch, the best peer's tokens/s (fp32), who
-LAYOUTS: list[tuple[str, int, int | None, str]] = [
-    ("dp=1", 8, None, ""),
-    ("dp=2", 8, 2065, "nanoGPT"),
-    ("dp=2,zero=1", 8, 1856, "DeepSpeed"),
-    ("dp=2,zero=2", 8, 1673, "DeepSpeed"),
-    ("dp=2,zero=3", 8, 1766, "HF Llama, FSDP"),
-    ("tp=2", 8, 1487, "nanotron"),
-    ("tp=2,sp=true", 8, 1487, "nanotron"),
-    ("tp=2,sp=true,sp_regather=true", 8, 1487, "nanotron"),
-    ("pp=2", 2, 1503, "picotron"),
-    ("pp=2,schedule=zbv", 2, 1503, "picotron"),
-    ("cp=2", 8, 1576, "picotron"),
-    ("cp=2,cp_method=ulysses", 8, 1576, "picotron"),
-    ("dp=2,tp=2", 8, 1345, "picotron"),
-]
+# layout, sequences in a microbatch
+LAYOUTS = {
+    "dp=1": 8,
+    "dp=2": 8,
+    "dp=2,zero=1": 8,
+    "dp=2,zero=2": 8,
+    "dp=2,zero=3": 8,
+    "tp=2": 8,
+    "tp=2,sp=true": 8,
+    "tp=2,sp=true,sp_regather=true": 8,
+    "pp=2": 2,
+    "pp=2,schedule=zbv": 2,
+    "cp=2": 8,
+    "cp=2,cp_method=ulysses": 8,
+    "dp=2,tp=2": 8,
+}
 YARDSTICK = f"plain fp32, {DEFAULTS}"
 
 
@@ -50,20 +46,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="layouts, of those listed in this file")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    chosen = [row for row in LAYOUTS if not args.only or row[0] in args.only]
+    chosen = {layout: size for layout, size in LAYOUTS.items() if not args.only or layout in args.only}
     rounds = []
     for number in range(args.rounds):
         row: dict[str, Any] = {"matmul bf16": matmul("bf16"), "matmul fp32": matmul("fp32")}
         row[YARDSTICK] = apart(YARDSTICK, args.steps, 8)
         for mode in args.modes:
-            for layout, microbatch, *_ in chosen:
+            for layout, microbatch in chosen.items():
                 name = f"fivefold {mode} {layout}"
                 row[name] = apart(name, args.steps, microbatch)
                 print(
                     f"round {number + 1}  {name:42} {row[name]['tokens_per_s']:7,.0f} tok/s", file=sys.stderr
                 )
         rounds.append(row)
-    summary = [summarize(rounds, mode, *row) for mode in args.modes for row in chosen]
+    summary = {layout: {mode: summarize(rounds, mode, layout) for mode in args.modes} for layout in chosen}
     print(table(summary, rounds))
     if args.out:
         from fivefold.host.machine import describe
@@ -72,9 +68,7 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def summarize(
-    rounds: list[dict[str, Any]], mode: str, layout: str, microbatch: int, peer: int | None, who: str
-) -> dict[str, Any]:
+def summarize(rounds: list[dict[str, Any]], mode: str, layout: str) -> dict[str, Any]:
     """Medians over rounds; ratios are taken within a round."""
     name = f"fivefold {mode} {layout}"
 
@@ -82,29 +76,25 @@ def summarize(
         found = [r[name]["tokens_per_s"] / r[other]["tokens_per_s"] for r in rounds if other in r]
         return median(found) if found else None
 
-    to_plain = ratio(YARDSTICK)
-    assert to_plain is not None
     return {
-        "mode": mode,
-        "layout": layout,
-        "microbatch": microbatch,
+        "microbatch": LAYOUTS[layout],
         "tokens_per_s": median(r[name]["tokens_per_s"] for r in rounds),
         "to_one_process": ratio(f"fivefold {mode} dp=1"),
-        "to_plain_fp32": to_plain,
-        "to_best_peer": to_plain / (peer / PEER_PLAIN) if peer else None,
-        "peer": who,
+        "to_plain_fp32": ratio(YARDSTICK),
         "peak_mib_a_rank": max(r[name]["peak_mib"] for r in rounds),
     }
 
 
-def table(summary: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> str:
-    head = "| mode | layout | tok/s | x one process | x plain fp32 | x best peer (fp32) | peak MiB a rank |"
-    lines = [head, "|" + "---|" * 7]
-    for row in summary:
-        ratios = [row[key] for key in ("to_one_process", "to_plain_fp32", "to_best_peer")]
-        cells = [row["mode"], row["layout"], f"{row['tokens_per_s']:,.0f}"]
-        cells += [f"{ratio:.2f}" if ratio else "" for ratio in ratios] + [f"{row['peak_mib_a_rank']:,}"]
-        lines.append(f"| {' | '.join(cells)} |")
+def table(summary: dict[str, dict[str, dict[str, Any]]], rounds: list[dict[str, Any]]) -> str:
+    head = "| mode | layout | tok/s | x one process | x plain fp32 | peak MiB a rank |"
+    lines = [head, "|" + "---|" * 6]
+    for layout, modes in summary.items():
+        for mode, row in modes.items():
+            ratios = [
+                f"{ratio:.2f}" if (ratio := row[key]) else "" for key in ("to_one_process", "to_plain_fp32")
+            ]
+            cells = [mode, layout, f"{row['tokens_per_s']:,.0f}", *ratios, f"{row['peak_mib_a_rank']:,}"]
+            lines.append(f"| {' | '.join(cells)} |")
     plain = median(r[YARDSTICK]["tokens_per_s"] for r in rounds)
     return "\n".join([*lines, f"\nplain PyTorch, fp32, one process, default allocator: {plain:,.0f} tok/s"])
 

@@ -9,7 +9,10 @@ recipe=$1
 run=$2
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
-mkdir -p "$run"
+if ! mkdir -p "$run" || [ ! -w "$run" ]; then
+  echo "error: user $(id -u) cannot write to $run: name another folder, or give it to that user" >&2
+  exit 2
+fi
 mark=$run/.stopped-$(hostname)-$$
 case $(mpirun --version 2>&1) in # what mpirun passes on to the ranks; Open MPI kills them after SIGTERM
   *"Open MPI"*) stop=USR1 ;;

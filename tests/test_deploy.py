@@ -6,10 +6,13 @@ Stand-ins take the place of the clusters' programs. `test_clusters.py` runs the 
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from fivefold.launch.launchers import LAUNCHERS
 from fivefold.recipe import load
 
 DEPLOY = REPO / "deploy"
-YAML = ("kubernetes", "pytorchjob", "jobset")
+YAML = ("kubernetes", "pytorchjob", "jobset", "trainjob")
 
 
 @pytest.fixture
@@ -125,9 +128,13 @@ def test_a_signal_after_which_nothing_is_saved_is_no_failure_to_try_again(bin_: 
 # Kubernetes
 
 
-def read(name: str) -> dict[str, Any]:
+def documents(name: str) -> list[dict[str, Any]]:
     yaml = pytest.importorskip("yaml", reason="needs PyYAML: make docs installs it")
-    return yaml.safe_load((DEPLOY / f"{name}.yaml").read_text())
+    return [*yaml.safe_load_all((DEPLOY / f"{name}.yaml").read_text())]
+
+
+def read(name: str) -> dict[str, Any]:
+    return documents(name)[0]
 
 
 def job(name: str) -> dict[str, Any]:
@@ -137,6 +144,7 @@ def job(name: str) -> dict[str, Any]:
         "kubernetes": lambda: spec,
         "pytorchjob": lambda: spec["pytorchReplicaSpecs"]["Worker"],
         "jobset": lambda: spec["replicatedJobs"][0]["template"]["spec"],
+        "trainjob": lambda: spec["template"]["spec"]["replicatedJobs"][0]["template"]["spec"],
     }[name]()
 
 
@@ -150,24 +158,27 @@ def test_a_pod_runs_what_the_image_has_and_has_time_to_save(name: str) -> None:
     pod = job(name)["template"]["spec"]
     (container,) = pod["containers"]
     assert container["image"] in {f"fivefold:{target}" for target in stages() if target != "base"}
-    program, *arguments = container["command"]
-    if program == "fivefold":
-        assert arguments[0] == "train"
-        load(arguments[1])
-    else:
+    assert "command" not in container, "it would take the place of the image's entry point"
+    program, *arguments = container["args"]
+    load(arguments[0])
+    if program != "train":
         assert program.startswith("/opt/fivefold/deploy/"), "where the image has them"
         assert os.access(DEPLOY / Path(program).name, os.X_OK)
-        load(arguments[0])
-    out = arguments[-1] if program != "fivefold" else arguments[arguments.index("--out") + 1]
+    out = arguments[-1] if program != "train" else arguments[arguments.index("--out") + 1]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert out.startswith(mounts["runs"])
     assert mounts["shm"] == "/dev/shm"
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    safe = pod["securityContext"]
+    assert safe["runAsNonRoot"]
+    users = {safe["runAsUser"], safe["runAsGroup"], safe["fsGroup"]}
+    assert users == {int(re.findall(r"^trainer=(\d+)$", (DEPLOY / "entry.sh").read_text(), re.MULTILINE)[0])}
+    assert f"useradd --uid {users.pop()} " in dict(stages()["base"])["RUN"]
     grace = int(environment(name).get("GRACE", 0))
     assert load("quickstart").launch.grace < max(grace, 31) < pod["terminationGracePeriodSeconds"]
 
 
-@pytest.mark.parametrize("name", ["kubernetes", "jobset"])
+@pytest.mark.parametrize("name", ["kubernetes", "jobset", "trainjob"])
 def test_the_policy_of_a_job_maps_our_codes(name: str) -> None:
     (container,) = job(name)["template"]["spec"]["containers"]
     rules = [rule for rule in job(name)["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
@@ -189,6 +200,47 @@ def test_a_jobset_s_ranks_meet_at_its_first_pod() -> None:
     assert int(hosts["HOSTS"]) == job("jobset")["completions"] == job("jobset")["parallelism"]
     assert int(hosts["RANKS"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     assert job("jobset")["completionMode"] == "Indexed", "or its pods have no names"
+
+
+def test_a_trainjob_has_the_names_that_trainer_looks_for() -> None:
+    runtime, started = documents("trainjob")
+    (group,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = job("trainjob")["template"]["spec"]["containers"]
+    assert (group["name"], container["name"]) == ("node", "node")
+    steps = group["template"]["metadata"]["labels"]
+    assert steps == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert started["spec"]["runtimeRef"] == {
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
+    trainer = started["spec"]["trainer"]
+    assert trainer["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"]
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_kubernetes_knows_every_field(name: str) -> None:
+    """By its own schema, strictly: jobs as such, and the pods of those that operators start."""
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="needs kubernetes-validate of PyPI (100 MB)"
+    ).validate
+    spec = job(name)
+    if name == "kubernetes":
+        whole = read(name)
+    elif name == "pytorchjob":
+        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **spec["template"]}
+    else:
+        whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
+    validate(whole, "1.31", strict=True)
+
+
+@pytest.mark.parametrize("name", ["jobset", "trainjob"])
+def test_trainer_and_jobset_know_every_field(name: str) -> None:
+    """By Kubeflow's own models. They leave out what they do not know, so what comes back is compared."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api of PyPI")
+    for one in documents(name):
+        prefix = "JobsetV1alpha2" if name == "jobset" else "TrainerV1alpha1"
+        assert getattr(models, prefix + one["kind"]).from_dict(one).to_dict() == one
 
 
 def test_a_pytorchjob_retries_our_code() -> None:
@@ -213,8 +265,15 @@ def test_a_pytorchjob_retries_our_code() -> None:
             "PET_RDZV_ENDPOINT": "node0:1234",
             "PET_MAX_RESTARTS": "3",
         },
+        {
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "4",
+            "PET_NODE_RANK": "1",
+            "PET_MASTER_ADDR": "node0",
+            "PET_MASTER_PORT": "1234",
+        },
     ],
-    ids=["ours", "operator"],
+    ids=["ours", "operator", "trainer"],
 )
 def test_torchrun_gets_what_the_pods_say(bin_: Path, variables: dict[str, str]) -> None:
     """By torchrun's own parser."""
@@ -261,16 +320,83 @@ def test_the_images() -> None:
     assert project["requires-python"] == ">=3.11"
     copied = [shlex.split(text)[:-1] for name, text in found["base"] if name == "COPY"]
     assert all((REPO / path).exists() for paths in copied for path in paths)
-    assert {project["readme"], *project["license-files"], "src", "deploy", "pyproject.toml"} <= {
+    assert {"README.md", "setup.py", *project["license-files"], "src", "deploy", "pyproject.toml"} <= {
         path for paths in copied for path in paths
     }, "what an installation reads"
     assert base["WORKDIR"] == "/opt/fivefold"
     for target in ("cpu", "cuda"):
         stage = dict(found[target])
         assert stage["FROM"] == f"base AS {target}"
-        assert stage["ENTRYPOINT"] == '["fivefold"]', "as process 1, which gets the signals"
-        assert stage["USER"] != "root"
+        assert stage["ENTRYPOINT"] == '["/opt/fivefold/deploy/entry.sh"]'
+        assert stage["WORKDIR"] == "/", "where runs/ is the volume"
         assert "pip install --constraint constraints.txt ." in stage["RUN"]
+
+
+@pytest.fixture
+def mounted() -> Iterator[Path]:
+    """A folder to mount, in one that every user may enter."""
+    if os.geteuid() or not shutil.which("setpriv"):
+        pytest.skip("needs root and setpriv, to run as another user")
+    if Path("/proc/self/uid_map").read_text().split()[1] != "0":
+        pytest.skip("needs the machine's own root: the entry point leaves no other")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        runs = Path(folder, "runs")
+        runs.mkdir()
+        yield runs
+
+
+def entry(runs: Path, user: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """The image's entry point, copied to where other users can read it, started as this user in an environment that
+    is not theirs."""
+    script = shutil.copy(DEPLOY / "entry.sh", runs.parent)
+    started = ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", script, *words]
+    env = {"PATH": "/usr/bin:/bin", "HOME": "/root", "RUNS": str(runs), "FIVEFOLD_CACHE": str(runs / "cache")}
+    return subprocess.run(started, env=env, capture_output=True, text=True, cwd="/", timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("owner", "user", "writes"),
+    [(0, 0, 1000), (23456, 0, 23456), (12345, 12345, 12345)],
+    ids=["docker made the folder", "another's folder", "--user, own folder"],
+)
+def test_the_image_writes_to_a_mounted_folder(mounted: Path, owner: int, user: int, writes: int) -> None:
+    os.chown(mounted, owner, owner)
+    script = (
+        'mkdir "$RUNS/first" "$FIVEFOLD_CACHE" && touch "$HOME" && echo "$(id -u) $(id -g) $(id -G) $USER"'
+    )
+    done = entry(mounted, user, "/bin/sh", "-c", script)
+    assert (done.stdout, done.stderr) == (f"{writes} {writes} {writes} trainer\n", "")
+    assert {path.stat().st_uid for path in (mounted, *mounted.iterdir())} == {writes}
+
+
+@pytest.mark.parametrize("owner", [0, 23456], ids=["root's", "another's"])
+def test_the_image_says_what_it_cannot_write(mounted: Path, owner: int) -> None:
+    os.chown(mounted, owner, owner)
+    for words in (
+        ("train", "quickstart"),
+        ("/bin/mkdir", f"{mounted}/first"),
+        ("plan", f"--html={mounted}/x"),
+    ):
+        done = entry(mounted, 12345, *words)
+        assert (done.returncode, done.stdout) == (USER, "")
+        assert done.stderr.startswith(
+            f"error: user 12345 cannot write to {mounted}, which belongs to user {owner}."
+        )
+        assert "chown 12345" in done.stderr
+        assert done.stderr.count("\n") == 1
+    done = entry(mounted, 12345, "/bin/sh", "-c", 'mkdir -p "$FIVEFOLD_CACHE" && echo "$HOME"')
+    assert (done.stdout, done.stderr) == ("/tmp\n", ""), "what writes no run goes on"
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "mpirun.sh", "slurm.sbatch"])
+def test_a_run_folder_that_cannot_be_written_ends_a_script_at_once(
+    bin_: Path, script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (bin_.parent / "run").write_text("in the way")
+    assert run(script, bin_, 0) == USER
+    assert "error: user " in capfd.readouterr().err
+    assert not (bin_.parent / "said").exists()
 
 
 # The pages

@@ -10,6 +10,7 @@ import re
 import runpy
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,6 +241,55 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_is_short() -> None:
     text = (REPO / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 105, "two screens"
+
+
+def test_measured_figures_are_those_of_their_files() -> None:
+    script = runpy.run_path(str(REPO / "docs" / "fill_figures.py"))
+    for page in script["pages"]():
+        text = page.read_text(encoding="utf-8")
+        assert script["filled"](text) == text, f"{page.name}: run: python docs/fill_figures.py"
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    assert len(script["FIGURE"].findall(text)) <= 12
+    prose = re.sub(
+        r"```.*?```|\]\([^)]*\)|Python 3\.\d+", "", script["FIGURE"].sub("", text), flags=re.DOTALL
+    )
+    assert re.findall(r"\d+\.\d+|\d+ (?:times|seconds|minutes|tokens)", prose) == ["2.0"], (
+        "the license has no marks"
+    )
+
+
+def test_figures_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale figure is written again, in a sentence and in a table; a file without it is an error."""
+    script = runpy.run_path(str(REPO / "docs" / "fill_figures.py"))
+    data = {"mean": 1.5, "rows": {"a": {"x": 1.25, "y": {"z": 2000}}, "b, c": {"x": 3, "y": {"z": 4}}}}
+    monkeypatch.setitem(script["filled"].__globals__, "result", {"f.json": data}.__getitem__)
+    text = "<!-- figure f.json {} -->0<!--/--> or\n\n<!-- figures f.json rows x .1f | y/z ,d -->\n"
+    text += "| | x | z |\n|---|--:|---|\n| a | 0 | 0 |\n| `b, c` | | |\n\nend"
+    found = script["filled"](text.format("max(rows/*/x) .1f"))
+    assert "-->3.0<!--/-->" in found
+    assert "|--:|---|\n| a | 1.2 | 2,000 |\n| `b, c` | 3.0 | 4 |\n\nend" in found
+    assert script["filled"](found) == found
+    for lacks in ("median .1f", "rows/*/x .1f"):
+        with pytest.raises(KeyError, match=r"f\.json has (0|2) values"):
+            script["filled"](text.format(lacks))
+
+
+def test_the_page_of_the_wheel_stands_alone() -> None:
+    text = runpy.run_path(str(REPO / "setup.py"))["page"]()
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert links
+    for link in links:
+        path = link.removeprefix(project["urls"]["Repository"])
+        found = re.match(r"/(blob|raw)/main/([^#]+)", path)
+        assert found, f"{link} leads nowhere from the wheel's page"
+        assert (REPO / found[2]).exists(), link
+    assert "<!--" not in text
+    assert "make train" not in text, "the wheel has no Makefile"
+    assert text.index("pip install fivefold") < text.index("## ")
+    assert all(link.startswith(project["urls"]["Repository"]) for link in project["urls"].values())
+    assert project["authors"]
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 13)} <= {*project["classifiers"]}
 
 
 def test_a_page_names_every_recipe() -> None:

@@ -238,6 +238,6 @@ def writable(folder: Path) -> Iterator[None]:
             raise
         raise system_error(
             f"cannot write the cache {error.filename or folder}: {error.strerror}; "
-            "set data.cache or $FIVEFOLD_CACHE to a folder with free space",
+            "set data.cache or $FIVEFOLD_CACHE to a folder with free space that you may write to",
             error,
         ) from error

@@ -1,8 +1,9 @@
 """Data sheets of accelerators: the one table that MFU, the planner's clusters and `fivefold formats` read. No torch.
 
 Rates are dense: data sheets of NVIDIA from 2023 on count sparsity, so theirs are halved. Matmuls add in fp32. Rates of
-fp64 are those of matrix units, where a device has them. A format without a rate is not in a device's table: it computes
-it by another, or not at all.
+fp64 are those of matrix units, where they compute it. Turing and Ada have two units for it per multiprocessor: a 32nd
+and a 64th of the rate of fp32 (NVIDIA's papers on these architectures). A format without a rate is not in a device's
+table: it computes it by another, or not at all.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ SHEETS = (
     ),
     Sheet(
         "t4", r"\bt4\b", 2018, _TURING, 40, 16 * GB, 320 * GB, 0, 3,
-        {"fp16": 65e12, "fp32": 8.1e12},
+        {"fp16": 65e12, "fp32": 8.1e12, "fp64": 0.253e12},
         "NVIDIA T4 (2018)",
     ),
     Sheet(
@@ -105,17 +106,17 @@ SHEETS = (
     ),
     Sheet(
         "l4", r"\bl4\b", 2023, _ADA, 58, 24 * GB, 300 * GB, 0, 4,
-        _rates(121e12, tf32=60e12, fp32=30.3e12, fp8=242.5e12),
+        _rates(121e12, tf32=60e12, fp32=30.3e12, fp8=242.5e12, fp64=0.473e12),
         "NVIDIA L4 (2023)",
     ),
     Sheet(
         "l40s", r"l40s", 2023, _ADA, 142, 48 * GB, 864 * GB, 0, 4,
-        _rates(362.05e12, tf32=183e12, fp32=91.6e12, fp8=733e12),
+        _rates(362.05e12, tf32=183e12, fp32=91.6e12, fp8=733e12, fp64=1.43e12),
         "NVIDIA L40S (2023)",
     ),
     Sheet(
         "rtx4090", r"rtx 4090$", 2022, _ADA, 128, 24 * GIB, 1.008e12, 0, 4,
-        _rates(165.2e12, tf32=82.6e12, fp32=82.6e12, fp8=330.3e12),
+        _rates(165.2e12, tf32=82.6e12, fp32=82.6e12, fp8=330.3e12, fp64=1.29e12),
         "NVIDIA Ada GPU Architecture (2022), appendix A: GeForce RTX 4090",
     ),
     Sheet(
