@@ -161,9 +161,8 @@ def compression(state: State) -> dict[str, Any]:
 
 def buffer_pieces(state: State) -> list[write.Piece]:
     """The buffers that this rank writes. All ranks of a pipeline stage have the same; the first writes them."""
-    buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
     first = not any(state.mesh.index(axis) for axis in ("sites", "batch", "tp"))
-    return write.whole_pieces(buffers) if first else []
+    return write.whole_pieces(state.buffers(), buffers=True) if first else []
 
 
 def identity(job: Job) -> dict[str, Any]:

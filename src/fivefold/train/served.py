@@ -184,7 +184,7 @@ def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
             state.step += 1
             progress.step = state.step
             if ruined:
-                raise destroyed_after(state.step, job.recipe.faults)
+                raise destroyed_after(state.step, job.recipe.faults).ended(job.out)
         elif command == SAVE:
             _save(job, state, saver, *map(int, numbers[:3]))
         elif command == LOST:
@@ -197,7 +197,7 @@ def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
 def _save(job: Job, state: State, saver: Saver, updates: int, skipped: int, ends: int) -> None:
     with progress.phase("saving"):
         if fault := weights_fault(state, job.recipe.faults):
-            raise fault
+            raise fault.ended(job.out)
         state.set_counts(updates, skipped)
         tokens = state.step * job.recipe.train.global_batch_size * job.recipe.model.seq_len
         saver.save(identity(job) | {"tokens": tokens}, bool(ends))
@@ -407,7 +407,7 @@ class Leader:
         self.state.step += 1
         self._record(line, [note.figures for note, _ in notes])
         if ruined:
-            raise destroyed_after(self.state.step, faults)
+            raise destroyed_after(self.state.step, faults).ended(self.job.out)
         most = 1 if faults.on_nonfinite == "abort" else MAX_SKIPPED
         if self.skipped >= most:
             self.stopping, self.chores = True, []
@@ -418,7 +418,7 @@ class Leader:
         if self.skipped >= most:
             raise UserError(
                 f"loss or gradient were not finite in {most} step(s) in a row, up to step {self.state.step}: the "
-                "run has diverged. Resume from the last checkpoint with a smaller optim.lr or optim.grad_clip"
+                "run has diverged. Resume with a smaller optim.lr or optim.grad_clip, or from an older checkpoint"
             )
         if not self.servers.synchronous:
             self._add_chores(self.state.step)
