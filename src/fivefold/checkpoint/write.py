@@ -118,8 +118,8 @@ class Writing:
                 if free < needed + SPARE_BYTES:
                     remove(self.temporary)
                     raise BusyError(
-                        f"cannot write the checkpoint {self.folder}: it needs {_mib(needed)}, and the disk has "
-                        f"{_mib(free)} free. Make room there, or keep fewer (checkpoint.keep_last)"
+                        f"cannot write the checkpoint {self.folder}: it needs {_mib(needed + SPARE_BYTES)}, and the "
+                        f"disk has {_mib(free)} free. Make room there, or keep fewer (checkpoint.keep_last)"
                     )
 
     def write_part(self) -> None:

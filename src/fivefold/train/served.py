@@ -125,7 +125,15 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
         settle(state, job, ranks, resumed is not None)
         begun()
         with names_step(state):
-            return _follow(job, state, server, Saver(state, job, lambda step, text: None, beside=False))
+            saver = Saver(
+                state,
+                job,
+                lambda step, text: None,
+                beside=False,
+                stopped=interrupt.wanted,
+                waiting=server.keep_alive,
+            )
+            return _follow(job, state, server, saver)
     with ExitStack() as stack:
         console = stack.enter_context(
             Console(steps, start_step=state.step, log_every=recipe.observe.log_every)
@@ -230,7 +238,15 @@ class Leader:
         self.applied: list[tuple[Note, int]] = []  # those of the step that is not complete
         self.reports: list[dict[str, Any]] = []
         self.updates, self.skipped = self.state.updates, self.state.skipped
-        self.saver = Saver(self.state, self.job, self.alarm, self.metrics.flush, beside=False)
+        self.saver = Saver(
+            self.state,
+            self.job,
+            self.alarm,
+            self.metrics.flush,
+            beside=False,
+            stopped=self.interrupt.wanted,
+            waiting=self.server.keep_alive,
+        )
         self.began = time.perf_counter()
 
     def run(self) -> bool:
