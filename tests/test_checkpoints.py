@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
+from runs import after_each_step, assert_same_tensors, lines, mend, ranks_of, train_rank
 from typer.testing import CliRunner
 
-from fivefold.checkpoint import background, store, write
+from fivefold.checkpoint import background, keep, store, write
 from fivefold.cli.main import app, main
 from fivefold.data import prepare
 from fivefold.errors import UserError
@@ -397,6 +397,15 @@ def test_other_values_of_a_manifest_are_checked(whole, change_):
         meta_of(reader)
 
 
+@pytest.mark.parametrize("updates", [7, 999_999])
+def test_more_updates_than_steps_are_damage(recipe, whole, tmp_path, updates):
+    run = copy_of(whole, tmp_path)
+    mend(store.latest(run), lambda found: found["meta"].update(updates=updates))
+    train_rank(0, 1, recipe, run, resume=True)
+    assert f"meta.updates is {updates}, and step 6 has at most 6" in lines(run, "alarm")[0]
+    assert_same_tensors(*(store.load(store.latest(one)).model for one in (run, whole)))
+
+
 # Going back, and on
 
 
@@ -514,6 +523,23 @@ def test_the_command_lists_verifies_copies_and_prunes(recipe, whole, tmp_path):
         "later-step-00000009",
     ]
     assert names(run) == ["step-00000006"]
+
+
+@pytest.mark.parametrize("moment", ["_check", "__init__"])
+def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged(
+    whole, tmp_path, monkeypatch, moment
+):
+    """Nor is one of which something is left."""
+    run, plain = copy_of(whole, tmp_path), getattr(store.Reader, moment)
+
+    def late(*arguments):
+        keep.prune(run, 1)
+        return plain(*arguments)
+
+    monkeypatch.setattr(keep, "remove", lambda path: None)
+    monkeypatch.setattr(store.Reader, moment, late)
+    code, found = command(run, "--verify")
+    assert (code, [row["step"] for row in found["checkpoints"]]) == (0, [6])
 
 
 def test_pruning_keeps_valid_ones_where_those_that_would_stay_are_damaged(whole, tmp_path):

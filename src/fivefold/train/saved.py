@@ -25,6 +25,7 @@ from fivefold.train.job import Job
 OUTER = "outer."  # prefix of the outer optimizer's states
 OFFLOADED_SHARD_BYTES = 64 << 20  # a shard is in memory while it is written
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
+ASYNCHRONOUS = "asynchronous"  # in what a checkpoint of asynchronous servers says: each share is an update
 STAGES = "data.stages"  # [place at which it begins, weight of each source] of each stage
 
 
