@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = float(os.environ.get("FIVEFOLD_TEST_PATIENCE", "1"))
+START_S = 300  # for the ranks of a pool to start
 GRACE_S = 2  # how long the others may go on after one rank has raised
 _servers = multiprocessing.get_context("forkserver")
 _servers.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fivefold.train.run"])
@@ -56,6 +57,7 @@ class Pool:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+        self.starting = list(self.pipes)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 30) -> list[Any]:
         """Calls function(rank, world, *arguments) on every rank; returns the results in rank order.
@@ -63,6 +65,7 @@ class Pool:
         Raises:
             RankFailed: naming the ranks and what they said, or where they are stuck.
         """
+        self._wait_until_started()
         for pipe in self.pipes:
             pipe.send((function, arguments))
         results: dict[int, Any] = {}
@@ -90,6 +93,18 @@ class Pool:
         message = self._describe(errors, missing, timeout_s)
         self.close()
         raise RankFailed(message)
+
+    def _wait_until_started(self) -> None:
+        """On a busy machine imports take minutes, which are no part of a call's time."""
+        while self.starting:
+            ready = wait(self.starting, START_S * PATIENCE)
+            assert ready, (
+                f"{len(self.starting)} of {self.world} ranks have not started in {START_S * PATIENCE} s"
+            )
+            for pipe in ready:
+                with contextlib.suppress(EOFError, ConnectionError):  # it died: the call will say so
+                    pipe.recv()  # type: ignore[union-attr]
+                self.starting.remove(pipe)  # type: ignore[arg-type]
 
     def _describe(self, errors: dict[int, str], stuck: list[int], timeout_s: float) -> str:
         parts = [f"rank {rank} of {self.world}: {text}" for rank, text in errors.items()]
@@ -162,11 +177,12 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
     torch.set_num_threads(1)
     with Path(folder, f"stack-{rank}").open("w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         store = dist.FileStore(f"{folder}/store", world)
         timeout = timedelta(seconds=25 * PATIENCE)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         _reuse_groups()
+        pipe.send((True, None))
         while True:
             try:
                 function, arguments = pipe.recv()

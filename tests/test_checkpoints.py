@@ -2,19 +2,22 @@
 
 import errno
 import json
+import os
 import re
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, ranks_of, train_rank
+from runs import after_each_step, assert_same_tensors, lines, mend, ranks_of, train_rank
 from typer.testing import CliRunner
 
-from fivefold.checkpoint import background, store, write
+from fivefold.checkpoint import background, keep, store, write
 from fivefold.cli.main import app, main
 from fivefold.data import prepare
 from fivefold.errors import UserError
@@ -246,17 +249,40 @@ def test_a_retry_that_is_under_way_does_not_begin_again(recipe, tmp_path, monkey
     assert tried[-1] == 14
 
 
-def test_a_failed_save_at_the_end_is_an_error(recipe, tmp_path, monkeypatch):
-    part = write.Writing.write_part
+def full_at_the_end(rank: int, world: int, recipe: Recipe, out: Path, times: int) -> tuple[Any, int]:
+    """The last rank's disk is full in so many tries of the last save. Told to stop in the second one. Returns what the
+    run returned, or its error, and the steps that were trained."""
+    part, tried, steps = write.Writing.write_part, list[int](), list[int]()
 
-    def full_later(writing):
+    def full_then(writing: write.Writing) -> None:
+        last = writing.meta["step"] == 6 and rank == world - 1
+        tried.extend([6] * last)
+        if last and len(tried) == 2 < times:
+            os.kill(os.getpid(), signal.SIGTERM)
         with writing._explained():
-            full() if writing.meta["step"] > 2 else part(writing)
+            full() if last and len(tried) <= times else part(writing)
 
-    monkeypatch.setattr(write.Writing, "write_part", full_later)
-    with pytest.raises(UserError, match=r"cannot write the checkpoint .*step-00000006"):
-        train_rank(0, 1, recipe, tmp_path / "run")
-    assert names(tmp_path / "run") == ["step-00000002"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write.Writing, "write_part", full_then)
+        patch.setattr(saver, "AGAIN_S", 1)
+        with after_each_step(lambda state, when: steps.append(state.step)):
+            try:
+                return train_rank(rank, world, recipe, out), max(steps)
+            except UserError as error:
+                return error, max(steps)
+
+
+def test_a_last_save_that_fails_keeps_what_is_trained(recipe, tmp_path):
+    """All ranks wait, and save when there is room. Told to stop meanwhile, all leave with the reason."""
+    two = change(recipe, ["layout.dp_shard=2", "layout.zero=1", "train.microbatch_size=1"])
+    assert run_ranks(2, full_at_the_end, two, tmp_path / "run", 2) == [(None, 6)] * 2
+    assert names(tmp_path / "run") == [f"step-0000000{step}" for step in (2, 4, 6)]
+    (alarm,) = lines(tmp_path / "run", "alarm")
+    assert "step-00000006: [Errno 28] No space left on device" in alarm
+    assert "The run waits with what it has trained, and tries again every" in alarm
+    for error, _ in run_ranks(2, full_at_the_end, two, tmp_path / "stopped", 10**9):
+        assert re.search("cannot write the checkpoint .*step-00000006: .*No space left on device", str(error))
+    assert names(tmp_path / "stopped") == ["step-00000002", "step-00000004"]
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all(recipe, tmp_path):
@@ -369,6 +395,15 @@ def test_other_values_of_a_manifest_are_checked(whole, change_):
     reader.meta.update(change_)
     with pytest.raises(UserError, match=r"manifest\.json is damaged: "):
         meta_of(reader)
+
+
+@pytest.mark.parametrize("updates", [7, 999_999])
+def test_more_updates_than_steps_are_damage(recipe, whole, tmp_path, updates):
+    run = copy_of(whole, tmp_path)
+    mend(store.latest(run), lambda found: found["meta"].update(updates=updates))
+    train_rank(0, 1, recipe, run, resume=True)
+    assert f"meta.updates is {updates}, and step 6 has at most 6" in lines(run, "alarm")[0]
+    assert_same_tensors(*(store.load(store.latest(one)).model for one in (run, whole)))
 
 
 # Going back, and on
@@ -488,6 +523,23 @@ def test_the_command_lists_verifies_copies_and_prunes(recipe, whole, tmp_path):
         "later-step-00000009",
     ]
     assert names(run) == ["step-00000006"]
+
+
+@pytest.mark.parametrize("moment", ["_check", "__init__"])
+def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged(
+    whole, tmp_path, monkeypatch, moment
+):
+    """Nor is one of which something is left."""
+    run, plain = copy_of(whole, tmp_path), getattr(store.Reader, moment)
+
+    def late(*arguments):
+        keep.prune(run, 1)
+        return plain(*arguments)
+
+    monkeypatch.setattr(keep, "remove", lambda path: None)
+    monkeypatch.setattr(store.Reader, moment, late)
+    code, found = command(run, "--verify")
+    assert (code, [row["step"] for row in found["checkpoints"]]) == (0, [6])
 
 
 def test_pruning_keeps_valid_ones_where_those_that_would_stay_are_damaged(whole, tmp_path):

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +27,9 @@ from ranks import PATIENCE, Pool, _servers
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from torch import Tensor
 
-from fivefold.checkpoint import store
+from fivefold.checkpoint import store, write
 from fivefold.data import prepare
-from fivefold.errors import UserError
+from fivefold.errors import BusyError, UserError
 from fivefold.launch.local import launch
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.models.card import card_of
@@ -105,6 +106,30 @@ def rank_of_run(
     batches = _Slow(recipe, data, slow) if slow and rank == world - 1 else None
     job = Job(recipe, out, data, batches=batches, resume=resume, resume_command="resume")
     return run_served(job, ranks_of(rank, world))
+
+
+def waiting_rank(rank: int, world: int, recipe: Recipe, out: Path) -> Any:
+    """The disk is full for longer than a message may take, when the run has trained its last step."""
+    part, until = write.Writing.write_part, list[float]()
+
+    def full(writing: write.Writing) -> None:
+        until.append(time.monotonic() + 15)
+        if time.monotonic() < until[0]:
+            raise BusyError("the disk is full")
+        part(writing)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write.Writing, "write_part", full)
+        job = Job(recipe, out, prepare(recipe))
+        return run_served(job, replace(ranks_of(rank, world), timeout_s=8))
+
+
+@pytest.mark.slow
+def test_workers_wait_for_a_last_save_however_long_it_takes(pools, room, tmp_path):
+    recipe = served(room, 1, "sync.servers=2", "train.steps=2", "checkpoint.every=0")
+    assert pools(3, waiting_rank, recipe, tmp_path) == [None] * 3
+    assert [folder.name for folder in store.checkpoints(tmp_path)] == ["step-00000002"]
+    assert len(lines(tmp_path, "alarm")) == 1
 
 
 def _destroying(update: Any, what: str) -> Any:

@@ -13,7 +13,7 @@ from launched import command
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
 
-from fivefold.checkpoint import store
+from fivefold.checkpoint import keep, store
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.host import machine
@@ -503,6 +503,72 @@ def test_own_module_is_resumed_with_its_buffers(text, tmp_path):
     )
     assert again.calls == 3 * 4
     run_command(recipe, out=tmp_path / "same", module=again, batches=Ones())  # the same object, a second time
+
+
+class Masked(Counting):
+    """Its loss depends on its buffers: a causal mask of -inf, one of the lowest number, and one that no checkpoint
+    has. old: as versions did that saved all buffers."""
+
+    def __init__(self, old: bool = False, value: complex = -torch.inf) -> None:
+        super().__init__()
+        mask = torch.full((16, 16), value).triu(1)
+        self.register_buffer("mask", mask)
+        self.register_buffer("low", mask.real.bfloat16().nan_to_num())
+        self.register_buffer("unsaved", mask.clone(), persistent=old)
+
+    def forward(self, inputs, targets):
+        weights = sum(m.float().softmax(1) for m in (self.mask, self.low, self.unsaved))
+        out = weights @ self.table(inputs)
+        self.calls += self.training
+        return torch.nn.functional.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+
+def masked_rank(rank: int, world: int, recipe: Recipe, out: Path, old: bool, resume: bool) -> int | None:
+    torch.manual_seed(0)
+    job = Job(resolve(recipe, vocab_size=16), out, module=Masked(old), batches=Ones(), resume=resume)
+    return run_rank(job, ranks_of(rank, world))
+
+
+def test_own_module_is_resumed_with_infinite_and_unsaved_buffers(text, tmp_path):
+    """Bit for bit, also from the checkpoint of a version that saved all buffers."""
+    recipe = tiny(text, "train.steps=2", "layout.dp_replicate=2", "optim.schedule=constant")
+    longer = change(recipe, ["train.steps=4"])
+    run_ranks(2, masked_rank, longer, tmp_path / "whole", False, False)
+    for old in (False, True):
+        run_ranks(2, masked_rank, recipe, tmp_path / f"{old}", old, False)
+        run_ranks(2, masked_rank, longer, tmp_path / f"{old}", False, True)
+        whole, found = (store.Reader(store.latest(tmp_path / run)) for run in ("whole", f"{old}"))
+        assert found.manifest.files == whole.manifest.files
+        assert {"mask", "low", "calls"} == set(found.names("model")) - {"table.weight"}
+        assert keep.verify(found.folder) == ""
+    assert bool((store.load(found.folder).model["mask"] == Masked().mask).all())
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_refused_before_anything_is_trained(text, tmp_path):
+    for value, why in ((torch.nan, "holds NaN"), (1j, "is of torch.complex64")):
+        with pytest.raises(UserError, match=rf"Masked: the buffer mask {why}, .*persistent=False"):
+            run_command(tiny(text), out=tmp_path / "run", module=Masked(value=value), batches=Ones())
+    assert not (tmp_path / "run").exists()
+
+
+class Spoiled(Counting):
+    """A buffer turns into NaN in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, inputs, targets):
+        loss = super().forward(inputs, targets)
+        self.mean[1] = torch.nan if self.calls > 4 else 0.0
+        return loss
+
+
+def test_a_buffer_that_turns_into_nan_is_never_saved(text, tmp_path):
+    recipe = tiny(text, "train.steps=3", "checkpoint.every=1")
+    with pytest.raises(UserError, match=r"after step 2 .* a buffer holds NaN.* Resume from .*step-00000001"):
+        run_command(recipe, out=tmp_path / "run", module=Spoiled(), batches=Ones())
+    assert [folder.name for folder in store.checkpoints(tmp_path / "run")] == ["step-00000001"]
 
 
 def test_ranks_start_equal(tmp_path, text):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.write import Piece, Pieces, Writing
+from fivefold.checkpoint.write import Pieces, Writing
 
 POLL_S = 0.02
 """Between two looks of the first rank for the others' parts."""
@@ -109,7 +109,7 @@ class Copy:
         self.done.set()
         left = iter(self.hosts)
         return {
-            kind: [Piece(piece.name, next(left), piece.shape, piece.box) for piece in owned]
+            kind: [replace(piece, tensor=next(left)) for piece in owned]
             for kind, owned in self.pieces.items()
         }
 

@@ -71,11 +71,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor. dtype: safetensors' name; None in formats before 3."""
+    """A tensor. dtype: safetensors' name; None in formats before 3. buffer: it may hold infinities."""
 
     shape: tuple[int, ...]
     dtype: str | None
     pieces: tuple[Stored, ...]
+    buffer: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def to_bytes(manifest: Manifest) -> bytes:
                 name: {
                     "shape": entry.shape,
                     "dtype": entry.dtype,
+                    **({"buffer": True} if entry.buffer else {}),
                     "pieces": [{"file": p.file, "key": p.key, "box": p.box} for p in entry.pieces],
                 }
                 for name, entry in tensors.items()
@@ -235,12 +237,15 @@ class _Parser:
         dtype = entry.get("dtype")
         if version >= 3 and dtype not in DTYPES:
             self.fail(f"{what} has the dtype {dtype!r:.40}, not one of {', '.join(DTYPES)}")
+        buffer = entry.get("buffer", False)
+        if type(buffer) is not bool or (buffer and kind != "model"):
+            self.fail(f"{what} has buffer = {buffer!r:.40}")
         pieces = tuple(
             self.piece(what, kind, name, shape, piece, files, version)
             for piece in self.list(what, entry.get("pieces"))
         )
         self.once(what, shape, [piece.box for piece in pieces])
-        return Entry(shape, dtype if version >= 3 else None, pieces)
+        return Entry(shape, dtype if version >= 3 else None, pieces, buffer)
 
     def piece(
         self,
@@ -308,15 +313,15 @@ class _Parser:
 def join(parts: Iterable[Mapping[str, Any]], meta: Mapping[str, Any]) -> Manifest:
     """The manifest of a checkpoint, from what each rank says that it wrote."""
     files: dict[str, File] = {}
-    shapes: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
+    shapes: dict[tuple[str, str], tuple[tuple[int, ...], str, bool]] = {}
     pieces: dict[tuple[str, str], list[Stored]] = {}
     for part in parts:
         files |= {name: File(**file) for name, file in part["files"].items()}
-        for kind, name, shape, dtype, file, box in part["tensors"]:
+        for kind, name, shape, dtype, file, box, buffer in part["tensors"]:
             place = tuple((start, stop) for start, stop in box)
-            shapes[kind, name] = tuple(shape), dtype
+            shapes[kind, name] = tuple(shape), dtype, buffer
             pieces.setdefault((kind, name), []).append(Stored(file, key_of(name, shape, place), place))
     tensors: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
-    for (kind, name), (shape, dtype) in shapes.items():
-        tensors[kind][name] = Entry(shape, dtype, tuple(pieces[kind, name]))
+    for (kind, name), (shape, dtype, buffer) in shapes.items():
+        tensors[kind][name] = Entry(shape, dtype, tuple(pieces[kind, name]), buffer)
     return Manifest(FORMAT, dict(meta), files, tensors)

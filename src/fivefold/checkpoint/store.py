@@ -164,25 +164,26 @@ class Reader:
         if wanted.keys() != tensors.keys():
             odd = sorted(wanted.keys() ^ tensors.keys())
             return f"it does not have the tensors that the manifest names: {odd[0]!r:.120}"
-        for key, (name, shape, dtype) in wanted.items():
+        for key, (name, shape, dtype, buffer) in wanted.items():
             tensor = tensors[key]
             if tuple(tensor.shape) != shape or (dtype and str(tensor.dtype) != f"torch.{DTYPES[dtype]}"):
                 return (
                     f"{name!r:.120} is of {tensor.dtype}, shape {list(tensor.shape)}, unlike in the manifest"
                 )
-            if self.finite and (why := odd_numbers(tensor)):
+            if self.finite and (why := odd_numbers(tensor, buffer)):
                 return f"{name!r:.120} {why}"
         return ""
 
     @cached_property
-    def _wanted(self) -> dict[str, dict[str, tuple[str, tuple[int, ...], str | None]]]:
-        """{file: {key: (tensor, shape of the piece, dtype)}}"""
-        found: dict[str, dict[str, tuple[str, tuple[int, ...], str | None]]] = {}
+    def _wanted(self) -> dict[str, dict[str, tuple[str, tuple[int, ...], str | None, bool]]]:
+        """{file: {key: (tensor, shape of the piece, dtype, is a buffer)}}"""
+        found: dict[str, dict[str, tuple[str, tuple[int, ...], str | None, bool]]] = {}
         for tensors in self.manifest.tensors.values():
             for name, entry in tensors.items():
                 for piece in entry.pieces:
                     sizes = tuple(stop - start for start, stop in piece.box)
-                    found.setdefault(piece.file, {})[piece.key] = (name, sizes, entry.dtype)
+                    wanted = name, sizes, entry.dtype, entry.buffer
+                    found.setdefault(piece.file, {})[piece.key] = wanted
         return found
 
     def _tensors(self, file: str) -> dict[str, Tensor]:
@@ -204,11 +205,15 @@ class Reader:
         return replace(manifest, tensors=tensors)
 
 
-def odd_numbers(tensor: Tensor) -> str:
-    """Why no checkpoint may hold this tensor; empty if it may."""
+def odd_numbers(tensor: Tensor, buffer: bool = False) -> str:
+    """Why no checkpoint may hold this tensor; empty if it may. buffer: it may hold any number, as masks do."""
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES.values():
+        return f"is of {tensor.dtype}"
     if not tensor.is_floating_point() or not tensor.numel():
         return ""
     low, high = torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float())
+    if buffer:
+        return "holds NaN" if bool(low.isnan()) else ""
     if low >= -LARGEST and high <= LARGEST:
         return ""
     if not bool(tensor.isfinite().all()):

@@ -35,12 +35,14 @@ _CODES = {name: code for code, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangular part of tensor `name`: the elements [start, stop) along each dim of its shape."""
+    """A rectangular part of tensor `name`: the elements [start, stop) along each dim of its shape. buffer: it may hold
+    infinities."""
 
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
     box: Box
+    buffer: bool = False
 
     @property
     def key(self) -> str:
@@ -51,9 +53,9 @@ Pieces = Mapping[str, Iterable[Piece]]
 """What a rank owns: "model" and "optimizer"."""
 
 
-def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
+def whole_pieces(tensors: Mapping[str, Tensor], buffers: bool = False) -> list[Piece]:
     """Each tensor as one piece."""
-    return [Piece(n, t, tuple(t.shape), all_of(t.shape)) for n, t in tensors.items()]
+    return [Piece(n, t, tuple(t.shape), all_of(t.shape), buffers) for n, t in tensors.items()]
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class Writing:
                 if free < needed + SPARE_BYTES:
                     remove(self.temporary)
                     raise BusyError(
-                        f"cannot write the checkpoint {self.folder}: it needs {_mib(needed)}, and the disk has "
-                        f"{_mib(free)} free. Make room there, or keep fewer (checkpoint.keep_last)"
+                        f"cannot write the checkpoint {self.folder}: it needs {_mib(needed + SPARE_BYTES)}, and the "
+                        f"disk has {_mib(free)} free. Make room there, or keep fewer (checkpoint.keep_last)"
                     )
 
     def write_part(self) -> None:
@@ -129,7 +131,7 @@ class Writing:
                     name = f"{kind}-{self.axis.index:05d}-{number:05d}.safetensors"
                     listed["files"][name] = self._write_shard(self.temporary / name, shard)
                     listed["tensors"] += [
-                        [kind, p.name, p.shape, _code(p.tensor), name, p.box] for p in shard
+                        [kind, p.name, p.shape, _code(p.tensor), name, p.box, p.buffer] for p in shard
                     ]
             part = self._part(self.axis.index)
             unready = part.with_name(f".{part.name}")
@@ -191,7 +193,7 @@ class Writing:
             _put(file, digest, len(text).to_bytes(8, "little") + text)
             for piece in shard:
                 tensor = piece.tensor.detach().cpu().contiguous()
-                if self.finite and (why := odd_numbers(tensor)):
+                if self.finite and (why := odd_numbers(tensor, piece.buffer)):
                     raise UserError(f"cannot write the checkpoint {self.folder}: {piece.name!r:.120} {why}")
                 _put(file, digest, tensor.reshape(-1).view(torch.uint8).numpy().data)
         flush(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,7 +58,10 @@ def checkpoints(
         found["copied"] = str(keep.copy(source, copy))
     if prune:
         found["removed"] = [str(folder) for folder in _prune(run)]
-    found["checkpoints"] = [_row(folder, verify) for folder in (*store.checkpoints(run), *keep.aside(run))]
+    rows = ((folder, _row(folder, verify)) for folder in (*store.checkpoints(run), *keep.aside(run)))
+    found["checkpoints"] = [
+        row for folder, row in rows if folder.exists()
+    ]  # a run that trains has removed others
     print_json(found) if json else _print(found)
     damaged = [row for row in found["checkpoints"] if row["damage"] and not row["aside"]]
     if damaged:
@@ -92,15 +96,17 @@ def _row(folder: Path, verify: bool) -> dict[str, Any]:
         reader = store.Reader(folder)
     except Damaged as error:
         return row | {"damage": str(error)}
-    when = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).astimezone()
     row |= {
         "step": reader.meta.get("step"),
         "tokens": reader.meta.get("tokens"),
         "format": reader.manifest.format,
         "files": len(reader.files),
         "bytes": reader.manifest.bytes,
-        "saved": when.isoformat(timespec="seconds"),
+        "saved": "",
     }
+    with suppress(FileNotFoundError):  # it was removed meanwhile
+        when = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).astimezone()
+        row["saved"] = when.isoformat(timespec="seconds")
     return row | {"damage": keep.verify(folder), "verified": True} if verify else row
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.errors import UserError
 from fivefold.models.base import LanguageModel
@@ -46,6 +46,17 @@ class ModuleCard:
     named: Callable[[str], str] = str
 
 
+def buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The persistent buffers of a module by name, which checkpoints keep, and the others."""
+    kept, others = dict(module.named_buffers()), dict[str, Tensor]()
+    for where, part in module.named_modules():
+        for name in part._non_persistent_buffers_set:  # PyTorch has no public name for it
+            full = f"{where}.{name}" if where else name
+            if full in kept:  # None is no buffer
+                others[full] = kept.pop(full)
+    return kept, others
+
+
 class OwnModel:
     """A user's own module with its card. It is a `Model` of `spread/parts.py`. patterns: `model.freeze`."""
 
@@ -71,8 +82,8 @@ class OwnModel:
 
     @cached_property
     def tensors(self) -> Mapping[str, Shape]:
-        """The shapes of parameters and buffers."""
-        return {**self.parameters, **{name: tuple(b.shape) for name, b in self.module.named_buffers()}}
+        """The shapes of parameters and of buffers that checkpoints keep."""
+        return {**self.parameters, **{name: tuple(b.shape) for name, b in buffers_of(self.module)[0].items()}}
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -27,7 +27,7 @@ class Kind(IntEnum):
     """Notes. From a worker: PUSHED (a part of a gradient is on its way), PULL (send a message's weights), COMPUTED (a
     share's gradient is computed, and all servers have all of it), APPLIED (all servers have applied its gradient), TEXT
     (answers an order), BYE. From a server: ACKNOWLEDGED (a part has arrived), UPDATED (a message's weights are new),
-    the orders TRAIN, VALIDATE, SAMPLE, END, and BYE."""
+    the orders TRAIN, VALIDATE, SAMPLE, END, and BYE. ALIVE is answered with ALIVE: a receive that lasts fails."""
 
     PUSHED = 0
     PULL = 1
@@ -41,6 +41,7 @@ class Kind(IntEnum):
     SAMPLE = 9
     END = 10
     BYE = 11
+    ALIVE = 12
 
 
 ORDERS = (Kind.TRAIN, Kind.VALIDATE, Kind.SAMPLE, Kind.END)

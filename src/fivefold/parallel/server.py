@@ -209,6 +209,12 @@ class Server:
         except CommunicationError as lost:
             self._lose(worker, lost)
 
+    def keep_alive(self) -> None:
+        """Called every second, lets workers wait for longer than `launch.timeout`."""
+        for worker in range(len(self.links)):
+            if not self._workers[worker].lost:
+                self.order(worker, Kind.ALIVE)
+
     def finished(self, step: int, timeout_s: float) -> tuple[float, float]:
         """Waits until a synchronous step has changed all weights: (this server's sum of squares of its gradient, number
         of parts whose update was skipped)."""
@@ -323,7 +329,7 @@ class Server:
                 link.tell(Kind.BYE)
                 link.flush()
                 return
-            else:
+            elif note.kind != Kind.ALIVE:
                 self._note(worker, note)
 
     def _note(self, worker: int, note: Note) -> None:

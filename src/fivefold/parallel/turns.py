@@ -12,6 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Semaphore
 
 
+class Ended(Exception):
+    """The other computation has failed, so this one ends where it gave way: it would wait for messages of other ranks,
+    and they for this rank's."""
+
+
 class Turns:
     """`both` runs two computations, and `give_way` hands over within them. Outside of `both` it does nothing.
 
@@ -22,35 +27,47 @@ class Turns:
         self._start, self._thread = start, ThreadPoolExecutor(1, "turns")
         self._gates = Semaphore(0), Semaphore(0)
         self._running: int | None = None  # None: not within `both`, or one has ended
+        self._error: BaseException | None = None  # the first one
         self._seconds, self._since = [0.0, 0.0], 0.0
 
     def both(self, first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-        """Runs both, the first one up to its first message first. Returns the seconds that each had its turn."""
+        """Runs both, the first one up to its first message first. Returns the seconds that each had its turn. An error
+        of either ends both."""
         self._running, self._seconds, self._since = 0, [0.0, 0.0], time.perf_counter()
+        self._gates = Semaphore(0), Semaphore(0)
         other = self._thread.submit(self._second, second)
-        try:
-            first()
-        finally:
-            self._end(0)
-            other.result()
+        self._run(0, first)
+        other.result()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         return self._seconds[0], self._seconds[1]
 
     def give_way(self) -> None:
-        """Lets the other computation run until it gives way or ends."""
+        """Lets the other computation run until it gives way or ends.
+
+        Raises:
+            Ended: it has failed.
+        """
         me = self._running
         if me is not None:
             self._hand_over(me)
             self._gates[me].acquire()
+        if self._error is not None:
+            raise Ended
 
     def _second(self, compute: Callable[[], object]) -> None:
         self._gates[1].acquire()
-        try:
-            self._start()
-            compute()
-        finally:
-            self._end(1)
+        if self._error is None:
+            self._run(1, compute)
 
-    def _end(self, me: int) -> None:
+    def _run(self, me: int, compute: Callable[[], object]) -> None:
+        try:
+            if me == 1:
+                self._start()
+            compute()
+        except BaseException as error:  # whatever it is, the other one must not wait
+            self._error = self._error or error
         self._count(me)
         if self._running is not None:  # the other one has not ended
             self._running = None

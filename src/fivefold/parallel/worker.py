@@ -437,6 +437,8 @@ class Exchange:
                 return
             if note.kind in ORDERS:
                 self.orders.put(note)
+            elif note.kind == Kind.ALIVE:
+                self.links[server].tell(Kind.ALIVE)
             elif note.kind == Kind.ACKNOWLEDGED:
                 with self._lock:
                     key = note.first, note.second

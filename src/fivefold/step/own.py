@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fivefold.checkpoint.store import odd_numbers
 from fivefold.errors import UserError
-from fivefold.models.own import ModuleCard, OwnModel, refuse
+from fivefold.models.own import ModuleCard, OwnModel, buffers_of, refuse
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import products
@@ -49,6 +50,12 @@ def own_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None)
             f'layout.recompute = "{layout.recompute}": the planner does not know {name}. Nearest valid: recompute=full'
         )
     refuse(own, layout, card is not None)
+    for where, buffer in buffers_of(module)[0].items():
+        if why := odd_numbers(buffer, buffer=True):
+            raise UserError(
+                f"{name}: the buffer {where} {why}, which checkpoints cannot hold. Change it, or register it with "
+                "persistent=False: then it is not saved"
+            )
     optimizer = OPTIMIZERS[recipe.optim.name]
     if not any(optimizer.of(n, shape) is optimizer for n, shape in own.parameters.items()):
         raise UserError(

@@ -19,7 +19,7 @@ from fivefold.host.machine import has_fast_bf16
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.layers import Output
-from fivefold.models.own import ModuleCard, OwnModel
+from fivefold.models.own import ModuleCard, OwnModel, buffers_of
 from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.optim.loss_scale import LossScale
 from fivefold.optim.outer import OUTER
@@ -97,6 +97,10 @@ class State:
         """This rank's part of the master weights, by name."""
         self.parallel.settle()
         return {name: w for replica in self.parallel.replicas for name, w in replica.masters.items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's stages that checkpoints keep, by name."""
+        return {name: b for stage in self.parallel.stages for name, b in buffers_of(stage)[0].items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the masters, after a step's backward. With loss scaling: copies, without its factor."""

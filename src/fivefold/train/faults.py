@@ -7,6 +7,7 @@ recipe only wants to be told of it. `train/rollback.py` goes back to a checkpoin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fivefold.observe.faults import GROWTH, described, found_in
 from fivefold.recipe import FaultsSection
 from fivefold.step.state import State
 from fivefold.step.step import last_update
+from fivefold.train.restart import there
 
 MAX_SKIPPED = 5  # steps in a row with a non-finite loss or gradient before the run stops
 ADVICE = "a smaller optim.lr or optim.grad_clip"
@@ -40,6 +42,16 @@ class Fault(UserError):
     def unsaved(self, why: UserError) -> Fault:
         """The same, after which the weights could not be saved either."""
         said = f"{self.said}. The run ends here, and this step could not be saved: {why}"
+        return Fault(self.step, said, self.act, self.back_to, self.leaves_out, self.good)
+
+    def ended(self, run: Path) -> Fault:
+        """The same, which ends the run. It says where to go on if the weights are not good."""
+        if self.good:
+            return self
+        where = (
+            f"Resume from {found[-1]}" if (found := there(run)) else "There is no checkpoint yet: start again"
+        )
+        said = f"{self.said}. They are not saved. {where} with {ADVICE}"
         return Fault(self.step, said, self.act, self.back_to, self.leaves_out, self.good)
 
 
@@ -74,7 +86,6 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
         if (act := policy(faults, kind)) in ("rollback", "abort"):
             said = f"step {step}: {described(kind, figures)}"
             if kind == "destroyed":
-                said += f". They are not saved. Resume from the last checkpoint with {ADVICE}"
                 return Fault(step, said, act, step - 2, good=False)
             return Fault(step, f"{said}; the update is skipped", act, step - 1)
     return None
@@ -82,7 +93,7 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
 
 def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
     """A fault if the last update has destroyed weights (step/judge.py), or if a weight or a state of the optimizer is
-    not finite, on any rank. All ranks call it."""
+    not finite, or a buffer holds NaN, on any rank. All ranks call it."""
     return None if finite(state) else destroyed_after(state.step, faults)
 
 
@@ -90,16 +101,15 @@ def destroyed_after(step: int, faults: FaultsSection) -> Fault:
     """The fault of weights or states that are found destroyed after this step."""
     said = (
         f"after step {step} weights or optimizer states are not finite, beyond {LARGEST:.0e}, or grew "
-        f"{GROWTH:,.0f}-fold in a step: an update since the last checkpoint has destroyed them. They are not saved. "
-        f"Resume from that checkpoint with {ADVICE}"
+        f"{GROWTH:,.0f}-fold in a step, or a buffer holds NaN: an update has destroyed them"
     )
     return Fault(step, said, policy(faults, "destroyed"), step - 1, good=False)
 
 
 @torch.no_grad()
 def finite(state: State) -> bool:
-    """True if all weights and states of the optimizer are finite and not beyond LARGEST, and the last update has not
-    destroyed weights, on all ranks. All ranks call it."""
+    """True if all weights and states of the optimizer are finite and not beyond LARGEST, no buffer holds NaN, and the
+    last update has not destroyed weights, on all ranks. All ranks call it."""
     common = state.outer.weights if state.outer is not None else {}
     worst = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
     for tensors in (state.masters(), state.moments(), common):
@@ -110,4 +120,7 @@ def finite(state: State) -> bool:
                 if state.parallel.disk is not None:
                     state.parallel.disk.touched(tensor.nbytes)
     wrong = torch.maximum((~(worst <= LARGEST)).float(), last_update(state)[0])
+    for buffer in state.buffers().values():
+        if buffer.is_floating_point():
+            wrong = torch.maximum(wrong, buffer.float().isnan().any().float())
     return not state.mesh.axis("run").all_reduce(wrong, "max").item()

@@ -16,7 +16,7 @@ from fivefold.errors import UserError, did_you_mean
 from fivefold.files import expanded, guard, make_folder, write_atomically
 from fivefold.models.alike import differences
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.own import ModuleCard, OwnModel
+from fivefold.models.own import ModuleCard, OwnModel, buffers_of
 from fivefold.observe.initial import FILE
 from fivefold.recipe import ModelSection, Recipe, load
 from fivefold.recipe.initial import hf_model, required
@@ -150,7 +150,7 @@ def _same_shapes(said: str, recipe: Recipe, source: Source, own: OwnModel | None
         used.add(there)
         if source.shape(there) != shape:
             raise UserError(f"{said}: {there} has the shape {source.shape(there)} there, and {shape} here")
-    left = sorted(known - used)
+    left = sorted(known - used - ({named(name) for name in buffers_of(own.module)[1]} if own else set()))
     if (left and own is None) or len(left) == len(known):
         raise UserError(f"{said}: the model here has no parameter {left[0]}" + did_you_mean(left[0], mine))
     if left:
@@ -187,7 +187,7 @@ def load_initial(state: State, found: Initial, named: Rename = str, keep: bool =
     run = state.mesh.axis("run")
     masters, disk = state.masters(), state.parallel.disk
     parts = {name: part for replica in state.parallel.replicas for name, part in replica.parts.items()}
-    buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
+    buffers = state.buffers()
     with all_or_none(run):
         source = Source(Path(found.where), Path(found.checkpoint) if found.checkpoint else None)
         mine = [name for name in masters if name not in found.new]

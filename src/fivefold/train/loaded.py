@@ -15,6 +15,7 @@ from fivefold.checkpoint.manifest import DTYPES
 from fivefold.checkpoint.source import Elsewhere
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
+from fivefold.models.own import buffers_of
 from fivefold.optim.card import COMPENSATION
 from fivefold.parallel.outer import Outer
 from fivefold.spread.parts import Part, boxes, local_shape
@@ -36,7 +37,7 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     """
     meta = meta_of(checkpoint)
     parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
-    buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
+    buffers = state.buffers()
     elsewhere = Elsewhere.of(checkpoint.folder, checkpoint.meta)
     gone = elsewhere.names if elsewhere is not None else {}
     masters = {name: w for name, w in state.masters().items() if name not in gone}
@@ -133,9 +134,11 @@ def _fits(
     }
     saved = set(checkpoint.names("model"))
     whole_model = len(state.parallel.stages) == 1 and state.mesh.size("pp") == 1
-    wrong = sorted(set(shapes) - saved | (saved - set(shapes) if whole_model else set()))
+    unsaved = {name for stage in state.parallel.stages for name in buffers_of(stage)[1]}  # older versions did
+    wrong = sorted(set(shapes) - saved | (saved - set(shapes) - unsaved if whole_model else set()))
     wrong += [name for name in shapes if name in saved and checkpoint.shape("model", name) != shapes[name]]
     wrong += [name for name in parts if name in saved and not _real(checkpoint, "model", name)]
+    wrong += [name for name in saved & parts.keys() if checkpoint.manifest.tensors["model"][name].buffer]
     if wrong:
         raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.checkpoint import keep, store
-from fivefold.checkpoint.manifest import Damaged
+from fivefold.checkpoint.manifest import MANIFEST, Damaged
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
 from fivefold.recipe import sequences_before
@@ -18,7 +18,7 @@ from fivefold.train.checked import assert_same, damaged_together
 from fivefold.train.job import Job
 from fivefold.train.loaded import load_checkpoint
 from fivefold.train.meta import meta_of
-from fivefold.train.saved import FINGERPRINT, STAGES, identity
+from fivefold.train.saved import ASYNCHRONOUS, FINGERPRINT, STAGES, identity
 from fivefold.train.share import begin_streams
 
 
@@ -53,7 +53,7 @@ def resume(state: State, job: Job) -> Resumed | None:
         try:
             with damaged_together(run):
                 checkpoint = store.Reader(folder)
-                meta_of(checkpoint)
+                _assert_updates(job, checkpoint)
             with all_or_none(run):  # each machine prepares its own data
                 assert_identity(job, checkpoint)
             load_checkpoint(state, checkpoint)
@@ -72,6 +72,19 @@ def resume(state: State, job: Job) -> Resumed | None:
         f"{job.out} has no valid checkpoint. Start a new run, or put a copy back\n"
         + "\n".join(f"  {text}" for text in damages.values())
     )
+
+
+def _assert_updates(job: Job, checkpoint: store.Reader) -> None:
+    """Raises Damaged: something is missing, not of its type, or more updates than steps. Those of asynchronous servers
+    are shares; older versions do not say that they were."""
+    meta = meta_of(checkpoint)
+    shares = not job.recipe.servers.synchronous or bool(checkpoint.meta.get(ASYNCHRONOUS))
+    most = meta.step * (job.recipe.train.global_batch_size if shares else 1)
+    if meta.updates > most:
+        where = checkpoint.folder / MANIFEST
+        raise Damaged(
+            f"{where} is damaged: meta.updates is {meta.updates}, and step {meta.step} has at most {most}"
+        )
 
 
 def _candidates(job: Job) -> list[Path]:

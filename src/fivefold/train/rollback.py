@@ -46,7 +46,7 @@ def train(state: State, job: Job, hooks: RunHooks) -> bool:
             except Fault as found:
                 hooks.settle()  # a save that is on its way may hold the newest good state
                 if found.act != "rollback":
-                    raise
+                    raise found.ended(job.out) from None
                 fault = found
         with progress.phase("going back"):
             go_back(state, job, hooks, fault)

@@ -27,6 +27,7 @@ from fivefold.train.job import Job
 OUTER = "outer."  # prefix of the outer optimizer's states
 OFFLOADED_SHARD_BYTES = 64 << 20  # a shard is in memory while it is written
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
+ASYNCHRONOUS = "asynchronous"  # in what a checkpoint of asynchronous servers says: each share is an update
 STAGES = "data.stages"  # [place at which it begins, weight of each source] of each stage
 
 
@@ -163,9 +164,8 @@ def compression(state: State) -> dict[str, Any]:
 
 def buffer_pieces(state: State) -> list[write.Piece]:
     """The buffers that this rank writes. All ranks of a pipeline stage have the same; the first writes them."""
-    buffers = {name: b for stage in state.parallel.stages for name, b in stage.named_buffers()}
     first = not any(state.mesh.index(axis) for axis in ("sites", "batch", "tp"))
-    return write.whole_pieces(buffers) if first else []
+    return write.whole_pieces(state.buffers(), buffers=True) if first else []
 
 
 def tokenizer_to_keep(job: Job) -> Tokenizer | None:

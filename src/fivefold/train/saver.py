@@ -1,7 +1,8 @@
 """Saves a run's state when it is due: beside the steps that follow, or at once.
 
 A save that fails is an alarm. The run goes on, the checkpoints before stay, and it is tried again after the next step,
-then after 2, 4, 8 ... more. At the end of the run it is an error, because nothing would be saved.
+then after 2, 4, 8 ... more. At the end of the run the ranks keep what they have trained, and try again until it works
+or the run is told to stop.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.background import Background
+from fivefold.checkpoint.store import odd_numbers
 from fivefold.checkpoint.write import Writing
 from fivefold.comm import Started, all_or_none
 from fivefold.errors import UserError
@@ -27,6 +29,7 @@ from fivefold.train.saved import prepare, prune
 COPY_ROOM = 1.25
 """Free memory that a copy of the state needs, relative to its bytes."""
 JOIN_S = 30
+AGAIN_S = 5  # between tries of the last save
 FAILED, BUSY = "save_failed", "save_under_way"
 """Figures of a step: the numbers of ranks whose part of the save has failed, or is not complete."""
 
@@ -36,8 +39,9 @@ class Saver:
 
     alarm: says on the console and in the report what failed in a step. flush: forces to the disk what a checkpoint
     needs beside itself; the first rank calls it before the checkpoint gets its name. beside: False where the state
-    changes outside of updates, so every save is complete before the run goes on. seconds: for which steps waited for
-    the copies of saves. retry_at: the step after which a failed save is tried again; the same on all ranks.
+    changes outside of updates, so every save is complete before the run goes on. stopped: a signal has told this rank
+    to stop. waiting: called every second while the last save is tried again. seconds: for which steps waited for the
+    copies of saves. retry_at: the step after which a failed save is tried again; the same on all ranks.
     """
 
     def __init__(
@@ -48,8 +52,11 @@ class Saver:
         flush: Callable[[], None] = lambda: None,
         local_ranks: int = 1,
         beside: bool = True,
+        stopped: Callable[[], bool] = lambda: False,
+        waiting: Callable[[], None] = lambda: None,
     ):
         self.state, self.job, self.alarm, self.flush = state, job, alarm, flush
+        self.stopped, self.waiting = stopped, waiting
         self.local_ranks = local_ranks
         self.beside = beside and job.recipe.checkpoint.asynchronous and state.parallel.disk is None
         self.axis = state.mesh.axis("run")
@@ -66,13 +73,14 @@ class Saver:
         """Saves the state as it is now. ends: the run ends here, so the save is complete when this returns.
 
         Raises:
-            UserError: it failed, and the run ends.
+            UserError: it failed, the run ends, and it was told to stop, has trained nothing, or has numbers that no
+                checkpoint may hold.
         """
         self.settle()
         self._began, self.retry_at = time.monotonic(), None  # this one is the next try
+        hooks = {"before": self.flush, "after": partial(prune, self.job)}
+        writing = replace(prepare(self.state, self.job.out, meta), **hooks)
         try:
-            hooks = {"before": self.flush, "after": partial(prune, self.job)}
-            writing = replace(prepare(self.state, self.job.out, meta), **hooks)
             if ends or not self._beside(writing):
                 writing.save()
                 self._succeeded()
@@ -83,10 +91,34 @@ class Saver:
                     self.seconds += self.under_way.wait_for_copy()
         except UserError as error:
             if ends:
-                raise
-            self._failed(error)
+                self._save_later(writing, error)
+            else:
+                self._failed(error)
         if self.state.parallel.disk is not None:
             self.state.parallel.disk.drop()
+
+    def _save_later(self, writing: Writing, error: UserError) -> None:
+        """The last save has failed with this error: tries again until it works, or raises the error."""
+        every = (piece for pieces in writing.pieces.values() for piece in pieces)
+        odd = any(odd_numbers(piece.tensor, piece.buffer) for piece in every)
+        if self.state.step == 0 or self._any(odd or self.stopped()):
+            raise error
+        self.alarm(
+            self.state.step,
+            f"{error}. The run waits with what it has trained, and tries again every {AGAIN_S} s. Ctrl-C or SIGTERM "
+            "ends it without this save",
+        )
+        while True:
+            for _ in range(AGAIN_S):
+                time.sleep(1)
+                self.waiting()
+                if self._any(self.stopped()):
+                    raise error
+            try:
+                writing.save()
+                return
+            except UserError as again:
+                error = again
 
     def before_update(self) -> None:
         """The state is about to change: waits until it is copied."""
@@ -201,9 +233,11 @@ class Saver:
             return False
         own = sum(piece.tensor.nbytes for pieces in writing.pieces.values() for piece in pieces)
         room = available()
-        tight = room is not None and own * COPY_ROOM * self.local_ranks > room
-        flag = torch.tensor(float(tight), device=self.axis.device)
-        return not bool(self.axis.all_reduce(flag, "max"))
+        return not self._any(room is not None and own * COPY_ROOM * self.local_ranks > room)
+
+    def _any(self, flag: bool) -> bool:
+        """True if this is true of any rank."""
+        return bool(self.axis.all_reduce(torch.tensor(float(flag), device=self.axis.device), "max"))
 
 
 def _raise(save: Background) -> None:

@@ -46,7 +46,7 @@ from fivefold.train.prediction import Prediction
 from fivefold.train.resume import resume
 from fivefold.train.rollback import FILE, read
 from fivefold.train.run import conclude, introduce, open_metrics, write_run_files
-from fivefold.train.saved import identity
+from fivefold.train.saved import ASYNCHRONOUS, identity
 from fivefold.train.saver import Saver
 from fivefold.train.self_test import settle
 
@@ -125,7 +125,15 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
         settle(state, job, ranks, resumed is not None)
         begun()
         with names_step(state):
-            return _follow(job, state, server, Saver(state, job, lambda step, text: None, beside=False))
+            saver = Saver(
+                state,
+                job,
+                lambda step, text: None,
+                beside=False,
+                stopped=interrupt.wanted,
+                waiting=server.keep_alive,
+            )
+            return _follow(job, state, server, saver)
     with ExitStack() as stack:
         console = stack.enter_context(
             Console(steps, start_step=state.step, log_every=recipe.observe.log_every)
@@ -184,7 +192,7 @@ def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
             state.step += 1
             progress.step = state.step
             if ruined:
-                raise destroyed_after(state.step, job.recipe.faults)
+                raise destroyed_after(state.step, job.recipe.faults).ended(job.out)
         elif command == SAVE:
             _save(job, state, saver, *map(int, numbers[:3]))
         elif command == LOST:
@@ -197,10 +205,11 @@ def _follow(job: Job, state: State, server: Server, saver: Saver) -> bool:
 def _save(job: Job, state: State, saver: Saver, updates: int, skipped: int, ends: int) -> None:
     with progress.phase("saving"):
         if fault := weights_fault(state, job.recipe.faults):
-            raise fault
+            raise fault.ended(job.out)
         state.set_counts(updates, skipped)
         tokens = state.step * job.recipe.train.global_batch_size * job.recipe.model.seq_len
-        saver.save(identity(job) | {"tokens": tokens}, bool(ends))
+        more = {} if job.recipe.servers.synchronous else {ASYNCHRONOUS: True}
+        saver.save(identity(job) | {"tokens": tokens} | more, bool(ends))
 
 
 @dataclass
@@ -230,7 +239,15 @@ class Leader:
         self.applied: list[tuple[Note, int]] = []  # those of the step that is not complete
         self.reports: list[dict[str, Any]] = []
         self.updates, self.skipped = self.state.updates, self.state.skipped
-        self.saver = Saver(self.state, self.job, self.alarm, self.metrics.flush, beside=False)
+        self.saver = Saver(
+            self.state,
+            self.job,
+            self.alarm,
+            self.metrics.flush,
+            beside=False,
+            stopped=self.interrupt.wanted,
+            waiting=self.server.keep_alive,
+        )
         self.began = time.perf_counter()
 
     def run(self) -> bool:
@@ -407,7 +424,7 @@ class Leader:
         self.state.step += 1
         self._record(line, [note.figures for note, _ in notes])
         if ruined:
-            raise destroyed_after(self.state.step, faults)
+            raise destroyed_after(self.state.step, faults).ended(self.job.out)
         most = 1 if faults.on_nonfinite == "abort" else MAX_SKIPPED
         if self.skipped >= most:
             self.stopping, self.chores = True, []
@@ -418,7 +435,7 @@ class Leader:
         if self.skipped >= most:
             raise UserError(
                 f"loss or gradient were not finite in {most} step(s) in a row, up to step {self.state.step}: the "
-                "run has diverged. Resume from the last checkpoint with a smaller optim.lr or optim.grad_clip"
+                "run has diverged. Resume with a smaller optim.lr or optim.grad_clip, or from an older checkpoint"
             )
         if not self.servers.synchronous:
             self._add_chores(self.state.step)

@@ -241,7 +241,7 @@ class StreamedUpdater(Updater):
         if isinstance(self._error, OSError):
             raise UserError(
                 f"layout.offload_dir = {self.disk.folder}: {self._error.strerror}, so the update of this step is lost. "
-                "Resume from the last checkpoint"
+                "Start again with --resume"
             ) from self._error
         if self._error is not None:
             raise self._error
