@@ -77,9 +77,12 @@ def require_vocabulary(recipe: Recipe, size: int) -> None:
     special = special_of(data.chat_template)
     added = f" with {', '.join(special)} of data.chat_template" if special else ""
     other = ', or use data.chat_template = "plain", which needs no special tokens' if special else ""
+    said, do = f"model.vocab_size = {limit}", f"Leave it unset, or set at least that{other}"
+    if (where := recipe.train.init_from) and not special:
+        said += f", that of train.init_from = {where},"
+        do = "Leave data.tokenizer out to take over its own"
     raise UserError(
-        f"model.vocab_size = {limit} is smaller than the vocabulary of data.tokenizer = {data.tokenizer!r}{added}: "
-        f"{size} tokens. Leave it unset, or set at least that{other}"
+        f"{said} is smaller than the vocabulary of data.tokenizer = {data.tokenizer!r}{added}: {size} tokens. {do}"
     )
 
 
