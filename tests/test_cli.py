@@ -248,6 +248,24 @@ def test_check(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "data     1 file(s)" in out
 
 
+@pytest.mark.parametrize(
+    ("sets", "fits"), [([], True), (["model.layers=1000", "model.dim=6400", "model.heads=64"], False)]
+)
+def test_check_says_what_memory_is_needed_and_what_is_here(
+    sets: list[str], fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["check", "quickstart", "--no-data", *(f"--set={one}" for one in sets)]
+    assert run(*command) == 0
+    out = capsys.readouterr().out
+    assert ("valid, but needs more memory than this machine has\n" in out, ": too little\n" in out) == (
+        not fits,
+    ) * 2
+    assert run(*command, "--json") == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["fits"] is fits
+    assert memory["line"] in out
+
+
 def test_check_json(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", str(text_recipe), "--json", "--set", "train.steps=7", "--layout", "dp=2") == 0
     result = json.loads(capsys.readouterr().out)
