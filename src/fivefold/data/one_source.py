@@ -293,8 +293,11 @@ def check_tokenizer(data: DataSection, mask: bool) -> None:
     if spec.startswith("bpe:"):
         check_bpe_size(int(spec[4:]), (2 if mask else 1) + len(special_of(data.chat_template)))
     elif spec not in ("bytes", "chars") and not (spec and Path(spec).expanduser().exists()):
+        name = "OWNER/NAME" if not spec or spec.endswith(".json") else spec
         raise UserError(
-            f"data.tokenizer = {spec!r}: must be bpe:N, bytes, chars, or the path of a tokenizer.json"
+            f"data.tokenizer = {spec!r}: no such file; must be bpe:N, bytes, chars, or the path of a tokenizer.json. "
+            f"Of a Hugging Face repository: `hf download {name} tokenizer.json tokenizer_config.json --local-dir FOLDER` "
+            "and --set data.tokenizer=FOLDER/tokenizer.json"
         )
 
 

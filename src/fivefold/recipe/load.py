@@ -172,7 +172,9 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         message, _, place = str(error).partition(" (at ")
         # the place is "line 3, column 5", or "end of document"
         line, column = re.findall(r"\d+", place) or (text.count("\n") + 1, len(text) - text.rfind("\n"))
-        raise UserError(f"{path}:{line}:{column}: not valid TOML: {message}") from None
+        colon = path.suffix != ".toml" or re.match(r"\s*[\w-]+\s*:", text.split("\n")[int(line) - 1])
+        like = ". A recipe is TOML: a line [train], below it lines such as steps = 100" if colon else ""
+        raise UserError(f"{path}:{line}:{column}: not valid TOML: {message}{like}") from None
     except (
         ValueError,
         RecursionError,
@@ -282,7 +284,8 @@ class _Draft:
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
                 said = shortened(text, LONGEST_WORD)
-                message = f"{option} {said}: must have the form section.key=value"
+                near = f"; did you mean {home}={raw}?" if (home := words.home(given_key)) and raw else ""
+                message = f"{option} {said}: must have the form section.key=value{near}"
                 self.problems.append(problem(message, option, said, "section.key=value"))
                 continue
             values = self.table.setdefault(section, {})
