@@ -113,8 +113,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["trin", "quickstart"], "Did you mean 'train'?"),
         (["check", "quickstart", "--explian"], "--explain"),
+        (["train", "quickstart", "--steps", "5"], "Use --set train.steps=5"),
+        (["plan", "quickstart", "--learning-rate=1e-3"], "Use --set optim.lr=1e-3"),
+        (["check", "quickstart", "--set", "batch_size=4"], "did you mean train.global_batch_size=4?"),
+        (["check", "quickstart", "--set", "train.batch_size=4"], "did you mean 'train.global_batch_size'?"),
         (["check", "quickstart", "--set", "data.source="], "data.source is empty"),
         (["check", "quickstart", "--set", "data.tokenizer="], "data.tokenizer = ''"),
+        (["check", "quickstart", "--set", "data.tokenizer=gpt2"], "no such file; must be bpe:N"),
+        (["check", "quickstart", "--set", "data.tokenizer=gpt2"], "`hf download gpt2 tokenizer.json"),
+        (["check", "llama2-7b"], "`hf download OWNER/NAME tokenizer.json"),
         (["check", "quickstart", "--set", "data.tokenizer=bpe:²"], "N must be a whole number"),
         (["check", "quickstart", "--set", "data.source=tokens:"], "the path is missing"),
         (["check", "quickstart", "--set", "data.source=tokens:a**b"], "no token file"),
@@ -271,6 +278,24 @@ def test_check(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the recipe is valid" in out
     assert "5 steps x 64 tokens = 320 tokens" in out
     assert "data     1 file(s)" in out
+
+
+@pytest.mark.parametrize(
+    ("sets", "fits"), [([], True), (["model.layers=1000", "model.dim=6400", "model.heads=64"], False)]
+)
+def test_check_says_what_memory_is_needed_and_what_is_here(
+    sets: list[str], fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["check", "quickstart", "--no-data", *(f"--set={one}" for one in sets)]
+    assert run(*command) == 0
+    out = capsys.readouterr().out
+    assert ("valid, but needs more memory than this machine has\n" in out, ": too little\n" in out) == (
+        not fits,
+    ) * 2
+    assert run(*command, "--json") == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["fits"] is fits
+    assert memory["line"] in out
 
 
 def test_check_json(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

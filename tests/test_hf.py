@@ -224,6 +224,46 @@ def test_configs_that_we_do_not_compute_are_refused(arch, change, words):
     assert all(word in str(refusal.value) for word in ["config.json", *words]), str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "weights", "words"),
+    [
+        (
+            "gemma",
+            [],
+            "kind is llama, and the first difference: hidden_act = gelu_pytorch_tanh; only silu or",
+        ),
+        ("gpt_neox", [], "kind is llama, and the first difference: hidden_act = gelu; only silu or"),
+        ("gpt_oss", [], "kind is mixtral, and the first difference: sliding_window = 128; only null"),
+        (
+            "granite",
+            [],
+            "kind is llama, and the first difference: llama has no attention_multiplier = 1.0, embedding_",
+        ),
+        ("smollm3", [], "kind is llama, and the first difference: llama has no .*no_rope_layers = "),
+        ("stablelm", [], "kind is llama, and the first difference: .*partial_rotary_factor 0.25"),
+        (
+            "phi3",
+            ["qkv_proj.weight"],
+            r"kind is llama, .*: model.layers.0.self_attn.qkv_proj.weight is no weight",
+        ),
+        (
+            "qwen2",
+            ["q_proj.weight", "q_proj.bias"],
+            r"kind is llama, .*: model.layers.0.self_attn.q_proj.bias is no",
+        ),
+    ],
+)
+def test_of_an_unknown_kind_the_nearest_and_the_first_difference_are_named(tmp_path, kind, weights, words):
+    config = json.loads(transformers.AutoConfig.for_model(kind).to_json_string())
+    names = [f"model.layers.3.self_attn.{name}" for name in weights]
+    if names:
+        save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UserError, match=f'"{kind}" is not supported; the nearest {words}.*Supported: bert, deep'
+    ):
+        from_hf_config(config, tmp_path)
+
+
 def test_llama_3_1_and_heads_of_their_own_width_are_read():
     model = resolve_model(ModelSection(**SMALL), vocab_size=300)
     scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -17,9 +17,11 @@ from fivefold.checkpoint import store
 from fivefold.checkpoint.hf import export_run, import_folder
 from fivefold.checkpoint.source import weights_of
 from fivefold.data import prepare
+from fivefold.data.one_source import require_vocabulary
 from fivefold.errors import UserError
 from fivefold.observe.report import page
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.recipe.warnings import warnings
 from fivefold.train.initial import initial
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
@@ -92,6 +94,25 @@ def test_a_hugging_face_folder_gives_the_same(base, text, tmp_path):
         None,
         None,
     )
+
+
+def test_a_shipped_recipes_model_and_tokenizer_give_way(base, tmp_path):
+    """What the user has written, in a file or by --set, stays."""
+    where = f"train.init_from={base.parent / 'exported'}"
+    tokenizer = str(base.parent / "exported" / "tokenizer.json")
+    own = tmp_path / "own.toml"
+    own.write_text(
+        f'base = "quickstart"\ntrain = {{steps = 3, init_from = "{base}"}}\nmodel = {{seq_len = 16}}\n'
+    )
+    taken = [load("quickstart", [where]), load(own), load("bert-tiny", [where])]
+    assert [(one.model.arch, one.model.layers, one.model.dim) for one in taken] == [("llama", 2, 32)] * 3
+    assert [one.model.seq_len for one in taken] == [32, 16, 32]
+    assert [one.data.tokenizer for one in taken] == [tokenizer, str(base / "tokenizer.json"), tokenizer]
+    assert any("`continue` has a lower one" in warning for warning in warnings(taken[0]))
+    kept = load("quickstart", [where, "model.layers=3", "data.tokenizer=bpe:300"])
+    assert (kept.model.layers, kept.model.dim, kept.data.tokenizer) == (3, 32, "bpe:300")
+    with pytest.raises(UserError, match=r"that of train.init_from = .*Leave data.tokenizer out"):
+        require_vocabulary(kept, 4096)
 
 
 @pytest.mark.parametrize("source", ["run", "hf"])

@@ -85,6 +85,8 @@ def test_dp_alone() -> None:
         ("tp=-2", "'tp=-2': must be a whole number"),
         ("sp=1", "'sp=1': must be true or false"),
         ("tp=2,tp=4", "'tp' is given twice"),
+        ("dp=2 tp=2", "parts are separated by commas: dp=2,tp=2"),
+        ("fsdp=2", "did you mean 'dp=2,zero=3'?"),
         ("dp=2,dp_shard=2", "give either dp or those"),
     ],
 )

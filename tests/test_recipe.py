@@ -129,11 +129,20 @@ def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [("[model]\ndim = = 3\n", "2:7"), ('[model]\ndim = "', "2:8"), ("[model]\n[model]\n", "2:7")],
+    [
+        ("[model]\ndim = = 3\n", "2:7"),
+        ("model:\n  dim: 3\n", "1:6"),
+        ('[model]\ndim = "', "2:8"),
+        ("[model]\n[model]\n", "2:7"),
+    ],
 )
 def test_syntax_error_names_file_line_and_column(tmp_path: Path, text: str, place: str) -> None:
     path = write(tmp_path, text)
-    assert errors(path).startswith(f"{path}:{place}: not valid TOML: ")
+    found = errors(path)
+    assert found.startswith(f"{path}:{place}: not valid TOML: ")
+    assert found.endswith("A recipe is TOML: a line [train], below it lines such as steps = 100") == (
+        ":" in text
+    )
 
 
 def test_not_utf8(tmp_path: Path) -> None:

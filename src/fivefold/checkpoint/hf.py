@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.checkpoint import store, write
-from fivefold.checkpoint.hf_weights import INDEX, WEIGHTS, read_config, read_weights
+from fivefold.checkpoint.hf_weights import read_config, read_weights
 from fivefold.checkpoint.source import tokenizer_of, weights_of
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.conversations import TEMPLATE_FILE, beside
@@ -22,7 +22,7 @@ from fivefold.errors import UserError
 from fivefold.files import MOST_JSON, flush_all, guard, make_folder, own_word, read_bytes, remove, rename
 from fivefold.files import write as write_file
 from fivefold.models.card import card_of
-from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
+from fivefold.models.hf import INDEX, WEIGHTS, from_hf, from_hf_config, hf_config, to_hf
 from fivefold.precision import torch_dtype
 from fivefold.recipe import DataSection, Recipe, TrainSection, load, to_toml
 
@@ -89,7 +89,7 @@ def import_folder(source: Path, out: Path) -> Path:
     """
     guard(source)
     config = read_config(source / "config.json")
-    model = from_hf_config(config)
+    model = from_hf_config(config, source)
     state = from_hf(read_weights(source), model)
     assert model.vocab_size is not None
     if has_tokenizer := (source / "tokenizer.json").is_file():

@@ -15,12 +15,8 @@ from fivefold.checkpoint.manifest import Box
 from fivefold.errors import UserError
 from fivefold.files import MOST_JSON, open_file, read_json
 from fivefold.models.card import card_of
-from fivefold.models.hf import made_from_hf
+from fivefold.models.hf import INDEX, MOST_INDEX, WEIGHTS, made_from_hf
 from fivefold.models.section import ModelSection
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_INDEX = 64 << 20
-"""Bytes of an index: about 100 for each tensor of each expert."""
 
 
 class HfWeights:

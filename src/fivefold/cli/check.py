@@ -36,6 +36,7 @@ def check(
     trackers.require(trackers.chosen(loaded.observe.tracker))
     _weights(loaded)
     result = summary(loaded)
+    result["memory"] = _memory(loaded)
     if not no_data:
         from fivefold.data.facts import WARNING
         from fivefold.data.facts import check as check_data
@@ -119,6 +120,30 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     return result
 
 
+def _memory(recipe: Recipe) -> dict[str, Any] | None:
+    """What the ranks' tensors need on CPUs, beside what this machine has. None: not planned, or the system tells no
+    limit."""
+    from dataclasses import replace
+
+    from fivefold.host.memory import limit
+    from fivefold.observe.format import size
+    from fivefold.plan.predict import predict, priced_here
+
+    here, (cluster, software) = limit(), priced_here()
+    try:
+        plan = predict(recipe, replace(cluster, devices=None), software)
+    except UserError:
+        return None
+    if here is None:
+        return None
+    fits = plan.peak_bytes * (plan.ranks if here.shared else 1) <= here.bytes
+    line = (
+        f"{size(plan.peak_bytes)} of tensors per rank on CPUs, {size(plan.peak_bytes * plan.ranks)} in all; "
+    )
+    line += f"{here.what} is {size(here.bytes)}" + ("" if fits else ": too little")
+    return {"rank_bytes": plan.peak_bytes, "here_bytes": here.bytes, "fits": fits, "line": line}
+
+
 def _recompute(recipe: Recipe) -> dict[str, Any] | None:
     """What a budget of recomputation comes to on this machine's CPUs; None if the recipe has none."""
     from fivefold.models.recomputation import budget_of
@@ -160,6 +185,8 @@ def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
             ("compute", f"{short('flops_per_token')} FLOPs per token, {result['total_flops']:.3g} in total"),
             *rows,
         ]
+    if (memory := result["memory"]) is not None:
+        rows.append(("memory", memory["line"]))
     if result["recompute"]:
         rows.append(("memory", result["recompute"]["line"]))
     rows += [
@@ -168,7 +195,8 @@ def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     ]
     rows += [("note", note) for note in result["notes"]]
     rows += [("WARNING", warning) for warning in result["warnings"]]
-    return [f"{name}: the recipe is valid", *(f"  {label:8} {text}" for label, text in rows)]
+    but = "" if memory is None or memory["fits"] else ", but needs more memory than this machine has"
+    return [f"{name}: the recipe is valid{but}", *(f"  {label:8} {text}" for label, text in rows)]
 
 
 def _fields(recipe: Recipe) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ for name, module, function in (
     ("import", import_, import_.import_),
 ):
     examples = "".join(f"\n  {example}" for example in module.EXAMPLES)
-    app.command(name, epilog=f"\b\nExamples:{examples}")(function)
+    app.command(name, cls=problems.Command, epilog=f"\b\nExamples:{examples}")(function)
 app.add_typer(bench.bench, name="bench")
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from typer.core import TyperCommand
+
 from fivefold.cli.options import print_json
 from fivefold.errors import Problem, problem
 
@@ -48,6 +50,24 @@ def of_options(error: Exception, words: Sequence[str]) -> Problem | None:
     near = list(getattr(error, "possibilities", None) or [])
     found = problem(message(), key, _typed(words, names))
     return Problem(found.key, found.value, found.message, found.allowed, near[0] if near else found.nearest)
+
+
+class Command(TyperCommand):
+    """A command. Of an unknown option that is the name of a recipe's field it says how to set the field."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            name = getattr(error, "option_name", None) if hasattr(error, "possibilities") else None
+            if name and any("--set" in param.opts for param in self.params):
+                from fivefold.recipe.words import home
+
+                if key := home(name.lstrip("-").replace("-", "_")):
+                    use = f"{name} is a field of the recipe. Use --set {key}={_typed(words, [name]) or '...'}"
+                    error.__dict__.update(message=use, possibilities=None)
+            raise
 
 
 def _typed(words: Sequence[str], names: Sequence[str | None]) -> str | None:

@@ -78,9 +78,12 @@ def require_vocabulary(recipe: Recipe, size: int) -> None:
     special = special_of(data.chat_template)
     added = f" with {', '.join(special)} of data.chat_template" if special else ""
     other = ', or use data.chat_template = "plain", which needs no special tokens' if special else ""
+    said, do = f"model.vocab_size = {limit}", f"Leave it unset, or set at least that{other}"
+    if (where := recipe.train.init_from) and not special:
+        said += f", that of train.init_from = {where},"
+        do = "Leave data.tokenizer out to take over its own"
     raise UserError(
-        f"model.vocab_size = {limit} is smaller than the vocabulary of data.tokenizer = {data.tokenizer!r}{added}: "
-        f"{size} tokens. Leave it unset, or set at least that{other}"
+        f"{said} is smaller than the vocabulary of data.tokenizer = {data.tokenizer!r}{added}: {size} tokens. {do}"
     )
 
 
@@ -291,8 +294,11 @@ def check_tokenizer(data: DataSection, mask: bool) -> None:
     if spec.startswith("bpe:"):
         check_bpe_size(int(spec[4:]), (2 if mask else 1) + len(special_of(data.chat_template)))
     elif spec not in ("bytes", "chars") and not (spec and expanded("data.tokenizer", spec).exists()):
+        name = "OWNER/NAME" if not spec or spec.endswith(".json") else spec
         raise UserError(
-            f"data.tokenizer = {spec!r}: must be bpe:N, bytes, chars, or the path of a tokenizer.json"
+            f"data.tokenizer = {spec!r}: no such file; must be bpe:N, bytes, chars, or the path of a tokenizer.json. "
+            f"Of a Hugging Face repository: `hf download {name} tokenizer.json tokenizer_config.json --local-dir FOLDER` "
+            "and --set data.tokenizer=FOLDER/tokenizer.json"
         )
 
 

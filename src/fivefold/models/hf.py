@@ -6,23 +6,33 @@ so they cannot drift apart. `transformers` itself is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pydantic
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.models.card import card_of
+from fivefold.files import read_json
+from fivefold.models.card import card_of, resolve_model
 from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
 from fivefold.precision import DTYPES, torch_dtype
 from fivefold.spread.parts import Shape
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_INDEX = 64 << 20
+"""Bytes of an index: about 100 for each tensor of each expert."""
+ANYWHERE = {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "dtype", "_name_or_path"}
+"""Keys of config.json that change nothing of the computation, whatever the kind."""
 WRONG = "config.json has a wrong value (fields named as in our recipes)"
 NAMES = {torch_dtype(d.name): d.torch for d in DTYPES.values() if d.stored and d.multiplied}
 
@@ -118,8 +128,9 @@ def hf_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[s
     }
 
 
-def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
-    """Resolved `[model]` section from the content of config.json.
+def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> ModelSection:
+    """Resolved `[model]` section from the content of config.json. folder: where the weights are; their names tell how
+    an unknown kind of model differs.
 
     Raises:
         UserError: keys are missing, or ask for something that our models do not compute; names every one.
@@ -129,21 +140,11 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
     for exchange in (file_of(arch, "hf") for arch in ARCHITECTURES):
         exchanges |= dict.fromkeys((exchange.MODEL_TYPE, *getattr(exchange, "ALSO", ())), exchange)
     if not isinstance(kind, str) or kind not in exchanges:
+        near = _nearest(config, _weight_names(folder) if folder else set())
         raise UserError(
-            f'config.json: model_type = "{kind}" is not supported; supported: {", ".join(exchanges)}'
+            f'config.json: model_type = "{kind}" is not supported; {near}. Supported: {", ".join(exchanges)}'
         )
-    exchange = exchanges[kind]
-    try:
-        fields = exchange.from_config(config)
-        problems = exchange.problems(config) if hasattr(exchange, "problems") else []
-    except KeyError as error:
-        raise UserError(f"config.json: key {error} is missing") from error
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"config.json: a value has the wrong type: {error}") from error
-    for key, allowed in exchange.SUPPORTED.items():
-        if config.get(key, allowed[0]) not in allowed:
-            values = " or ".join(_text(value) for value in allowed if value is not None) or "null"
-            problems.append(f"{key} = {_text(config[key])}; only {values} is supported")
+    fields, problems = _read(exchanges[kind], config)
     if config.get("quantization_config"):
         problems.append("quantization_config is set; only unquantised weights are supported")
     _raise_all("config.json asks for what our model does not compute", problems)
@@ -154,6 +155,66 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSection:
         raise
     _raise_all(WRONG, [message for _, message in model_rules(model)])
     return model
+
+
+def _read(exchange: ModuleType, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of `[model]`, and what of the config our model does not compute.
+
+    Raises:
+        UserError: a key is missing, or has a value of the wrong type.
+    """
+    found = []
+    for key, allowed in exchange.SUPPORTED.items():
+        if config.get(key, allowed[0]) not in allowed:
+            values = " or ".join(_text(value) for value in allowed if value is not None) or "null"
+            found.append(f"{key} = {_text(config[key])}; only {values} is supported")
+    try:
+        more = exchange.problems(config) if hasattr(exchange, "problems") else []
+        return exchange.from_config(config), found + more
+    except KeyError as error:
+        raise UserError(f"config.json: key {error} is missing") from error
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"config.json: a value has the wrong type: {error}") from error
+
+
+def _nearest(config: Mapping[str, Any], weights: Set[str]) -> str:
+    """The kind of ours that is most like an unknown one, by keys of config.json and names of weights (none: not known),
+    and the first difference."""
+    best, found, masked = -1.0, "", "MaskedLM" in str(config.get("architectures"))
+    for arch in ARCHITECTURES:
+        exchange, model = file_of(arch, "hf"), resolve_model(ModelSection(arch=arch), vocab_size=2)
+        written = hf_config(model)
+        keys = {key for key, value in written.items() if value}
+        ours = _of_one_block([*(t for e in exchange.entries(model) for t in e.theirs), *exchange.TIED])
+        theirs = _of_one_block(filter(None, map(getattr(exchange, "rename", str), weights)))
+        like = sum(len(a & b) / len(a | b) for a, b in ((config.keys(), keys), (theirs, ours)))
+        if like <= best or card_of(model).causal == masked:
+            continue
+        try:
+            first = _read(exchange, config)[1]
+        except UserError as error:
+            first = [str(error).removeprefix("config.json: ")]
+        first += [f"{name} is no weight of {exchange.ARCHITECTURE}" for name in sorted(theirs - ours)]
+        more = sorted(config.keys() - written.keys() - exchange.SUPPORTED.keys() - ANYWHERE)
+        if named := [f"{key} = {_text(config[key]):.60}" for key in more if config[key]]:
+            first.append(f"{exchange.MODEL_TYPE} has no {', '.join(named[:4])}")
+        first.append("neither config.json nor the names of weights tell it")
+        best, found = like, f"the nearest kind is {exchange.MODEL_TYPE}, and the first difference: {first[0]}"
+    return found
+
+
+def _of_one_block(names: Iterable[str]) -> set[str]:
+    return {re.sub(r"\.\d+(?=\.)", ".0", name) for name in names}
+
+
+def _weight_names(folder: Path) -> set[str]:
+    """The names of a folder's weights; none if they cannot be read."""
+    with suppress(OSError, UserError, SafetensorError, AttributeError):
+        if (folder / INDEX).is_file():
+            return set(read_json(folder / INDEX, MOST_INDEX)["weight_map"].keys())
+        with safe_open(folder / WEIGHTS, "pt") as opened:
+            return set(opened.keys())
+    return set()
 
 
 def _text(value: object) -> str:

@@ -77,7 +77,7 @@ def hf_model(folder: Path) -> dict[str, Any]:
     from fivefold.models.card import card_of
     from fivefold.models.hf import from_hf_config  # here: it imports torch
 
-    model = from_hf_config(read_json(folder / "config.json"))
+    model = from_hf_config(read_json(folder / "config.json"), folder)
     fields = {name: v for name, v in model.model_dump(exclude_none=True).items() if name not in HERE}
     if card_of(model).rotary:
         fields["seq_len"] = min(model.seq_len, LONGEST_CONTEXT)

@@ -14,7 +14,7 @@ from fivefold.errors import LONGEST_WORD, Problem, UserError, did_you_mean, prob
 from fivefold.files import read_text
 from fivefold.models.section import LARGEST
 from fivefold.recipe import words
-from fivefold.recipe.initial import taken_over
+from fivefold.recipe.initial import HERE, taken_over
 from fivefold.recipe.migrate import migrate, today
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
@@ -34,6 +34,8 @@ _SHIPPED = Path(__file__).parent.parent / "recipes"
 """A folder for each family of models."""
 EARLIER = {"llama-7b": "llama2-7b"}
 """Names of shipped recipes in earlier versions."""
+OURS = "a shipped recipe"
+"""The origin of what a user has not written."""
 
 
 def load(
@@ -135,10 +137,12 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """
     text = read_text(path, MOST_BYTES)
     table, origins = migrate(_parse(text, path), _lines(text))
+    files = _files()
+    if path in files.values():
+        origins = {f"{section}.{name}": OURS for section, fields in table.items() for name in fields}
     if "base" not in table:
         return table, origins
     base = table.pop("base")
-    files = _files()
     if not isinstance(base, str) or EARLIER.get(base, base) not in files:
         hint = did_you_mean(base, files) if isinstance(base, str) else ""
         raise UserError(
@@ -154,9 +158,10 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
                 k: v for k, v in below.get(section, {}).items() if f"{section}.{k}" not in others
             }
     for section, fields in below.items():
-        own = table.setdefault(section, fields)
-        if isinstance(own, dict) and section != "layout":
+        own = table.get(section, {})
+        if isinstance(own, dict) and (section != "layout" or section not in table):
             table[section] = fields | own
+            origins |= {f"{section}.{name}": OURS for name in fields.keys() - own.keys()}
     return table, origins
 
 
@@ -167,7 +172,9 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         message, _, place = str(error).partition(" (at ")
         # the place is "line 3, column 5", or "end of document"
         line, column = re.findall(r"\d+", place) or (text.count("\n") + 1, len(text) - text.rfind("\n"))
-        raise UserError(f"{path}:{line}:{column}: not valid TOML: {message}") from None
+        colon = path.suffix != ".toml" or re.match(r"\s*[\w-]+\s*:", text.split("\n")[int(line) - 1])
+        like = ". A recipe is TOML: a line [train], below it lines such as steps = 100" if colon else ""
+        raise UserError(f"{path}:{line}:{column}: not valid TOML: {message}{like}") from None
     except (
         ValueError,
         RecursionError,
@@ -231,7 +238,8 @@ class _Draft:
         return Recipe(**sections)
 
     def _take_over(self) -> None:
-        """Fills what is open of the model and the tokenizer by `train.init_from`."""
+        """Fills what is open of the model and the tokenizer by `train.init_from`. What a shipped recipe says of them
+        gives way."""
         train = self.table.get("train")
         where = train.get("init_from") if isinstance(train, dict) else None
         if not isinstance(where, str) or not where or "\0" in where:
@@ -245,7 +253,10 @@ class _Draft:
             return
         for section, fields in found.items():
             own = self.table.setdefault(section, {})
-            if isinstance(own, dict):
+            if isinstance(own, dict) and fields:
+                yielding = own.keys() - HERE if section == "model" else fields.keys()
+                ours = {name for name in yielding if self.origins.get(f"{section}.{name}") == OURS}
+                own = {name: value for name, value in own.items() if name not in ours}
                 new = {name: value for name, value in fields.items() if name not in own}
                 self.table[section] = own | new
                 self.origins |= {f"{section}.{name}": f"train.init_from ({where})" for name in new}
@@ -273,7 +284,8 @@ class _Draft:
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
                 said = shortened(text, LONGEST_WORD)
-                message = f"{option} {said}: must have the form section.key=value"
+                near = f"; did you mean {home}={raw}?" if (home := words.home(given_key)) and raw else ""
+                message = f"{option} {said}: must have the form section.key=value{near}"
                 self.problems.append(problem(message, option, said, "section.key=value"))
                 continue
             values = self.table.setdefault(section, {})

@@ -120,8 +120,8 @@ class TrainSection(Section):
     """Number of tokens to train on, rounded up to whole steps."""
     init_from: str = ""
     """Weights to start from: a run folder (its newest checkpoint), a checkpoint, or a Hugging Face folder. Data,
-    schedule and optimizer states begin anew. What the recipe leaves open of `[model]`, and the tokenizer, are those of
-    this folder. Unset: random weights."""
+    schedule and optimizer states begin anew. What you leave open of `[model]`, and the tokenizer, are those of this
+    folder, also where a shipped recipe says otherwise. Unset: random weights."""
     global_batch_size: int = Field(default=16, ge=1, le=MOST_SEQUENCES)
     """Sequences per optimizer step, over all ranks."""
     batch_ramp: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.optim import OPTIMIZERS
+from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.recipe.profiled import steps as profiled_steps
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.resolve import total_steps
@@ -13,6 +13,8 @@ MOST_EPOCHS = 4
 """Passes over the same text up to which each is worth about as much as new text (arXiv 2305.16264)."""
 MOST_WARMUP = 0.5
 """Share of the run."""
+MOST_CONTINUED = 6e-4
+"""The highest peak learning rate of GPT-3's table: that of 125M parameters with Adam (arXiv 2005.14165)."""
 
 
 def warnings(recipe: Recipe) -> list[str]:
@@ -38,6 +40,11 @@ def _rates(recipe: Recipe) -> Iterator[str]:
         if lr is not None and not least <= lr <= most:
             effect = "training will most likely diverge" if lr > most else "the weights will hardly change"
             yield f"optim.{key} = {lr:g}: {effect}; {name} is used with {least:g} to {most:g}"
+    if recipe.train.init_from and name == DEFAULT and recipe.optim.lr > MOST_CONTINUED:
+        yield (
+            f"optim.lr = {recipe.optim.lr:g} is a rate for random weights, and may undo what those of train.init_from "
+            "know; the recipe `continue` has a lower one"
+        )
 
 
 def _intervals(recipe: Recipe) -> Iterator[str]:

@@ -31,6 +31,19 @@ KEYS: dict[str, FieldInfo] = {
     for name, field in cls.model_fields.items()
 }
 
+ELSEWHERE = {
+    "train.global_batch_size": "batch_size batch train_batch_size",
+    "train.microbatch_size": "micro_batch_size per_device_train_batch_size",
+    "train.steps": "max_steps max_iters iterations",
+    "optim.lr": "learning_rate",
+    "model.layers": "num_layers n_layer n_layers num_hidden_layers",
+    "model.dim": "hidden_size n_embd d_model",
+    "model.heads": "num_heads n_head n_heads num_attention_heads",
+    "model.seq_len": "context_length block_size sequence_length max_seq_len",
+    "data.source": "data dataset train_data",
+}
+"""Names of fields in other trainers."""
+
 LONGEST_PROBLEM = 1500
 """Characters of one problem of a recipe, as a message lists it."""
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -204,10 +217,13 @@ def _key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
+def home(name: str) -> str:
+    """The key that a name without its section, or of another trainer, stands for; "" if there is none."""
+    return next((k for k in KEYS if name == k.partition(".")[2] or name in ELSEWHERE.get(k, "").split()), "")
+
+
 def _home(name: str) -> str:
-    """The section that a key belongs to."""
-    homes = [known for known in KEYS if known.partition(".")[2] == name]
-    return f"; did you mean '{homes[0]}'?" if homes else ""
+    return f"; did you mean '{key}'?" if (key := home(name)) else ""
 
 
 def to_toml(recipe: Sections, comment: str = "") -> str:

@@ -11,6 +11,9 @@ from fivefold.spread.buckets import BUCKET_BYTES
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import NOT_OFFLOADED
 
+ELSEWHERE = {"fsdp": "dp={},zero=3", "ddp": "dp={}", "tensor": "tp={}", "pipeline": "pp={}"}
+"""Names of axes in other programs, and what they are here."""
+
 
 def parse(text: str) -> dict[str, int | float | bool | str]:
     """Reads a layout such as `dp=2,tp=2,zero=1` into fields of `[layout]`; returns only the fields that are named.
@@ -29,6 +32,10 @@ def parse(text: str) -> dict[str, int | float | bool | str]:
         key, equals, value = (p.strip() for p in part.partition("="))
         if not equals or not value:
             problems.append(f"'{part}' is not of the form key=value")
+        elif "=" in value:
+            problems.append(f"'{part}': parts are separated by commas: {','.join(part.split())}")
+        elif key in ELSEWHERE:
+            problems.append(f"'{key}' is not an axis here; did you mean '{ELSEWHERE[key].format(value)}'?")
         elif key != "dp" and key not in defaults:
             problems.append(f"'{key}' is not an axis or option{did_you_mean(key, defaults)}")
         elif key in found:
