@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from fivefold import kernels
 from fivefold.kernels.fp8 import Fp8
-from fivefold.kernels.mixture import assign, combine, dispatch, grouped_linear
+from fivefold.kernels.mixture import assign, combine, dispatch, evened, grouped_linear
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer
 from fivefold.models.section import ModelSection
 from fivefold.models.sublayers import SwiGLU
@@ -81,7 +81,7 @@ class Exchange(nn.Module):
     """Computes rows of experts on this rank. No parameters. Expert parallelism replaces it by a module that sends the
     rows to the ranks with the experts, and the results back, in `chunks` parts."""
 
-    chunks = 1
+    chunks, local = 1, True
 
     def forward(
         self, rows_MD: Tensor, counts_CE: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
@@ -172,8 +172,10 @@ class Mixture(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         chosen, weights, shares, logits = self.router(x_ND)
         way = assign(chosen, self.count, self.capacity(len(x_ND)), self.experts.exchange.chunks)
-        inside_ND = self.enter(x_ND)
-        y_ND = combine(self.experts(dispatch(inside_ND, way), way.counts_CE), self.enter(weights), way)
+        inside_ND, rows = self.enter(x_ND), way
+        if self.experts.exchange.local:
+            rows = evened(way, x_ND.dtype)
+        y_ND = combine(self.experts(dispatch(inside_ND, rows), rows.counts_CE), self.enter(weights), rows)
         if self.shared is not None:
             y_ND = y_ND + self.shared(inside_ND)
         y_ND = self.leave(y_ND)
