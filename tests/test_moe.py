@@ -142,7 +142,7 @@ def test_the_way_there_and_back():
 
 
 def test_rows_that_are_nobodys_change_nothing():
-    """bf16 on CPUs gets such rows, so that matmuls have few shapes: results and gradients are the same up to rounding."""
+    """bf16 on CPUs gets such rows, so that matmuls have few shapes. Results and gradients are the same."""
     generator = torch.Generator().manual_seed(0)
     x, weights = torch.randn(96, 16, generator=generator), torch.rand(96, 2, generator=generator)
     matrices = torch.randn(3, 16, 16, generator=generator)

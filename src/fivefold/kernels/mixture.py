@@ -62,19 +62,15 @@ def assign(chosen_NK: Tensor, experts: int, capacity: int = 0, chunks: int = 1) 
 
 
 def evened(way: Assignment, dtype: torch.dtype) -> Assignment:
-    """The assignment of one chunk, with rows that are nobody's behind those of each expert, so that each has a multiple
-    of a power of 2, which is at most an eighth of the mean.
+    """Adds rows that are nobody's behind those of each expert, so that each has a multiple of a power of 2, at most an
+    eighth of the mean. Without chunks. Unchanged if slots were dropped, in traces, and but in bf16 on CPUs.
 
-    oneDNN, which multiplies bf16 on CPUs, compiles a matmul for each number of rows that occurs; that takes several
-    times as long as the matmul. These rows add about 1/16 to the experts' matmuls, and few numbers occur. Unchanged in
-    other dtypes, on GPUs, in traces, and if slots were dropped.
-    """
+    There oneDNN compiles a matmul for each number of rows that occurs, which takes several times as long as the matmul.
+    The added rows take 1/16 of the experts' time."""
     counts_E, slots = way.counts_CE[0], way.place_NK.numel()
     part = 1 << max(1, slots // (8 * len(counts_E))).bit_length() - 1
-    hollow = getattr(counts_E, "hollow", False)
-    if part == 1 or dtype != torch.bfloat16 or counts_E.device.type != "cpu" or hollow:
-        return way
-    if len(way.order_M) < slots:
+    compiles = dtype == torch.bfloat16 and counts_E.device.type == "cpu" and not hasattr(counts_E, "hollow")
+    if not compiles or part == 1 or len(way.order_M) < slots:
         return way
     rows_E = (counts_E + part - 1) // part * part
     before_E = (rows_E - counts_E).cumsum(0) - (rows_E - counts_E)

@@ -172,10 +172,10 @@ class Mixture(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         chosen, weights, shares, logits = self.router(x_ND)
         way = assign(chosen, self.count, self.capacity(len(x_ND)), self.experts.exchange.chunks)
-        inside_ND, rows = self.enter(x_ND), way
         if self.experts.exchange.local:
-            rows = evened(way, x_ND.dtype)
-        y_ND = combine(self.experts(dispatch(inside_ND, rows), rows.counts_CE), self.enter(weights), rows)
+            way = evened(way, x_ND.dtype)
+        inside_ND = self.enter(x_ND)
+        y_ND = combine(self.experts(dispatch(inside_ND, way), way.counts_CE), self.enter(weights), way)
         if self.shared is not None:
             y_ND = y_ND + self.shared(inside_ND)
         y_ND = self.leave(y_ND)
@@ -198,7 +198,7 @@ class Mixture(nn.Module):
         with torch.set_grad_enabled(self.z_weight > 0):
             z = logits_NE.logsumexp(-1).square().mean()
         with torch.no_grad():
-            dropped = (chosen_E - counts_CE.sum(0)).sum()
+            dropped = (chosen_E - counts_CE.sum(0)).clamp(min=0).sum()
             facts = torch.cat([chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
         return _Attach.apply(y_ND, self.aux_weight * aux + self.z_weight * z, self.stats, facts)
 
